@@ -715,7 +715,7 @@ def test_turns_are_read_while_all_rows_are_summed(
         summing.set()
         return int(may_end.wait(10))
 
-    for connection in (disk._index._file, disk._index._reader):
+    for connection in (disk._index.file, disk._index.reader):
         connection.create_function("slow", 0, slow)
     monkeypatch.setattr(index, "_FOUND", "SELECT slow(), 0, 0, 0")
     with ThreadPoolExecutor(2) as threads:

@@ -192,11 +192,11 @@ def test_a_file_survives_a_restart(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
     store.put(kept("a"))
-    store._file.execute("PRAGMA query_only=ON")
+    store._database.file.execute("PRAGMA query_only=ON")
     with pytest.raises(StoreError):
         store.put(kept("b"))
     assert there(store, "a", "b") == ["a"]
-    store._file.execute("PRAGMA query_only=OFF")
+    store._database.file.execute("PRAGMA query_only=OFF")
     store.put(kept("b"))
     assert there(store, "a", "b") == ["a", "b"]
     store.close()
@@ -207,7 +207,7 @@ def test_a_text_that_is_not_asked_for_is_not_touched(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
     for number in range(50):
         store.put(kept(f"r{number}", size=50_000))
-    store._file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._database.file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store.put(kept("a"))
     store.get("r0", TENANT)
     store.get("a", TENANT)
@@ -220,7 +220,7 @@ def test_nothing_is_left_of_what_was_dropped(tmp_path: Path) -> None:
     for key in ("a", "b", "b", "c", "d"):
         store.put(kept(key))
     store.delete("d", TENANT)
-    assert store._file.execute("SELECT id FROM response_texts").fetchall() == [("c",)]
+    assert store._database.file.execute("SELECT id FROM response_texts").fetchall() == [("c",)]
     store.close()
 
 

@@ -5,10 +5,8 @@ key before the first piece stands for everything that makes a piece valid (`iden
 layout, tenant. A look-up starts there and proceeds piece by piece. The ids themselves are not
 stored. A turn has a key of its own, and its content is in the index.
 
-The index is a SQLite database with a write-ahead log (https://www.sqlite.org/wal.html), which
-several processes may have open. A transaction is either complete or absent, however the process
-ends, and readers never wait. A file is written before its row and removed after it, so a row has a
-file unless another process has just evicted it.
+The index is a database that several processes may have open (`server.database`). A file is written
+before its row and removed after it, so a row has a file unless another process has just evicted it.
 
 ``used`` counts uses. Using a piece uses everything before it as well, so the least recently used
 pieces are the ends of conversations, and those are evicted first.
@@ -16,16 +14,15 @@ pieces are the ends of conversations, and those are evicted first.
 
 from __future__ import annotations
 
-import os
 import sqlite3
-import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
+from vllm_mlx_harmony.server.database import Database, checked_version
 
 VERSION = 3
 """The format of tables and files, as ``PRAGMA user_version``."""
@@ -84,10 +81,6 @@ SELECT COALESCE(SUM(size), 0), COUNT(file), COUNT(*) - COUNT(file), COALESCE(SUM
 """
 
 
-class Later(sqlite3.DatabaseError):
-    """A later version of this package wrote the database."""
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """A piece: the ``tokens`` ids that follow the ``start`` ids of ``parent``, in ``file``."""
@@ -123,71 +116,17 @@ def key_of(*parts: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def _checked_version(file: sqlite3.Connection, path: Path) -> int:
-    (version,) = file.execute("PRAGMA user_version").fetchone()
-    if version > VERSION:
-        raise Later(f"a later version of vllm-mlx-harmony wrote {path}")
-    return int(version)
-
-
-class Index:
-    """The database in ``directory``, which is created if need be. Any thread may call it.
+class Index(Database):
+    """The database in ``directory``.
 
     All methods raise ``sqlite3.Error`` and ``OSError``; creation raises ``Later`` as well.
     """
 
     def __init__(self, directory: Path) -> None:
-        self.path = directory / NAME
-        self._lock = threading.RLock()
-        self._reading = threading.Lock()
-        # SQLite gives its files the mode of this one: only the owner may read turns.
-        os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
-        os.chmod(self.path, 0o600)
-        self._file, self._reader = (
-            sqlite3.connect(self.path, check_same_thread=False, timeout=BUSY, isolation_level=None)
-            for _ in range(2)
-        )
-        try:
-            version = _checked_version(self._file, self.path)
-            self._file.execute("PRAGMA journal_mode=WAL")
-            # A loss of power may take the end of the log: that is computed again.
-            self._file.execute("PRAGMA synchronous=NORMAL")
-            self._file.execute("PRAGMA secure_delete=ON")  # a deleted turn is overwritten
-            if version < VERSION:  # otherwise write nothing: the disk may be full, or in use
-                with self.writing() as file:
-                    for statement in filter(None, map(str.strip, _SCHEMA.split(";"))):
-                        file.execute(statement)
-                    file.execute(f"PRAGMA user_version={VERSION}")
-            self._reader.execute("PRAGMA query_only=ON")
-            now = self.path.stat()
-        except BaseException:
-            self.close()
-            raise
-        self._opened = (now.st_dev, now.st_ino)
-
-    def close(self) -> None:
-        with self._lock, self._reading:
-            self._reader.close()
-            self._file.close()
-
-    def is_there(self) -> bool:
-        """Whether the path still leads to the database that is open."""
-        try:
-            now = self.path.stat()
-        except OSError:
-            return False
-        return (now.st_dev, now.st_ino) == self._opened
-
-    @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction; one thread of one process at a time."""
-        with self._lock, self._file:
-            self._file.execute("BEGIN IMMEDIATE")
-            yield self._file
-
-    def _read(self, what: str, *values: object) -> list[sqlite3.Row]:
-        with self._reading:
-            return self._reader.execute(f"SELECT {what}", values).fetchall()
+        # A loss of power may take the end of the log: that is computed again. A deleted turn is
+        # overwritten.
+        pragmas = "synchronous=NORMAL", "secure_delete=ON"
+        super().__init__(directory / NAME, _SCHEMA, VERSION, BUSY, *pragmas)
 
     def chain(self, roots: Sequence[bytes], sequence: bytes, limit: int) -> tuple[Row, ...]:
         """The pieces, first to last, of the longest known beginning of at most ``limit`` ids.
@@ -202,18 +141,20 @@ class Index:
             parent, start, path = left.pop()
             if start > (best[-1].end if best else 0):
                 best = path
-            for (tokens,) in self._read("DISTINCT tokens FROM entries WHERE parent = ?", parent):
+            for (tokens,) in self.read(
+                "SELECT DISTINCT tokens FROM entries WHERE parent = ?", parent
+            ):
                 end = start + tokens
                 if end > limit:
                     continue
                 key = key_of(parent, ids[start * WIDTH : end * WIDTH])
                 columns = "key, parent, tokens, start, file, size, crc"
-                rows = self._read(f"{columns} FROM entries WHERE key = ?", key)
+                rows = self.read(f"SELECT {columns} FROM entries WHERE key = ?", key)
                 left.extend((key, end, (*path, Row(*row))) for row in rows)
         return best
 
     def has(self, key: bytes) -> bool:
-        return bool(self._read("1 FROM entries WHERE key = ?", key))
+        return bool(self.read("SELECT 1 FROM entries WHERE key = ?", key))
 
     def add(self, row: Row, budget: int) -> list[str] | None:
         """Adds a piece; returns the files to remove to stay within ``budget`` bytes.
@@ -240,15 +181,15 @@ class Index:
             return _files(file.execute(_EVICT, (budget,)))
 
     def turn(self, key: bytes) -> bytes | None:
-        for (content,) in self._read("content FROM entries WHERE key = ?", key):
+        for (content,) in self.read("SELECT content FROM entries WHERE key = ?", key):
             return bytes(content)
         return None
 
     def turns(self) -> set[bytes]:
-        return {bytes(key) for (key,) in self._read("key FROM entries WHERE file IS NULL")}
+        return {bytes(key) for (key,) in self.read("SELECT key FROM entries WHERE file IS NULL")}
 
     def files(self) -> set[str]:
-        return {name for (name,) in self._read("file FROM entries WHERE file IS NOT NULL")}
+        return {name for (name,) in self.read("SELECT file FROM entries WHERE file IS NOT NULL")}
 
     def touch(self, keys: Iterable[bytes]) -> bool:
         """Marks turns, and pieces with all those before them, as used; whether all still exist."""
@@ -271,11 +212,11 @@ class Index:
         with self.writing() as file:
             file.execute("DELETE FROM entries")
         with self._lock:
-            self._file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self.file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def found(self) -> Found:
         with self._lock:  # not on the connection for reading: it reads all rows
-            return Found(*self._file.execute(_FOUND).fetchone())
+            return Found(*self.file.execute(_FOUND).fetchone())
 
 
 def looked_at(directory: Path) -> Found | None:
@@ -289,7 +230,7 @@ def looked_at(directory: Path) -> Found | None:
     # Without a log, no process has the database open, and reading it would create one.
     how = "mode=ro" if path.with_name(f"{NAME}-wal").exists() else "immutable=1"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as file:
-        _checked_version(file, path)
+        checked_version(file, VERSION)
         return Found(*file.execute(_FOUND).fetchone())
 
 

@@ -1,8 +1,6 @@
 """The store of responses, for ``previous_response_id`` and retrieval: in memory, a file or Redis.
 
-The file is an SQLite database with a write-ahead log (https://www.sqlite.org/wal.html): a response
-is stored completely or not at all, however the process ends, and readers never wait for a writer.
-Problems with the file must not affect other requests:
+The file is a `database`. Problems with it must not affect other requests:
 
 - A lock held by another program is waited for once, for ``_BUSY`` seconds. For the next ``_PAUSE``
   seconds every call fails at once.
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Protocol
 
 from vllm_mlx_harmony.core.lru import ByteLRU
+from vllm_mlx_harmony.server.database import Database
 from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.peers.connection import (
     STORE_VARIABLE,
@@ -132,13 +131,11 @@ class FileStore:
         self._path, self._reserve = path, path.with_name(f"{path.name}.reserve")
         self._max_count, self._max_bytes = max_count, max_bytes
         self._lock = threading.RLock()  # for writing, and for opening the file
-        self._reading = threading.Lock()
         self._used: dict[tuple[str, str], None] = {}
-        self._opened: tuple[int, int] | None = None  # device and inode
         self._paused_until = 0.0
         try:
-            self._open()
-            (damage,) = self._reader.execute("PRAGMA quick_check(1)").fetchone()
+            self._database = self._opened()
+            ((damage,),) = self._database.read("PRAGMA quick_check(1)")
         except (sqlite3.Error, OSError) as error:
             raise StoreError(f"{_UNUSABLE.format(path)}: {error}. {_REMEDY}") from error
         if damage != "ok":
@@ -163,15 +160,13 @@ class FileStore:
         """Implements ``Store``."""
         with self._failing():
             self._follow()
-            with self._reading:
-                row = self._reader.execute(
-                    "SELECT text FROM response_texts WHERE tenant = ? AND id = ?", (tenant, key)
-                ).fetchone()
-        if row is None:
+            query = "SELECT text FROM response_texts WHERE tenant = ? AND id = ?"
+            rows = self._database.read(query, tenant, key)
+        if not rows:
             return None
         self._used.pop((tenant, key), None)
         self._used[tenant, key] = None
-        return StoredResponse.of_text(row[0])
+        return StoredResponse.of_text(rows[0][0])
 
     def delete(self, key: str, tenant: str) -> bool:
         """Implements ``Store``."""
@@ -184,14 +179,15 @@ class FileStore:
                 raise
         with self._lock, self._failing():
             # Some builds of SQLite overwrite deleted content with zeros, which takes more pages.
-            (secure,) = self._file.execute("PRAGMA secure_delete").fetchone()
+            file = self._database.file
+            (secure,) = file.execute("PRAGMA secure_delete").fetchone()
             self._reserve.unlink()
             try:
-                self._file.execute("PRAGMA wal_checkpoint(PASSIVE)")
-                self._file.execute("PRAGMA secure_delete=OFF")
+                file.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                file.execute("PRAGMA secure_delete=OFF")
                 return self._delete(key, tenant)
             finally:
-                self._file.execute(f"PRAGMA secure_delete={secure}")
+                file.execute(f"PRAGMA secure_delete={secure}")
                 self._hold_reserve()
 
     def _delete(self, key: str, tenant: str) -> bool:
@@ -201,21 +197,19 @@ class FileStore:
 
     def close(self) -> None:
         """Closes the file. The next call opens it again."""
-        self._opened = None
-        self._reader.close()
-        self._file.close()
+        self._database.close()
 
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction of one thread at a time. It first records the uses since the last one."""
         with self._lock, self._failing():
             self._follow()
-            with self._file:
+            with self._database.writing() as file:
                 used, self._used = self._used, {}
                 for key in used:
                     update = f"UPDATE responses SET used = {_NEXT} WHERE tenant = ? AND id = ?"
-                    self._file.execute(update, key)
-                yield self._file
+                    file.execute(update, key)
+                yield file
 
     @contextmanager
     def _failing(self) -> Iterator[None]:
@@ -230,46 +224,20 @@ class FileStore:
             raise StoreError(f"{self._path}: {error}", retry_after=int(_PAUSE)) from error
 
     def _follow(self) -> None:
-        """Opens the file again if it was removed or replaced."""
-        if self._is_open():
+        """Opens the file again if it was closed, removed or replaced."""
+        if self._database.is_there():
             return
-        with self._lock, self._reading:
-            if not self._is_open():
-                self.close()
-                self._open()
+        with self._lock:
+            if not self._database.is_there():
+                self._database.close()
+                self._database = self._opened()
 
-    def _is_open(self) -> bool:
-        try:
-            now = self._path.stat()
-        except OSError:
-            return False
-        return (now.st_dev, now.st_ino) == self._opened
-
-    def _open(self) -> None:
+    def _opened(self) -> Database:
         self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Created here, so that others can read neither it nor the files that SQLite adds.
-        os.close(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600))
-        os.chmod(self._path, 0o600)
-        self._file, self._reader = (
-            sqlite3.connect(self._path, check_same_thread=False, timeout=_BUSY) for _ in range(2)
-        )
-        (version,) = self._file.execute("PRAGMA user_version").fetchone()
-        if version > VERSION:
-            self.close()
-            raise StoreError(
-                f"{_UNUSABLE.format(self._path)}: a later version of vllm-mlx-harmony wrote it "
-                f"(layout {version}, this one knows {VERSION}). {_REMEDY}"
-            )
-        self._file.execute("PRAGMA journal_mode=WAL")
-        self._file.execute("PRAGMA foreign_keys=ON")
-        self._file.execute(f"PRAGMA wal_autocheckpoint={_LOG_PAGES}")
-        self._file.executescript(_TABLES)
-        if version < VERSION:
-            self._file.execute(f"PRAGMA user_version={VERSION}")
-        self._reader.execute("PRAGMA query_only=ON")
-        now = self._path.stat()
-        self._opened = (now.st_dev, now.st_ino)
+        pragmas = "foreign_keys=ON", f"wal_autocheckpoint={_LOG_PAGES}"
+        database = Database(self._path, _TABLES, VERSION, _BUSY, *pragmas)
         self._hold_reserve()
+        return database
 
     def _hold_reserve(self) -> None:
         """Fills the reserve with random bytes, which file systems cannot compress."""
