@@ -463,6 +463,40 @@ def test_a_disk_that_takes_nothing_says_so_once_and_is_tried_again(
     assert fetch(disk) == ALL
 
 
+def test_no_more_is_written_in_a_day_than_its_budget(
+    open_disk: Open, pieces: list[Piece], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither by this process nor by another or a later one; what is there is read and used."""
+    disk = open_disk(per_day=pieces[0].nbytes)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            write(disk, pieces)
+            disk.put(b"k", TURN)
+            assert disk.flush(10)
+        later = open_disk(per_day=pieces[0].nbytes)
+        write(later, pieces)
+    assert [record.message.count("until midnight") for record in caplog.records] == [1, 1]
+    for each in (disk, later):
+        assert fetch(each) == ALL[:1] and each.find([b"k"]) == [None] and each.counters().paused
+    written = sum(path.stat().st_size for path in files(disk))
+    assert disk.counters().written_today == disk.counters().bytes_written == written
+    disk.clear()
+    write(disk, pieces)
+    assert files(disk) == [], "emptying it does not undo what was written"
+    yesterday = "UPDATE written SET day = date(day, '-1 day')"
+    with closing(sqlite3.connect(disk.directory / DIRECTORY / index.NAME)) as file, file:
+        file.execute(yesterday)
+    unlimited = open_disk()
+    write(unlimited, pieces[:2])
+    assert fetch(unlimited) == ALL[:2]
+    disk.put(b"k", TURN)
+    assert disk.flush(10) and disk.find([b"k"]) == [None], "the other has used up the new day, too"
+    with closing(sqlite3.connect(disk.directory / DIRECTORY / index.NAME)) as file, file:
+        file.execute("DELETE FROM written")
+    disk.put(b"k", TURN)
+    assert disk.flush(10) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
+
+
 def mounted(place: Path, options: str) -> None:
     """A file system of its own in ``place``; where we may mount none, there is no such test."""
     place.mkdir(exist_ok=True)

@@ -93,7 +93,7 @@ def test_what_only_grows_is_a_counter(tmp_path: Path, monkeypatch: pytest.Monkey
     kinds = {
         each.name.removeprefix(f"{metrics.DISK}_"): each.type for each in metrics._Ours().collect()
     }
-    gauges = {"bytes", "pieces", "turns", "waiting_bytes", "paused"}
+    gauges = {"bytes", "pieces", "turns", "waiting_bytes", "written_today_bytes", "paused"}
     assert {name for name, kind in kinds.items() if kind == "gauge"} == gauges
     assert kinds["hits"] == kinds["written_bytes"] == kinds["read_seconds"] == "counter"
     disk.close(1.0)

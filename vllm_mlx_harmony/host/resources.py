@@ -30,6 +30,12 @@ MEMORY_DIVISOR = 16
 BYTES_PER_GB = 1 << 30
 """The unit of ``--ssd-cache-max-gb``."""
 
+PER_DAY = "VLLM_MLX_HARMONY_SSD_WRITES"
+"""Environment variable: bytes that may be written to the disk in a day, 0 for no limit."""
+
+DEFAULT_PER_DAY = 100 << 30
+"""Some 4 million new tokens of gpt-oss-20b. An SSD of 256 GB endures it for about four years."""
+
 LAST = 5.0
 """Seconds to write what is pending when the process exits."""
 
@@ -71,7 +77,8 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
         raise HostError(f"--ssd-cache-max-gb {gigabytes:g}: must be more than 0")
     path = Path(directory).expanduser()
     try:
-        found = DiskCache(path, int(gigabytes * BYTES_PER_GB), budget())
+        per_day = number(PER_DAY, DEFAULT_PER_DAY)
+        found = DiskCache(path, int(gigabytes * BYTES_PER_GB), budget(), per_day)
     except Failed as error:
         logger.warning("prefix cache: not on disk: %s cannot be used (%s)", path, error)
         return None

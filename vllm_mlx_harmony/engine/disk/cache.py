@@ -14,6 +14,9 @@ pieces that continue it, and computed again. When the disk fails as a whole (ful
 removed), or a file cannot be read for another reason, one warning is logged; after a failed write,
 nothing is written for ``PAUSE`` seconds. The cache in memory continues.
 
+**Flash memory wears out by being written.** When all processes together have written ``per_day``
+bytes, nothing more is written until midnight, local time; what is there is still read.
+
 **The process may end at any moment.** A file is written first, then its row, in one transaction; a
 later process removes files without a row. What waits to be written is lost.
 
@@ -45,6 +48,7 @@ from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.engine.disk.index import NAME, Found, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
+from vllm_mlx_harmony.server import settings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -95,6 +99,7 @@ class Counters(Found):
 
     directory: str = ""
     budget: int = 0
+    per_day: int = 0
     waiting: int = 0
     hits: int = 0
     misses: int = 0
@@ -123,16 +128,20 @@ class _Job:
 class DiskCache:
     """Pieces and turns in ``directory``, at most ``budget`` bytes of them.
 
-    ``buffer``: bytes that may wait to be written, and bytes that may be read ahead. Creation raises
+    ``buffer``: bytes that may wait to be written, and bytes that may be read ahead. ``per_day``:
+    bytes after which nothing more is written on that day, 0 for no limit. Creation raises
     ``OSError`` and ``sqlite3.Error``. No other call does.
     """
 
-    def __init__(self, directory: Path, budget: int, buffer: int = 1 << 30) -> None:
+    def __init__(
+        self, directory: Path, budget: int, buffer: int = 1 << 30, per_day: int = 0
+    ) -> None:
         self.directory, self.budget = directory, budget
         self._home = directory / DIRECTORY
         self._buffer = buffer
-        self._counters = Counters(directory=str(directory), budget=budget)
+        self._counters = Counters(directory=str(directory), budget=budget, per_day=per_day)
         self._failing = False
+        self._spent = False
         self._paused_until = 0.0
         self._queue: Queue[_Job | None] = Queue()
         self._waiting = 0
@@ -300,8 +309,9 @@ class DiskCache:
                 if time.monotonic() >= self._paused_until:
                     with self._trying("writing"):
                         self._follow()
-                        job.run()
-                        done = True
+                        if not job.nbytes or self._may_write():
+                            job.run()
+                            done = True
             except Exception:
                 logger.exception("the prefix cache on disk failed")
             with self._lock:
@@ -313,6 +323,19 @@ class DiskCache:
                     self._counters.dropped += bool(job.key)
             del job  # its buffers are the engine's memory
             self._queue.task_done()
+
+    def _may_write(self) -> bool:
+        """Whether today's budget is not used up. When it is, the log says so once."""
+        limit = self._counters.per_day
+        spent = 0 < limit <= self._index.written_today()
+        if spent and not self._spent:
+            logger.warning(
+                "prefix cache: the %s that may be written to %s in a day are used up; only memory "
+                "is used for what is new until midnight",
+                *(settings.size(limit), self.directory),
+            )
+        self._spent = spent
+        return not spent
 
     def _write(self, row: Row, tensors: Tensors, cleared: int) -> None:
         if cleared != self._cleared or self._index.has(row.key):  # another process has written it
@@ -513,7 +536,7 @@ class DiskCache:
 
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""
-        paused = time.monotonic() < self._paused_until
+        paused = self._spent or time.monotonic() < self._paused_until
         found = asdict(self._found)
         return replace(self._counters, waiting=self._waiting, paused=paused, **found)
 

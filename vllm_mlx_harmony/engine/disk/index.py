@@ -24,7 +24,7 @@ from pathlib import Path
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
 from vllm_mlx_harmony.server.database import Database, checked_version
 
-VERSION = 3
+VERSION = 4
 """The format of tables and files, as ``PRAGMA user_version``."""
 
 BUSY = 2.0
@@ -43,12 +43,20 @@ CREATE TABLE IF NOT EXISTS entries (
 );
 CREATE INDEX IF NOT EXISTS entries_below ON entries (parent, tokens);
 CREATE INDEX IF NOT EXISTS entries_used ON entries (used, start DESC, size, file, key);
+CREATE TABLE IF NOT EXISTS written (day TEXT PRIMARY KEY, nbytes INTEGER NOT NULL);
 DELETE FROM entries WHERE file IS NOT NULL;
 """
 
 _NEXT = "SELECT COALESCE(MAX(used), 0) + 1 FROM entries"
 
 _ADD = "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+
+_COUNT = """
+INSERT INTO written VALUES (date('now', 'localtime'), ?)
+ON CONFLICT (day) DO UPDATE SET nbytes = nbytes + excluded.nbytes
+"""
+
+_WRITTEN_TODAY = "SELECT SUM(nbytes) FROM written WHERE day = date('now', 'localtime')"
 
 # sqlite3 counts the rows of a statement only if it begins with UPDATE.
 _TOUCH = """
@@ -74,10 +82,10 @@ DELETE FROM entries WHERE key IN (SELECT key FROM (
 ) WHERE nbytes > ?) RETURNING file
 """
 
-_FOUND = """
+_FOUND = f"""
 SELECT COALESCE(SUM(size), 0), COUNT(file), COUNT(*) - COUNT(file), COALESCE(SUM(
     file IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE parent = one.key)
-), 0) FROM entries AS one
+), 0), COALESCE(({_WRITTEN_TODAY}), 0) FROM entries AS one
 """
 
 
@@ -100,12 +108,16 @@ class Row:
 
 @dataclass(slots=True)
 class Found:
-    """What the directory holds. A conversation is a piece that no other piece continues."""
+    """What the directory holds. A conversation is a piece that no other piece continues.
+
+    ``written_today``: bytes that all processes have written since midnight, local time.
+    """
 
     nbytes: int = 0
     pieces: int = 0
     turns: int = 0
     conversations: int = 0
+    written_today: int = 0
 
 
 def key_of(*parts: bytes | memoryview) -> bytes:
@@ -170,6 +182,7 @@ class Index(Database):
                 return None
             (used,) = file.execute(_NEXT).fetchone()
             file.execute(_ADD, (*astuple(row), used, None))
+            file.execute(_COUNT, (row.size,))
             file.execute(_TOUCH, (used, row.key))
             return _files(file.execute(_EVICT, (budget,)))
 
@@ -178,6 +191,7 @@ class Index(Database):
         with self.writing() as file:
             (used,) = file.execute(_NEXT).fetchone()
             file.execute(_ADD, (key, None, 0, 0, None, len(content), 0, used, content))
+            file.execute(_COUNT, (len(content),))
             return _files(file.execute(_EVICT, (budget,)))
 
     def turn(self, key: bytes) -> bytes | None:
@@ -214,13 +228,19 @@ class Index(Database):
         with self._lock:
             self.file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
+    def written_today(self) -> int:
+        """Bytes of all pieces and turns that were added since midnight, local time."""
+        ((nbytes,),) = self.read(_WRITTEN_TODAY)
+        return nbytes or 0
+
     def found(self) -> Found:
         with self._lock:  # not on the connection for reading: it reads all rows
             return Found(*self.file.execute(_FOUND).fetchone())
 
 
 def looked_at(directory: Path) -> Found | None:
-    """What a directory holds, without changing it; ``None`` if there is no index.
+    """What a directory holds, without changing it; ``None`` if there is no index, and nothing if
+    an earlier version wrote it.
 
     Raises ``sqlite3.Error`` and ``Later``.
     """
@@ -230,7 +250,8 @@ def looked_at(directory: Path) -> Found | None:
     # Without a log, no process has the database open, and reading it would create one.
     how = "mode=ro" if path.with_name(f"{NAME}-wal").exists() else "immutable=1"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as file:
-        checked_version(file, VERSION)
+        if checked_version(file, VERSION) < VERSION:
+            return Found()
         return Found(*file.execute(_FOUND).fetchone())
 
 
