@@ -248,6 +248,8 @@ class FakeEngine:
     """What it calls the model."""
     length: int = 4096
     """Of its context."""
+    held: bool = False
+    """While set, it sends no more than the next piece of an answer; trials are answered."""
     silent: str = ""
     """It generates nothing for anybody, though all else answers: ``status`` (none is sent) or
     ``stream`` (one that stays empty)."""
@@ -292,7 +294,8 @@ class FakeEngine:
             )
         if trial:
             said = [vocab.RETURN if self.grammar else 1]
-            events = self._events(request, exchange.events([1], said, "stop"), fault)
+            answered = exchange.events([1], said, "stop")
+            events = self._events(request, answered, fault, trial=True)
             return StreamingResponse(events, media_type="text/event-stream")
         said = self.said(prompt)
         limit = exchange.max_tokens(body)
@@ -306,7 +309,7 @@ class FakeEngine:
         _reset(request)
 
     async def _events(
-        self, request: Request, events: Iterator[str], fault: Fault | None
+        self, request: Request, events: Iterator[str], fault: Fault | None, *, trial: bool = False
     ) -> AsyncIterator[bytes]:
         piece = b""
         for number, event in enumerate(events):
@@ -330,9 +333,14 @@ class FakeEngine:
                 yield piece
                 self.sent += len(piece)
                 piece = b""
-                await asyncio.sleep(self.pause)
+                await self._pause(trial)
         if piece:
             yield piece
+
+    async def _pause(self, trial: bool) -> None:
+        await asyncio.sleep(self.pause)
+        while self.held and not trial:
+            await asyncio.sleep(0.01)
 
     async def list_models(self, request: Request) -> Response:
         """``GET /v1/models``."""

@@ -169,8 +169,8 @@ def scraped() -> dict[str, dict[str, set[str]]]:
         for key in ("key-of-alice", "wrong"):
             body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
             header = {"Authorization": f"Bearer {key}"}
-            httpx.post(f"{base}/v1/chat/completions", json=body, headers=header, timeout=30)
-        text = httpx.get(f"{base}/metrics").text
+            httpx.post(f"{base}/v1/chat/completions", json=body, headers=header, timeout=180)
+        text = httpx.get(f"{base}/metrics", timeout=180).text
     found: dict[str, dict[str, set[str]]] = {"up": {"job": {"gateway"}}}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:

@@ -62,7 +62,7 @@ class Setting:
 
     def ask(self, path: str = CHAT, *, stream: bool = False, **fields: Any) -> httpx.Response:
         body = {"model": MODEL, "stream": stream, **BODIES[path], **fields}
-        return httpx.post(self.url + path, json=body, timeout=30)
+        return httpx.post(self.url + path, json=body, timeout=180)
 
     @asynccontextmanager
     async def streaming(self, client: httpx.AsyncClient) -> AsyncIterator[httpx.Response]:
@@ -153,7 +153,8 @@ def test_an_answer_that_has_begun_ends_with_an_error(kind: str, then: str) -> No
 def test_an_engine_that_hangs_is_given_up(after: int | None, stream: bool) -> None:
     with ExitStack() as stack:
         fault = Fault(then="hang", after=after)
-        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]), timeout=1.0)
+        timeout = 5.0 if stream and after else 1.0  # in which the first ids come
+        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]), timeout=timeout)
         answer = setting.ask(stream=stream)
         if stream and after is not None:
             assert events(answer.text)[-1]["error"]["code"] == "timeout"
@@ -171,17 +172,17 @@ def test_an_engine_that_is_started_again_is_used_again() -> None:
         host = Watched("", (first, url))
         gateway = stack.enter_context(served(_Outer(host, application(host))))
         body = {"model": MODEL, **BODIES[CHAT]}
-        assert httpx.post(gateway + CHAT, json=body).status_code == 200
+        assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
         running.close()
         for _ in range(Rule().failures):
-            refused = httpx.post(gateway + CHAT, json=body)
+            refused = httpx.post(gateway + CHAT, json=body, timeout=180)
             error = refused.json()["error"]
             assert (refused.status_code, error["code"]) == (503, "engine_unavailable")
         assert not host.fleet.backends[0].up
         second = FakeEngine("vllm", SCRIPTS)
         stack.enter_context(served(second.app, port=int(url.rpartition(":")[2])))
         until(lambda: host.fleet.backends[0].up, "a probe")
-        assert httpx.post(gateway + CHAT, json=body).status_code == 200
+        assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
         assert len(second.bodies) == 1
 
 
@@ -191,12 +192,15 @@ def test_a_client_that_goes_frees_the_engine() -> None:
         engine = setting.engines[0]
 
         async def going() -> None:
-            async with httpx.AsyncClient() as client, setting.streaming(client) as answer:
+            async with (
+                httpx.AsyncClient(timeout=180) as client,
+                setting.streaming(client) as answer,
+            ):
                 async for _ in answer.aiter_text():
                     if engine.sent > 500:
                         return
 
-        asyncio.run(asyncio.wait_for(going(), 30))
+        asyncio.run(asyncio.wait_for(going(), 180))
         until(lambda: engine.aborted == 1 and setting.host.lent == 0, "the engine to be freed")
         assert [each.results for each in setting.host.trackers] == [["client_closed"]]
 
@@ -226,7 +230,7 @@ def test_an_answer_that_comes_while_nobody_takes_it_is_closed(
             await asyncio.sleep(0.02)
 
     with served(engine.app) as url:
-        asyncio.run(asyncio.wait_for(going(url), 30))
+        asyncio.run(asyncio.wait_for(going(url), 180))
     assert (engine.running, engine.aborted) == (0, 1)
 
 

@@ -163,7 +163,7 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     with ExitStack() as stack:
         port = free_port()
-        first, second = FakeEngine("sglang", SCRIPTS, pause=0.05), FakeEngine("sglang", SCRIPTS)
+        first, second = FakeEngine("sglang", SCRIPTS, held=True), FakeEngine("sglang", SCRIPTS)
         urls = [stack.enter_context(served(each.app)) for each in (first, second)]
 
         def engines(*urls: str) -> None:
@@ -178,7 +178,7 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
         def ask(stream: bool = False) -> httpx.Response:
             messages = [{"role": "user", "content": "Hello"}]
             body: dict[str, Any] = {"model": MODEL, "messages": messages, "stream": stream}
-            return httpx.post(f"{gateway}/v1/chat/completions", json=body, timeout=60)
+            return httpx.post(f"{gateway}/v1/chat/completions", json=body, timeout=180)
 
         until(lambda: health() == {urls[0]: "up"}, "the gateway to be ready", 180)
         answers: list[httpx.Response] = []
@@ -191,6 +191,7 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
         assert health()[urls[0]] == "draining"
         assert ask().json()["choices"][0]["message"]["content"] == LONG
         assert len(second.prompts) == 1
+        first.held = False
         asking.join()
         lines = [line for line in answers[0].text.splitlines() if line.startswith("data: {")]
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
@@ -220,14 +221,14 @@ def test_sighup_before_an_engine_has_answered(tmp_path: Path) -> None:
         silent.accept()
         engine(url)
         process.send_signal(signal.SIGHUP)
-        until(lambda: known(process, port) == {url: "up"}, "the other engine", 60)
+        until(lambda: known(process, port) == {url: "up"}, "the other engine", 180)
 
 
 def started(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:
     """A gateway with the settings of a file."""
     command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--config", str(file)]
     process = subprocess.Popen(command, env={**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"})
-    stack.callback(process.wait, 30)
+    stack.callback(process.wait, 180)
     stack.callback(process.kill)
     return process
 
@@ -235,7 +236,7 @@ def started(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:
 def known(process: subprocess.Popen[bytes], port: int) -> dict[str, str]:
     """Its engines and their health; nothing before it listens."""
     try:
-        listed = httpx.get(f"http://127.0.0.1:{port}/ready").json()["engines"]
+        listed = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=180).json()["engines"]
     except httpx.HTTPError:
         assert process.poll() is None
         return {}

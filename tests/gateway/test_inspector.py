@@ -25,7 +25,7 @@ MODEL = "gpt-oss-20b"
 
 def _get(base: str, name: str, path: str) -> Any:
     headers = {"Authorization": f"Bearer {KEYS[name]}"}
-    return httpx.get(f"{base}/harmony/inspector/{path}", headers=headers, timeout=30).json()
+    return httpx.get(f"{base}/harmony/inspector/{path}", headers=headers, timeout=180).json()
 
 
 @pytest.mark.parametrize("inspect", [True, False])
@@ -36,9 +36,9 @@ def test_through_a_gateway(inspect: bool) -> None:
         base = stack.enter_context(served(gateway(settings)))
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"Authorization": f"Bearer {KEYS['alice']}"}
-        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=30)
+        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=180)
         assert sent.status_code == 200
-        page = httpx.get(f"{base}/harmony")
+        page = httpx.get(f"{base}/harmony", timeout=180)
         assert page.status_code == (200 if inspect else 404)
         if not inspect:
             return

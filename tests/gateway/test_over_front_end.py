@@ -34,11 +34,11 @@ def test_ids_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) 
     with served(application(behind)) as url:
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), model=MODEL)
         with served(gateway(settings)) as base:
-            ready = httpx.get(f"{base}/ready").json()
+            ready = httpx.get(f"{base}/ready", timeout=180).json()
             assert ready["status"] == "ready", ready
             for stream in (False, True):
                 asked = {**USER, "stream": stream}
-                answer = httpx.post(f"{base}/v1/chat/completions", json=asked, timeout=60)
+                answer = httpx.post(f"{base}/v1/chat/completions", json=asked, timeout=180)
                 assert answer.status_code == 200
                 if not stream:
                     message = answer.json()["choices"][0]["message"]

@@ -51,7 +51,7 @@ def asked(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
         url = stack.enter_context(served(application(host)))
         messages = [{"role": "user", "content": "Hello"}]
         body = {"model": MODEL, "messages": messages, "stream": True, **fields}
-        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=30)
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180)
     data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
     chunks = [json.loads(each) for each in data if each != "[DONE]"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]

@@ -78,6 +78,8 @@ def test_who_used_how_much_yesterday() -> None:
     (command,) = [each for each in blocks("sh") if each.startswith("cat gateway-")]
     words = shlex.split(command)
     assert words[:5] == ["cat", "gateway-*.log", "|", "jq", "-Rrs"]
-    name, day, program = words[6:]
-    shown = jq.compile(program, args={name: day}).input_value("\n".join(lines) + "\n").all()
+    name, _, program = words[6:]  # `date` of yesterday
+    shown = (
+        jq.compile(program, args={name: "2026-11-22"}).input_value("\n".join(lines) + "\n").all()
+    )
     assert shown == ["alice\t2\t200\t14", "bob\t1\t0\t0"]

@@ -59,9 +59,9 @@ def client(url: str) -> openai.OpenAI:
 
 
 def test_it_is_detected_with_its_context(url: str) -> None:
-    ready = httpx.get(f"{url}/ready").json()
+    ready = httpx.get(f"{url}/ready", timeout=180).json()
     assert [each["up"] for each in ready["engines"]] == [True], ready
-    (listed,) = httpx.get(f"{url}/v1/models").json()["data"]
+    (listed,) = httpx.get(f"{url}/v1/models", timeout=180).json()["data"]
     assert (listed["id"], listed["max_model_len"]) == (MODEL, 131_072)
 
 

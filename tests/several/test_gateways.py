@@ -56,7 +56,7 @@ class Gateway:
         def answers() -> bool:
             assert self.process.poll() is None
             try:
-                return httpx.get(f"{self.url}/ready").status_code == 200
+                return httpx.get(f"{self.url}/ready", timeout=180).status_code == 200
             except httpx.HTTPError:
                 return False
 
@@ -64,7 +64,7 @@ class Gateway:
 
     def post(self, path: str, headers: dict[str, str] = KEYS, **fields: Any) -> httpx.Response:
         body = {"model": MODEL, **fields}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=30.0)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=180)
 
     def respond(self, text: Any, **fields: Any) -> dict[str, Any]:
         answer = self.post("/v1/responses", input=text, **fields)
@@ -76,12 +76,12 @@ class Gateway:
         self, method: str, path: str, headers: dict[str, str] = KEYS, **query: Any
     ) -> httpx.Response:
         url = f"{self.url}/v1/responses/{path}"
-        return httpx.request(method, url, headers=headers, params=query, timeout=30.0)
+        return httpx.request(method, url, headers=headers, params=query, timeout=180)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         if self.process.poll() is None:
             self.process.send_signal(number)
-            self.process.wait(30)
+            self.process.wait(180)
 
 
 class Setting:
@@ -107,7 +107,7 @@ class Setting:
     def forget(self) -> None:
         for engine in self.engines:
             engine.prompts.clear()
-            engine.pause = 0.0
+            engine.held = False
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +223,10 @@ def test_reasoning_that_one_gateway_encrypted_the_other_reads(setting: Setting) 
 # --- Answers in the background
 
 
-def slowly(setting: Setting) -> None:
+def hold(setting: Setting, held: bool = True) -> None:
+    """Makes answers wait behind their beginning, or go on."""
     for engine in setting.engines:
-        engine.pause = 0.02
+        engine.held = held
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -234,12 +235,13 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
 
 
 def test_an_answer_in_the_background_is_watched_at_the_other_gateway(setting: Setting) -> None:
-    slowly(setting)
+    hold(setting)
     one, other = setting.gateways
     begun = one.respond("Count", background=True)
     assert other.send("GET", begun["id"]).json()["status"] in ("queued", "in_progress")
     early = other.post("/v1/responses", input="And more", previous_response_id=begun["id"])
     assert early.json()["error"]["code"] == "previous_response_not_ready"
+    hold(setting, False)
     told = events_of(other.send("GET", begun["id"], stream="true"))
     assert [event["sequence_number"] for event in told] == list(range(len(told)))
     assert told[-1]["type"] == "response.completed"
@@ -251,7 +253,7 @@ def test_an_answer_in_the_background_is_watched_at_the_other_gateway(setting: Se
 
 
 def test_an_answer_in_the_background_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
-    slowly(setting)
+    hold(setting)
     one, other = setting.gateways
     aborted = sum(engine.aborted for engine in setting.engines)
     begun = one.respond("Count", background=True)["id"]
@@ -263,7 +265,7 @@ def test_an_answer_in_the_background_is_cancelled_at_the_other_gateway(setting: 
 
 
 def test_an_answer_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
-    slowly(setting)
+    hold(setting)
     one, other = setting.gateways
     aborted = sum(engine.aborted for engine in setting.engines)
     body = {
@@ -273,7 +275,7 @@ def test_an_answer_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
     }
     bob = {"Authorization": "Bearer key-of-bob"}
     url = f"{one.url}/v1/chat/completions"
-    with httpx.stream("POST", url, json=body, headers=KEYS, timeout=30) as stream:
+    with httpx.stream("POST", url, json=body, headers=KEYS, timeout=180) as stream:
         lines = stream.iter_lines()
         first = json.loads(next(lines).removeprefix("data: "))
         path = f"/v1/requests/{first['id']}/cancel"
@@ -293,7 +295,7 @@ def test_a_conversation_goes_on_over_a_websocket_at_the_other_gateway(setting: S
         with connect(url, additional_headers=KEYS) as socket:
             socket.send(json.dumps({"type": "response.create", "model": MODEL, **fields}))
             while True:
-                event = json.loads(socket.recv(30))
+                event = json.loads(socket.recv(180))
                 if event["type"] in ("response.completed", "error"):
                     return dict(event)
 
@@ -309,7 +311,7 @@ def test_a_conversation_goes_on_over_a_websocket_at_the_other_gateway(setting: S
 
 
 def test_an_answer_in_the_background_is_deleted_at_the_other_gateway(setting: Setting) -> None:
-    slowly(setting)
+    hold(setting)
     one, other = setting.gateways
     begun = one.respond("Count", background=True)["id"]
     assert other.send("DELETE", begun).json()["deleted"]
@@ -350,26 +352,28 @@ def test_redis_away_takes_no_answer_away(setting: Setting) -> None:
     def both_store() -> bool:
         return all(gateway.respond("Hello")["store"] for gateway in setting.gateways)
 
-    until(both_store, "the gateways to find Redis again", 15.0)
+    until(both_store, "the gateways to find Redis again", 180)
     again = one.respond("Hello")
     assert other.send("GET", again["id"]).json() == again
 
 
 def test_one_gateway_is_killed_while_the_other_serves_on(setting: Setting) -> None:
-    slowly(setting)
     _, other = setting.gateways
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
         killed = setting.gateway(stack)
         killed.ready()
-        begun = killed.respond("Count", background=True)["id"]
         stored = killed.respond("Hello")
+        hold(setting)
+        begun = killed.respond("Count", background=True)["id"]
         streamed = threads.submit(
             other.post,
             "/v1/chat/completions",
             messages=[{"role": "user", "content": "Count"}],
             stream=True,
         )
+        until(lambda: sum(engine.running for engine in setting.engines) == 2, "both answers")
         killed.kill()
+        hold(setting, False)
         assert other.send("GET", stored["id"]).json() == stored
         more = other.respond("And more", previous_response_id=stored["id"])
         assert content(more) == "More."
@@ -384,7 +388,7 @@ def test_one_gateway_is_killed_while_the_other_serves_on(setting: Setting) -> No
         def lost() -> bool:
             return bool(other.send("GET", begun).json()["status"] == "failed")
 
-        until(lost, "the answer to be given up", 30.0)
+        until(lost, "the answer to be given up", 180)
         error = other.send("GET", begun).json()["error"]
         assert error["code"] == "server_error" and "has stopped" in error["message"]
         told = events_of(other.send("GET", begun, stream="true"))
@@ -412,6 +416,6 @@ def test_a_conversation_goes_on_when_its_engine_dies(tmp_path: Path) -> None:
             assert content(second) == "More."
         other = engines[1 - home]
         assert len(other.prompts) == 5 and _within(other.prompts[-1], ids("Good day."))
-        metrics = httpx.get(f"{gateway.url}/metrics").text
+        metrics = httpx.get(f"{gateway.url}/metrics", timeout=180).text
         assert 'vllm_mlx_harmony_routed_total{why="moved"} 1.0' in metrics
         assert 'vllm_mlx_harmony_routed_total{why="prefix"} ' in metrics

@@ -45,7 +45,9 @@ def test_the_rehearsal(tmp_path: Path) -> None:
         gateways = [ports["8011"], ports["8012"]]
 
         def scraped(path: str) -> list[str]:
-            return [httpx.get(f"http://127.0.0.1:{port}/{path}").text for port in gateways]
+            return [
+                httpx.get(f"http://127.0.0.1:{port}/{path}", timeout=180).text for port in gateways
+            ]
 
         until(lambda: "".join(scraped("ready")).count('"up":true') == 6, "all engines")
         metrics = scraped("metrics")

@@ -26,6 +26,7 @@ MODEL = "gpt-oss-20b"
 TEXT = "word " * 20
 SCRIPTS = {"Count": f"<|channel|>final<|message|>{TEXT}<|return|>"}
 KEYS = {f"person-{number}": f"key-of-person-{number}" for number in range(6)}
+GRACE = "shutdown_grace = 170\n"
 LIMITS = {"requests": "requests_per_day = 3", "tokens": "tokens_per_day = 50"}
 LIMITS["answers"] = "concurrent_requests = 1"
 APIS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -66,14 +67,14 @@ class Company:
             for number in engines
         )
         for port, file in zip(self.gateways, self._files, strict=True):
-            file.write_text(f'model = "{MODEL}"\nport = {port}\n[keys]\n{keys}{listed}')
+            file.write_text(f'model = "{MODEL}"\nport = {port}\n{GRACE}[keys]\n{keys}{listed}')
 
     def _start(self, number: int) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway"]
         command += ["--config", str(self._files[number]), "--log-level", "error"]
         environment = {**os.environ, "VLLM_MLX_HARMONY_STORE": self._redis}
         process = subprocess.Popen(command, env=environment)
-        self._stack.callback(process.wait, 30)
+        self._stack.callback(process.wait, 180)
         self._stack.callback(process.kill)
         until(lambda: self._ready(number) == {"up"}, "the gateway", 180)
         return process
@@ -81,7 +82,7 @@ class Company:
     def _ready(self, number: int, engine: int | None = None) -> set[str]:
         """The health of the engines of a gateway, or of one; empty if it does not answer."""
         try:
-            answer = httpx.get(f"http://127.0.0.1:{self.gateways[number]}/ready", timeout=30)
+            answer = httpx.get(f"http://127.0.0.1:{self.gateways[number]}/ready", timeout=180)
         except httpx.HTTPError:
             return set()
         url = None if engine is None else f"http://127.0.0.1:{self._ports[engine]}"
@@ -97,7 +98,7 @@ class Company:
         self._listed(*({0, 1, 2} - {number}))
         self._reload()
         for gateway in range(2):
-            until(lambda g=gateway: not self._ready(g, number), "the engine to be drained", 60)
+            until(lambda g=gateway: not self._ready(g, number), "the engine to be drained", 180)
         assert self.engines[number].running == 0
         self._running[number].close()
         self.engines[number] = FakeEngine("vllm", SCRIPTS, pause=0.01)
@@ -105,12 +106,12 @@ class Company:
         self._listed(0, 1, 2)
         self._reload()
         for gateway in range(2):
-            until(lambda g=gateway: self._ready(g, number) == {"up"}, "the new engine", 60)
+            until(lambda g=gateway: self._ready(g, number) == {"up"}, "the new engine", 180)
 
     def upgrade_gateway(self, number: int) -> None:
         """Stops it and starts another one on its port."""
         self._processes[number].send_signal(signal.SIGTERM)
-        self._processes[number].wait(60)
+        self._processes[number].wait(180)
         self._processes[number] = self._start(number)
 
 
@@ -126,7 +127,7 @@ def ask(clients: list[httpx.Client], turn: int, key: str) -> str:
     for client in (clients[turn % 2], clients[1 - turn % 2]):
         began = False
         try:
-            with client.stream("POST", path, json=body, headers=header, timeout=60) as answer:
+            with client.stream("POST", path, json=body, headers=header, timeout=180) as answer:
                 if answer.status_code == 503:
                     continue
                 began = True
@@ -163,10 +164,10 @@ def test_limits_hold_at_both_gateways(company: Company) -> None:
 
     def status(gateway: int, key: str) -> int:
         url = urls[gateway] + APIS[0]
-        return httpx.post(url, json=body, headers=headers(key), timeout=60).status_code
+        return httpx.post(url, json=body, headers=headers(key), timeout=180).status_code
 
     def left(gateway: int) -> str:
-        models = httpx.get(f"{urls[gateway]}/v1/models", headers=headers("tokens"), timeout=60)
+        models = httpx.get(f"{urls[gateway]}/v1/models", headers=headers("tokens"), timeout=180)
         return models.headers["x-ratelimit-remaining-tokens"]
 
     assert [status(turn % 2, "requests") for turn in range(5)] == [200, 200, 200, 429, 429]
@@ -175,14 +176,14 @@ def test_limits_hold_at_both_gateways(company: Company) -> None:
     until(lambda: left(1) == "0", "the tokens to be counted")
     assert [status(gateway, "tokens") for gateway in (1, 0)] == [429, 429]
     for engine in company.engines:
-        engine.pause = 0.3
+        engine.held = True
     asked = {"json": {**body, "stream": True}, "headers": headers("answers"), "timeout": 60}
     with httpx.stream("POST", urls[0] + APIS[0], **asked) as stream:  # type: ignore[arg-type]
         lines = stream.iter_lines()  # whose end would close the stream
         assert next(lines)
         assert [status(gateway, "answers") for gateway in (1, 0)] == [429, 429]
     for engine in company.engines:
-        engine.pause = 0.01
+        engine.held = False
     until(lambda: status(1, "answers") == 200, "the answer that its client left to end")
 
 
@@ -208,7 +209,7 @@ def test_no_request_fails(company: Company) -> None:
                 for number in range(2):
                     company.upgrade_gateway(number)
                 began = sum(answers.values())
-                until(lambda: sum(answers.values()) > began + 20, "more answers", 60)
+                until(lambda: sum(answers.values()) > began + 20, "more answers", 180)
             finally:
                 over.set()
             for person in people:

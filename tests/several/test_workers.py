@@ -44,7 +44,7 @@ class Crowd:
         self._log = directory / "log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environment)
-        stack.callback(self.process.wait, 60)
+        stack.callback(self.process.wait, 180)
         stack.callback(self.process.kill)
         until(lambda: "running on" in self.log, "the port to be bound", 300)
         until(lambda: len(self.pids) == WORKERS, "the workers")
@@ -96,7 +96,7 @@ class Crowd:
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/ready", timeout=30).status_code == 200
+            return httpx.get(f"{self.url}/ready", timeout=180).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -168,7 +168,9 @@ def test_workers_share_limits_responses_and_metrics(tmp_path: Path) -> None:
         # One that is killed is replaced, with the settings that the others have; counters go on.
         killed, counted = crowd.pids[0], crowd.metric("requests_total")
         os.kill(killed, signal.SIGKILL)
-        until(lambda: killed not in crowd.pids and len(crowd.pids) == WORKERS, "another worker", 60)
+        until(
+            lambda: killed not in crowd.pids and len(crowd.pids) == WORKERS, "another worker", 180
+        )
         new = crowd.pids[-1]
         with crowd.only(new):
             until(crowd.is_ready, "the new worker", 180)
@@ -204,9 +206,9 @@ def test_sigterm_lets_streams_end(to: str, tmp_path: Path) -> None:
             assert not any("error" in event for event in events), events
             choices = (choice for event in events for choice in event["choices"])
             assert "".join(each["delta"].get("content") or "" for each in choices) == TEXT
-        assert crowd.process.wait(60) == 0
+        assert crowd.process.wait(180) == 0
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{crowd.url}/health")
+            httpx.get(f"{crowd.url}/health", timeout=180)
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
@@ -216,12 +218,12 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
 
         def refused() -> bool:
             try:
-                httpx.get(f"{crowd.url}/health", timeout=30)
+                httpx.get(f"{crowd.url}/health", timeout=180)
             except httpx.TransportError as error:
                 return isinstance(error, httpx.ConnectError)
             return False
 
-        until(refused, "the workers to end", 60)
+        until(refused, "the workers to end", 180)
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,11 @@ async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, Non
     if known is None:
         return None
     last = await asyncio.to_thread(known.events, (key, tenant), -1)
-    return _events(known, key, tenant, start) if last or await _runs(key, tenant) else None
+    if not (last or await _runs(key, tenant)):
+        stored = await _read(key, tenant)
+        if not resource.is_running(stored.document):  # or its server died before the first event
+            return None
+    return _events(known, key, tenant, start)
 
 
 async def _events(
