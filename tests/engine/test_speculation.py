@@ -8,6 +8,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,10 +71,12 @@ MODEL = Recall()
 
 
 class Forcing:
-    """As `ConstraintMatcher`: after each id that divides by 5 come 3 and 4, and 9 never comes."""
+    """As `ConstraintMatcher`: after each id that divides by 5 come 3 and 4, and ``forbidden`` ids
+    never come."""
 
-    def __init__(self) -> None:
+    def __init__(self, forbidden: Sequence[int] = (9,)) -> None:
         self.error = ""
+        self.forbidden = forbidden
         self.queue: tuple[int, ...] = ()
 
     def start(self) -> Forcing:
@@ -94,11 +97,11 @@ class Forcing:
             mask.only(self.queue[0])
         else:
             mask.allow_all()
-            mask.discard([9])
+            mask.discard(self.forbidden)
         return mask
 
     def after(self, allowed: Any, draft: Sequence[int]) -> list[Any]:
-        other, found = Forcing(), []
+        other, found = Forcing(self.forbidden), []
         other.queue = self.queue
         for token in draft:
             if token not in allowed:
@@ -108,8 +111,16 @@ class Forcing:
         return found
 
 
-def row(prompt: Sequence[int], settings: Settings, costs: Costs | None, *, held: bool) -> Batch:
-    mask = LogitsMask(Forcing()) if held else None  # type: ignore[arg-type]
+def row(
+    prompt: Sequence[int],
+    settings: Settings,
+    costs: Costs | None,
+    *,
+    held: bool,
+    forbidden: Sequence[int] = (9,),
+) -> Batch:
+    forcing: Any = Forcing(forbidden)
+    mask = LogitsMask(forcing, origins=settings.origins) if held else None
     loop: Any = None
     request = Request(1, tuple(prompt), settings, "", Sampler(settings, prompt, mask), loop=loop)
     layers = MODEL.make_cache()
@@ -166,6 +177,36 @@ def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> N
                 rejected += batch.rows[0].rejected
     assert min(accepted, rejected) > 10
     assert ids > 1.1 * steps
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
+@pytest.mark.parametrize("changed", SETTINGS[:2], ids=str)
+def test_each_id_has_its_origin(changed: dict[str, Any], held: bool) -> None:
+    """Forced and masked ids are found by computing the answer once more, without a mask."""
+    counts: Counter[str] = Counter()
+    for seed in range(2):
+        settings = Settings(**{"max_tokens": 80, "top_p": 1.0, "seed": seed, **changed})
+        asked = replace(settings, origins=True)
+        prompt = [vocab.MESSAGE, *range(16, 24)] * 6
+        for costs in (None, CHEAP, Costs()):
+            expected, _ = ids_of(row(prompt, settings, costs, held=held, forbidden=(18,)), settings)
+            batch = row(prompt, asked, costs, held=held, forbidden=(18,))
+            found, _ = ids_of(batch, asked)
+            (request,) = batch.rows
+            assert found == expected  # reporting changes nothing
+            assert len(request.origins) == len(found)
+            logits = MODEL(mx.array([[*prompt, *found]]), cache=MODEL.make_cache())[0]
+            likeliest = mx.argmax(logits, axis=-1).tolist()[len(prompt) - 1 : -1]
+            forcing, right = Forcing((18,)), "" if held else "." * len(found)
+            for token, first in zip(found, likeliest if held else [], strict=held):
+                right += "f" if forcing.queue else "m" if first == 18 else "."
+                forcing.consume(token)
+            pairs = list(zip(request.origins, right, strict=True))
+            differ = {each for each in pairs if each[0] != each[1]}
+            assert differ <= {("c", "."), ("c", "m")}, pairs
+            assert request.origins.count("c") == request.accepted
+            counts.update(request.origins)
+    assert set(counts) == set(".mfc" if held else ".c") and min(counts.values()) > 10, counts
 
 
 # --- Through the engine: cancelled, beside others, and cached behind a draft.

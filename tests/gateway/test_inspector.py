@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 import httpx
-from fake_engines import FakeEngine, served
+from fake_engines import FakeEngine, ids, served
 
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.settings import load
@@ -51,6 +51,41 @@ def test_through_a_gateway(inspect: bool) -> None:
         assert _get(base, "bob", "requests")["requests"] == []
         title, rows = _get(base, "bob", "server")["sections"][1]
         assert title == url and ["health", "up", ""] in rows
+
+
+class Thinking(FakeEngine):
+    """Thinks until its prompt ends behind another ``<|start|>assistant``. Reports what is asked."""
+
+    def said(self, prompt: Any) -> list[int]:
+        opened = ids("<|end|><|start|>assistant")
+        ended = len(self.prompts) > 1 and list(prompt[-len(opened) :]) == opened
+        return ids(SCRIPT if ended else "<|channel|>analysis<|message|>" + "And so on. " * 9)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm-mlx"])
+@pytest.mark.parametrize("inspect", [True, False])
+def test_where_a_budget_forced_ids(kind: str, inspect: bool) -> None:
+    with ExitStack() as stack:
+        engine = Thinking(kind, {})
+        url = stack.enter_context(served(engine.app))
+        given = {"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}
+        base = stack.enter_context(served(gateway(load(given, {}))))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"Authorization": f"Bearer {KEYS['alice']}"}
+        body |= {"thinking_token_budget": 10}
+        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert sent.json()["choices"][0]["message"]["content"] == "Good day."
+        if kind == "vllm-mlx":
+            assert {each["settings"]["origins"] for each in engine.bodies} == {inspect}
+        if inspect:
+            (row,) = _get(base, "alice", "requests")["requests"]
+            found = _get(base, "alice", f"requests/{row['id']}/output")
+            forced = [at for at, letter in enumerate(found["origins"]) if letter == "f"]
+            assert set(found["origins"]) == {"f", "?"} and len(found["origins"]) == len(
+                found["ids"]
+            )
+            ended = "".join(found["texts"][at] for at in forced)
+            assert ended == "<|end|><|start|>assistant" and forced[-1] - forced[0] == 2
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.ids import PATH, VARIABLE
+from vllm_mlx_harmony.server.sampling import Settings
 
 SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
 SETTINGS = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0}
@@ -68,6 +70,20 @@ def test_it_is_off(host: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
         assert answer.status_code == 404
         assert VARIABLE in answer.json()["error"]["message"]
     assert host.lent == 0
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_origins_come_with_the_ids(host: Alone, asked: bool) -> None:
+    class Reporting(ScriptedEngine):
+        async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
+            async for step in super().generate(prompt, settings, *more):
+                yield replace(step, origins="m" * len(step.ids) if settings.origins else "")
+
+    host.engine = Reporting({"Hello!": SCRIPT}, at_once=2)
+    settings = {**SETTINGS, "origins": True} if asked else SETTINGS
+    answer = client(host).post(PATH, json={"model": MODEL, "prompt": PROMPT, "settings": settings})
+    for event in events(answer.text):
+        assert event.get("origins", "") == "m" * len(event["ids"]) * asked
 
 
 def test_ids_in_and_every_id_out(host: Alone) -> None:

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import observer
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.observer import Observed
+from vllm_mlx_harmony.server.sampling import Settings
 
 SCRIPT = (
     "<|channel|>analysis<|message|>A greeting.<|end|>"
@@ -129,6 +130,23 @@ def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bo
     assert output["times"] == sorted(output["times"])
     shown = "".join(output["events"])
     assert shown == answer.text if stream else json.loads(shown) == answer.json()
+
+
+@dataclass
+class Reporting(ScriptedEngine):
+    """It reports that all ids were copied, if it is asked."""
+
+    async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
+        async for step in super().generate(prompt, settings, *more):
+            yield replace(step, origins="c" * len(step.ids) if settings.origins else "")
+
+
+@pytest.mark.parametrize(("engine", "origin"), [(ScriptedEngine, "?"), (Reporting, "c")])
+def test_each_id_has_its_origin(engine: Any, origin: str) -> None:
+    site = Site(TwoKeys(engine({"Hello!": SCRIPT})))
+    site.ask()
+    found = site.get(f"requests/{site.rows[0]['id']}/output?tokens=2").json()
+    assert found["origins"] == origin * (len(ids(SCRIPT)) - 2)
 
 
 def test_what_a_client_has_is_not_sent_again(site: Site) -> None:
@@ -376,6 +394,7 @@ def test_results_of_tools_are_told_from_what_was_generated() -> None:
     seen.step(Step((5,), "length"))
     assert list(seen.output) == [3, 4, 50, 51, 5]
     assert seen.results == [(2, 4)] and seen.generated == 3 and len(seen.times) == 5
+    assert seen.origins == b"?????"
     assert seen.summary()["finish"] == "length"
 
 

@@ -44,6 +44,7 @@ from vllm_mlx_harmony.engine.memory import may_be_padded
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler, accepted, draw, draw_ahead
+from vllm_mlx_harmony.server.engine import COPIED, DRAWN, FORCED
 from vllm_mlx_harmony.server.sampling import Settings
 
 WIDTHS = (1, 2, 4, 8, 16)
@@ -96,10 +97,13 @@ class Batch:
             last = self.pending
             logits = model(last[:, None], cache=self.layers)[:, -1, :]
             self.pending = draw([request.sampler for request in self.rows], last, logits)
-            mx.async_eval(self.pending)
+            masks = [request.sampler.processor for request in self.rows]
+            mx.async_eval(self.pending, [mask.likeliest for mask in masks if mask is not None])
             rows = zip(self.rows, last.tolist(), strict=True)
             found = [(request, token) for request, token in rows if request.joined]
             for request, token in found:
+                mask = request.sampler.processor
+                request.origins += DRAWN if mask is None else mask.origin
                 if request.drafts is not None:
                     request.drafts.extend((token,))
         for request in self.rows:
@@ -132,11 +136,15 @@ class Batch:
         most = min(WIDTHS[-1] - 1, request.room)
         if request.joined and self.known in vocab.TURN_ENDS:
             most = 0
+        origins = DRAWN
         if mask is not None:
             if request.joined:
                 mask.advance(self.known)
+            origins = mask.origin
             run += mask.follow(most)
+        origins += FORCED * (len(run) - 1)
         found = run if request.joined else run[1:]
+        request.origins += origins if request.joined else origins[1:]
         if drafts is not None:
             drafts.extend(found)
             draft = drafts.next(costs, most + 1 - len(run))
@@ -147,7 +155,7 @@ class Batch:
         inputs = mx.array([[*run, *draft]], dtype=mx.uint32)
         logits = model(inputs, cache=self.layers)[0, -len(masks) :]
         drawn, states = draw_ahead(sampler, run, draft, masks, logits)
-        mx.async_eval(drawn)
+        mx.async_eval(drawn, [] if mask is None else mask.likeliest)
         if not draft:
             self.pending, self.known = drawn, None
             return found
@@ -160,6 +168,7 @@ class Batch:
         if mask is not None:
             mask.advance(*draft[:right])
         drafts.extend(draft[:right])
+        request.origins += COPIED * right
         request.accepted += right
         request.rejected += len(draft) - right
         self.pending, self.known = drawn[right : right + 1], tokens[right]

@@ -254,7 +254,7 @@ class MlxEngine:
         if waiting >= max(1, number(QUEUE_VARIABLE, WAITING)):
             problem = f"{waiting} requests are waiting already; try again later"
             raise HostError(problem, code="queue_full")
-        mask = None if constraint is None else LogitsMask(constraint)
+        mask = None if constraint is None else LogitsMask(constraint, origins=settings.origins)
         sampler = Sampler(settings, prompt, mask)
         return self._generated(Request(next(self._numbers), prompt, settings, tenant, sampler))
 
@@ -532,13 +532,12 @@ class MlxEngine:
                     elif request.generated >= request.settings.max_tokens:
                         ended[request] = "length"
                     elif len(request.held) >= self.options.interval:
-                        self._put(request, Step(tuple(request.held), None, request.cached))
-                        request.held.clear()
+                        self._put(request, request.step(None))
                 self._deliver()
                 for request, finish in ended.items():
                     row = batch.rows.index(request)
                     cache.store(request.ids, batch.layers, request.tenant, row)
-                    self._put(request, Step(tuple(request.held), finish, request.cached))
+                    self._put(request, request.step(finish))
                 if ended:
                     batch.remove(ended)
                     for request in ended:

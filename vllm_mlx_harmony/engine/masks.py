@@ -21,6 +21,7 @@ import mlx.core as mx
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher
 from vllm_mlx_harmony.core.grammar import Mask
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+from vllm_mlx_harmony.server.engine import DRAWN, FORCED, MASKED
 
 T = TypeVar("T")
 
@@ -35,9 +36,17 @@ class LogitsMask:
 
     Never raises, because that would fail every row of the batch. An error is logged and becomes the
     matcher's ``error``; from then on everything is allowed.
+
+    With ``origins``, it looks for the likeliest of all ids before it masks any. ``likeliest`` has
+    that of each id which is drawn next; evaluate it together with these, or it has to wait for the
+    step that the device computes then. ``origin`` says how the first id that ``advance`` was given
+    last came about (``Step.origins``).
     """
 
-    def __init__(self, constraint: Constraint) -> None:
+    def __init__(self, constraint: Constraint, *, origins: bool = False) -> None:
+        self.origin = DRAWN
+        self.likeliest: list[mx.array | None] = []
+        self._origins = origins
         self._constraint = constraint
         self._matcher: ConstraintMatcher | None = None
         self._mask: Mask | None = None
@@ -48,7 +57,7 @@ class LogitsMask:
         """``logits`` (1, vocabulary) with -inf for what may not follow ``last``."""
         if last is not None:
             self.advance(last)
-        return _applied(self._next(), logits)
+        return self._applied(self._next(), logits)
 
     @property
     def choices(self) -> int:
@@ -59,6 +68,9 @@ class LogitsMask:
 
     def advance(self, *tokens: int) -> None:
         """Consumes the ids that have been drawn."""
+        if self._origins and tokens:
+            self.origin = self._origin()
+        self.likeliest = self.likeliest[len(tokens) :][:1]
         for token in tokens:
             self._guarded(partial(self._started().consume, token))
         self._current = False
@@ -81,7 +93,22 @@ class LogitsMask:
         allowed = self._next()
         matcher = self._started()
         more = self._guarded(lambda: matcher.after(allowed, draft)) or []
-        return [partial(_applied, mask) for mask in (allowed, *more)]
+        return [partial(self._applied, mask) for mask in (allowed, *more)]
+
+    def _applied(self, mask: Mask | None, logits: mx.array) -> mx.array:
+        if self._origins:
+            self.likeliest.append(None if mask is None else mx.argmax(logits, axis=-1))
+        return logits if mask is None else _masked(mx.array(mask.words), logits)
+
+    def _origin(self) -> str:
+        """How the next id comes about."""
+        mask = self._next()
+        if mask is None:
+            return DRAWN
+        if self.choices == 1:
+            return FORCED
+        likeliest = self.likeliest[0] if self.likeliest else None
+        return DRAWN if likeliest is None or int(likeliest.item()) in mask else MASKED
 
     def _next(self) -> Mask | None:
         """The ids that may come next; ``None`` if all may."""
@@ -109,10 +136,6 @@ class LogitsMask:
             logger.error("a grammar is no longer enforced: %s", matcher.error)
             return None
         return result
-
-
-def _applied(mask: Mask | None, logits: mx.array) -> mx.array:
-    return logits if mask is None else _masked(mx.array(mask.words), logits)
 
 
 def _where_allowed(words: mx.array, logits: mx.array) -> mx.array:

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.prefix_cache import Match
 from vllm_mlx_harmony.engine.sampler import Sampler
-from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.sampling import Settings
 
 Item: TypeAlias = "Step | HarmonyFailure"
@@ -59,6 +59,8 @@ class Request:
     rejected: int = 0
     first: float = 0.0
     held: list[int] = field(default_factory=list)
+    origins: str = ""
+    """``Step.origins`` of ``held``."""
 
     # On the event loop.
     ended: bool = False
@@ -87,6 +89,14 @@ class Request:
             return Progress(total, known, known, place=place)
         return Progress(total, self.cached, self.at, now - self.begun)
 
+    def step(self, finish: Finish | None) -> Step:
+        """The ids that have not been sent, which are no longer held."""
+        origins = self.origins if self.settings.origins else ""
+        step = Step(tuple(self.held), finish, self.cached, origins=origins)
+        self.held.clear()
+        self.origins = ""
+        return step
+
     async def next(self) -> Step:
         """All ids since the last call as one step, or a report of progress.
 
@@ -100,7 +110,7 @@ class Request:
             self.ended = True
             raise step
         while step.progress is None and self.items and isinstance(more := self.items[0], Step):
-            step = replace(more, ids=step.ids + more.ids)
+            step = replace(more, ids=step.ids + more.ids, origins=step.origins + more.origins)
             self.items.popleft()
         self.ended = step.finish is not None
         return step

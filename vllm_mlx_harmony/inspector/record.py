@@ -1,7 +1,7 @@
 """``Record``: what is known of one request, and ``Log``: the last requests, bounded in bytes.
 
 Records are kept in memory and never written anywhere. Token ids are stored as arrays; their texts
-are looked up when somebody opens the request. What a token costs, with a record: two appends to
+are looked up when somebody opens the request. What a token costs, with a record: three appends to
 arrays and one to a list.
 """
 
@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.deltas import Progress, Usage
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.engine import UNKNOWN, Step
 from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.observer import Observed
 
@@ -48,9 +48,9 @@ SECRETS = frozenset({"authorization", "authorization_token", "headers"})
 class Record:
     """An ``Observer`` that stores what it sees. Times are in seconds since the prompt was ready.
 
-    ``times`` has the time of each id in ``output``. ``results`` are the parts of ``output`` that
-    are not generated, but results of tools that the server ran. ``dropped`` counts the events that
-    are left out.
+    ``times`` has the time of each id in ``output``, and ``origins`` how it came about, as in
+    ``Step``. ``results`` are the parts of ``output`` that are not generated, but results of tools
+    that the server ran. ``dropped`` counts the events that are left out.
     """
 
     def __init__(self, log: Log, observed: Observed) -> None:
@@ -61,6 +61,7 @@ class Record:
         self.prompt_ids = array("I")
         self.output = array("I")
         self.times = array("d")
+        self.origins = bytearray()
         self.results: list[tuple[int, int]] = []
         self.progress: Progress | None = None
         self.grammar = False
@@ -102,6 +103,7 @@ class Record:
         if ids := step.ids:
             now = time.perf_counter()
             self.output.extend(ids)
+            self.origins += (step.origins or UNKNOWN * len(ids)).encode()
             for _ in ids:
                 self.times.append(now - self._since)
             self._log.generated(len(ids), now)
@@ -144,7 +146,7 @@ class Record:
     def nbytes(self) -> int:
         """Bytes that the record takes, approximately."""
         arrays = (self.prompt_ids, self.output, self.times)
-        held = sum(each.itemsize * len(each) for each in arrays)
+        held = len(self.origins) + sum(each.itemsize * len(each) for each in arrays)
         return 1000 + held + len(self.body or b"") + self._characters
 
     @property
@@ -212,9 +214,10 @@ class Record:
             if ours != theirs:
                 break
             known += 1
-        del self.output[known:], self.times[known:]
+        del self.output[known:], self.times[known:], self.origins[known:]
         if known < len(after):
             self.output.extend(after[known:])
+            self.origins.extend(UNKNOWN.encode() * (len(after) - known))
             now = time.perf_counter() - self._since
             self.times.extend([now] * (len(after) - known))
             self.results.append((known, len(after)))

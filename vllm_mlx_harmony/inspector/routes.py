@@ -217,6 +217,7 @@ def _output(record: Record, tokens: int, events: int) -> bytes:
         "ids": ids[: len(texts)],
         "texts": texts,
         "times": [round(each, 5) for each in record.times[tokens : tokens + len(texts)]],
+        "origins": record.origins[tokens : tokens + len(texts)].decode("utf-8", "replace"),
         "results": record.results,
         "events": record.frames(events),
         "dropped": record.dropped,

@@ -12,19 +12,27 @@ from vllm_mlx_harmony.server.sampling import Settings
 
 Finish: TypeAlias = Literal["stop", "length"]
 
+DRAWN, MASKED, FORCED, COPIED, UNKNOWN = ".", "m", "f", "c", "?"
+"""How an id came about. It was drawn, from ids that include the likeliest one; a constraint forbade
+the likeliest one; a constraint permitted no other id; it was copied, as part of a draft that was
+accepted; the engine does not say."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """The ids generated since the last step, usually one.
 
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
-    that were cached. ``progress`` is set on steps without ids, before the first id.
+    that were cached. ``progress`` is set on steps without ids, before the first id. ``origins`` is
+    empty unless ``Settings.origins`` asks for it. Then it has a letter for each id, such as
+    ``DRAWN``, which says how it came about.
     """
 
     ids: tuple[int, ...]
     finish: Finish | None = None
     cached_tokens: int = 0
     progress: Progress | None = None
+    origins: str = ""
 
 
 Steps: TypeAlias = AsyncGenerator[Step, None]

@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server.engine import Finish
+from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
 from vllm_mlx_harmony.server.observer import Observer, observed
 from vllm_mlx_harmony.server.replay import remember
@@ -50,7 +50,8 @@ class Job:
     it for a cancellation. ``echoed`` maps a message of the answer to what will be parsed when the
     client sends it back. ``tools`` are those that the server runs in this turn. ``ping``,
     ``comments_progress`` and ``reports_cached``: see `serving.Api`. ``others`` are further answers
-    to the same prompt (`choices`); lease, emitter and metrics are those of the first.
+    to the same prompt (`choices`); lease, emitter and metrics are those of the first. ``append``
+    takes the steps of the engine in place of the context, for an output that is not parsed.
     """
 
     lease: Lease
@@ -69,6 +70,7 @@ class Job:
     reports_cached: bool = False
     observer: Observer | None = None
     others: tuple[Job, ...] = ()
+    append: Callable[[Step], list[Delta]] | None = None
 
 
 async def _cached(job: Job) -> int | None:
@@ -231,7 +233,7 @@ async def _output(
                     progress.cached_tokens = max(progress.cached_tokens, step.cached_tokens)
                 tracker.observe_ttft()
                 check(constraint)
-                yield context.append_output(step.ids)
+                yield context.append_output(step.ids) if job.append is None else job.append(step)
                 # A remote engine reports the cached tokens after the last id of a turn, and its
                 # connection can be reused only after that. It does not know stop strings.
                 if progress.finish is not None:

@@ -9,13 +9,14 @@ POST takes a JSON object: ``prompt`` (ids), ``settings`` (those of ``server.samp
 llguidance, which the output must match from its first id) and ``min_tokens``. It answers with
 server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``. Events
 before the first id have no ids but ``prompt_progress`` (as llama.cpp's), at most twice a second. An
-event with ``error`` ends a stream that failed. GET returns the version of this interface.
+event with ``error`` ends a stream that failed. With ``settings.origins``, events have ``origins``:
+a letter for each id (``Step.origins``). GET returns the version of this interface.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
@@ -34,8 +35,9 @@ from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
-from vllm_mlx_harmony.server.engine import Finish
+from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.generation import Job
+from vllm_mlx_harmony.server.observer import observe_of
 from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.serving import Api, Received, read, respond, serve
 
@@ -67,6 +69,7 @@ class IdSettings(Wire):
     )
     frequency_penalty: float = 0.0
     seed: Seed | None = None
+    origins: bool = False
 
     def resolved(self) -> Settings:
         """The ``Settings``."""
@@ -93,6 +96,7 @@ class Ids:
     """A delta: the ids generated since the last one."""
 
     ids: tuple[int, ...]
+    origins: str = ""
 
 
 class IdContext:
@@ -115,10 +119,10 @@ class IdContext:
         """Implements ``Context``."""
         return [Started(len(self._prompt), cached_tokens)]
 
-    def append_output(self, ids: tuple[int, ...]) -> list[Ids]:
-        """Implements ``Context``."""
-        self._generated += len(ids)
-        return [Ids(ids)] if ids else []
+    def append(self, step: Step) -> list[Any]:
+        """The ids of a step and their origins."""
+        self._generated += len(step.ids)
+        return [Ids(step.ids, step.origins)] if step.ids else []
 
     def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
         """Implements ``Context``."""
@@ -132,7 +136,7 @@ class IdEmitter:
     def feed(self, delta: Delta | Ids) -> list[Event]:
         """The event of a delta."""
         if isinstance(delta, Ids):
-            return [_event(delta.ids)]
+            return [_event(delta.ids, origins=delta.origins)]
         if isinstance(delta, Progress):
             return [_event((), progress=delta)]
         if isinstance(delta, Finished):
@@ -153,10 +157,13 @@ def _event(
     finish: str | None = None,
     cached_tokens: int = 0,
     progress: Progress | None = None,
+    origins: str = "",
 ) -> Event:
     document: dict[str, Any] = {"ids": ids, "finish": finish, "cached_tokens": cached_tokens}
     if progress is not None:
         document[FIELD] = prompt_progress(progress)
+    if origins:
+        document["origins"] = origins
     return Event(encode(document))
 
 
@@ -202,6 +209,8 @@ async def _generate(received: Received) -> Response:
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     constraint = Constraint(spec) if spec else None
     settings = capped(parsed.settings.resolved(), len(prompt), lease.harmony_engine.context_length)
+    if observe_of(received.request) is not None:
+        settings = replace(settings, origins=True)
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
     track = partial(received.track, stream=True)
     observer = received.observer(parsed.model or "", stream=True)
@@ -215,6 +224,7 @@ async def _generate(received: Received) -> Response:
         id_seed=received.id_seed,
         constraint=constraint,
         observer=observer,
+        append=context.append,
     )
     return await respond(received, job)
 

@@ -18,7 +18,10 @@ float32."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one."""
+    """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one.
+
+    ``origins`` asks it to report how each id came about (``Step.origins``).
+    """
 
     max_tokens: int
     temperature: float
@@ -30,6 +33,7 @@ class Settings:
     logit_bias: tuple[tuple[int, float], ...] = ()
     frequency_penalty: float = 0.0
     seed: int | None = None
+    origins: bool = False
 
 
 def resolve(

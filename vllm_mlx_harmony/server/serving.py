@@ -293,6 +293,7 @@ async def prepare(received: Received) -> Job:
     settings = sampling.resolve(
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
+    settings = replace(settings, origins=observe_of(received.request) is not None)
     name = response_name(request.model, host.model_name)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = replay.view(host, lease)

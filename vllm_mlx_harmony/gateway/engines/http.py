@@ -51,7 +51,7 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     EngineRequest,
     message_of,
 )
-from vllm_mlx_harmony.server.engine import Finish, Step, Steps
+from vllm_mlx_harmony.server.engine import FORCED, UNKNOWN, Finish, Step, Steps
 from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -180,7 +180,8 @@ class HttpEngine:
             min_tokens=min_tokens,
         )
         # The engine itself follows the grammar: its version of llguidance may differ from ours.
-        turn = _Turn(None if constraint is None else constraint.start(grammar=False))
+        matcher = None if constraint is None else constraint.start(grammar=False)
+        turn = _Turn(matcher, settings.origins)
         cached = 0
         for number in range(MOST_CONTINUATIONS):
             finish: Finish | None = None
@@ -189,12 +190,12 @@ class HttpEngine:
                 async for step in steps:
                     cached = max(cached, step.cached_tokens)
                     finish = finish or step.finish
-                    ids = turn.take(step.ids) if settings.max_tokens else ()
+                    ids = turn.take(step) if settings.max_tokens else ()
                     if turn.forced:
                         break  # other ids must follow than those of this stream
                     progress = None if turn.ids else step.progress
                     if ids or progress or (step is ACCEPTED and number == 0):
-                        yield Step(ids, None, cached, progress)
+                        yield Step(ids, None, cached, progress, turn.origins)
                     if turn.ended and finish is None:
                         cached = max(cached, await _cached_at_end(steps))
                         break
@@ -204,7 +205,8 @@ class HttpEngine:
                 return
             if not turn.forced:
                 raise OutputError("the engine's response ended before the answer was complete")
-            yield Step(ids + turn.force(), None, cached)
+            ids += turn.force()
+            yield Step(ids, None, cached, origins=turn.origins)
             count = len(turn.ids)
             if settings.max_tokens <= count:
                 yield Step((), "length", cached)
@@ -324,16 +326,18 @@ async def _cached_at_end(steps: Steps) -> int:
 class _Turn:
     """The ids of one turn: where it ends, and which ids are forced."""
 
-    def __init__(self, matcher: ConstraintMatcher | None) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: ConstraintMatcher | None, has_origins: bool) -> None:
+        self._matcher, self._has_origins = matcher, has_origins
         self.ids: list[int] = []
         self.ended = False
         self.forced: tuple[int, ...] = ()
         """The ids that have to follow now, in place of the engine's."""
+        self.origins = ""
+        """``Step.origins`` of the ids that were taken last, and of those that followed by force."""
 
-    def take(self, ids: tuple[int, ...]) -> tuple[int, ...]:
-        """The part of ``ids`` that belongs to the turn: up to its end or to forced ids."""
-        matcher = self._matcher
+    def take(self, step: Step) -> tuple[int, ...]:
+        """The ids of ``step`` that belong to the turn: up to its end or to forced ids."""
+        ids, matcher = step.ids, self._matcher
         reasoning = None if matcher is None else matcher.reasoning
         for at, token in enumerate(ids):
             if reasoning is not None and token in reasoning.banned:
@@ -350,6 +354,8 @@ class _Turn:
                 ids = ids[: at + 1]
                 break
         self.ids += ids
+        if self._has_origins:
+            self.origins = step.origins[: len(ids)].ljust(len(ids), UNKNOWN)
         return ids
 
     def force(self) -> tuple[int, ...]:
@@ -359,6 +365,8 @@ class _Turn:
             for token in forced:
                 self._matcher.consume(token)
         self.ids += forced
+        if self._has_origins:
+            self.origins += FORCED * len(forced)
         return forced
 
 
@@ -387,7 +395,9 @@ async def _steps(content: StreamReader, dialect: Dialect) -> AsyncGenerator[list
             ids = tuple(token for each in steps for token in each.ids)
             finish = next((each.finish for each in steps if each.finish is not None), None)
             cached = max((each.cached_tokens for each in steps), default=0)
-            yield [*progress, Step(ids, finish, cached)] if ids or finish or cached else progress
+            origins = "".join(each.origins for each in steps)
+            step = Step(ids, finish, cached, origins=origins)
+            yield [*progress, step] if ids or finish or cached else progress
             if failure is not None:
                 raise failure
 

@@ -1,7 +1,8 @@
 """Another vllm-mlx with this plugin: its own id endpoint, ``POST /harmony/v1/generate``.
 
 The format is this project's own (`server.ids`): the request has the fields of ``Settings``, an
-event has ``ids``, ``finish`` and ``cached_tokens``, or ``prompt_progress`` before the first id.
+event has ``ids``, ``finish``, ``cached_tokens`` and ``origins``, or ``prompt_progress`` before the
+first id.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ def _body(request: EngineRequest) -> Json:
 
 def _step(event: Json, seen: int) -> Step:
     finish, cached = finish_of(event.get("finish")), count_of(event.get("cached_tokens"))
-    return Step(ids_of(event.get("ids")), finish, cached, progress_of(event.get("prompt_progress")))
+    progress, origins = progress_of(event.get("prompt_progress")), event.get("origins")
+    return Step(ids_of(event.get("ids")), finish, cached, progress, str(origins or ""))
 
 
 PLUGIN = Dialect(

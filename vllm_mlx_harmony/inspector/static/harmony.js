@@ -16,8 +16,7 @@ export const isControl = (id) => id >= CONTROL;
 export const isMessage = (id) => id === MESSAGE;
 
 export class Message {
-  constructor(first) {
-    this.first = first; // the position of its first token
+  constructor() {
     this.header = '';
     this.inBody = false;
     this.ended = false;
@@ -48,18 +47,16 @@ export class Message {
 
 export class Reader {
   constructor() {
-    this.count = 0;
     this.message = null;
   }
 
   // The message that the next token belongs to.
   read(id, text) {
-    if (!this.message || id === START || (this.message.ended && !ENDS.includes(id))) this.message = new Message(this.count);
+    if (!this.message || id === START || (this.message.ended && !ENDS.includes(id))) this.message = new Message();
     const message = this.message;
     if (!message.inBody) message.header += text;
     if (id === MESSAGE) message.inBody = true;
     if (ENDS.includes(id)) message.ended = true;
-    this.count += 1;
     return message;
   }
 }

@@ -6,10 +6,11 @@ import { isControl, isMessage, Reader } from './harmony.js';
 const LONG = 400; // tokens of a message in a prompt that is folded
 const FIRST = 160; // characters of it that are shown
 const POINTS = 1500;
+const ORIGINS = { m: 'masked', f: 'forced', c: 'copied' };
 
 export class Request {
   constructor(id, failed) {
-    Object.assign(this, { id, failed, reader: new Reader(), views: new Map(), spans: [], output: [], times: [], events: 0 });
+    Object.assign(this, { id, failed, reader: new Reader(), views: new Map(), spans: [], origins: {}, output: [], times: [], events: 0 });
     this.title = h('h1');
     this.facts = h('p', { className: 'facts' });
     this.did = h('ul', { className: 'did' });
@@ -93,7 +94,10 @@ export class Request {
       this.row = new_.summary;
       const isResult = (at) => new_.results.some(([start, end]) => at >= start && at < end);
       const begin = this.output.length;
-      new_.ids.forEach((id, at) => this.add(id, new_.texts[at], isResult(begin + at) ? 'served' : 'generated'));
+      new_.ids.forEach((id, at) => {
+        if (isResult(begin + at)) this.add(id, new_.texts[at], 'served');
+        else this.add(id, new_.texts[at], 'generated', new_.origins[at]);
+      });
       this.output.push(...new_.ids);
       this.times.push(...new_.times);
       this.events += new_.events.length;
@@ -112,7 +116,7 @@ export class Request {
     }
   }
 
-  add(id, text, className) {
+  add(id, text, className, origin) {
     const message = this.reader.read(id, text);
     let view = this.views.get(message);
     if (!view) {
@@ -132,6 +136,8 @@ export class Request {
       span.dataset.ids = id;
       (message.inBody && !isMessage(id) ? view.body : view.header).append(span);
     }
+    if (origin) this.origins[origin] = (this.origins[origin] ?? 0) + 1;
+    if (origin in ORIGINS) span.classList.add(ORIGINS[origin]);
     span.dataset.at = this.spans.length;
     this.spans.push(span);
     view.size += 1;
@@ -177,37 +183,28 @@ export class Request {
     ];
     this.facts.textContent = facts.filter(Boolean).join(' · ');
     this.facts.dataset.state = row.state;
-    this.did.replaceChildren(...this.notes().map((textContent) => h('li', { textContent })));
+    this.did.replaceChildren(...this.notes().map(([textContent, className = '']) => h('li', {}, h('span', { textContent, className }))));
     this.draw();
   }
 
-  // What the server did, as far as it knows.
+  // What the server did, as far as it knows, with the class of the tokens that are marked for it.
   notes() {
     const { row } = this;
     const notes = [];
-    if (row.cached) notes.push(`Reused ${count(row.cached)} of ${count(row.prompt)} prompt tokens (${percent(row.cached, row.prompt)}), shaded.`);
-    if (row.grammar) notes.push('A grammar restricted what the model could write. Which tokens it kept the model from is not recorded.');
-    if (row.reasoning_ended_by) {
-      this.markForced();
-      notes.push(`Ended the reasoning (${row.reasoning_ended_by}); the tokens that it forced are marked.`);
-    }
+    if (row.cached) notes.push([`Reused ${count(row.cached)} of ${count(row.prompt)} prompt tokens (${percent(row.cached, row.prompt)}).`, 'cached']);
+    if (row.grammar) notes.push([`A grammar restricted what the model could write.${this.origins['?'] ? ' The engine does not report where.' : ''}`]);
+    if (row.reasoning_ended_by) notes.push([`Ended the reasoning (${row.reasoning_ended_by}).`]);
+    if (this.origins.m) notes.push([`Masked the model's first choice before ${tokens(this.origins.m)}.`, 'masked']);
+    if (this.origins.f) notes.push([`Forced ${tokens(this.origins.f)}: nothing else was permitted.`, 'forced']);
+    if (this.origins.c) notes.push([`Copied ${tokens(this.origins.c)}, which the model confirmed in one step.`, 'copied']);
     const repaired = [...this.views.values()].filter(({ generated, message }) => generated && message.repaired);
     for (const { element } of repaired) element.classList.add('repaired');
-    if (repaired.length) notes.push(`Read ${repaired.length} header(s) that are not as Harmony has them; they are marked.`);
-    if (row.tools) notes.push(`Ran ${row.tools} tool call(s); their results are marked.`);
-    if (row.finish === 'length') notes.push('Ended the answer at the maximum number of tokens.');
-    if (row.failure) notes.push(`Failed: ${row.failure}`);
-    if (this.dropped) notes.push(`${count(this.dropped)} events of the answer were too many to be kept.`);
+    if (repaired.length) notes.push([`Read ${repaired.length} header(s) that are not as Harmony has them; they are underlined.`]);
+    if (row.tools) notes.push([`Ran ${row.tools} tool call(s).`, 'served']);
+    if (row.finish === 'length') notes.push(['Ended the answer at the maximum number of tokens.']);
+    if (row.failure) notes.push([`Failed: ${row.failure}`]);
+    if (this.dropped) notes.push([`${count(this.dropped)} events of the answer were too many to be kept.`]);
     return notes;
-  }
-
-  // The budget forces the end of the last reasoning, and the beginning of the next message.
-  markForced() {
-    const all = [...this.views.values()];
-    const at = all.findLastIndex(({ message }) => message.kind === 'analysis' && message.ended);
-    if (at < 0 || !all[at + 1]) return;
-    const begin = all[at + 1].message.first;
-    for (const span of this.spans.slice(begin - 1, begin + 2)) span.classList.add('forced');
   }
 
   draw() {
@@ -286,8 +283,16 @@ function redact(value, name) {
   return value;
 }
 
+const tokens = (number) => (number === 1 ? '1 token' : `${count(number)} tokens`);
+
 function describe(span) {
-  const why = { cached: 'reused', served: 'result of a tool', forced: 'forced' };
+  const why = {
+    cached: 'reused',
+    served: 'result of a tool',
+    masked: 'not the first choice of the model',
+    forced: 'forced',
+    copied: 'copied',
+  };
   const also = Object.keys(why).filter((name) => span.classList.contains(name)).map((name) => why[name]);
   return [`id ${span.dataset.ids}`, `token ${count(Number(span.dataset.at) + 1)}`, ...also].join(' · ');
 }
