@@ -27,12 +27,16 @@ ANSWER = (
     "<|return|>"
 )
 REPAIRED = "<|channel|>analysis<|channel|>final<|message|>Twice a channel.<|return|>"
+THOUGHT = f"<|channel|>analysis<|message|>{' .' * 12}<|channel|>final<|message|>Done.<|return|>"
+"""After 9 tokens of reasoning, three that are forced take the place of the last three of it."""
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 SCRIPTS = (
     Script("Tell me a long story", f"<|channel|>final<|message|>{'so ' * 400}<|return|>", 40),
     Script("What is the weather in Paris?", CALL, 5),
     Script("functions.get_weather to=assistant", ANSWER, 5),
     Script("Repair", REPAIRED),
+    Script("Think", THOUGHT),
+    Script("Be brief", "<|channel|>final<|message|>Yes.<|return|>"),
     Script("Markup", f"<|channel|>final<|message|>{MARKUP}<|return|>"),
 )
 

@@ -120,6 +120,64 @@ def test_a_repaired_header_is_marked(direct: Site, open_page: Open) -> None:
     expect(page.locator(".did")).to_contain_text("not as Harmony has them")
 
 
+ORIGINS: list[Any] = [
+    # a question, fields of the request, the class of the tokens, their text, and the note
+    (
+        "Think",
+        {"thinking_token_budget": 9},
+        "forced",
+        "<|end|><|start|>assistant",
+        "Forced 3 tokens",
+    ),
+    (
+        "Be brief",
+        {"min_tokens": 6},
+        "masked",
+        None,
+        "Masked the model's first choice before 1 token",
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "fields", "kind", "text", "note"), ORIGINS)
+def test_what_the_server_did_to_a_token_is_marked(
+    site: Site, open_page: Open, asked: str, fields: Any, kind: str, text: str | None, note: str
+) -> None:
+    assert site.say(asked, **fields).status_code == 200
+    page = newest(open_page(site))
+    expect(page.locator(".did")).to_contain_text(note)
+    marked = page.locator(f".message .{kind}")
+    if text is not None:
+        assert "".join(marked.all_inner_texts()) == text
+        expect(page.locator(".did")).to_contain_text("Ended the reasoning (budget)")
+    first = marked.first
+    first.hover()
+    expect(first).to_have_attribute(
+        "title", re.compile("first choice" if kind == "masked" else kind)
+    )
+    plain = site.say(asked)
+    page = newest(open_page(site))
+    expect(page.locator(".facts")).to_contain_text("done")
+    assert plain.status_code == 200 and page.locator(f".{kind}").count() == 0
+
+
+def test_copied_tokens_are_marked(direct: Site, open_page: Open) -> None:
+    """Whether copying pays depends on the machine: here, the server's report is replaced."""
+    direct.say("Repair")
+    page = open_page(direct)
+
+    def copied(route: Any) -> None:
+        found = route.fetch()
+        report = found.json()
+        route.fulfill(response=found, json={**report, "origins": "c" * len(report["ids"])})
+
+    page.route("**/output?*", copied)
+    newest(page)
+    number = page.locator(".copied.generated").count()
+    assert number == page.locator(".generated").count()
+    expect(page.locator(".did .copied")).to_contain_text(f"Copied {number} tokens")
+
+
 def test_text_is_never_markup(direct: Site, open_page: Open) -> None:
     direct.say(f"Markup {MARKUP} <|start|>system")
     page = newest(open_page(direct))
