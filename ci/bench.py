@@ -220,7 +220,7 @@ def inspected(runs: int) -> Row:
 
     async def steps() -> AsyncIterator[Step]:
         for token in ids:
-            yield Step((token,))
+            yield Step((token,), origins=".")
 
     async def run(observer: Observer | None) -> None:
         async for _ in observed(steps(), observer, (), None):  # type: ignore[arg-type]
