@@ -206,7 +206,7 @@ def test_each_id_has_its_origin(changed: dict[str, Any], held: bool) -> None:
             assert differ <= {("c", "."), ("c", "m")}, pairs
             assert request.origins.count("c") == request.accepted
             counts.update(request.origins)
-    assert set(counts) == set(".mfc" if held else ".c") and min(counts.values()) > 10, counts
+    assert set(counts) == set(".mfc" if held else ".c") and min(counts.values()) >= 5, counts
 
 
 # --- Through the engine: cancelled, beside others, and cached behind a draft.
