@@ -1,7 +1,7 @@
-"""gpt-oss (Harmony) done right on vllm-mlx.
+"""gpt-oss, whose format is Harmony, served correctly by vllm-mlx.
 
-Imported at every interpreter start (through `_startup`), so it imports nothing: the public names
-below are imported when they are used. What each of them does is said where it is written.
+Python imports it at every start (through `_startup`), so it imports nothing itself: the public
+names below are imported when they are used, and documented where they are defined.
 """
 
 TYPE_CHECKING = False

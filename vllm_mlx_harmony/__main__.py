@@ -1,7 +1,7 @@
 """The command line: vllm-mlx-harmony launch | serve | gateway | connect | demo | doctor | ….
 
-Any failure is one line on standard error and exit code 2. `cli` has one file per command, which is
-imported when it runs, so that `parse` does not load a server.
+A failure is one line on standard error and exit code 2. `cli` has one file per command, which is
+imported when the command runs, so that `parse` does not load a server.
 """
 
 from __future__ import annotations

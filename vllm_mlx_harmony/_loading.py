@@ -1,7 +1,6 @@
-"""Loads vllm-mlx's command line with its own loader, and then has the hook put into it.
+"""Loads vllm-mlx's command line with its own loader, and then installs the hook in it.
 
-Knows Python's import system and nothing of vllm-mlx. Whatever fails here is one line on standard
-error: vllm-mlx must start all the same.
+A failure here is one line on standard error, and vllm-mlx starts without the plugin.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def install_hook(namespace: dict[str, Any]) -> None:
-    """Puts the hook into vllm-mlx's command line module, given by its namespace."""
+    """Installs the hook in vllm-mlx's command line, the module with this namespace."""
     try:
         from vllm_mlx_harmony import host
 
@@ -26,8 +25,8 @@ def install_hook(namespace: dict[str, Any]) -> None:
         warn(f"not installed ({type(error).__name__}: {error}); vllm-mlx runs without it")
 
 
-def say_not_hooked(arguments: Sequence[str]) -> None:
-    """Of `python -m vllm_mlx.server`, when it is asked for what only the command has."""
+def warn_if_requested(arguments: Sequence[str]) -> None:
+    """Warns if `python -m vllm_mlx.server` gets a flag that only `vllm-mlx serve` has."""
     line = " ".join(arguments).replace("=", " ")
     if any(f"--tool-call-parser {name}" in line for name in ("harmony", "gpt-oss")):
         module = arguments[2]
@@ -35,15 +34,15 @@ def say_not_hooked(arguments: Sequence[str]) -> None:
 
 
 def warn(message: str) -> None:
-    """One line on standard error. Nobody has set up logging when modules are imported."""
+    """Prints a line on standard error, because logging is not configured during imports."""
     print(f"vllm-mlx-harmony: {message}", file=sys.stderr)
 
 
 def find_spec(
     own: object, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """What the other finders know of the module, but with a loader that calls `install_hook`."""
-    if get_ident() in _asking:  # somebody else's finder asks everybody, too
+    """The module as the other finders find it, but with a loader that calls `install_hook`."""
+    if get_ident() in _asking:  # another finder also calls all finders
         return None
     _asking.add(get_ident())
     try:
@@ -70,23 +69,23 @@ def _ask_others(
 
 
 class Loader:
-    """The real loader, and after it the hook. The loaded module never gets to see this one."""
+    """Runs the real loader and then installs the hook. The loaded module never sees this object."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_real":  # an instance that __init__ has not seen, as copy makes them
+        if name == "_real":  # an instance without __init__, as copy makes it
             raise AttributeError(name)
         return getattr(self._real, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """As the real loader does it."""
+        """Calls the real loader."""
         found: ModuleType | None = self._real.create_module(spec)
         return found
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the real loader does it, and then the hook."""
+        """Calls the real loader, and installs the hook."""
         module.__loader__ = self._real
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
@@ -94,7 +93,7 @@ class Loader:
         install_hook(vars(module))
 
     def get_code(self, name: str) -> CodeType | None:
-        """Code of the module: `python -m` runs it as `__main__`, and never calls `exec_module`."""
+        """The code of the module, which `python -m` runs as `__main__` without `exec_module`."""
         code: CodeType | None = self._real.get_code(name)
         try:
             return _hooked(self._real.get_source(name), code) or code

@@ -1,7 +1,7 @@
-"""Waits for `vllm_mlx.cli` to be imported; what happens then is in `_loading`.
+"""Waits for the import of `vllm_mlx.cli`, which `_loading` then handles.
 
-Runs at every start of every interpreter (from the `.pth` file): it imports nothing that is not
-loaded already, not even `__future__`, and is short: some installations compile it each time.
+The `.pth` file runs this module at every start of Python. So it is short, because some
+installations compile it each time, and imports only what is loaded already: not even `__future__`.
 """
 
 import os
@@ -15,15 +15,15 @@ if TYPE_CHECKING:  # `typing` itself would cost more than everything else here
 
 HOST = "vllm_mlx.cli"
 SERVER = "vllm_mlx.server"
-"""vllm-mlx's other way to be started, which knows no parser of tool calls."""
+"""Another way to start vllm-mlx, which has no flag for the tool call parser."""
 
 SWITCH = "VLLM_MLX_HARMONY"
 
 
 def register() -> None:
-    """Gets the hook installed as soon as vllm-mlx's command line is imported, if it ever is.
+    """Arranges that the hook is installed when vllm-mlx's command line is imported, if it ever is.
 
-    Called by the `.pth` and `.start` files: the name is fixed. Calling it again changes nothing.
+    The `.pth` and `.start` files call it by this name. Calling it again changes nothing.
     """
     if switched_off() or registered():
         return
@@ -35,23 +35,23 @@ def register() -> None:
 
 
 arm = register
-"""As `.pth` files written by earlier versions call it: an editable install keeps the old file."""
+"""The name in `.pth` files of earlier versions, which editable installs may still have."""
 
 
 def registered() -> bool:
-    """Whether this process would notice vllm-mlx's command line being imported."""
+    """Whether this process waits for the import of vllm-mlx's command line."""
     return any(isinstance(finder, Finder) for finder in sys.meta_path)
 
 
 def switched_off() -> bool:
-    """Whether the environment (`VLLM_MLX_HARMONY=0`) says that the plugin stays out."""
+    """Whether the environment disables the plugin (`VLLM_MLX_HARMONY=0`)."""
     return os.environ.get(SWITCH, "").strip().lower() in {"0", "false", "no", "off"}
 
 
 class Finder:
-    """Finds one module, by asking everybody else, and hands it out with a loader of ours.
+    """Finds one module with the other finders, and replaces its loader.
 
-    It stays for good: looking a module up does not mean that it will be imported, and a reload
+    It is never removed: a look-up does not mean that the module will be imported, and a reload
     looks it up again.
     """
 
@@ -61,7 +61,7 @@ class Finder:
         path: "Sequence[str] | None" = None,
         target: "ModuleType | None" = None,
     ) -> "ModuleSpec | None":
-        """The import system's question. Any name but vllm-mlx's is answered at once."""
+        """Called by the import system. Returns at once for any module but vllm-mlx's."""
         if name != HOST and (name != SERVER or sys.orig_argv[1:3] != ["-m", SERVER]):
             return None
         if switched_off():
@@ -69,6 +69,6 @@ class Finder:
         from vllm_mlx_harmony import _loading
 
         if name == SERVER:
-            _loading.say_not_hooked(sys.orig_argv)
+            _loading.warn_if_requested(sys.orig_argv)
             return None
         return _loading.find_spec(self, name, path, target)

@@ -1,9 +1,9 @@
 """The coding agents that `launch` starts, a row for each: `AGENTS`.
 
-A row says how an agent is pointed at a server for one run: by arguments, environment variables and
-files in a directory of this project. The agent's own configuration stays in force for everything
-else, and nothing of it is changed. Keys are not written to files: agents read them from the
-environment, as `VLLM_API_KEY` or under a name of their own.
+A row configures an agent for one run with a server: by arguments, environment variables and files
+in a directory of this project. All other settings of the agent still apply, and none of them is
+changed. Keys are not written to files: agents read them from the environment, from `VLLM_API_KEY`
+or from a variable of their own.
 """
 
 from __future__ import annotations

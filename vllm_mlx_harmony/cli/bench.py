@@ -1,4 +1,4 @@
-"""bench: how fast a server is, as a client sees it on the user's own machine."""
+"""bench: measures how fast a server is, as a client sees it on the user's own machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""gateway stand-in: an engine without a model, with which a gateway can be tried."""
+"""gateway stand-in: an engine without a model, for trying out a gateway."""
 
 from __future__ import annotations
 

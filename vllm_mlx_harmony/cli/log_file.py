@@ -1,10 +1,10 @@
-"""The output of a server in a file that does not grow without end: ``serve --log-file``.
+"""Writes the output of a server to a file of limited size: ``serve --log-file``.
 
-launchd, and a shell that starts a process in the background, open a file for standard output and
-leave it to the process. Rotating such a file by `newsyslog` takes root and a signal that the host
-does not handle, so the process does it itself: it renames the file, and opens a new one in place of
-the old at the file descriptors of standard output and standard error. What is printed by Python,
-loggers and libraries goes there alike, and no line is lost.
+launchd, and a shell that starts a process in the background, open a file for standard output, which
+the process inherits. `newsyslog` could rotate such a file, but only as root and with a signal that
+the host does not handle. So the process does it itself: it renames the file, opens a new one, and
+makes that the standard output and standard error. The file gets all output of Python, loggers and
+libraries, and no line is lost.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 LARGEST = 10_000_000
-"""Bytes after which a file is renamed."""
+"""Size in bytes at which the file is renamed."""
 
 OLDER = 3
-"""How many older files there are: `server.log.1` is the last one."""
+"""Number of older files; `server.log.1` is the newest of them."""
 
 INTERVAL = 5.0
-"""Seconds between two looks at the size."""
+"""Seconds between two checks of the size."""
 
 
 def redirect(path: Path, largest: int = LARGEST, interval: float = INTERVAL) -> None:

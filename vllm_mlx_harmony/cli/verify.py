@@ -1,4 +1,4 @@
-"""verify: whether a server does what its APIs promise, check by check."""
+"""verify: checks whether a server does what its APIs promise."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
 """One engine on mlx and mlx-lm: prompts of ids in, ids out, many requests at once.
 
-Knows nothing of the server around it: what a request is arrives as `server.engine.Engine` has it.
+It is independent of the server around it, and implements `server.engine.Engine`.
 """

@@ -1,4 +1,4 @@
-"""The prefix cache of one loaded model: what it computed for a prompt is not computed again.
+"""The prefix cache of one loaded model, which computes the beginning of a prompt only once.
 
 In memory it is a tree of pieces (`prefix_tree`, `pieces`). With a cache directory, pieces are also
 written to disk in the background (`disk.cache`); pieces found only there are loaded before the

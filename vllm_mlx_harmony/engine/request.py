@@ -1,4 +1,4 @@
-"""A request: what is asked, how much of it is computed, and what its client has yet to receive."""
+"""A request: its prompt and settings, its progress, and the steps that its client still gets."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""An engine without a model, with which a gateway can be tried (`gateway stand-in`).
+"""An engine without a model, for trying out a gateway (`gateway stand-in`).
 
-It answers every request with the same text, at the speed that it is given, and is a ``vllm-mlx`` to
-a gateway: it serves the id endpoint (`server.ids`). Where a grammar rules out the text, it ends
-whatever has been begun, so that calls and typed answers are valid.
+It answers every request with the same text at a given speed. A gateway sees it as a ``vllm-mlx``,
+since it serves the id endpoint (`server.ids`). If a grammar does not allow the text, it writes the
+shortest valid call or answer.
 """
 
 from __future__ import annotations

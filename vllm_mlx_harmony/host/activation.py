@@ -1,7 +1,7 @@
 """Activation: reads the flags of `vllm-mlx serve`, and changes vllm-mlx only if they ask for it.
 
-Imports nothing of vllm-mlx until then: most processes that install the hook do not serve gpt-oss.
-What is changed is in `contract`.
+It imports nothing of vllm-mlx until then, because most processes that install the hook do not serve
+gpt-oss. `contract` has the list of changes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Flags of ``vllm-mlx serve`` that have another meaning for a Harmony model, or no effect.
 
-vllm-mlx's size and directory of its prefix cache are those of ours (`resources`); its other cache
-flags have no effect, and neither have flags for text prompts and for what gpt-oss cannot do. Only
-flags that were *given* are reported: nobody expects anything of a default.
+The size and directory of vllm-mlx's prefix cache apply to ours (`resources`). Its other cache flags
+have no effect, nor do flags for text prompts and for features that gpt-oss does not have. Only
+flags that were *given* are reported: a default is not a request.
 """
 
 from __future__ import annotations

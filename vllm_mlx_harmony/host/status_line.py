@@ -1,11 +1,10 @@
-"""The last line of the server's terminal: how far the prompt is that is computed, and who waits.
+"""The last line of the server's terminal: the progress of the current prompt, and the queue.
 
     prompt 14,336 of 36,102 tokens (40 %), 1,513 tokens/s, 14 s left · 2 waiting · 1 answering
 
-It is there only while a request waits, only on a terminal that the server is in the foreground of,
-and never when logs are JSON. What is logged meanwhile appears above it: tqdm draws the line, and
-for as long as it is shown takes the place of the handlers that log to the terminal.
-``VLLM_MLX_HARMONY_STATUS_LINE=0`` switches it off.
+It is shown only while a request waits, only if the server runs in the foreground of a terminal, and
+never if logs are JSON. Log lines appear above it: tqdm draws the line, and while it is shown
+replaces the handlers that log to the terminal. ``VLLM_MLX_HARMONY_STATUS_LINE=0`` disables it.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from vllm_mlx_harmony.engine.engine import RequestStatus
 
 VARIABLE = "VLLM_MLX_HARMONY_STATUS_LINE"
-"""Environment variable: ``0`` switches the line off."""
+"""Environment variable: ``0`` disables the line."""
 
 SECONDS = 0.5
-"""Seconds between two looks."""
+"""Seconds between two updates."""
 
 PATIENCE = 1.0
 """Seconds that a request has to wait before it is shown."""

@@ -1,4 +1,4 @@
-"""The lines that a server prints when it starts: what is served, by what, and to whom.
+"""The lines that a server prints at startup: version, engine, settings and access.
 
 Printed after the model is known and before the server listens.
 """

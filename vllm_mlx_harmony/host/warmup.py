@@ -1,4 +1,4 @@
-"""``--warm-prompts``: computes what prompts begin with before the first request."""
+"""``--warm-prompts``: computes common beginnings of prompts before the first request."""
 
 from __future__ import annotations
 

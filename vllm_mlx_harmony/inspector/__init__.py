@@ -1,8 +1,8 @@
 """The inspector: pages at ``/harmony`` that show what the model reads and writes.
 
-Off unless the operator asks for it: it shows prompts and answers. Nothing below imports this
-package. A server that has it calls ``install``, and from then on each answer of the application has
-an observer (`server.observer`), whose records are in memory only (`record`). Pages are static files
+It is off by default, because it shows prompts and answers. Nothing below imports this package. A
+server that has it calls ``install``, and from then on each answer of the application has an
+observer (`server.observer`), whose records are in memory only (`record`). Pages are static files
 (`static`), which get their data as JSON (`routes`) from clients that have the server's key
 (`access`).
 """

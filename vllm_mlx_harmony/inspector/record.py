@@ -1,8 +1,7 @@
 """``Record``: what is known of one request, and ``Log``: the last requests, bounded in bytes.
 
-Records are kept in memory and never written anywhere. Token ids are stored as arrays; their texts
-are looked up when somebody opens the request. What a token costs, with a record: three appends to
-arrays and one to a list.
+Records are in memory only. Token ids are stored as arrays; their texts are looked up when a user
+opens the request. Recording a token takes three appends to arrays and one to a list.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ while the text arrives: clients receive the text incrementally, as the API speci
 *string*, and what comes after it. In the string an escape (RFC 8259, section 7) is decoded when it
 is there whole; ``\\uXXXX`` are halves of UTF-16 and go through a decoder that waits for the second.
 
-Models make two mistakes here, and each has an answer:
+Models make two mistakes here, which are handled as follows:
 
 - They write the text itself, without the object, most often when the tool has a grammar.
   Arguments that do not begin with ``{"input": "`` are passed on unchanged.

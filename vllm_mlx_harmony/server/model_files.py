@@ -1,7 +1,7 @@
-"""What a model's files say: its configuration, and whether it is a Harmony model: one whose
-tokenizer really is o200k_harmony. Nothing is downloaded.
+"""Reads a model's files: its configuration, and whether its tokenizer is o200k_harmony.
 
-A name or a ``model_type`` proves nothing (a fine-tune may have any); token ids do.
+Only token ids show whether a model is a Harmony model; a fine-tune may have any name or
+``model_type``. Nothing is downloaded.
 """
 
 from __future__ import annotations

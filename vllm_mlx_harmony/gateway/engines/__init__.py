@@ -1,7 +1,6 @@
 """Engines over HTTP: token ids out of servers that were built for scale.
 
-One file for each kind of server, which says what its API is called and where that is written down:
-pure functions from a request to a body, and from what comes to ids (`dialect`). What all of them
-share, connections, failures and the end of a turn, is in `http`; which kind a server is, in
-`detection`.
+Each kind of server has a file that names the source of its API, with pure functions from a request
+to a body, and from an event to ids (`dialect`). `http` has what all of them share: connections,
+failures and the end of a turn. `detection` finds out which kind a server is.
 """
