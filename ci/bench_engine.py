@@ -79,12 +79,12 @@ def loaded(directory: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def wide() -> Any:
-    """A random gpt-oss of 12 layers, 256 wide."""
+def wide(width: int = 256) -> Any:
+    """A random gpt-oss of 12 layers."""
     import mlx.core as mx
     from mlx_lm.models.gpt_oss import Model, ModelArgs
 
-    config = {**standin.tiny.config(256), "num_hidden_layers": 12}
+    config = {**standin.tiny.config(width), "num_hidden_layers": 12}
     config["layer_types"] = ["sliding_attention", "full_attention"] * 6
     model = Model(ModelArgs.from_dict(config))
     mx.eval(model.parameters())

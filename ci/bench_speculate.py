@@ -1,28 +1,63 @@
-"""How many tokens a step gives when an answer copies what it has read: real edits, replayed.
+"""What several tokens in one step gain: real edits, replayed, and prose with calls of tools.
 
-    python ci/bench_speculate.py [--pairs 220]
+    python ci/bench_speculate.py [--pairs 220] [--timed 0] [--greedy 0]
 
-Downloads two neighbouring releases of each package with pip. The prompt of a pair is a file as it
-was, the answer is the file as it became, or a patch in the form of Codex. No model computes
-anything: ids are drafted as by the engine, and compared with those of the answer. The last column
-is what the drafts gain if a step of 2, 4, 8 and 16 ids costs as much as ``--costs`` of one id.
+Installs two neighbouring releases of each package with uv or pip. The prompt of a pair is a file
+as it was, the answer is the file as it became, or a patch in the form of Codex. Measured are:
+
+- *Tokens a step.* No model computes anything: ids are drafted as by the engine, and compared with
+  those of the answer. The rows of speed are what the drafts gain if a step of 2, 4, 8 and 16 ids
+  costs as much as ``--costs`` of one id, or as much as it reads (``modelled``). Prose comes from
+  the descriptions of the packages, sentence by sentence, as the reasoning before
+  calls of three tools: only what a grammar forces is computed ahead.
+- *Seconds.* The engine generates the first ids of ``--timed`` of the answers by a random gpt-oss of
+  12 layers, whose logits are computed and then overruled. Where the device is a processor, its time
+  counts, which other processes do not change. mlx's package for Linux brings the reference BLAS,
+  with which a step of two ids takes as long as two steps: ``LD_PRELOAD`` another one, such as
+  OpenBLAS (with ``OPENBLAS_NUM_THREADS=1``), for a device on which wide steps are cheap.
+- *The same answers.* Greedy answers of a random gpt-oss with drafts, however wrong, and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import difflib
+import json
+import random
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
-from zipfile import ZipFile
+from typing import Any
 
+import mlx.core as mx
+from bench_engine import ENDS, wide
 from bench_table import Row, printed
+from mlx import nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
+from vllm_mlx_harmony.core.grammar import compiled, grammar_of
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Tool, Turn, User
+from vllm_mlx_harmony.engine import costs as step_costs
+from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine.batch import FEW
 from vllm_mlx_harmony.engine.drafts import Costs, Drafts
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
+from vllm_mlx_harmony.server.sampling import Settings
 
 RELEASES = {
     "click": ("8.1.3", "8.1.4"),
@@ -46,15 +81,37 @@ RELEASES = {
 SIZES = range(1_000, 40_000)
 """Characters of the files that are replayed."""
 
+SHORT = range(1_000, 4_000)
+"""The same, of those that a model computes."""
+
+FREE = Costs(step_costs.WIDTHS, (1.0, 1.01, 1.02, 1.03, 1.04))
+"""Of a device on which every draft pays."""
+
+WORDS, PROSE_GOAL = range(8, 41), 1.05
+"""Words of a sentence, and the tokens a step that prose should have."""
+
+SAME = 0.99
+"""Share of greedy answers that are the same with drafts, at least."""
+
+CLOSE = 1e-4
+"""The difference of two logits that rounding may reverse."""
+
 
 def files(package: str, version: str, directory: Path) -> dict[str, str]:
-    """The text of each Python file of a release, by its path."""
-    command = ["pip", "download", "-q", "--no-deps", "--only-binary=:all:", "-d", str(directory)]
-    subprocess.run([*command, f"{package}=={version}"], check=True, stderr=subprocess.DEVNULL)
-    (wheel,) = directory.glob("*.whl")
-    with ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".py")]
-        return {name: archive.read(name).decode("utf-8", "replace") for name in names}
+    """The text of each Python file of a release, by its path, and its description."""
+    options = ["-q", "--no-deps", "--only-binary", ":all:", "--no-compile", "--target"]
+    install = [sys.executable, "-m", "pip", "install"]
+    if uv := shutil.which("uv"):
+        install = [uv, "pip", "install", "--python", sys.executable]
+    command = [*install, *options, str(directory), f"{package}=={version}"]
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    paths = [*directory.rglob("*.py"), *directory.glob("*/METADATA")]
+    return {
+        path.name if path.name == "METADATA" else path.relative_to(directory).as_posix(): (
+            path.read_text("utf-8", "replace")
+        )
+        for path in sorted(paths)
+    }
 
 
 def edits(most: int) -> Iterator[tuple[str, str, str]]:
@@ -67,9 +124,15 @@ def edits(most: int) -> Iterator[tuple[str, str, str]]:
                 for version, directory in zip(versions, (one, other), strict=True)
             )
         for path, text in after.items():
-            if before.get(path, text) != text and len(text) in SIZES and found < most:
+            if path == "METADATA":
+                PROSE.append(text.partition("\n\n")[2])
+            elif before.get(path, text) != text and len(text) in SIZES and found < most:
                 found += 1
                 yield path, before[path], text
+
+
+PROSE: list[str] = []
+"""The descriptions of the packages."""
 
 
 def patch(path: str, before: str, after: str) -> str:
@@ -98,30 +161,255 @@ def replay(prompt: Sequence[int], answer: Sequence[int], costs: Costs) -> tuple[
     return steps, cost
 
 
+def modelled(layers: int, experts: int) -> Costs:
+    """The costs of steps of gpt-oss, in steps of one id, by the bytes that they read.
+
+    Everything but experts is read once per step, in 8.5 bits an element, experts in 4.25. Each id
+    chooses 4 of ``experts`` in each of ``layers``, independently of the others. Nothing else costs
+    anything: neither keys and values nor arithmetic nor Python.
+    """
+    others = (layers * WIDTH * (2 * HEADS + 2 * KEYS) + VOCAB_SIZE * WIDTH) * 8.5 / 8
+    expert = 3 * WIDTH**2 * 4.25 / 8
+    chosen = [experts * (1 - (1 - 4 / experts) ** ids) for ids in step_costs.WIDTHS]
+    read = [others + layers * each * expert for each in chosen]
+    return Costs(step_costs.WIDTHS, tuple(each / read[0] for each in read))
+
+
+WIDTH, HEADS, KEYS = 2880, 64 * 64, 8 * 64
+"""The width of gpt-oss, of its queries and of its keys."""
+
+MODELS = {"20b": modelled(24, 32), "120b": modelled(36, 128)}
+
+
 def rows(pairs: Sequence[tuple[str, str, str]], costs: Costs) -> Iterator[Row]:
     kinds: dict[str, tuple[Callable[[str, str, str], str], float]] = {
         "whole files": (lambda path, before, after: after, 3.0),
         "patches": (patch, 1.8),
     }
     for kind, (write, goal) in kinds.items():
-        ids, steps, cost = 0, 0, 0.0
-        for path, before, after in pairs:
-            answer = vocab.encode(write(path, before, after))
-            took = replay(vocab.encode(before), answer, costs)
-            ids, steps, cost = ids + len(answer), steps + took[0], cost + took[1]
+        replayed = [(vocab.encode(edit[1]), vocab.encode(write(*edit))) for edit in pairs]
+        ids = sum(len(answer) for _, answer in replayed)
+        taken = [replay(*texts, costs) for texts in replayed]
+        steps, cost = (sum(each) for each in zip(*taken, strict=True))
         rate = ids / steps
         yield Row(f"{kind}: {ids:,} tokens", "a step", None, rate, f">= {goal}", rate >= goal)
         yield Row(f"{kind}: speed by the costs", "times", None, ids / cost)
+        for name, by_bytes in MODELS.items():
+            taken = [replay(*texts, by_bytes) for texts in replayed]
+            steps, cost = (sum(each) for each in zip(*taken, strict=True))
+            yield Row(f"{kind}: modelled {name}, in one step", "tokens", None, ids / steps)
+            yield Row(f"{kind}: modelled {name}, speed", "times", None, ids / cost)
+
+
+# --- Forced ids: prose, and calls of tools.
+
+
+def tools(*, strict: bool) -> tuple[Tool, ...]:
+    """Three tools of a coding agent."""
+    text, number = {"type": "string"}, {"type": "integer"}
+    parameters: dict[str, dict[str, Any]] = {
+        "shell": {"command": {"type": "array", "items": text}, "workdir": text},
+        "read_file": {"path": text, "offset": number, "limit": number},
+        "search": {"pattern": text, "path": text},
+    }
+    closed = {"type": "object", "additionalProperties": False}
+    return tuple(
+        Tool(name, "", {**closed, "properties": each, "required": [*each]}, strict=strict)
+        for name, each in parameters.items()
+    )
+
+
+def prose_with_tools(paths: Sequence[str]) -> Iterator[list[int]]:
+    """Answers: each thinks for a sentence, and calls a tool, or answers with the next one."""
+    found = (sentence for text in PROSE for sentence in re.split(r"(?<=[.!?])\s+", text))
+    sentences = [each for each in found if len(each.split()) in WORDS and "<|" not in each]
+    for at, (thought, after) in enumerate(pairwise(sentences)):
+        path = paths[at % len(paths)]
+        calls: dict[str, dict[str, Any]] = {
+            "shell": {"command": ["bash", "-lc", f"sed -n '1,200p' {path}"], "workdir": "/src"},
+            "read_file": {"path": path, "offset": 1, "limit": 200},
+            "search": {"pattern": path.rpartition("/")[2], "path": "."},
+        }
+        answer = f"<|channel|>final<|message|>{after}<|return|>"
+        if at % 4:
+            name = [*calls][at % 4 - 1]
+            arguments = json.dumps(calls[name])
+            answer = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+            answer += f"{arguments}<|call|>"
+        text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant{answer}"
+        yield vocab.encoding().encode(text, allowed_special="all")
+
+
+def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
+    """The steps that ``answer`` takes if ids that are forced are computed at once."""
+    at = steps = 0
+    known = False
+    while at < len(answer):
+        known = known or mask.forced() is not None or mask.choices <= FEW
+        mask.advance(answer[at])
+        at += 1
+        if known:
+            at += len(mask.follow(step_costs.WIDTHS[-1] - 1))
+        known, steps = False, steps + 1
+    return steps
+
+
+def forced(paths: Sequence[str], *, strict: bool) -> Row:
+    turn = Turn((User("Go on."),), tools(strict=strict))
+    grammar = grammar_of(turn, Names.of(turn))
+    assert grammar is not None
+    spec = ConstraintSpec(grammar=compiled(grammar))
+    ids = steps = 0
+    for answer in prose_with_tools(paths):
+        ids += len(answer)
+        steps += forced_steps(LogitsMask(Constraint(spec)), answer)
+    rate = ids / steps
+    what = f"prose with {'strict tools' if strict else 'tools'}, forced: {ids:,} tokens"
+    return Row(what, "a step", None, rate, f">= {PROSE_GOAL}", rate >= PROSE_GOAL)
+
+
+# --- A model that computes.
+
+
+class Replayed(nn.Module):  # type: ignore[misc, unused-ignore]
+    """A random model that writes ``script``: its logits are computed, and overruled."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self.make_cache = model.make_cache
+        self.script: list[int] = []
+
+    def __call__(self, inputs: mx.array, cache: Any) -> mx.array:
+        logits = self.model(inputs, cache=cache)
+        end = cache[1].offset
+        rest = self.script[end - inputs.shape[1] + 1 : end + 1]
+        rest += [0] * (inputs.shape[1] - len(rest))
+        return mx.put_along_axis(logits, mx.array(rest)[None, :, None], mx.array(1e4), axis=-1)
+
+
+clock = time.perf_counter if device.has_metal() else time.process_time
+
+
+def opened(load: Callable[[], Any], speculate: Any) -> MlxEngine:
+    engine = MlxEngine("random", Options(speculate=speculate))
+    engine.load(lambda: (load(), None), lambda model: PrefixCache(model, PrefixTree(1 << 30)))
+    return engine
+
+
+async def generated(
+    engine: MlxEngine, prompt: Sequence[int], most: int
+) -> tuple[tuple[int, ...], float]:
+    """The answer, and the seconds from its first id to its last."""
+    settings = Settings(most, temperature=0.0, top_p=1.0, logit_bias=ENDS)
+    ids, first = tuple[int, ...](), 0.0
+    async with aclosing(engine.generate(tuple(prompt), settings, "", None)) as steps:
+        async for step in steps:
+            ids += step.ids
+            first = first or (clock() if step.ids else 0.0)
+    return ids, clock() - first
+
+
+def seconds(pairs: Sequence[tuple[str, str, str]], count: int, most: int) -> Iterator[Row]:
+    """The time of answers with drafts and without, by turns."""
+    engines = [opened(lambda: Replayed(wide()), each) for each in ("off", "auto")]
+    try:
+        module: Any = engines[1].module
+        measure = partial(step_costs.measured, module, make_prompt_cache(module), clock)
+        engines[1].costs = found = engines[1]._thread.call(measure).result()
+        shares = [f"{each / found.seconds[0]:.2f}" for each in found.seconds]
+        print(f"steps of {found.ids} ids cost {', '.join(shares)} of one")
+        pairs = [each for each in pairs if len(each[2]) in SHORT][:count]
+        luck = random.Random(1)
+        kinds: dict[str, tuple[Callable[..., Sequence[int]], float]] = {
+            "whole files": (lambda path, before, after: vocab.encode(after), 1.5),
+            "patches": (lambda *edit: vocab.encode(patch(*edit)), 0.98),
+            "nothing to copy": (lambda *_: luck.sample(range(1000, 199_000), most), 0.98),
+        }
+        for kind, (write, goal) in kinds.items():
+            taken = [0.0, 0.0]
+            for edit in pairs:
+                prompt, answer = vocab.encode(edit[1]), write(*edit)[:most]
+                for at, engine in enumerate(engines):
+                    engine.module.script = [*prompt, *answer]  # type: ignore[union-attr]
+                    ids, time_taken = asyncio.run(generated(engine, prompt, len(answer)))
+                    assert ids == tuple(answer)
+                    taken[at] += time_taken
+            speed = taken[0] / taken[1]
+            yield Row(f"{kind}: speed, measured", "times", None, speed, f">= {goal}", speed >= goal)
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def small() -> Any:
+    """A random gpt-oss of 12 layers that knows the first 8,192 ids only: it is faster."""
+    mx.random.seed(0)
+    model = wide(64)
+    model.lm_head = nn.Linear(64, 8192, bias=False)
+    return model
+
+
+def greedy(count: int, most: int = 60) -> Iterator[Row]:
+    """How many greedy answers are the same with drafts and without; and of the others, the largest
+    difference between the two best logits where they part."""
+    one, other = opened(small, "off"), opened(small, "forced")
+    other.options, other.costs = Options(speculate="auto"), FREE
+    same, widest = 0, 0.0
+    try:
+        for seed in range(count):
+            luck = random.Random(seed)
+            base = [luck.randrange(1000, 8000) for _ in range(luck.randrange(5, 60))]
+            prompt = base * luck.randrange(1, 5)
+            ids, drafted = (asyncio.run(generated(each, prompt, most))[0] for each in (one, other))
+            same += ids == drafted
+            if ids != drafted:
+                at = next(at for at in range(most) if ids[at] != drafted[at])
+                gap = one._thread.call(partial(gap_after, one, [*prompt, *ids[:at]])).result()
+                widest = max(widest, gap)
+        tried = other.totals.drafts_accepted, other.totals.drafts_rejected
+        print(f"drafts of the greedy answers: {tried[0]:,} right, {tried[1]:,} wrong")
+    finally:
+        one.close()
+        other.close()
+    share = same / count
+    yield Row(
+        f"{count} greedy answers: the same", "share", None, share, f">= {SAME}", share >= SAME
+    )
+    what = "1e6 times the gap of logits where not"
+    yield Row(what, "", None, 1e6 * widest, f"< {1e6 * CLOSE:g}", widest < CLOSE)
+
+
+def gap_after(engine: MlxEngine, ids: Sequence[int]) -> float:
+    """The difference of the two best logits after ``ids``."""
+    assert engine.module is not None
+    logits = engine.module(mx.array([ids]), cache=make_prompt_cache(engine.module))[0, -1]
+    best = mx.sort(logits.astype(mx.float32))[-2:].tolist()
+    return float(best[1] - best[0])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=400, help="edits, at most")
     parser.add_argument("--costs", type=float, nargs=4, default=[1.3, 1.5, 1.9, 2.6])
+    parser.add_argument("--timed", type=int, default=4, help="edits that a model computes")
+    parser.add_argument("--ids", type=int, default=200, help="ids of each of these answers")
+    parser.add_argument("--greedy", type=int, default=200, help="answers that are compared")
     given = parser.parse_args()
-    pairs = list(edits(given.pairs))
+    pairs = list(edits(given.pairs)) if given.pairs else []
     print(f"{len(pairs)} edits of {len(RELEASES)} packages; steps cost {given.costs}")
-    return printed(rows(pairs, Costs((1, 2, 4, 8, 16), (1.0, *given.costs))))
+
+    def measured() -> Iterator[Row]:
+        if pairs:
+            yield from rows(pairs, Costs(step_costs.WIDTHS, (1.0, *given.costs)))
+            for strict in (False, True):
+                yield forced([path for path, _, _ in pairs], strict=strict)
+        if pairs and given.timed:
+            yield from seconds(pairs, given.timed, given.ids)
+        if given.greedy:
+            yield from greedy(given.greedy)
+
+    return printed(measured())
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,8 +22,11 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import sampler as sampling
-from vllm_mlx_harmony.engine.batch import Batch, measured_costs
+from vllm_mlx_harmony.engine.batch import Batch
+from vllm_mlx_harmony.engine.costs import measured, remembered
+from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.drafts import Costs, Drafts
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
@@ -265,6 +270,75 @@ def test_answers_that_come_and_go_are_the_same(
     assert not wide._requests
 
 
+async def counted(engine: MlxEngine, settings: Settings) -> tuple[tuple[int, ...], int, int]:
+    """The answer to a prompt without repetitions, and how many drafts were right and wrong."""
+    ids: tuple[int, ...] = ()
+    async with aclosing(engine.generate(tuple(range(40)), settings, "", None)) as steps:
+        async for step in steps:
+            ids += step.ids
+    return ids, step.accepted, step.rejected
+
+
+def test_a_prediction_is_a_place_to_look_up(engines: tuple[MlxEngine, MlxEngine], run: Run) -> None:
+    """Whether it is right or wrong, the answer is the same."""
+    wide, narrow = engines
+    settings = Settings(max_tokens=60, temperature=4.0, top_p=1.0, seed=1)
+    ids, *none = run(counted(narrow, settings))
+    assert none == [0, 0] and len(set(ids)) > 30
+    totals = wide.totals.drafts_accepted
+    right = run(counted(wide, replace(settings, prediction=ids)))
+    assert right[0] == ids and 45 < right[1] < 60
+    assert wide.totals.drafts_accepted - totals == right[1]
+    wrong = [*ids[:20], *ids[40:]]
+    assert run(counted(wide, replace(settings, prediction=tuple(wrong))))[0] == ids
+
+
+def test_a_drafted_answer_is_on_disk_as_any_other(
+    run: Run, engines: tuple[MlxEngine, MlxEngine], open_disk: Callable[..., DiskCache]
+) -> None:
+    """The next process continues it as an engine does that has computed all of it itself."""
+    ids: tuple[int, ...] = ()
+    for speculate in ("auto", "off"):
+        disk = open_disk()
+        cache = lambda model: PrefixCache(model, PrefixTree(1 << 30), disk, b"w")  # noqa: B023, E731
+        engine = MlxEngine("recall", Options(speculate=speculate))  # type: ignore[arg-type]
+        engine.load(lambda: (Recall(), None), cache)  # type: ignore[arg-type, return-value]
+        try:
+            if not ids:
+                engine.costs = CHEAP
+                ids = (*PROMPT, *run(answer(engine, PROMPT, seed=1, max_tokens=150)))
+                assert engine.totals.drafts_accepted > 20 < engine.totals.drafts_rejected
+                disk.flush(60.0)
+                continue
+            assert run(engine.reusable_tokens([*ids, 7], "")) == len(ids)
+            found = run(answer(engine, [*ids, 7, 16], seed=2))
+        finally:
+            engine.close()
+            disk.close(60.0)
+    assert found == run(answer(engines[1], [*ids, 7, 16], seed=2))
+
+
+def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
+    engine = MlxEngine("recall", Options(speculate="auto"))
+    engine.load(lambda: (Recall(), None))  # type: ignore[arg-type, return-value]
+    engine.costs = CHEAP
+
+    async def asked() -> None:
+        settings = Settings(max_tokens=100_000, temperature=0.7, top_p=0.9)
+        async with aclosing(engine.generate(PROMPT, settings, "", None)) as steps:
+            async for step in steps:
+                if step.accepted > 50:
+                    break
+            closing = asyncio.ensure_future(asyncio.to_thread(engine.close))
+            with pytest.raises(HostError, match="the engine was stopped"):
+                async for _ in steps:
+                    pass
+            await closing
+
+    run(asked())
+    assert engine.module is None and not engine._requests
+
+
 def test_what_follows_a_drafted_answer_is_cached_right(
     engines: tuple[MlxEngine, MlxEngine], run: Run
 ) -> None:
@@ -311,6 +385,35 @@ def test_drafts_leave_the_distribution_as_it_is(tried: int) -> None:
 def test_costs_are_measured_without_a_trace() -> None:
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
-    costs = measured_costs(MODEL, layers)
+    costs = measured(MODEL, layers)
     assert costs.ids == (1, 2, 4, 8, 16)
     assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
+
+
+def test_a_slow_device_does_not_measure_for_long() -> None:
+    now = itertools.count()
+    layers = MODEL.make_cache()
+    MODEL(mx.array([[1, 2, 3]]), cache=layers)
+    MODEL.sizes.clear()
+    costs = measured(MODEL, layers, lambda: float(next(now)))
+    assert costs.ids == (1,) and len(MODEL.sizes) == 2
+    assert costs.length(1.0, 15) == 0
+
+
+def test_costs_are_remembered(tmp_path: Path) -> None:
+    path, calls = tmp_path / "new" / "costs.json", list[int]()
+
+    def measure() -> Costs:
+        calls.append(1)
+        return Costs((1, 2, 4), (1.0, 1.5, 2.0 + len(calls)))
+
+    assert remembered(None, "a", measure).seconds[2] == 3.0
+    assert remembered(path, "a", measure) == Costs((1, 2, 4), (1.0, 1.5, 4.0))
+    assert remembered(path, "b", measure).seconds[2] == 5.0
+    assert remembered(path, "a", measure).seconds[2] == 4.0
+    for damaged in ("", "[]", "7", '{"a": 7}', '{"a": ["x"]}', '{"a": [[1]]}', "{"):
+        path.write_text(damaged)
+        measured_now = remembered(path, "a", measure)
+        assert measured_now.seconds[2] == 2.0 + len(calls), damaged
+        assert remembered(path, "a", measure) == measured_now
+    assert remembered(path / "a file, no directory", "a", measure).ids == (1, 2, 4)

@@ -37,7 +37,7 @@ def _names() -> dict[str, tuple[str, ...]]:
     assert collector._prom is not None
     made = [each for each in collector._prom.values() if hasattr(each, "_labelnames")]
     disk = {f"{metrics.DISK}_{name}": () for _, name, *_ in metrics.OF_DISK}
-    made += [metrics.REASONING_ENDED, metrics.GENERATED]
+    made += [metrics.REASONING_ENDED, metrics.GENERATED, metrics.PREDICTED]
     return {each._name: each._labelnames for each in made} | disk
 
 

@@ -113,6 +113,7 @@ APIS = {
             "min_tokens": 5,
             "stop": "a",
             "timeout": 5,
+            "prediction": {"type": "content", "content": "x"},
             "logit_bias": {"1": 1},
             "tools": [],
             "tools[].function.strict": True,

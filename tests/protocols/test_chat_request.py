@@ -231,7 +231,7 @@ TURNS = {
             "metadata": {"a": "b"},
             "store": True,
             "service_tier": "auto",
-            "prediction": {"type": "content", "content": "x"},
+            "prediction": {"type": "content", "content": ""},
             "enable_thinking": True,
             "response_format": {"type": "text"},
             "parallel_tool_calls": True,
@@ -251,6 +251,10 @@ TURNS = {
         Turn((User("Hello"),)),
     ),
     "several answers": ({"n": 8}, Turn((User("Hello"),), choices=8)),
+    "a prediction": (
+        {"prediction": {"type": "content", "content": "x = 1"}},
+        Turn((User("Hello"),), prediction="x = 1"),
+    ),
     "sampling": (
         {
             "temperature": 1,

@@ -9,6 +9,7 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from event_checker import check_documents
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 
-from vllm_mlx_harmony.core import render, vocab
+from vllm_mlx_harmony.core import render, text_limits, vocab
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
@@ -38,6 +39,7 @@ from vllm_mlx_harmony.server import answer, enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine, Step, Steps
 from vllm_mlx_harmony.server.responses import store
+from vllm_mlx_harmony.server.sampling import Settings
 
 CALL = (
     "<|channel|>analysis<|message|>They ask for the weather.<|end|>"
@@ -420,6 +422,70 @@ async def look(host: Alone, path: str, stream: bool) -> str:
         async with anthropic_client.messages.stream(**asked) as said:
             message = await said.get_final_message()
     return str(message.content[-1].text)
+
+
+class PredictingEngine(ScriptedEngine):
+    """Tries every id with another one before it."""
+
+    predicted: tuple[int, ...] = ()
+
+    async def generate(self, prompt: Any, settings: Settings, *others: Any) -> Steps:  # type: ignore[override]
+        self.predicted, tried = settings.prediction, 0
+        async for step in super().generate(prompt, settings, *others):
+            tried += len(step.ids)
+            yield replace(step, accepted=tried, rejected=2 * tried)
+
+
+async def predicted(host: Alone, path: str, stream: bool, content: Any) -> dict[str, Any]:
+    """The details of the usage of an answer, and of its prediction in Chat."""
+    client, _ = clients(host)
+    if path == "responses":
+        response = await client.responses.create(model=MODEL, input="Hello!", store=False)
+        assert response.usage is not None
+        return response.usage.output_tokens_details.model_dump()
+    asked: Any = {"model": MODEL, "messages": USER, "stream": stream}
+    if content is not None:
+        asked["prediction"] = {"type": "content", "content": content}
+    found = await client.chat.completions.create(
+        **asked, **({"stream_options": {"include_usage": True}} if stream else {})
+    )
+    usage = [chunk async for chunk in found][-1].usage if stream else found.usage
+    return dict(usage.completion_tokens_details.model_dump(exclude_unset=True))
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ["chat", "responses"])
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, ""),
+        ("", ""),
+        ("Good day.", "Good day."),
+        ([{"type": "text", "text": "Good "}, {"type": "text", "text": "day."}], "Good day."),
+        ("<|return|>", "<|return|>"),
+        ("a b " * 100_000, "a b " * (text_limits.WINDOW // 4)),
+    ],
+    ids=["absent", "empty", "text", "parts", "not a control token", "cut"],
+)
+def test_a_prediction_reaches_the_engine_and_is_counted(
+    path: str, stream: bool, content: Any, text: str
+) -> None:
+    engine = PredictingEngine(SCRIPTS, 3)
+    details = asyncio.run(predicted(Alone(engine), path, stream, content))
+    accepted = len(ids(SCRIPTS["Hello!"]))
+    assert details == {
+        "reasoning_tokens": 0,
+        "accepted_prediction_tokens": accepted,
+        "rejected_prediction_tokens": 2 * accepted,
+    }
+    if path == "chat":
+        assert engine.predicted == tuple(vocab.encode(text))
+
+
+def test_an_answer_without_predictions_counts_none() -> None:
+    host = Alone(ScriptedEngine(SCRIPTS, 3))
+    details = asyncio.run(predicted(host, "chat", False, "Good day."))
+    assert details == {"reasoning_tokens": 0}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -28,6 +28,9 @@ SWITCHES = {
 URLS_FLAG = "--tool-urls"
 """Comma-separated patterns of the tool servers that requests may name by URL."""
 
+SPECULATE_FLAG = "--speculate"
+"""Whether several tokens may be computed in one step."""
+
 LOG_FLAG = "--log-file"
 """Where all output goes."""
 
@@ -39,6 +42,8 @@ vllm-mlx-harmony:
                         or VLLM_MLX_HARMONY_INSPECT=1
   {LOG_FLAG} FILE       append all output to FILE; at 10 MB, FILE is renamed to
                         FILE.1, and so on up to FILE.3
+  {SPECULATE_FLAG} MODE      compute several tokens in one step: off, forced or auto;
+                        or VLLM_MLX_HARMONY_SPECULATE
   {URLS_FLAG} PATTERNS  MCP servers that requests may name by URL, comma-separated;
                         or VLLM_MLX_HARMONY_TOOL_URLS"""
 """Added to the host's ``--help``."""
@@ -76,6 +81,9 @@ def _without_own(arguments: list[str]) -> list[str]:
     urls, arguments = _value(URLS_FLAG, arguments, f"patterns: {URLS_FLAG} 'https://*.example.com'")
     if urls is not None:
         os.environ["VLLM_MLX_HARMONY_TOOL_URLS"] = urls
+    mode, arguments = _value(SPECULATE_FLAG, arguments, "a mode: off, forced or auto")
+    if mode is not None:
+        os.environ["VLLM_MLX_HARMONY_SPECULATE"] = mode
     log, arguments = _value(LOG_FLAG, arguments, f"a file: {LOG_FLAG} server.log")
     if log is not None:
         try:

@@ -36,7 +36,9 @@ class Usage:
 
     ``reasoning_tokens`` and ``call_tokens`` are those in bodies of reasoning and of calls, and part
     of ``completion_tokens``, as are headers. ``tool_tokens`` are the results of tools that the
-    server ran within the turn. They count neither as prompt nor as completion.
+    server ran within the turn. They count neither as prompt nor as completion. Of the tokens that
+    the engine has tried before it knew them, ``accepted_prediction_tokens`` were right, and part of
+    ``completion_tokens``; ``rejected_prediction_tokens`` were wrong.
     """
 
     prompt_tokens: int = 0
@@ -45,6 +47,8 @@ class Usage:
     cached_tokens: int = 0
     tool_tokens: int = 0
     call_tokens: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def by_channel(self) -> dict[str, int]:

@@ -347,6 +347,7 @@ class Turn:
     their calls (``None``: the server's default). At that limit, a turn that ``pauses`` ends, and
     continues when the caller sends it back; in any other turn, the model is told that no calls are
     left, and continues. ``choices`` is the number of answers, generated independently.
+    ``prediction`` is text that the answers are likely to repeat.
     """
 
     messages: tuple[Message, ...]
@@ -366,6 +367,7 @@ class Turn:
     max_tool_calls: int | None = None
     pauses: bool = False
     choices: int = 1
+    prediction: str = ""
 
     @property
     def builtin_namespaces(self) -> tuple[str, ...]:

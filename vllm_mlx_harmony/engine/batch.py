@@ -30,33 +30,22 @@ others are not, and a batch without rows is not used any more.
 
 from __future__ import annotations
 
-import math
-import time
-from collections.abc import Callable, Collection
-from typing import TypeAlias
+from collections.abc import Collection
 
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine.costs import WIDTHS, Model
 from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
 from vllm_mlx_harmony.engine.request import Request
-from vllm_mlx_harmony.engine.sampler import Sampler, accepted, draw, draw_ahead
+from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead
 from vllm_mlx_harmony.server.engine import COPIED, DRAWN, FORCED
-from vllm_mlx_harmony.server.sampling import Settings
 
-WIDTHS = (1, 2, 4, 8, 16)
-"""Ids of an answer in one step."""
-
-REPEATED = 5
-"""Measurements per width; the fastest counts."""
-
-FEW = 8
-"""When at most so many ids are allowed, forced ones often follow."""
-
-Model: TypeAlias = "Callable[..., mx.array]"
+FEW = 32
+"""When at most so many ids are allowed, as in headers, forced ones often follow."""
 
 
 class Batch:
@@ -189,29 +178,3 @@ class Batch:
                 mx.eval(layer.keys, layer.values)
                 self.layers[at] = layer
         self.rows = [rows[at] for at in stay]
-
-
-def measured_costs(model: Model, layers: Layers) -> Costs:
-    """What steps of several ids cost on this machine, behind what ``layers`` hold.
-
-    Includes what a draft costs besides: Python waits for the ids, and the device for Python.
-    """
-    sampler = Sampler(Settings(max_tokens=1, temperature=1.0, top_p=1.0))
-    token, seconds = vocab.ENDOFTEXT, list[float]()
-    last = mx.array([token], dtype=mx.uint32)
-    for width in WIDTHS:
-        draft = [token] * (width - 1)
-        best = math.inf
-        for _ in range(REPEATED):
-            started = time.perf_counter()
-            logits = model(mx.array([[token, *draft]]) if draft else last[None], cache=layers)[0]
-            if draft:
-                draw_ahead(sampler, [token], draft, [], logits)[0].tolist()
-                forget(layers, width - 1)
-            else:
-                last, before = draw([sampler], last, logits), last
-                mx.async_eval(last)
-                mx.eval(before)
-            best = min(best, time.perf_counter() - started)
-        seconds.append(max([best, *seconds[-1:]]))
-    return Costs(WIDTHS, tuple(seconds))

@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import mlx.core as mx
@@ -32,8 +33,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.batch import Batch, measured_costs
+from vllm_mlx_harmony.engine import costs, device
+from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.boundaries import boundaries
 from vllm_mlx_harmony.engine.drafts import Costs, Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
@@ -91,13 +92,15 @@ class Options:
 
     ``interval``: ids of an answer in one ``Step``. ``speculate``: which ids of an answer may be
     computed along with the next one. ``forced``: ids for which a constraint leaves no alternative;
-    ``auto``: copied ids as well, where that is faster.
+    ``auto``: copied ids as well, where that is faster. ``costs``: the file that remembers what
+    steps of several ids cost.
     """
 
     limits: Limits = field(default_factory=Limits)
     utilization: float = 0.9
     interval: int = 1
     speculate: Speculate = "off"
+    costs: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +312,10 @@ class MlxEngine:
                 code="out_of_memory",
             )
         if self.options.speculate == "auto":
-            self.costs = measured_costs(module, layers)
+            where = f"mlx {mx.__version__}, {mx.device_info().get('device_name')}"
+            key = f"{self.model}: {self.weights} bytes, {where}"
+            measure = partial(costs.measured, module, layers)
+            self.costs = costs.remembered(self.options.costs, key, measure)
         mx.clear_cache()
         self.cache = cache(module)
 
@@ -508,7 +514,7 @@ class MlxEngine:
         self._scheduler.answers(request.number)
         request.layers, request.ids = None, list(request.prompt)
         if self.options.speculate == "auto":
-            request.drafts = Drafts(request.prompt)
+            request.drafts = Drafts((*request.settings.prediction, *request.prompt))
         for batch in self._batches:
             if batch.takes(request):
                 batch.join(request, layers)
@@ -532,7 +538,7 @@ class MlxEngine:
                     elif request.generated >= request.settings.max_tokens:
                         ended[request] = "length"
                     elif len(request.held) >= self.options.interval:
-                        self._put(request, request.step(None))
+                        self._put(request, request.step())
                 self._deliver()
                 for request, finish in ended.items():
                     row = batch.rows.index(request)

@@ -89,13 +89,12 @@ class Request:
             return Progress(total, known, known, place=place)
         return Progress(total, self.cached, self.at, now - self.begun)
 
-    def step(self, finish: Finish | None) -> Step:
+    def step(self, finish: Finish | None = None) -> Step:
         """The ids that have not been sent, which are no longer held."""
-        origins = self.origins if self.settings.origins else ""
-        step = Step(tuple(self.held), finish, self.cached, origins=origins)
+        ids, origins = tuple(self.held), self.origins if self.settings.origins else ""
         self.held.clear()
         self.origins = ""
-        return step
+        return Step(ids, finish, self.cached, None, origins, self.accepted, self.rejected)
 
     async def next(self) -> Step:
         """All ids since the last call as one step, or a report of progress.

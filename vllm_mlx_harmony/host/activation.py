@@ -12,7 +12,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import FLAGS, in_use, versions
@@ -175,6 +175,9 @@ def _apply(args: argparse.Namespace) -> None:
     enabled = resources.budget() > 0
     if directory and enabled:
         resources.disk = resources.opened(directory, args.ssd_cache_max_gb)
+    if resources.disk is not None:
+        costs = resources.disk.directory / resources.COSTS
+        resources.options = replace(resources.options, costs=costs)
     summary.set_flags(
         flags.without_effect(given, enabled=enabled),
         key=bool(getattr(args, "api_key", None)),

@@ -185,6 +185,8 @@ class _Tracker:
         self._finish(result=result, prompt_tokens=prompt, completion_tokens=output)
         for channel, tokens in usage.by_channel.items():
             metrics.GENERATED.labels(channel).inc(tokens)
+        metrics.PREDICTED.labels("accepted").inc(usage.accepted_prediction_tokens)
+        metrics.PREDICTED.labels("rejected").inc(usage.rejected_prediction_tokens)
 
     def reasoning_ended(self, reason: str) -> None:
         metrics.REASONING_ENDED.labels(reason=reason).inc()

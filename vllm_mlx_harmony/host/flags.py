@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from typing import Any, cast, get_args
 
@@ -139,7 +140,8 @@ def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) 
         value = getattr(args, name, None)
         return otherwise if value is None else max(least, value)
 
-    return Options(
+    return replace(
+        default,
         limits=Limits(
             sequences=of("max_num_seqs", limits.sequences),
             prompts=of("prefill_batch_size", limits.prompts),

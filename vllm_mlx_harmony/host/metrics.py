@@ -25,6 +25,13 @@ GENERATED = Counter(
     registry=None,
 )
 
+PREDICTED = Counter(
+    "vllm_mlx_harmony_prediction_tokens",
+    "Tokens that were computed before they were known, by whether they were right.",
+    ["result"],
+    registry=None,
+)
+
 DISK = "vllm_mlx_harmony_prefix_disk"
 
 OF_DISK = (
@@ -57,6 +64,7 @@ class _Ours(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from REASONING_ENDED.collect()
         yield from GENERATED.collect()
+        yield from PREDICTED.collect()
         if tools.running is not None:
             yield from tools.running.collect()
         if resources.disk is not None:

@@ -36,6 +36,9 @@ PER_DAY = "VLLM_MLX_HARMONY_SSD_WRITES"
 DEFAULT_PER_DAY = 100 << 30
 """Some 4 million new tokens of gpt-oss-20b. An SSD of 256 GB endures it for about four years."""
 
+COSTS = "step-costs.json"
+"""The file in the directory of the disk cache that `Options.costs` names."""
+
 LAST = 5.0
 """Seconds to write what is pending when the process exits."""
 

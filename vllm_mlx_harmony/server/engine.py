@@ -25,7 +25,8 @@ class Step:
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
     that were cached. ``progress`` is set on steps without ids, before the first id. ``origins`` is
     empty unless ``Settings.origins`` asks for it. Then it has a letter for each id, such as
-    ``DRAWN``, which says how it came about.
+    ``DRAWN``, which says how it came about. Of the ids that were tried before they were known, so
+    many have been ``accepted`` and ``rejected`` so far.
     """
 
     ids: tuple[int, ...]
@@ -33,6 +34,8 @@ class Step:
     cached_tokens: int = 0
     progress: Progress | None = None
     origins: str = ""
+    accepted: int = 0
+    rejected: int = 0
 
 
 Steps: TypeAlias = AsyncGenerator[Step, None]

@@ -173,11 +173,17 @@ async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Del
     """Stores the generated turn, and returns the last deltas."""
     if ended == "stop" and progress.finish is not None:
         ended = progress.finish
-    by = progress.reasoning_ended_by
-    last: list[Delta] = [
-        replace(delta, reasoning_ended_by=by) if by and isinstance(delta, Finished) else delta
-        for delta in job.context.finish(ended, progress.cached_tokens)
-    ]
+    last: list[Delta] = []
+    for delta in job.context.finish(ended, progress.cached_tokens):
+        if isinstance(delta, Finished):
+            usage = replace(
+                delta.usage,
+                accepted_prediction_tokens=progress.accepted,
+                rejected_prediction_tokens=progress.rejected,
+            )
+            by = progress.reasoning_ended_by or delta.reasoning_ended_by
+            delta = replace(delta, usage=usage, reasoning_ended_by=by)  # noqa: PLW2901
+        last.append(delta)
     if job.replay is not None and job.replay.blocks:  # before the client can ask another server
         await asyncio.to_thread(remember, job.replay, job.context, job.echoed)
     else:
@@ -196,6 +202,8 @@ class _Progress:
     outputs: int = 0
     generated: int = 0
     cached_tokens: int = 0
+    accepted: int = 0
+    rejected: int = 0
     finish: Finish | None = None
     reasoning_ended_by: ReasoningCut = ""
 
@@ -213,6 +221,7 @@ async def _output(
     cached = None if progress.started else await _cached(job)
     progress.generated, progress.finish = 0, None
     progress.outputs += 1
+    accepted, rejected = progress.accepted, progress.rejected
     try:
         generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
         async with aclosing(observed(generated, job.observer, prompt, constraint)) as steps:
@@ -229,6 +238,8 @@ async def _output(
                     continue
                 progress.finish = step.finish
                 progress.generated += len(step.ids)
+                progress.accepted = accepted + step.accepted
+                progress.rejected = rejected + step.rejected
                 if progress.outputs == 1:
                     progress.cached_tokens = max(progress.cached_tokens, step.cached_tokens)
                 tracker.observe_ttft()

@@ -21,6 +21,7 @@ class Settings:
     """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one.
 
     ``origins`` asks it to report how each id came about (``Step.origins``).
+    ``prediction`` has ids that the answer is likely to repeat.
     """
 
     max_tokens: int
@@ -34,6 +35,7 @@ class Settings:
     frequency_penalty: float = 0.0
     seed: int | None = None
     origins: bool = False
+    prediction: tuple[int, ...] = ()
 
 
 def resolve(

@@ -24,11 +24,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import ReplayScope
+from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import Event
@@ -294,6 +296,9 @@ async def prepare(received: Received) -> Job:
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
     settings = replace(settings, origins=observe_of(received.request) is not None)
+    if turn.prediction:  # a hint, which may be as long as a body
+        predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
+        settings = replace(settings, prediction=tuple(predicted))
     name = response_name(request.model, host.model_name)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = replay.view(host, lease)

@@ -23,10 +23,12 @@ from vllm_mlx_harmony.server.engine import Step
 
 
 def _body(request: EngineRequest) -> Json:
+    settings = asdict(request.settings)
+    del settings["prediction"]  # older servers reject fields that they do not know
     return {
         "model": request.model,
         "prompt": request.prompt,
-        "settings": asdict(request.settings),
+        "settings": settings,
         "tenant": request.salt,
         "grammar": request.grammar,
         "min_tokens": request.min_tokens,

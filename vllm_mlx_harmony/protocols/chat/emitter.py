@@ -35,6 +35,7 @@ from vllm_mlx_harmony.protocols.events import (
 )
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.openai_error import error_body
+from vllm_mlx_harmony.protocols.openai_usage import output_details
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 
 _REASONING, _CONTENT = "reasoning", "content"
@@ -283,11 +284,10 @@ class ChoicesEmitter:
 
 
 def _usage(usage: Usage) -> Document:
-    tools = {"tool_output_tokens": usage.tool_tokens} if usage.tool_tokens else {}
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, **tools},
+        "completion_tokens_details": output_details(usage),
     }

@@ -104,6 +104,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     older = body.max_completion_tokens is None
     choice = body.tool_choice or schema.ChatToolChoice(type="auto")
     none = choice.type == "none"
+    predicted = (body.prediction and body.prediction.content) or ()
     declared = enumerate(body.tools or ())
     tools = () if none else tuple(_tool(tool, f"tools[{at}]") for at, tool in declared)
     builtin_tools = () if none else defaults.enabled(template.builtin_tools)
@@ -139,6 +140,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         thinking=thinking,
         namespaces=namespaces,
         choices=body.n or 1,
+        prediction=message_text(predicted, "prediction.content", defaults.attachments),
     )
 
 

@@ -195,6 +195,13 @@ class ThinkingOptions(Wire):
     budget_tokens: int | None = Field(default=None, ge=0)
 
 
+class Prediction(Wire):
+    """Text that the answer is likely to repeat."""
+
+    type: Literal["content"]
+    content: Parts
+
+
 class ChatTemplateOptions(TemplateOptions):
     enable_thinking: bool | None = None
 
@@ -213,6 +220,7 @@ class ChatBody(OpenAISampling):
     stop: Annotated[StopStrings | None, BeforeValidator(_as_strings)] = None
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    prediction: Prediction | None = None
 
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
 

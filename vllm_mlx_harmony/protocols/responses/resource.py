@@ -9,6 +9,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, quoted
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import Document, Event, encode
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
+from vllm_mlx_harmony.protocols.openai_usage import output_details
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item, read_item
 
@@ -95,12 +96,11 @@ def user_item(text: str) -> Item:
 
 def usage_of(usage: Usage) -> Document:
     """``usage`` as every document of this API has it."""
-    tools = {"tool_output_tokens": usage.tool_tokens} if usage.tool_tokens else {}
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens, **tools},
+        "output_tokens_details": output_details(usage),
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 

@@ -1,0 +1,91 @@
+"""What a step of several ids costs on this machine, with this model: measured when it is loaded.
+
+How much longer a wider step takes depends on the model and the device. Weights that are read for
+one id are not read again for the next, but the experts of a mixture are others for each id, and a
+device without a fast product of matrices gains nothing at all. So nothing is assumed: whether a
+draft pays (`drafts.Costs.length`) depends on these measurements alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import mlx.core as mx
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.files import write_atomically
+from vllm_mlx_harmony.engine.drafts import Costs
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
+from vllm_mlx_harmony.engine.sampler import Sampler, draw, draw_ahead
+from vllm_mlx_harmony.server.sampling import Settings
+
+logger = logging.getLogger(__name__)
+
+WIDTHS = (1, 2, 4, 8, 16)
+"""Ids of an answer in one step."""
+
+REPEATED = 5
+"""Measurements per width; the fastest counts."""
+
+LONGEST = 2.0
+"""Seconds after which each width is measured twice only, and the wider ones not at all."""
+
+Model: TypeAlias = "Callable[..., mx.array]"
+
+
+def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.perf_counter) -> Costs:
+    """What steps of several ids cost behind what ``layers`` hold, by ``clock``.
+
+    Includes what a draft costs besides: Python waits for the ids, and the device for Python.
+    """
+    sampler = Sampler(Settings(max_tokens=1, temperature=1.0, top_p=1.0))
+    token, seconds = vocab.ENDOFTEXT, list[float]()
+    last = mx.array([token], dtype=mx.uint32)
+    end = clock() + LONGEST
+    for width in WIDTHS:
+        draft = [token] * (width - 1)
+        best = math.inf
+        for run in range(REPEATED):
+            started = clock()
+            if run > 1 and started > end:
+                break
+            logits = model(mx.array([[token, *draft]]) if draft else last[None], cache=layers)[0]
+            if draft:
+                draw_ahead(sampler, [token], draft, [], logits)[0].tolist()
+                forget(layers, width - 1)
+            else:
+                last, before = draw([sampler], last, logits), last
+                mx.async_eval(last)
+                mx.eval(before)
+            best = min(best, clock() - started)
+        seconds.append(max([best, *seconds[-1:]]))
+        if clock() > end:
+            break
+    return Costs(WIDTHS[: len(seconds)], tuple(seconds))
+
+
+def remembered(path: Path | None, key: str, measure: Callable[[], Costs]) -> Costs:
+    """The costs for ``key`` in the file at ``path``, or else measured, and written there.
+
+    The file is a JSON object of such keys. It is a cache: one that cannot be read is replaced.
+    """
+    try:
+        known = {} if path is None else dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        known = {}
+    try:
+        return Costs(WIDTHS[: len(known[key])], tuple(sorted(map(float, known[key]))))
+    except (KeyError, ValueError, TypeError):
+        costs = measure()
+    if path is not None:
+        try:
+            write_atomically(path, json.dumps({**known, key: costs.seconds}).encode())
+        except OSError as error:
+            logger.warning("the costs of steps are not remembered: %s", error)
+    return costs
