@@ -37,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
 print("a log line", flush=True)
 if sys.argv[2] == "broken":
     sys.exit("no such model")
+print("Loading:  40%|####      | 4.8G/12.0G", flush=True)
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 """A program that answers as a server does where `launch` looks."""
@@ -174,7 +175,9 @@ def test_a_server_outlives_its_starter_and_is_not_taken_for_another(home: Path) 
     started = subprocess.run(command, capture_output=True, text=True, check=True)
     server = background.running()
     assert server is not None and server.pid == int(started.stdout)
-    background.wait(server)
+    seen: list[int] = []
+    background.wait(server, seen.append)
+    assert set(seen) == {40}, "the server prints it before it listens"
     assert background.start("m", "other") == server
     os.kill(server.pid, 9)
     until = time.monotonic() + 20

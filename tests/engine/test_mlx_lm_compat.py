@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -9,7 +10,11 @@ import pytest
 
 pytest.importorskip("mlx_lm")
 
+from tqdm import tqdm
+
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.background import BAR
+from vllm_mlx_harmony.engine import mlx_lm_compat
 from vllm_mlx_harmony.engine.mlx_lm_compat import evaluate, load
 from vllm_mlx_harmony.standin import Script
 
@@ -51,3 +56,14 @@ def test_a_stand_in_is_known_by_its_code(scripted: Path, tiny: Path, name: str) 
     assert not standin.is_standin(scripted)
     (scripted / name).write_bytes(code)
     assert standin.is_standin(scripted)
+
+
+def test_a_progress_bar_shows_how_much_is_read(
+    tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`launch` looks for it in the log of a server that starts."""
+    monkeypatch.setattr(mlx_lm_compat, "AT_ONCE", 1)
+    monkeypatch.setattr(mlx_lm_compat, "tqdm", partial(tqdm, mininterval=0.0))
+    load(str(tiny))
+    shown = [int(done) for done in BAR.findall(capsys.readouterr().err.encode())]
+    assert shown == sorted(shown) and shown[0] == 0 and shown[-1] == 100 and len(set(shown)) > 2

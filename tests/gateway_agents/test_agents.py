@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -52,8 +52,14 @@ AGENTS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
         {"command": COMMAND, "description": "Echo"},
         ("--allow-all-tools", "-p"),
     ),
+    "kilo": ("bash_tool", {"command": COMMAND, "description": "Echo"}, ("run", "--auto")),
+    "goose": ("shell", {"command": COMMAND}, ("run", "--text")),
     "hermes": ("terminal", {"command": COMMAND}, ("chat", "--yolo", "-Q", "-q")),
 }
+
+
+EARLIER = 3
+"""How many versions before the newest are tried if that cannot be installed."""
 
 
 class Scripted(FakeEngine):
@@ -79,32 +85,46 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(given) if given else tmp_path_factory.mktemp("agents")
 
 
-def install(agent: str, directory: Path) -> Path:
-    """The directory of an agent's command, in its newest version. Says which version that is."""
-    row = launch_agents.AGENTS[agent]
+def install(row: launch_agents.Agent, directory: Path) -> tuple[Path, str]:
+    """The directory of an agent's command, in its newest version, and the package's version.
+
+    Packages that have a program for each platform are published piece by piece, and a mirror may
+    have only some: if the newest version cannot be installed, an earlier one is.
+    """
     if row.python:
         programs, environment = directory / "venv" / "bin", str(directory / "venv")
-        commands = [
-            ["uv", "venv", "--quiet", "--python", row.python, environment],
-            ["uv", "pip", "install", "--quiet", "--python", environment, row.package],
-        ]
-    else:
-        programs = directory / "node_modules" / ".bin"
-        npm = ["npm", "install", "--prefix", str(directory), "--no-audit", "--no-fund"]
-        commands = [[*npm, "--loglevel=error", f"{row.package}@latest"]]
-    if not (programs / row.command).exists():
+        uv = ["uv", "pip", "install", "--quiet", "--python", environment, row.package]
+        if not (programs / row.command).exists():
+            must(["uv", "venv", "--quiet", "--python", row.python, environment])
+            must(uv)
+        listed = json.loads(must(["uv", "pip", "list", "--format=json", "--python", environment]))
+        (version,) = (each["version"] for each in listed if each["name"] == row.package)
+        return programs, version
+    programs = directory / "node_modules" / ".bin"
+    npm = ["npm", "install", "--prefix", str(directory), "--no-audit", "--no-fund"]
+    versions: list[str] = []
+    missing = ""
+    while not (programs / row.command).exists():
         directory.mkdir(parents=True, exist_ok=True)
-        for command in commands:
-            subprocess.run(command, check=True, timeout=900)
-    version = subprocess.run(
-        [programs / row.command, "--version"],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    print(f"{row.title} ({row.package}): {(version.stdout + version.stderr).strip()}")
-    return programs
+        wanted = versions.pop() if versions else "latest"
+        try:
+            must([*npm, "--loglevel=error", f"{row.package}@{wanted}"])
+        except subprocess.CalledProcessError as error:
+            print(f"{row.package}@{wanted} cannot be installed:", error.stderr)
+            if wanted == "latest":
+                found = json.loads(must(["npm", "view", row.package, "versions", "--json"]))
+                *versions, newest = [each for each in found if "-" not in each][-EARLIER - 1 :]
+                missing = f", {newest} cannot be installed"
+            if not versions:
+                raise
+    package = directory / "node_modules" / row.package / "package.json"
+    return programs, json.loads(package.read_text("utf-8"))["version"] + missing
+
+
+def must(command: Sequence[str]) -> str:
+    """The output of a command."""
+    ended = subprocess.run(command, check=True, timeout=1800, capture_output=True, text=True)
+    return ended.stdout
 
 
 @pytest.fixture
@@ -117,12 +137,14 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name)
     variables = {
         "HOME": str(home),
+        "PWD": str(home),
         "VLLM_API_KEY": KEY,
         "IS_SANDBOX": "1",
         "DISABLE_AUTOUPDATER": "1",
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
         "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "KILO_DISABLE_MODELS_FETCH": "1",
     }
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -135,10 +157,17 @@ def test_every_agent_is_run() -> None:
 
 @pytest.mark.parametrize("agent", AGENTS)
 def test_an_agent_runs_a_command(
-    agent: str, installed: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+    agent: str,
+    installed: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
 ) -> None:
     tool, arguments, command = AGENTS[agent]
-    programs = install(agent, installed / agent)
+    row = launch_agents.AGENTS[agent]
+    record_property("agent", f"{row.title} ({row.package})")
+    programs, version = install(row, installed / agent)
+    record_property("agent", f"{row.title} ({row.package} {version})")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     call = (
         "<|channel|>analysis<|message|>I should run the shell.<|end|><|start|>assistant"
@@ -160,7 +189,7 @@ def test_an_agent_runs_a_command(
             capture_output=True,
             text=True,
             check=False,
-            timeout=240,
+            timeout=900,
         )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ANSWER in ended.stdout, ended.stdout + ended.stderr

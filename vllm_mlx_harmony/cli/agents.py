@@ -59,7 +59,8 @@ class Run:
 class Agent:
     """An agent: its command, and the package that has it on npm, or on PyPI with ``python``.
 
-    ``set_up`` takes a server, its key and the directory of the run's files.
+    ``homebrew`` is the formula that installs the command, for a package that brings it only to
+    ``npx``. ``set_up`` takes a server, its key and the directory of the run's files.
     """
 
     title: str
@@ -67,10 +68,13 @@ class Agent:
     package: str
     set_up: Callable[[Served, str, Path], Run]
     python: str = ""
+    homebrew: str = ""
 
     @property
     def install(self) -> str:
         """The command that installs it."""
+        if self.homebrew:
+            return f"brew install {self.homebrew}"
         if self.python:
             return f"uv tool install --python {self.python} {self.package}"
         return f"npm install -g {self.package}"
@@ -235,6 +239,11 @@ def _opencode(served: Served, key: str, _: Path) -> Run:
     return Run(variables={"OPENCODE_CONFIG_CONTENT": document, KEY_VARIABLE: key})
 
 
+def _kilo(served: Served, key: str, _: Path) -> Run:
+    document = json.dumps(opencode_document(served))  # Kilo is a fork of opencode
+    return Run(variables={"KILO_CONFIG_CONTENT": document, KEY_VARIABLE: key})
+
+
 # --- Others
 
 
@@ -329,6 +338,19 @@ def _copilot(served: Served, key: str, _: Path) -> Run:
     )
 
 
+def _goose(served: Served, key: str, _: Path) -> Run:
+    return Run(
+        variables={
+            "GOOSE_PROVIDER": "openai",
+            "GOOSE_MODEL": served.model,
+            "GOOSE_CONTEXT_LIMIT": str(served.context),
+            "GOOSE_MAX_TOKENS": str(served.output),
+            "OPENAI_HOST": served.url,
+            "OPENAI_API_KEY": key,
+        }
+    )
+
+
 def _hermes(served: Served, key: str, directory: Path) -> Run:
     provider = {"base_url": f"{served.url}/v1", "key_env": KEY_VARIABLE}
     model = {
@@ -350,5 +372,7 @@ AGENTS: Mapping[str, Agent] = {
     "cn": Agent("Continue", "cn", "@continuedev/cli", _continue),
     "cline": Agent("Cline", "cline", "cline", _cline),
     "copilot": Agent("Copilot CLI", "copilot", "@github/copilot", _copilot),
+    "kilo": Agent("Kilo", "kilo", "@kilocode/cli", _kilo),
+    "goose": Agent("goose", "goose", "@aaif/goose", _goose, homebrew="block-goose-cli"),
     "hermes": Agent("Hermes", "hermes", "hermes-agent", _hermes, python="3.11"),
 }

@@ -10,11 +10,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from http import HTTPStatus
@@ -28,6 +29,12 @@ from vllm_mlx_harmony.core.files import write_atomically
 
 PORT = 8000
 """vllm-mlx's default port, which is used if it is free."""
+
+BAR = re.compile(rb"Loading: +([0-9]+)%")
+"""The progress bar of `engine.mlx_lm_compat.load`, which is not imported here, in the log."""
+
+BAR_WITHIN = 1_000
+"""Bytes at the end of the log that have the bar while the weights are read."""
 
 STARTING = 900.0
 """Seconds within which a server must be ready: weights may be read from a slow disk."""
@@ -106,17 +113,25 @@ def command(source: str, port: int, flags: Sequence[str]) -> list[str]:
     return [*serve, *where, *flags]
 
 
-def wait(server: Background) -> None:
-    """Returns when the server is ready. Raises ``UsageError`` with the end of its log."""
+def wait(server: Background, progress: Callable[[int], object] = lambda _: None) -> None:
+    """Returns when the server is ready. Raises ``UsageError`` with the end of its log.
+
+    ``progress`` is called with the percentage of the weights that the server has read.
+    """
     until, problem = time.monotonic() + STARTING, ""
     while not problem:
+        ready = False
         with (
             suppress(OSError, HTTPException),
             closing(HTTPConnection(ADDRESS, server.port, timeout=5)) as connection,
         ):
             connection.request("GET", "/health")
-            if connection.getresponse().status == HTTPStatus.OK:
-                return
+            ready = connection.getresponse().status == HTTPStatus.OK
+        with suppress(OSError):  # while the log is rotated
+            for percentage in BAR.findall(log().read_bytes()[-BAR_WITHIN:])[-1:]:
+                progress(int(percentage))
+        if ready:
+            return
         if running() is None:
             problem = "the server could not start"
         elif time.monotonic() > until:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import Progress
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import background, connect
@@ -39,6 +40,7 @@ SHELLS: Mapping[str, Mapping[str, object]] = {
     "run_shell_command": {"command": COMMAND, "is_background": False},
     "run_commands": {"commands": [COMMAND]},
     "terminal": {"command": COMMAND},
+    "shell": {"command": COMMAND},
     "Bash": {"command": COMMAND},
     "bash": {"command": COMMAND, "description": "Say hello"},
     "bash_tool": {"command": COMMAND, "description": "Say hello"},
@@ -245,6 +247,8 @@ def _download(console: Console, source: str, size: int) -> None:
 
 
 def _ready(console: Console, server: background.Background) -> Served:
-    with console.status(f"Loading {server.model} (log: {background.log()})"):
-        background.wait(server)
+    console.print(f"The server's log: {background.log()}", style="dim", soft_wrap=True)
+    with Progress(console=console, transient=True) as bars:
+        loading = bars.add_task(f"Loading {server.model}", total=None)
+        background.wait(server, lambda done: bars.update(loading, completed=done, total=100))
     return connect.look(server.url, server.model, None, None)

@@ -17,8 +17,10 @@ from typing import Any, TypeAlias
 
 import mlx.core as mx
 from mlx.nn import Module
+from mlx.utils import tree_flatten
 from mlx_lm import utils
 from mlx_lm.models.cache import BatchKVCache, BatchRotatingKVCache, KVCache, RotatingKVCache
+from tqdm import tqdm
 
 Layer: TypeAlias = "KVCache | RotatingKVCache | BatchKVCache | BatchRotatingKVCache"
 
@@ -26,11 +28,31 @@ Layers: TypeAlias = "list[Layer]"
 """A cache for each layer of a model."""
 
 
+AT_ONCE = 1 << 28
+"""Bytes of weights that are read between two steps of the progress bar."""
+
+
 def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
-    """The model in ``path``, a directory or a repository, and its tokenizer."""
+    """The model in ``path``, a directory or a repository, and its tokenizer.
+
+    Shows a progress bar on standard error while it reads the weights.
+    """
     trust = {"trust_remote_code": trust_remote_code}
     known = "trust_remote_code" in inspect.signature(utils.load).parameters
-    module, tokenizer = utils.load(path, tokenizer_config=trust, **(trust if known else {}))[:2]
+    more = trust if known else {}
+    module, tokenizer = utils.load(path, tokenizer_config=trust, lazy=True, **more)[:2]
+    weights = [array for _, array in tree_flatten(module.parameters())]
+    total, pending = sum(array.nbytes for array in weights), 0
+    with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, leave=False) as bar:
+        for array in weights:
+            mx.async_eval(array)
+            pending += array.nbytes
+            if pending >= AT_ONCE:
+                mx.eval(array)
+                bar.update(pending)
+                pending = 0
+        mx.eval(weights)
+        bar.update(pending)
     return module, tokenizer
 
 

@@ -108,7 +108,11 @@ NAMES: tuple[Name, ...] = (
         "the tool calls and the content of an answer",
         ("tools_called", "tool_calls", "content"),
     ),
-    Name("mlx_lm.utils:load", "loads a model", ("path_or_hf_repo", "tokenizer_config", OTHERS)),
+    Name(
+        "mlx_lm.utils:load",
+        "loads a model",
+        ("path_or_hf_repo", "tokenizer_config", "lazy", OTHERS),
+    ),
     *(
         Name(f"mlx_lm.models.cache:{name}", why, parameters)
         for name, why, parameters in (
