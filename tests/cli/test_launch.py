@@ -130,7 +130,7 @@ def test_an_agent_that_is_not_installed(home: Path, became: list[Any], capsys: A
     launched("codex", "--url", server.url, "--", "exec")
     launched("hermes", "--url", server.url)
     (codex, _), (hermes, _) = became
-    assert codex[:5] == ["npx", "--package", "@openai/codex", "--", "codex"]
+    assert codex[:6] == ["npx", "--yes", "--package", "@openai/codex", "--", "codex"]
     assert codex[-1] == "exec"
     assert hermes[:6] == ["uvx", "--python", "3.11", "--from", "hermes-agent", "hermes"]
 

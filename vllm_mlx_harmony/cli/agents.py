@@ -84,7 +84,7 @@ class Agent:
         """The command that runs it without installing it."""
         if self.python:
             return "uvx", "--python", self.python, "--from", self.package, self.command
-        return "npx", "--package", self.package, "--", self.command
+        return "npx", "--yes", "--package", self.package, "--", self.command
 
 
 def json_text(document: object) -> str:
