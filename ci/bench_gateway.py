@@ -468,7 +468,7 @@ def processes(pace: float, port: int) -> Iterator[tuple[int, int]]:
 def _wait(port: int, path: str = "/ready") -> None:
     import urllib.request
 
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         with suppress(OSError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5).close()

@@ -18,6 +18,7 @@ import httpx
 import openai
 from fake_engines import served
 
+from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
@@ -101,3 +102,9 @@ def test_what_is_required_is_what_comes(client: openai.OpenAI, strict: bool) -> 
         assert order.keys() == ORDER["properties"].keys()
         assert order["size"] in {"small", "large"}
         assert len(order["items"]) >= 2
+
+
+@pytest.mark.parametrize("speed", ["0", "-1", "nan"])
+def test_a_speed_is_positive(speed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["gateway", "stand-in", "--tokens-per-second", speed]) == 2
+    assert "must be greater than 0" in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from vllm_mlx_harmony.cli.errors import UsageError
+
 EXAMPLES = """\
 examples:
   vllm-mlx-harmony gateway stand-in --port 8001
@@ -19,22 +21,23 @@ def parser() -> argparse.ArgumentParser:
         description="Serves an engine without a model, with which a gateway can be tried: every\n"
         "answer is the same text, or the shortest call or JSON if one is required.",
         epilog=EXAMPLES,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = made.add_argument
-    add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, default=8001, help="port to listen on")
-    add("--model", default="gpt-oss-20b", metavar="NAME", help="the model's name")
+    add, of = made.add_argument, "(default: %(default)s)"
+    add("--host", default="127.0.0.1", help=f"address to listen on {of}")
+    add("--port", type=int, default=8001, help=f"port to listen on {of}")
+    add("--model", default="gpt-oss-20b", metavar="NAME", help=f"the model's name {of}")
     add("--key", metavar="KEY", help="API key that clients must have")
-    add(
-        "--tokens-per-second", type=float, default=50.0, metavar="NUMBER", help="speed of an answer"
-    )
+    pace = f"speed of an answer {of}"
+    add("--tokens-per-second", type=float, default=50.0, metavar="NUMBER", help=pace)
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT. Raises ``UsageError`` for a speed that is not positive."""
     parsed = parser().parse_args(arguments)
+    if not parsed.tokens_per_second > 0:
+        raise UsageError("--tokens-per-second must be greater than 0")
     from vllm_mlx_harmony.gateway import stand_in
     from vllm_mlx_harmony.gateway.limits import digest
     from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
