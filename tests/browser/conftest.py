@@ -1,7 +1,7 @@
 """A real server with the inspector, a gateway in front of it, and a Chromium from npm.
 
-``CHROMIUM_DIR`` is a directory in which Chromium is unpacked already. ``PICTURES`` is one for
-screenshots, which docs/inspector.md shows.
+``CHROMIUM_DIR`` is a directory in which Chromium is unpacked already. ``PICTURES`` is one for the
+pictures of docs/inspector.md: ``PICTURES=docs/pictures python3 ci/leg.py browser``.
 """
 
 from __future__ import annotations
@@ -34,6 +34,13 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 
+
+SHOWN = {
+    "list-light-1200": "list",
+    "request-light-1200": "request",
+    "request-dark-1200": "request-dark",
+    "request-light-390": "narrow",
+}
 
 OWN_WORDS = ("VLLM_MLX_HARMONY_GRAMMAR", "off")
 """A script may have a header that no grammar lets through."""
@@ -144,10 +151,11 @@ def open_page(browser: Browser) -> Iterator[Open]:
 
 @pytest.fixture
 def picture() -> Picture:
-    """Takes a screenshot, if pictures are wanted."""
+    """Takes a screenshot, if it is wanted."""
 
     def take(page: Page, name: str) -> None:
-        if directory := os.environ.get("PICTURES"):
-            page.screenshot(path=Path(directory) / f"inspector-{name}.png")
+        directory, shown = os.environ.get("PICTURES"), SHOWN.get(name)
+        if directory and shown:
+            page.screenshot(path=Path(directory) / f"inspector-{shown}.png")
 
     return take
