@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("mlx_lm")  # the rest of the directory needs it
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.engine.drafts import Costs, Drafts
+from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
 
 FREE = Costs((1, 2, 4, 8, 16), (1.0,) * 5)
 WORDS = list(range(100, 160))
@@ -72,6 +72,25 @@ def test_a_draft_is_as_long_as_pays(
     seconds: tuple[float, ...], accuracy: float, most: int, expected: int
 ) -> None:
     assert Costs((1, 2, 4, 8, 16), seconds).length(accuracy, most) == expected
+
+
+@pytest.mark.parametrize(
+    ("costs", "most", "expected"),
+    [
+        (Costs(), 15, 0),
+        (UNKNOWN, 15, 15),
+        (UNKNOWN, 3, 3),
+        (FREE, 15, 15),
+        (Costs((1, 2, 4, 8, 16), (1.0, 2.0, 4.0, 8.0, 16.0)), 15, 15),
+        (Costs((1, 2, 4, 8, 16), (1.0, 1.9, 4.1, 8.2, 16.3)), 15, 1),
+        (Costs((1, 2, 4), (1.0, 2.5, 3.0)), 15, 3),
+        (Costs((1, 2, 4), (1.0, 4.0, 16.0)), 15, 0),
+    ],
+)
+def test_known_ids_are_computed_together_where_that_is_faster(
+    costs: Costs, most: int, expected: int
+) -> None:
+    assert costs.together(most) == expected
 
 
 def test_a_source_that_misleads_is_left_alone() -> None:

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.engine import sampler as sampling
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.costs import measured, remembered
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.drafts import Costs, Drafts
+from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
@@ -39,6 +39,9 @@ from vllm_mlx_harmony.server.sampling import Settings
 SIZE = 64
 CHEAP = Costs((1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 1.03, 1.04))
 """Of a device on which drafts always pay."""
+
+SLOW = Costs((1, 2, 4), (1.0, 4.0, 16.0))
+"""Of a device on which nothing pays."""
 
 
 class Recall:
@@ -132,7 +135,7 @@ def row(
     if len(prompt) > 1:
         MODEL(mx.array([prompt[:-1]]), cache=layers)
     request.ids = list(prompt)
-    if costs is not None and len(costs.ids) > 1:
+    if costs in (CHEAP, SLOW):
         request.drafts = Drafts(prompt)
     return Batch(request, layers, costs)
 
@@ -172,7 +175,7 @@ def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> N
         cycle = [16, 17, 18, 19, 20, 21, 22, 23, luck.randrange(SIZE)]
         prompt = [vocab.MESSAGE, *(cycle * 40)][:length]
         expected, _ = ids_of(row(prompt, settings, None, held=held), settings)
-        for costs in (CHEAP, Costs()):
+        for costs in (CHEAP, UNKNOWN, SLOW):
             batch = row(prompt, settings, costs, held=held)
             found, took = ids_of(batch, settings)
             assert found == expected, (length, costs)
@@ -193,7 +196,7 @@ def test_each_id_has_its_origin(changed: dict[str, Any], held: bool) -> None:
         settings = Settings(**{"max_tokens": 80, "top_p": 1.0, "seed": seed, **changed})
         asked = replace(settings, origins=True)
         prompt = [vocab.MESSAGE, *range(16, 24)] * 6
-        for costs in (None, CHEAP, Costs()):
+        for costs in (None, CHEAP, UNKNOWN):
             expected, _ = ids_of(row(prompt, settings, costs, held=held, forbidden=(18,)), settings)
             batch = row(prompt, asked, costs, held=held, forbidden=(18,))
             found, _ = ids_of(batch, asked)

@@ -108,7 +108,7 @@ class Batch:
         elif self.known is None and mask is not None:
             self.known = mask.forced()
         if self.known is None and (
-            (mask is not None and mask.choices <= FEW)
+            (mask is not None and costs.together(1) and mask.choices <= FEW)
             or (drafts is not None and drafts.next(costs, request.room))
         ):
             self.known = int(self.pending.item())
@@ -130,7 +130,7 @@ class Batch:
             if request.joined:
                 mask.advance(self.known)
             origins = mask.origin
-            run += mask.follow(most)
+            run += mask.follow(costs.together(most))
         origins += FORCED * (len(run) - 1)
         found = run if request.joined else run[1:]
         request.origins += origins if request.joined else origins[1:]

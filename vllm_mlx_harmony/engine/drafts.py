@@ -74,6 +74,17 @@ class Costs:
                 best, rate = width - 1, expected / seconds
         return best
 
+    def together(self, most: int) -> int:
+        """How many known ids, at most ``most``, may follow the first one in the same step: more
+        would take longer than steps of their own."""
+        pairs = zip(self.ids, self.seconds, strict=True)
+        widest = max(ids for ids, seconds in pairs if seconds <= ids * self.seconds[0])
+        return min(most, widest - 1)
+
+
+UNKNOWN = Costs((1, 16), (1.0, 1.0))
+"""Of a device that is not measured: known ids are always computed together."""
+
 
 class Drafts:
     """The ids of one sequence so far, ``source`` and then its answer, and what may come next."""

@@ -36,7 +36,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import costs, device
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.boundaries import boundaries
-from vllm_mlx_harmony.engine.drafts import Costs, Drafts
+from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
@@ -160,7 +160,7 @@ class MlxEngine:
         self.weights = 0
         self.totals = Totals()
         self._batches: list[Batch] = []
-        self.costs = None if self.options.speculate == "off" else Costs()
+        self.costs = None if self.options.speculate == "off" else UNKNOWN
         self._scheduler = Scheduler(self.options.limits)
         self._requests: dict[int, Request] = {}
         self._numbers = count(1)
