@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import contract, entry_points, mount, patching, server_globals
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import NotHarmony
-from vllm_mlx_harmony.host.mount import FrontEnd, Route
+from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.patching import Attribute, Name, Patch
 from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
 from vllm_mlx_harmony.server.endpoint import Endpoint
@@ -581,7 +581,7 @@ def test_problems_are_found_before_anything_is_changed(
 @pytest.mark.parametrize("name", ["no_app", "_metrics"])
 def test_an_application_that_cannot_be_extended(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(mount, "APP", f"vllm_mlx.server:{name}")
-    front_end = FrontEnd(VllmMlx())
+    front_end = mount.front_end(VllmMlx())
     for row in (front_end, route("/v1/models", "GET", print)):
         with pytest.raises(HostError, match=name):
             patching.apply_all([row])

@@ -10,12 +10,16 @@ from starlette.testclient import TestClient
 from vllm_mlx import server
 
 from vllm_mlx_harmony import inspector
-from vllm_mlx_harmony.host import contract, entry_points, inspection
+from vllm_mlx_harmony.host import contract, entry_points, mount, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.mount import FrontEnd
 
 KEY = "sesame"
 DATA = "/harmony/inspector/server"
+
+
+def inspector_rows() -> list[patching.Requirement]:
+    rows = contract.table(entry_points.find("harmony"))
+    return [row for row in rows if row.label == "GET /harmony"]
 
 
 @pytest.mark.parametrize(("value", "there"), [(None, False), ("0", False), ("1", True)])
@@ -25,16 +29,16 @@ def test_only_with_the_variable(
     monkeypatch.delenv(inspector.VARIABLE, raising=False)
     if value is not None:
         monkeypatch.setenv(inspector.VARIABLE, value)
-    rows = contract.table(entry_points.find("harmony"))
-    assert any(isinstance(row, inspection.Inspection) for row in rows) is there
+    assert bool(inspector_rows()) is there
 
 
 def test_behind_the_hosts_key_and_gone_when_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_api_key", KEY)
     before = list(server.app.router.routes), list(server.app.user_middleware)
     stack = server.app.middleware_stack
-    row = inspection.Inspection()
-    around = FrontEnd(VllmMlx()).apply()
+    monkeypatch.setenv(inspector.VARIABLE, "1")
+    (row,) = inspector_rows()
+    around = mount.front_end(VllmMlx()).apply()
     assert row.problem() is None
     undo = row.apply()
     try:

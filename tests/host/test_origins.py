@@ -20,8 +20,8 @@ from starlette.testclient import WebSocketDenialResponse
 from starlette.websockets import WebSocket
 from vllm_mlx import server
 
+from vllm_mlx_harmony.host import mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.mount import FrontEnd
 from vllm_mlx_harmony.server.host import install
 from vllm_mlx_harmony.server.middleware import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
 
@@ -211,7 +211,7 @@ def test_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def around() -> Iterator[TestClient]:
-    row = FrontEnd(VllmMlx())
+    row = mount.front_end(VllmMlx())
     assert row.problem() is None
     undo = row.apply()
     yield TestClient(server.app)
@@ -229,7 +229,7 @@ def test_around_the_whole_host(around: TestClient) -> None:
 
 def test_taken_away_nothing_is_left() -> None:
     before = list(server.app.user_middleware)
-    FrontEnd(VllmMlx()).apply()()
+    mount.front_end(VllmMlx()).apply()()
     assert server.app.user_middleware == before
     answer = TestClient(server.app).get("/v1/models", headers={"origin": "https://evil.example"})
     assert answer.status_code == 200

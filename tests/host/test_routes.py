@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.server import answer, serving
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.engine import Step
@@ -742,7 +742,7 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         application = Starlette()
         install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
-        events = Answer(replace(turn, emitter=Silence()))
+        events = Answer(replace(turn, emitter=Silence(), ping=HEARTBEAT))
         assert await events.begun()
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
 import logging
 import time
@@ -33,12 +32,10 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
-from vllm_mlx_harmony.host.adapter import _Retrieved
 from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server import settings as settings_of_server
-from vllm_mlx_harmony.server import streams
 from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, PING_VARIABLE, Answer, unread
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
@@ -334,31 +331,5 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
         assert not given_up
         await sending(0.2)
         assert given_up == [True]
-
-    run(test)
-
-
-@pytest.mark.parametrize("error", [None, OSError("a bug")])
-def test_an_end_that_nobody_waits_for_any_more_is_no_error(error: Exception | None) -> None:
-    """The client goes just when the answer ends: whoever asked for the next event has gone, too."""
-
-    async def test() -> None:
-        said: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
-
-        async def events() -> AsyncGenerator[Event, None]:
-            if error is not None:
-                raise error
-            for event in ():
-                yield event
-
-        frames = streams.Frames(events())
-        asked = asyncio.ensure_future(anext(_Retrieved(frames)))
-        await asyncio.wait({asked})
-        del asked
-        gc.collect()
-        await asyncio.sleep(0)
-        assert said == []
-        await frames.aclose()
 
     run(test)

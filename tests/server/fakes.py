@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -187,20 +187,3 @@ class Alone:
         """Kept, to be looked at."""
         self.trackers.append(Tracker(api))
         return self.trackers[-1]
-
-    async def unless_gone(
-        self, coming: Awaitable[T], request: Request, seconds: float, total: float
-    ) -> T | None:
-        """Nobody goes."""
-        try:
-            return await asyncio.wait_for(coming, seconds)
-        except asyncio.TimeoutError as error:
-            raise HTTPException(504, f"Request timed out after {total} seconds") from error
-
-    async def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """Nobody goes."""
-        async for frame in frames:
-            yield frame
-
-    def transport(self, connection: HTTPConnection) -> None:
-        """There is no connection."""

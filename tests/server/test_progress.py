@@ -247,6 +247,15 @@ def test_pings_come_between_the_comments(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 4 <= pings <= 6 and len(comments(body)) == 19
 
 
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_apis_without_pings_have_comments(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Proxies and clients close connections on which nothing comes."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
+    reports = [(0.6, at(place, 0.0, 20 - place)) for place in range(20)]
+    body = run(posted(Reporting(reports=reports), api, stream=True))
+    assert 4 <= body.count("\n: heartbeat\n") <= 6
+
+
 # --- Clients do not notice
 
 

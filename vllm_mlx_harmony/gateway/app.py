@@ -13,7 +13,7 @@ import logging
 import math
 import signal
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -65,8 +65,6 @@ T = TypeVar("T")
 
 TICK = 0.1
 """Seconds between two checks for engines whose probe is due."""
-
-_TRANSPORT = "vllm_mlx_harmony.transport"
 
 
 class Gateway:
@@ -225,32 +223,6 @@ class Gateway:
 
         return RequestTracker(self.metrics, api, stream=stream, access=access, spend=spend)
 
-    async def unless_gone(
-        self, coming: Awaitable[T], request: Request, seconds: float, total: float
-    ) -> T | None:
-        task = asyncio.ensure_future(coming)
-        gone = asyncio.ensure_future(_gone(request))
-        ends: set[asyncio.Future[Any]] = {task, gone}
-        try:
-            await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if gone.done():
-                return None
-            raise HTTPException(504, f"Request timed out after {total:.1f} seconds")
-        finally:
-            gone.cancel()
-            if not task.done():
-                await stopped(task)
-
-    def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """Starlette itself notices that a client has disconnected."""
-        return aiter(frames)
-
-    def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
-        transport: asyncio.WriteTransport | None = connection.scope.get(_TRANSPORT)
-        return transport
-
 
 def _toolbox(settings: GatewaySettings) -> Toolbox | None:
     """The server-side tools. Raises ``HostError`` for a configuration that is invalid or would
@@ -267,12 +239,6 @@ def _toolbox(settings: GatewaySettings) -> Toolbox | None:
 
 async def _nothing() -> None:
     """Leases need no release: engines behind HTTP are never unloaded."""
-
-
-async def _gone(request: Request) -> None:
-    """Returns once the client has disconnected; the request's body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 # --- The application
@@ -304,8 +270,6 @@ class _Outer:
             if answer is not None and scope["method"] in ("GET", "HEAD"):
                 await answer(self.host)(scope, receive, send)
                 return
-        if scope["type"] in ("http", "websocket"):
-            scope[_TRANSPORT] = getattr(getattr(receive, "__self__", None), "transport", None)
         if scope["type"] == "http":
             await logged(self.host.access(scope), self._app, scope, receive, send)
             return

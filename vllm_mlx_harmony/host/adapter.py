@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from starlette.requests import HTTPConnection, Request
@@ -26,8 +26,6 @@ from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.model_files import GENERATION, configuration, length_of
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
-
-T = TypeVar("T")
 
 
 class VllmMlx:
@@ -78,7 +76,8 @@ class VllmMlx:
 
     def deadline(self, timeout: float | None) -> Deadline:
         """From the request, or else from ``--timeout``."""
-        return Deadline(*server()._start_request_budget(timeout))
+        seconds = timeout or server()._default_timeout
+        return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
         """From the flags, and the model's ``generation_config.json``."""
@@ -130,24 +129,6 @@ class VllmMlx:
         """vllm-mlx's metrics of a request, and counters of ours."""
         return _Tracker(server()._metrics.track_inference(api, stream=stream))
 
-    async def unless_gone(
-        self, coming: Awaitable[T], request: Request, seconds: float, total: float
-    ) -> T | None:
-        """vllm-mlx's wait, which is cancelled when the client disconnects."""
-        return await server()._wait_with_disconnect(
-            coming, request, timeout=seconds, timeout_detail_seconds=total
-        )
-
-    def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """vllm-mlx's guard, without its timeout, which would end a stream without an error: an
-        answer has a deadline of its own."""
-        return server()._disconnect_guard(_Retrieved(frames), request, timeout=float("inf"))
-
-    def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
-        """That of uvicorn's connection, if vllm-mlx finds it."""
-        protocol = server()._find_uvicorn_cycle(connection)  # a WebSocket has the same attributes
-        return None if protocol is None else protocol.transport
-
     @property
     def renderer(self) -> Callable[..., Rendered]:
         return entry_points.in_use().renderer
@@ -155,22 +136,6 @@ class VllmMlx:
     @property
     def context(self) -> Callable[..., Context]:
         return entry_points.in_use().context
-
-
-class _Retrieved:
-    """``frames`` whose exceptions are always retrieved: vllm-mlx awaits each frame in a task, and
-    drops the task, and so the end of the stream, if the client disconnects at that moment."""
-
-    def __init__(self, frames: AsyncIterable[str]) -> None:
-        self._frames = aiter(frames)
-
-    def __aiter__(self) -> _Retrieved:
-        return self
-
-    def __anext__(self) -> asyncio.Future[str]:
-        coming = asyncio.ensure_future(anext(self._frames))
-        coming.add_done_callback(lambda done: done.cancelled() or done.exception())
-        return coming
 
 
 class _Tracker:

@@ -19,6 +19,7 @@ than those of `server_globals`. How to support a new version of vllm-mlx: docs/a
 from __future__ import annotations
 
 from contextlib import suppress
+from functools import partial
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion
@@ -174,7 +175,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
     """
     from vllm_mlx_harmony.host import engine_routes, inspection
     from vllm_mlx_harmony.host.adapter import VllmMlx
-    from vllm_mlx_harmony.host.mount import FrontEnd, Route
+    from vllm_mlx_harmony.host.mount import Addition, Route, front_end
     from vllm_mlx_harmony.server.app import ENDPOINTS
 
     parsers = Patch(
@@ -182,13 +183,18 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
         "parses tool calls for callers in vllm-mlx that have only text",
         replacement=lambda theirs: {**theirs, **dict.fromkeys(FLAGS, found.tool_parser)},
     )
+    pages = Addition(
+        f"GET {inspector.PAGE}",
+        "shows the inspector, which was switched on",
+        partial(inspector.install, status=inspection.status),
+    )
     return (
         *NAMES,
         *(() if several else (parsers,)),
-        FrontEnd(VllmMlx()),
+        front_end(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
-        *([inspection.Inspection()] if inspector.switched_on() else ()),
+        *((pages,) if inspector.switched_on() else ()),
     )
 
 

@@ -1,31 +1,11 @@
-"""The inspector in vllm-mlx's application: on with ``VLLM_MLX_HARMONY_INSPECT=1``."""
+"""What the inspector shows of vllm-mlx's server."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.engine import serving
-from vllm_mlx_harmony.host.mount import APP
-from vllm_mlx_harmony.host.patching import Undo, find_problem, locate
 from vllm_mlx_harmony.inspector.routes import Section
-
-
-@dataclass(frozen=True, slots=True)
-class Inspection:
-    """Its row in the table."""
-
-    label: str = f"GET {inspector.PAGE}"
-    why: str = "shows the inspector, which was switched on"
-    required: bool = True
-
-    def problem(self) -> str | None:
-        return find_problem(f"{APP}.user_middleware", None)
-
-    def apply(self) -> Undo:
-        return inspector.install(locate(APP), status)
 
 
 def status() -> list[Section]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from fastapi import FastAPI
 from fastapi.routing import APIRoute, request_response
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
@@ -19,7 +21,7 @@ from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
 from vllm_mlx_harmony.host.patching import Undo, find_problem, locate
-from vllm_mlx_harmony.server import app as front_end
+from vllm_mlx_harmony.server import app as server
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
 from vllm_mlx_harmony.server.host import Host, host_of, install, uninstall
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
@@ -121,40 +123,45 @@ def _find(present: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | 
 
 
 @dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """What our routes need in the application: the host, middleware and WebSockets.
+class Addition:
+    """Something that the application gets; ``add`` returns a function that removes it."""
 
-    The middleware is around that of vllm-mlx.
-    """
-
-    host: Host
-    why: str = "gives requests their host, middleware and WebSockets"
+    label: str
+    why: str
+    add: Callable[[FastAPI], Undo]
     required: bool = True
-    label: str = "app"
 
     def problem(self) -> str | None:
         names = ("state", "router", "user_middleware", "middleware_stack")
         return next(filter(None, (find_problem(f"{APP}.{name}", None) for name in names)), None)
 
     def apply(self) -> Undo:
-        application = locate(APP)
+        return self.add(locate(APP))
+
+
+def front_end(host: Host) -> Addition:
+    """What our routes need: the host, middleware around that of vllm-mlx, and WebSockets."""
+
+    def add(application: FastAPI) -> Undo:
         stack, present = application.middleware_stack, application.router.routes
-        install(application, self.host)
-        application.user_middleware[:0] = front_end.MIDDLEWARE
+        install(application, host)
+        application.user_middleware[:0] = server.MIDDLEWARE
         application.middleware_stack = None  # the next request builds it again
-        present.extend(front_end.SOCKETS)
+        present.extend(server.SOCKETS)
         logging.getLogger(UVICORN).addFilter(without_traceback)
 
         def undo() -> None:
             logging.getLogger(UVICORN).removeFilter(without_traceback)
-            for socket in front_end.SOCKETS:
+            for socket in server.SOCKETS:
                 present.remove(socket)
-            for middleware in front_end.MIDDLEWARE:
+            for middleware in server.MIDDLEWARE:
                 application.user_middleware.remove(middleware)
             application.middleware_stack = stack
             uninstall(application)
 
         return undo
+
+    return Addition("app", "gives requests their host, middleware and WebSockets", add)
 
 
 def without_dependencies(route: APIRoute) -> APIRoute:

@@ -8,8 +8,7 @@ attribute is a row: mypy checks our calls against it, and `contract` the install
 from __future__ import annotations
 
 import inspect
-from asyncio import WriteTransport
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast, get_type_hints
 
 from starlette.requests import HTTPConnection, Request
@@ -45,12 +44,6 @@ class ModelManager(Protocol):
     ]
 
 
-class Connection(Protocol):
-    """uvicorn's connection of a request."""
-
-    transport: WriteTransport | None
-
-
 class InferenceTracker(Protocol):
     """vllm-mlx's metrics of one request."""
 
@@ -80,7 +73,7 @@ class Server(Protocol):
     _default_repetition_penalty: Annotated[float | None, "a sampling default"]
     _default_temperature: Annotated[float | None, "a sampling default"]
     _default_thinking_token_budget: Annotated[int | None, "the default reasoning budget"]
-    _default_timeout: Annotated[float, "the longest grace period at shutdown"]
+    _default_timeout: Annotated[float, "the deadline of a request"]
     _default_top_k: Annotated[int | None, "a sampling default"]
     _default_top_p: Annotated[float | None, "a sampling default"]
     _engine: Annotated[object, "the engine of the only model"]
@@ -99,35 +92,14 @@ class Server(Protocol):
     ) -> object:
         """lends an engine to a request"""
 
-    def _disconnect_guard(
-        self, generator: AsyncIterable[str], raw_request: Request, *, timeout: float
-    ) -> AsyncIterator[str]:
-        """ends a stream when the client disconnects"""
-
-    def _find_uvicorn_cycle(self, obj: object) -> Connection | None:
-        """finds uvicorn's connection of a request"""
-
     async def _release_engine_for_request(self, raw_request: Request) -> None:
         """returns the engine of a request"""
 
     def _resolve_request_max_tokens(self, requested_value: int | None) -> int:
         """limits max_tokens"""
 
-    def _start_request_budget(self, timeout: float | None) -> tuple[float, float]:
-        """the deadline of a request"""
-
     def _validate_model_name(self, request_model: str) -> None:
         """rejects an unknown model"""
-
-    async def _wait_with_disconnect(
-        self,
-        coro: Awaitable[T],
-        raw_request: Request,
-        *,
-        timeout: float,
-        timeout_detail_seconds: float,
-    ) -> T | None:
-        """cancels the work when the client disconnects"""
 
     async def check_rate_limit(self, request: HTTPConnection) -> None:
         """limits requests, and messages on a WebSocket"""

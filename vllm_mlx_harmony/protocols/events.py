@@ -37,6 +37,8 @@ class Event(NamedTuple):
 
 DONE = Event("[DONE]")
 
+HEARTBEAT = Event("heartbeat", comment=True)
+
 REASONING_ENDED_BY = "reasoning_ended_by"
 """The field that says why reasoning was cut short (C5), an extension in all three APIs."""
 

@@ -55,8 +55,8 @@ PIECE = 32 * 1024
 """Approximate bytes of events that are sent together."""
 
 PING_VARIABLE = "VLLM_MLX_HARMONY_PING_SECONDS"
-"""Environment variable: seconds of silence after which a ping is sent, in APIs that have one; 0:
-never."""
+"""Environment variable: seconds of silence after which a ping is sent, or a comment in APIs that
+have no pings; 0: never."""
 
 DEFAULT_PING_SECONDS = 5
 

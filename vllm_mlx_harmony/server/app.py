@@ -13,6 +13,7 @@ from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.server import cancel, chat, ids, messages
+from vllm_mlx_harmony.server.client import Transports
 from vllm_mlx_harmony.server.endpoint import Endpoint, guarded
 from vllm_mlx_harmony.server.host import Host, install
 from vllm_mlx_harmony.server.middleware import OriginCheck, RejectDuringShutdown, error_at
@@ -44,7 +45,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 SOCKETS = (WebSocketRoute("/v1/responses", converse),)
 """WebSocket endpoints, which check the API key themselves."""
 
-MIDDLEWARE = (Middleware(OriginCheck), Middleware(RejectDuringShutdown))
+MIDDLEWARE = (Middleware(Transports), Middleware(OriginCheck), Middleware(RejectDuringShutdown))
 """Middleware around the whole application, outermost first."""
 
 

@@ -6,11 +6,10 @@ set. A server implements ``Host`` and makes it available to every request with `
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -213,26 +212,6 @@ class Host(Protocol):
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
         """The metrics of a request that begins now."""
-
-    async def unless_gone(
-        self, coming: Awaitable[T], request: Request, seconds: float, total: float
-    ) -> T | None:
-        """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
-
-        Raises ``HTTPException`` 504 after ``seconds``. Its message names ``total``.
-        """
-
-    def until_gone(self, frames: AsyncIterable[str], request: Request) -> AsyncIterator[str]:
-        """``frames``, until the client disconnects.
-
-        A host may insert SSE comments to notice that.
-        """
-
-    def transport(self, connection: HTTPConnection) -> asyncio.WriteTransport | None:
-        """The transport of the connection; ``None`` if there is none.
-
-        The front end aborts it if the client stops reading.
-        """
 
     # --- Replaceable parts (entry points)
 

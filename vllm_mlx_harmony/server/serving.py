@@ -33,8 +33,8 @@ from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
-from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import replay, sampling, traces
+from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
+from vllm_mlx_harmony.server import client, replay, sampling, traces
 from vllm_mlx_harmony.server.answer import Answer, End
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
@@ -106,7 +106,7 @@ class Api:
     emitter: Callable[[Any, ResponseInfo, Context, str], Emitter] = (
         lambda parsed, info, context, tenant: parsed.emitter(info)
     )
-    ping: Event | None = None
+    ping: Event | None = HEARTBEAT
     reports_cached: bool = False
     comments_progress: bool = False
     more_values: int = 0
@@ -141,7 +141,7 @@ class Received:
             return await coming
         deadline = self.lease.deadline
         seconds = deadline.remaining()
-        return await self.host.unless_gone(coming, self.request, seconds, deadline.total)
+        return await client.unless_gone(coming, self.request, seconds, deadline.total)
 
     def track(self, *, stream: bool) -> Tracker:
         """Starts the metrics of the answer. From now on, other servers can cancel it."""
@@ -379,7 +379,7 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
-    host, request, deadline = received.host, received.request, job.lease.deadline
+    request, deadline = received.request, job.lease.deadline
     answer = Answer(job, end=end)
     response: Response | None = None
     result = "client_closed"
@@ -388,10 +388,10 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
         # one second to do so.
         seconds = deadline.left or 1.0
         if not job.stream:
-            whole = await host.unless_gone(answer.whole(), request, seconds, deadline.total)
+            whole = await client.unless_gone(answer.whole(), request, seconds, deadline.total)
             if whole is not None:
                 return JSONResponse(whole)
-        elif await host.unless_gone(answer.begun(), request, seconds, deadline.total):
+        elif await client.unless_gone(answer.begun(), request, seconds, deadline.total):
             response = EventStream(request, answer)
             return response
         raise ClientDisconnect

@@ -18,8 +18,8 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.protocols.events import Event, frame
+from vllm_mlx_harmony.server import client
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
@@ -41,12 +41,11 @@ class EventStream(StreamingResponse):
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
         self._frames = Frames(events)
-        guarded = host_of(request).until_gone(self._frames, request)
-        super().__init__(guarded, media_type="text/event-stream")
+        super().__init__(self._frames, media_type="text/event-stream")
         self._request = request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        transport = host_of(self._request).transport(self._request)
+        transport = client.transport(self._request)
         if transport is not None:
             # Each write waits until the previous one has left the process. Otherwise the end of an
             # answer would be in asyncio's own buffer, which nothing waits for.
@@ -61,8 +60,6 @@ class EventStream(StreamingResponse):
             closing.add_done_callback(_closing.discard)
 
     async def _close(self) -> None:
-        with suppress(RuntimeError):  # it is running, and has just been cancelled
-            await self.body_iterator.aclose()  # type: ignore[attr-defined]
         await self._frames.aclose()
 
 

@@ -44,11 +44,11 @@ from vllm_mlx_harmony.core.turn import (
     ToolChoice,
     User,
 )
-from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host import contract, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.mount import FrontEnd
-from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server import client
 from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
@@ -368,6 +368,22 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
         live = await collected(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collected(running, start) == running.events[start:]
+
+    asynchronous(test)
+
+
+def test_silence_is_broken(turns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing is generated, for each of its readers."""
+    monkeypatch.setattr("vllm_mlx_harmony.server.responses.background.DEFAULT_PING_SECONDS", 0.01)
+    turns(no_turn)
+
+    async def test() -> None:
+        running = Background().start(job(answer(background=True)))
+        for events in (running.follow(), running.follow(100)):
+            found = [await anext(events) for _ in range(5)]
+            assert found[-2:] == [HEARTBEAT] * 2
+            assert HEARTBEAT not in running.events
+        await running.cancel()
 
     asynchronous(test)
 
@@ -872,19 +888,12 @@ def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(websocket, "client_seconds", lambda: 0.05)
     aborted: list[bool] = []
 
-    class Protocol:
-        """uvicorn's, as far as the host finds it."""
-
-        disconnected = False
-        transport = SimpleNamespace(abort=lambda: aborted.append(True))
-
-        async def receive(self) -> None:
-            """Where it is found."""
+    transport = SimpleNamespace(abort=lambda: aborted.append(True))
 
     class Full(Socket):
         """Its buffers are full."""
 
-        _receive = Protocol().receive
+        scope = {**Socket.scope, client.TRANSPORT: transport}  # noqa: RUF012
 
         async def send_text(self, text: str) -> None:
             await asyncio.sleep(60)
@@ -913,7 +922,7 @@ def test_a_model_that_is_not_harmony_has_no_websocket() -> None:
 
 
 def test_the_route_is_added_and_taken_away() -> None:
-    route = FrontEnd(VllmMlx())
+    route = mount.front_end(VllmMlx())
     before = list(server.app.router.routes)
     assert route.problem() is None
     undo = route.apply()
@@ -934,7 +943,7 @@ def test_the_route_is_added_and_taken_away() -> None:
 def test_a_message_that_is_no_utf_8_makes_no_traceback(
     caplog: pytest.LogCaptureFixture, message: str, traceback: bool
 ) -> None:
-    undo = FrontEnd(VllmMlx()).apply()
+    undo = mount.front_end(VllmMlx()).apply()
     try:
         b"\xd2".decode()
     except UnicodeDecodeError:

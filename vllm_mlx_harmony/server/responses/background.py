@@ -15,8 +15,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
-from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event, encode_slowly
+from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, Answer
 from vllm_mlx_harmony.server.errors import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
@@ -84,14 +84,20 @@ class Running:
         return items
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
-        """Yields the events from number ``start`` to the last as they arrive."""
+        """Yields the events from number ``start`` to the last as they arrive, and heartbeats."""
+        loop = asyncio.get_running_loop()
         while True:
             while start < len(self.events):
                 yield self.events[start]
                 start += 1
             if self.done:
                 return
+            silent_until = loop.time() + DEFAULT_PING_SECONDS
+            timer = loop.call_at(silent_until, self._wake)
             await self._more.wait()
+            timer.cancel()
+            if loop.time() >= silent_until:
+                yield HEARTBEAT
 
     async def cancel(self) -> None:
         """Ends the response and frees the engine. Has no effect on an ended response."""
@@ -114,6 +120,9 @@ class Running:
         self.bytes += sum(len(event.data) for event in events)
         if self.done:
             self._generating = None
+        self._wake()
+
+    def _wake(self) -> None:
         self._more.set()
         self._more = asyncio.Event()
 

@@ -25,6 +25,7 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
+from vllm_mlx_harmony.server import client
 from vllm_mlx_harmony.server.answer import Answer, counted_as_unread, rejection
 from vllm_mlx_harmony.server.body import Document, limit, parse_body
 from vllm_mlx_harmony.server.errors import (
@@ -75,13 +76,13 @@ class Conversation:
 
     def __init__(self, socket: WebSocket, lifetime: float = LIFETIME) -> None:
         self._socket = socket
-        self._transport = host_of(socket).transport(socket)
+        self._transport = client.transport(socket)
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
         self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
         self._send: Callable[[str], Awaitable[None]] = self._write
-        self._api = replace(RESPONSES, read=self._read, comments_progress=False)
+        self._api = replace(RESPONSES, read=self._read, comments_progress=False, ping=None)
 
     async def serve(self) -> None:
         """Serves responses until the connection ends, which also ends a running response."""
