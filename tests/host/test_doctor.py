@@ -15,6 +15,7 @@ import pytest
 
 from vllm_mlx_harmony import _startup
 from vllm_mlx_harmony.cli import doctor
+from vllm_mlx_harmony.cli.models import MODELS
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host.entry_points import versions
 
@@ -138,6 +139,7 @@ def test_a_model_that_is_nowhere(nothing_heavy: None, startup_file: Path) -> Non
         "not on this machine" in found(doctor.doctor("no-such-org/no-such-model"), "model").detail
     )
     assert "not on this machine" in found(doctor.doctor("/no/such/directory"), "model").detail
+    assert MODELS["120b"].source in found(doctor.doctor("120b"), "model").detail
 
 
 GIB = 1 << 30

@@ -28,6 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS
 from vllm_mlx_harmony.cli.process import is_free
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import LIBRARIES, versions
@@ -156,7 +157,7 @@ def doctor(
     if tools is not None:
         groups.append(_tools(tools))
     if model is not None:
-        groups.append(_model(model))
+        groups.append(_model(MODELS[model].source if model in MODELS else model))
     if listening.findings[0].ok is None:
         return Report(tuple(groups), "Everything is in place, and a server is running.")
     return Report(tuple(groups))
@@ -168,7 +169,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="vllm-mlx-harmony doctor",
         description="Checks this installation and suggests fixes.",
     )
-    parser.add_argument("model", nargs="?", help="directory of a model, or a cached repository id")
+    parser.add_argument("model", nargs="?", help="20b, 120b, a directory, or a cached repository id")
     parser.add_argument(
         "--port", type=_port_number, default=PORT, help="port to check (default: %(default)s)"
     )
@@ -231,7 +232,6 @@ def _machine() -> Iterator[Group]:
     try:
         from huggingface_hub import constants, try_to_load_from_cache
 
-        from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS
         from vllm_mlx_harmony.engine import device
     except ImportError:  # missing packages have lines of their own
         return
