@@ -169,7 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="vllm-mlx-harmony doctor",
         description="Checks this installation and suggests fixes.",
     )
-    parser.add_argument("model", nargs="?", help="20b, 120b, a directory, or a cached repository id")
+    parser.add_argument(
+        "model", nargs="?", help="20b, 120b, a directory, or a cached repository id"
+    )
     parser.add_argument(
         "--port", type=_port_number, default=PORT, help="port to check (default: %(default)s)"
     )
