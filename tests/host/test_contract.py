@@ -720,7 +720,7 @@ def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
         ("from vllm_mlx import server", None),
         ("from vllm_mlx import speculative", "vllm_mlx.speculative"),
         ("from mlx_lm import utils\nutils.load(path, tokenizer_config=x, **more)", None),
-        ("from mlx_lm import utils\nutils.load(path, lazy=True)", "mlx_lm.utils:load with"),
+        ("from mlx_lm import utils\nutils.load(path, revision=x)", "mlx_lm.utils:load with"),
         (
             "from vllm_mlx.engine.base import GenerationOutput\nGenerationOutput('', prompt=1)",
             "prompt",
