@@ -25,6 +25,8 @@ from vllm_mlx_harmony.server.engine import Step
 def _body(request: EngineRequest) -> Json:
     settings = asdict(request.settings)
     del settings["prediction"]  # older servers reject fields that they do not know
+    if not settings["origins"]:
+        del settings["origins"]
     return {
         "model": request.model,
         "prompt": request.prompt,
