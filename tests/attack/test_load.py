@@ -20,8 +20,8 @@ pytestmark = pytest.mark.served
 
 ROUNDS, STREAMS = size(8, 3), size(200, 24)
 GROWTH_MIB = size(8.0, 48.0)
-"""Resident memory that a round may add, by the least of the later rounds and of the earlier ones but
-the first. A leak grows with every round; what an allocator holds back comes and goes."""
+"""Resident memory that a round may add: the least of the later rounds against that of the earlier
+ones, without the first. A leak grows with every round; what an allocator holds comes and goes."""
 
 
 async def a_round(target: Target, chance: random.Random) -> list[tuple[str, bool, Seen]]:
