@@ -3,8 +3,8 @@
 
 Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
 part of the time. If at most `RETRIED` tests of a leg fail beside other legs, they run again after
-all legs: a busy machine makes tests miss their deadlines, but a fault fails alone, too. The summary
-names them.
+all legs, because a busy machine makes tests miss their deadlines. The summary names those that pass
+then: what fails only beside others may be a fault all the same.
 
 Legs that install the same packages share an environment. Only this Python has to be installed: uv,
 other versions of Python and all packages, Node.js and Redis among them, are installed below

@@ -482,6 +482,14 @@ def test_a_prediction_reaches_the_engine_and_is_counted(
         assert engine.predicted == tuple(vocab.encode(text))
 
 
+def test_a_prediction_is_not_for_a_remote_engine() -> None:
+    """No kind of engine takes one, so that nothing is tokenized for it."""
+    engine = PredictingEngine(SCRIPTS, 3)
+    engine.remote = True
+    asyncio.run(predicted(Alone(engine), "chat", False, "Good day."))
+    assert engine.predicted == ()
+
+
 def test_an_answer_without_predictions_counts_none() -> None:
     host = Alone(ScriptedEngine(SCRIPTS, 3))
     details = asyncio.run(predicted(host, "chat", False, "Good day."))

@@ -27,7 +27,7 @@ GENERATED = Counter(
 
 PREDICTED = Counter(
     "vllm_mlx_harmony_prediction_tokens",
-    "Tokens that were computed before they were known, by whether they were right.",
+    "Guessed tokens that were computed ahead, by whether they were accepted or rejected.",
     ["result"],
     registry=None,
 )

@@ -296,7 +296,7 @@ async def prepare(received: Received) -> Job:
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
     settings = replace(settings, origins=observe_of(received.request) is not None)
-    if turn.prediction:  # a hint, which may be as long as a body
+    if turn.prediction and not lease.harmony_engine.remote:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
         settings = replace(settings, prediction=tuple(predicted))
     name = response_name(request.model, host.model_name)
