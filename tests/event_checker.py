@@ -129,6 +129,7 @@ class _Item:
         self.whole: set[str] = set()
         self.parts: dict[str, str] = {}  # what stands in each part, once it is closed
         self.open_parts: set[str] = set()
+        self.logprobs: list[Any] = []
 
 
 class _Checker:
@@ -281,12 +282,14 @@ class _Checker:
         assert event["delta"], "an empty delta"
         item.texts[stem] += event["delta"]
         if stem == "response.output_text":
-            assert event["logprobs"] == []
+            item.logprobs += event["logprobs"]
 
     def text_done(self, stem: str, event: dict[str, Any]) -> None:
         item = self.at(event)
         name = ARGUMENTS[item.type][1] if item.type in ARGUMENTS else "text"
         assert event[name] == item.texts.setdefault(stem, ""), ".done is not the sum of its deltas"
+        if stem == "response.output_text":
+            assert event["logprobs"] == item.logprobs
         assert stem not in item.whole, ".done twice"
         item.whole.add(stem)
 
@@ -296,6 +299,7 @@ class _Checker:
         assert text in item.whole, "the part is done before its text"
         assert event["part"]["type"] == kind
         assert event["part"]["text"] == item.texts[text]
+        assert event["part"].get("logprobs", []) == item.logprobs
         item.open_parts.remove(stem)
         item.parts[stem] = event["part"]["text"]
 

@@ -27,6 +27,19 @@ from vllm_mlx_harmony.core import vocab
 
 Json: TypeAlias = "dict[str, Any]"
 
+TOP = (
+    (vocab.RETURN, -0.5),
+    (5, -1.25),
+    (vocab.END, -3.0),
+    *((at, 96.0 - at) for at in range(100, 117)),
+)
+"""The likeliest ids in every place, of engines that return log probabilities."""
+
+
+def logprob_of(token: int) -> float:
+    return dict(TOP).get(token, -30 - token / 1000)
+
+
 KINDS = ("vllm", "vllm-tokens", "sglang", "sglang-incremental", "llamacpp", "vllm-mlx")
 
 
@@ -233,6 +246,49 @@ class Fault:
     after: int | None = 0
 
 
+def with_logprobs(kind: str, body: Json, events: Iterator[str]) -> Iterator[str]:
+    """``events`` with the log probabilities that ``body`` asks for, as each kind writes them."""
+    asked = {
+        "vllm": body.get("logprobs"),
+        "vllm-tokens": body.get("sampling_params", {}).get("logprobs"),
+        "vllm-mlx": body.get("settings", {}).get("top_logprobs"),
+    }.get(kind)
+    for data in events:
+        event: Json = json.loads(data) if asked is not None and data[0] == "{" else {}
+        choice = event["choices"][0] if event.get("choices") else event
+        tokens = choice.get("token_ids") or choice.get("ids")
+        if asked is None or not tokens:
+            yield data
+            continue
+        # vLLM puts the id itself first, in addition to the likeliest or as one of them.
+        tops = [{token: logprob_of(token)} | dict(TOP[:asked]) for token in tokens]
+        if kind == "vllm":
+            choice["logprobs"] = {
+                "text_offset": [0] * len(tokens),
+                "tokens": [f"token_id:{token}" for token in tokens],
+                "token_logprobs": [logprob_of(token) for token in tokens],
+                "top_logprobs": [
+                    {f"token_id:{token}": one for token, one in top.items()} for top in tops
+                ],
+            }
+        elif kind == "vllm-tokens":
+            written = [
+                [
+                    {"token": f"token_id:{token}", "logprob": one, "bytes": None}
+                    for token, one in top.items()
+                ]
+                for top in tops
+            ]
+            choice["logprobs"] = {
+                "content": [{**each[0], "top_logprobs": each[: max(asked, 1)]} for each in written]
+            }
+        else:
+            event["logprobs"] = [
+                {"logprob": logprob_of(token), "top": TOP[:asked]} for token in tokens
+            ]
+        yield compact(event)
+
+
 @dataclass(eq=False)
 class FakeEngine:
     """Says the script of the last thing in the prompt that has one; ``pause`` between events."""
@@ -300,7 +356,8 @@ class FakeEngine:
         said = self.said(prompt)
         limit = exchange.max_tokens(body)
         finish = "length" if len(said) > limit else "stop"
-        answered = exchange.events(prompt, said[:limit], finish)
+        plain = exchange.events(prompt, said[:limit], finish)
+        answered = with_logprobs(self.kind, body, plain)
         return _Abortable(self, request, self._events(request, answered, fault))
 
     async def _before(self, request: Request, fault: Fault) -> None:

@@ -59,9 +59,9 @@ def detected(url: str, kind: str = "", model: str = MODEL) -> http.HttpEngine:
 MISSING = {
     "vllm": "nothing",
     "vllm-tokens": "nothing",
-    "sglang": "grammar",
-    "sglang-incremental": "grammar",
-    "llamacpp": "grammar, min tokens, tenant salt",
+    "sglang": "grammar, logprobs",
+    "sglang-incremental": "grammar, logprobs",
+    "llamacpp": "grammar, min tokens, tenant salt, logprobs",
     "vllm-mlx": "nothing",
 }
 
@@ -85,12 +85,17 @@ SPACE = ("grammar white space",)
 @pytest.mark.parametrize(
     ("kind", "path", "about", "missing"),
     [
-        ("sglang", "/get_server_info", {"grammar_backend": "llguidance", "device": "cuda"}, SPACE),
+        (
+            "sglang",
+            "/get_server_info",
+            {"grammar_backend": "llguidance", "device": "cuda"},
+            (*SPACE, "logprobs"),
+        ),
         (  # SGLang's MLX backend
             "sglang",
             "/get_server_info",
             {"grammar_backend": "llguidance", "device": "mps"},
-            (*SPACE, "penalties"),
+            (*SPACE, "penalties", "logprobs"),
         ),
         ("vllm", "/version", {"version": "0.27.1"}, ()),  # as of vllm-metal
     ],

@@ -144,12 +144,12 @@ APIS = {
             "continue_final_message": True,
             "add_generation_prompt": False,
             "n": 2,
+            "logprobs": True,
+            "top_logprobs": 2,
         },
         {
             "structured_outputs.structural_tag": "x",
             "structured_outputs.disable_additional_properties": True,
-            "logprobs": True,
-            "top_logprobs": 1,
             "prompt_logprobs": 0,
             "logprob_token_ids": [1],
             "modalities": ["text", "audio"],
@@ -175,8 +175,6 @@ APIS = {
         },
         accepted={
             "structured_outputs.disable_additional_properties": (False,),
-            "logprobs": (False,),
-            "top_logprobs": (0,),
             "modalities": (["text"],),
             "functions": ([],),
             "echo": (False,),
@@ -223,6 +221,7 @@ APIS = {
             "background": True,
             "include": ["reasoning.encrypted_content"],
             "max_output_tokens": 5,
+            "top_logprobs": 2,
             "min_tokens": 5,
             "thinking_token_budget": 5,
             "timeout": 5,
@@ -243,7 +242,6 @@ APIS = {
             "conversation": "c",
             "prompt": {"id": "p"},
             "moderation": {},
-            "top_logprobs": 1,
             "logprobs": True,
             "structured_outputs": {"regex": "a"},
             "guided_json": SCHEMA,
@@ -275,7 +273,6 @@ APIS = {
         },
         accepted={
             "prompt_cache_options.prewarm": (False,),
-            "top_logprobs": (0,),
             "logprobs": (False,),
             "guided_json_object": (False,),
             "n": (1,),
@@ -369,6 +366,8 @@ def without(api: Api, path: str) -> dict[str, Any]:
     body = deepcopy(api.body)
     if path.startswith(("guided_", "structured_outputs")):
         body.pop("response_format", None)  # there can be one format only
+    if path == "top_logprobs" and api.model is ChatBody:
+        body["logprobs"] = True
     return body
 
 
@@ -485,7 +484,8 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
     ("Chat Completions", "stop", ["a"] * 65, INVALID),
     ("Chat Completions", "stop", "a" * 513, INVALID),
     ("Responses", "include", ["web_search_call.action.sources", "file_search_call.results"], None),
-    ("Responses", "include", ["message.output_text.logprobs"], UNSUPPORTED),
+    ("Responses", "top_logprobs", 21, INVALID),
+    ("Chat Completions", "top_logprobs", 21, INVALID),
     ("Responses", "tool_choice", {"type": "web_search"}, UNSUPPORTED),
     ("Responses", "thinking_token_budget", -2, INVALID),
     ("Responses", "max_output_tokens", 0, INVALID),

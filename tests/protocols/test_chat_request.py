@@ -250,6 +250,14 @@ TURNS = {
         },
         Turn((User("Hello"),)),
     ),
+    "log probabilities": (
+        {"logprobs": True, "top_logprobs": 20},
+        Turn((User("Hello"),), sampling=Sampling(top_logprobs=20)),
+    ),
+    "log probabilities of what was generated": (
+        {"logprobs": True},
+        Turn((User("Hello"),), sampling=Sampling(top_logprobs=0)),
+    ),
     "several answers": ({"n": 8}, Turn((User("Hello"),), choices=8)),
     "a prediction": (
         {"prediction": {"type": "content", "content": "x = 1"}},
@@ -996,8 +1004,10 @@ BAD_FIELDS = [
     ("n", 0, "n"),
     ("n", "2", "n"),
     ("n", 2.0, "n"),
-    ("logprobs", True, "logprobs"),
+    ("logprobs", 1, "logprobs"),
     ("top_logprobs", 5, "top_logprobs"),
+    ("top_logprobs", -1, "top_logprobs"),
+    ("top_logprobs", 21, "top_logprobs"),
     ("frequency_penalty", 2.5, "frequency_penalty"),
     ("frequency_penalty", "1", "frequency_penalty"),
     ("seed", 2**63, "seed"),

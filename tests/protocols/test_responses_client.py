@@ -191,7 +191,7 @@ REFUSED: dict[str, Any] = {
     "conversation": "conv_1",
     "moderation": {"model": "omni-moderation-latest"},
     "prompt": {"id": "pmpt_1"},
-    "top_logprobs": 2,
+    "top_logprobs": 21,
 }
 
 

@@ -417,6 +417,7 @@ REPEATED: list[tuple[dict[str, Any], str, Any]] = [
     ({"store": False}, "store", False),
     ({"temperature": 0}, "temperature", 0),
     ({"top_p": 0.5}, "top_p", 0.5),
+    ({"top_logprobs": 5}, "top_logprobs", 5),
     ({"truncation": "auto"}, "truncation", "auto"),
     ({"user": "u"}, "user", "u"),
     ({"tool_choice": "none"}, "tool_choice", "none"),

@@ -1,4 +1,4 @@
-"""Several answers to one prompt, by the real server: random weights, real grammars and caches."""
+"""Several answers to one prompt, and log probabilities, with real grammars and caches."""
 
 from __future__ import annotations
 
@@ -103,3 +103,47 @@ def test_every_choice_conforms_to_the_grammar(client: openai.OpenAI, model: str)
     arguments = [json.loads(call.function.arguments)["city"] for call in calls]
     assert {*arguments} <= {"Rome", "Oslo", "Lima"}
     assert len({*arguments}) > 1
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY, "strict": True}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_every_choice(client: openai.OpenAI, model: str, stream: bool) -> None:
+    fields = {"n": 2, "logprobs": True, "top_logprobs": 5, "response_format": FORMAT}
+    budget = {"max_tokens": 200, "reasoning_effort": "none"}
+    answer = ask(client, model, "A city.", stream=stream, extra_body=budget, **fields)
+    if stream:
+        state = ChatCompletionStreamState()
+        for chunk in answer:
+            state.handle_chunk(chunk)
+        answer = state.current_completion_snapshot
+    assert len(answer.choices) == 2
+    for choice in answer.choices:
+        assert json.loads(choice.message.content)["city"] in ("Rome", "Oslo", "Lima")
+        content = choice.logprobs.content
+        written = b"".join(bytes(each.bytes) for each in content)
+        assert written.decode() == choice.message.content
+        for each in content:
+            likeliest = [one.logprob for one in each.top_logprobs]
+            assert likeliest == sorted(likeliest, reverse=True)
+            assert len(likeliest) == 5
+            assert each.logprob <= likeliest[0] <= 0
+
+
+def test_log_probabilities_in_responses(client: openai.OpenAI, model: str) -> None:
+    text: Any = {"format": {"type": "json_schema", **FORMAT["json_schema"]}}
+    response = client.responses.create(
+        model=model,
+        input="A city.",
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        text=text,
+        reasoning={"effort": "none"},
+        max_output_tokens=200,
+    )
+    (part,) = (item.content[0] for item in response.output if item.type == "message")
+    assert part.type == "output_text"
+    written = b"".join(bytes(each.bytes) for each in part.logprobs or ())
+    assert written.decode() == part.text == response.output_text
+    assert {len(each.top_logprobs) for each in part.logprobs or ()} == {2}

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
-from vllm_mlx_harmony.core.deltas import Usage
+from vllm_mlx_harmony.core.deltas import TokenLogprob, Usage
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps
@@ -34,6 +34,15 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(vocab.encoding().encode(text, allowed_special="all"))
 
 
+def logprobs(step: Sequence[int], most: int | None) -> tuple[TokenLogprob, ...]:
+    """Log probabilities that depend on the ids alone, if they are requested."""
+    if most is None:
+        return ()
+    likeliest = (vocab.RETURN, vocab.END, *range(18))
+    top = tuple((token, -0.25 * at) for at, token in enumerate(likeliest, start=1))
+    return tuple(TokenLogprob(token, -token / 1000, top[:most]) for token in step)
+
+
 @dataclass(eq=False)
 class ScriptedEngine:
     """Says the script of the last thing in the prompt that has one, ``at_once`` ids at a time."""
@@ -42,6 +51,7 @@ class ScriptedEngine:
     at_once: int = 1
     remote: bool = False
     model: str = MODEL
+    has_logprobs: bool = True
     context_length: int | None = 4096
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     running: int = 0
@@ -69,7 +79,7 @@ class ScriptedEngine:
                 finish: Finish | None = None
                 if ended:
                     finish = "length" if at_limit else "stop"
-                yield Step(step, finish)
+                yield Step(step, finish, logprobs=logprobs(step, settings.top_logprobs))
                 await asyncio.sleep(0)
         finally:
             self.running -= 1

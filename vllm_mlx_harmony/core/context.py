@@ -19,7 +19,16 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text
+from vllm_mlx_harmony.core.deltas import (
+    Closed,
+    Delta,
+    Finished,
+    Kind,
+    Opened,
+    Started,
+    Text,
+    TokenLogprob,
+)
 from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import EndReason, Parser
@@ -149,12 +158,20 @@ class StreamingHarmonyContext:
         """The delta before generation; ``cached_tokens`` as in ``Started``."""
         return [Started(self._prompt_tokens, cached_tokens)]
 
-    def append_output(self, ids: Sequence[int]) -> list[Delta]:
-        """Adds generated ids, and returns their deltas. Ids after the end are ignored."""
+    def append_output(
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[Delta]:
+        """Adds generated ids, and returns their deltas. Ids after the end are ignored.
+
+        ``logprobs`` are those of all ``ids``, if they were requested.
+        """
         if self._has_results:
             self._begin_output(opening())
         was_done = self.done
-        deltas = self._parser.feed(ids)
+        if logprobs:
+            deltas = [delta for each in logprobs for delta in self._parser.feed_one(each)]
+        else:
+            deltas = self._parser.feed(ids)
         if not was_done:
             self._generated.ids.extend(ids)
             if self._parser.done_at is not None:

@@ -99,11 +99,47 @@ class Opened:
     at: int = field(default=0, compare=False)
 
 
+LOWEST_LOGPROB = -9999.0
+"""Stands for a probability of 0, of which JSON cannot write the logarithm, as in OpenAI's APIs."""
+
+
 @dataclass(frozen=True, slots=True)
-class Text:
-    """More text of the open message: not empty, only whole characters, no control tokens."""
+class TokenLogprob:
+    """The log probability of a generated id, of the model's own distribution.
+
+    ``top`` has the likeliest ids in its place with their log probabilities, likeliest first. They
+    may be control tokens. A log probability is finite: none is below ``LOWEST_LOGPROB``.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TextLogprob:
+    """A ``TokenLogprob`` as it is shown, and of the tokens in its ``top`` each as one of its own.
+
+    ``content`` has the exact bytes, which may be part of a character. A control token has a name as
+    its ``text``, and no bytes (``None``).
+    """
 
     text: str
+    content: bytes | None
+    logprob: float
+    top: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More text of the open message: not empty, only whole characters, no control tokens.
+
+    ``logprobs`` are those of the ids of a preamble or an answer, if they were requested: of every
+    id that is at least partly shown, with the text in which it begins to be.
+    """
+
+    text: str
+    logprobs: tuple[TextLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

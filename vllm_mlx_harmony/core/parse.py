@@ -45,6 +45,7 @@ counted.
 from __future__ import annotations
 
 from codecs import getincrementaldecoder
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -59,6 +60,8 @@ from vllm_mlx_harmony.core.deltas import (
     Kind,
     Opened,
     Text,
+    TextLogprob,
+    TokenLogprob,
     Usage,
 )
 from vllm_mlx_harmony.core.header import Header, HeaderReader
@@ -135,6 +138,7 @@ TRANSITIONS: dict[State, dict[Sign, State]] = {
     State.ENDED: dict.fromkeys(Sign, State.ENDED),
 }
 
+_CONTENT = (Kind.PREAMBLE, Kind.ANSWER)
 _CHANNEL_KINDS = {"analysis": Kind.REASONING, "commentary": Kind.PREAMBLE}
 _ENDED: State = State.ENDED  # looked up once per feed
 _Decoder = getincrementaldecoder("utf-8")
@@ -148,6 +152,15 @@ class _Loose:
     text: str
     ids: int
     began: int
+
+
+def _as_text(logprob: TokenLogprob) -> TextLogprob:
+    def shown(token: int, score: float, top: tuple[TextLogprob, ...] = ()) -> TextLogprob:
+        content = None if token in vocab.CONTROL else vocab.token_bytes(token)
+        return TextLogprob(vocab.token_text(token), content, score, top)
+
+    top = tuple(shown(token, score) for token, score in logprob.top)
+    return shown(logprob.token, logprob.logprob, top)
 
 
 class Parser:
@@ -196,6 +209,8 @@ class Parser:
         self._call_tokens = 0  # the same of calls
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
+        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()
+        """Those of ids that are not shown yet, behind the number of characters before each id."""
         self._begin_header(after_start=False)
         if within is not None:
             self.state = State.BODY
@@ -234,6 +249,13 @@ class Parser:
                 break
         self._flush()
         return self._take()
+
+    def feed_one(self, logprob: TokenLogprob) -> list[Delta]:
+        """The deltas of the next id, which is returned with its text if that is content."""
+        is_text = 0 <= logprob.token < vocab.STARTOFTEXT
+        if is_text and self.state is State.BODY and self.reading in _CONTENT:
+            self._logprobs.append((self._decoded, logprob))
+        return self.feed((logprob.token,))
 
     def resume(self) -> list[Delta]:
         """Begins another output of the same turn, after another ``<|start|>assistant``.
@@ -353,6 +375,8 @@ class Parser:
         self.reading = None
         self._finder: StopStrings | None = None
         self._opened, self._empty = False, True
+        self._decoded = self._shown = 0  # characters of the body
+        self._logprobs.clear()
 
     def _loose(self, *, cut: bool = False) -> _Loose:
         """The loose text of the header, when no ``<|message|>`` ended it."""
@@ -374,7 +398,7 @@ class Parser:
         tool = self._names.addressee(header.recipient)
         self.reading = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
         self._calls = bool(tool)
-        if self._stop_strings and self.reading in (Kind.PREAMBLE, Kind.ANSWER):
+        if self._stop_strings and self.reading in _CONTENT:
             self._finder = StopStrings(self._stop_strings)
         if self.reading is Kind.CALL:
             served = self._names.is_served(header.recipient)
@@ -389,6 +413,7 @@ class Parser:
             self._show(text)
 
     def _show(self, text: str) -> None:
+        self._decoded += len(text)
         if self._finder is None:
             self._emit(text)
             return
@@ -405,7 +430,11 @@ class Parser:
         if not self._opened:
             self._open(self.reading)
         self._empty = False
-        self._out.append(Text(text))
+        self._shown += len(text)
+        logprobs: list[TextLogprob] = []
+        while self._logprobs and self._logprobs[0][0] < self._shown:
+            logprobs.append(_as_text(self._logprobs.popleft()[1]))
+        self._out.append(Text(text, tuple(logprobs)) if logprobs else Text(text))
 
     def _open(self, kind: Kind, name: str = "") -> None:
         self._out.append(Opened(self._index, kind, name, self._began))

@@ -296,6 +296,8 @@ class Sampling:
     """How the next id is sampled. ``None`` means the server's default.
 
     ``seed`` is a signed 64-bit integer: with the same seed, the same logits give the same ids.
+    ``top_logprobs``: the log probability of each id is returned, and as many of the likeliest ids
+    in its place.
     """
 
     temperature: float | None = None
@@ -307,6 +309,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     frequency_penalty: float | None = None
     seed: int | None = None
+    top_logprobs: int | None = None
 
 
 RECOMMENDED = Sampling(temperature=1.0, top_p=1.0)

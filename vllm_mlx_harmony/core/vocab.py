@@ -118,6 +118,13 @@ def token_bytes(token: int) -> bytes:
     return _token_bytes[token]
 
 
+def token_text(token: int) -> str:
+    """The text of ``token``, with U+FFFD for parts of characters; a control token's name."""
+    if token in CONTROL:
+        return encoding().decode([token])
+    return token_bytes(token).decode("utf-8", "replace")
+
+
 class _TokenBytes(dict[int, bytes]):
     """Bytes by id, filled on demand."""
 

@@ -41,7 +41,7 @@ from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
 from vllm_mlx_harmony.engine.request import Request
-from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead
+from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead, log_probabilities
 from vllm_mlx_harmony.server.engine import COPIED, DRAWN, FORCED
 
 FEW = 32
@@ -95,13 +95,31 @@ class Batch:
                 request.origins += DRAWN if mask is None else mask.origin
                 if request.drafts is not None:
                     request.drafts.extend((token,))
+                request.take_logprob(token)
+            self._score(logits)
         for request in self.rows:
             request.joined = True
         return found
 
+    def _score(self, logits: mx.array) -> None:
+        """Computes the log probabilities of the ids of the next step, where they are requested."""
+        asked = [at for at, each in enumerate(self.rows) if each.top_logprobs is not None]
+        if not asked:
+            return
+        rows, most = mx.array(asked), max(self.rows[at].top_logprobs or 0 for at in asked)
+        scores = log_probabilities(logits[rows], self.pending[rows], most)
+        mx.async_eval(scores)
+        for row, at in enumerate(asked):
+            self.rows[at].scores = [each[row] for each in scores]
+
     def _knows_next(self, costs: Costs) -> bool:
-        """Whether the next id of a single row is known, or worth waiting for."""
+        """Whether the next id of a single row is known, or worth waiting for.
+
+        Never if its log probabilities are requested: those are computed one by one.
+        """
         (request,) = self.rows
+        if request.top_logprobs is not None:
+            return False
         mask, drafts = request.sampler.processor, request.drafts
         if not request.joined:
             self.known = request.ids[-1]

@@ -149,6 +149,7 @@ class MlxEngine:
     """
 
     remote = False
+    has_logprobs = True
 
     def __init__(self, model: str, options: Options | None = None) -> None:
         self.model = model
@@ -513,7 +514,7 @@ class MlxEngine:
         self._report(request)
         self._scheduler.answers(request.number)
         request.layers, request.ids = None, list(request.prompt)
-        if self.options.speculate == "auto":
+        if self.options.speculate == "auto" and request.top_logprobs is None:
             request.drafts = Drafts((*request.settings.prediction, *request.prompt))
         for batch in self._batches:
             if batch.takes(request):

@@ -9,7 +9,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from vllm_mlx_harmony.core.deltas import Progress
+import mlx.core as mx
+
+from vllm_mlx_harmony.core.deltas import Progress, TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
@@ -61,6 +63,10 @@ class Request:
     held: list[int] = field(default_factory=list)
     origins: str = ""
     """``Step.origins`` of ``held``."""
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Those of ``held``, if they are requested."""
+    scores: list[mx.array] = field(default_factory=list)
+    """`sampler.log_probabilities` of the next id, if they are requested."""
 
     # On the event loop.
     ended: bool = False
@@ -81,6 +87,17 @@ class Request:
     def generated(self) -> int:
         return max(0, len(self.ids) - len(self.prompt))
 
+    @property
+    def top_logprobs(self) -> int | None:
+        return self.settings.top_logprobs
+
+    def take_logprob(self, token: int) -> None:
+        """Reads the log probabilities of ``token``, which was computed last, if there are any."""
+        if self.scores:
+            own, ids, found = (each.tolist() for each in self.scores)
+            top = tuple(zip(ids, found, strict=True))[: self.top_logprobs]
+            self.logprobs.append(TokenLogprob(token, own, top))
+
     def progress(self, now: float, place: int = 0) -> Progress:
         """How much of the prompt is computed. Before it begins: what is cached, and its place."""
         total = len(self.prompt)
@@ -94,7 +111,8 @@ class Request:
         ids, origins = tuple(self.held), self.origins if self.settings.origins else ""
         self.held.clear()
         self.origins = ""
-        return Step(ids, finish, self.cached, None, origins, self.accepted, self.rejected)
+        logprobs, self.logprobs = tuple(self.logprobs), []
+        return Step(ids, finish, self.cached, None, origins, self.accepted, self.rejected, logprobs)
 
     async def next(self) -> Step:
         """All ids since the last call as one step, or a report of progress.
@@ -109,7 +127,12 @@ class Request:
             self.ended = True
             raise step
         while step.progress is None and self.items and isinstance(more := self.items[0], Step):
-            step = replace(more, ids=step.ids + more.ids, origins=step.origins + more.origins)
+            step = replace(
+                more,
+                ids=step.ids + more.ids,
+                origins=step.origins + more.origins,
+                logprobs=step.logprobs + more.logprobs,
+            )
             self.items.popleft()
         self.ended = step.finish is not None
         return step

@@ -33,6 +33,7 @@ from typing import Any, TypeAlias
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB
 from vllm_mlx_harmony.engine.masks import LogitsMask, Masking
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -201,6 +202,23 @@ def accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """
     pairs = zip(draft, drawn, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(draft))
+
+
+def log_probabilities(
+    logits: mx.array, drawn: mx.array, most: int
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Of the model's own distribution: the log probabilities of the ids ``drawn`` (rows,), and the
+    ``most`` likeliest ids and their log probabilities (rows, most), likeliest first."""
+    logits = logits.astype(mx.float32)
+    scores = mx.maximum(logits - mx.logsumexp(logits, axis=-1, keepdims=True), LOWEST_LOGPROB)
+    own = mx.take_along_axis(scores, drawn[:, None], axis=-1)[:, 0]
+    if not most:
+        none = mx.zeros((len(own), 0), dtype=mx.uint32)
+        return own, none, none
+    ids = mx.argpartition(-scores, most, axis=-1)[:, :most]
+    found = mx.take_along_axis(scores, ids, axis=-1)
+    order = mx.argsort(-found, axis=-1)
+    return own, *(mx.take_along_axis(each, order, axis=-1) for each in (ids, found))
 
 
 def _drawn(

@@ -298,6 +298,12 @@ class FleetEngine:
     def context_length(self) -> int | None:
         return self.fleet.context_length
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether all engines return log probabilities, because a request may go to any."""
+        engines = (each.engine for each in self.fleet.backends)
+        return all(each.capabilities.logprobs for each in engines if each is not None)
+
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """Always 0: engines report cached tokens only after the prompt."""
         return 0

@@ -46,6 +46,7 @@ class StandIn:
 
     context_length: int | None = 131_072
     remote = False
+    has_logprobs = False
 
     def __init__(self, model: str, pace: float) -> None:
         self.model = model

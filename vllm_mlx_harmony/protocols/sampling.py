@@ -30,4 +30,4 @@ def sampling(body: SamplingFields, logit_bias: Iterable[tuple[int, float]] = ())
     return Sampling(**given, logit_bias=tuple(logit_bias))
 
 
-_NAMES = {each.name for each in fields(Sampling)} - {"logit_bias"}
+_NAMES = {each.name for each in fields(Sampling)} - {"logit_bias", "top_logprobs"}

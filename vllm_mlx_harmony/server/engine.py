@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.deltas import Progress
+from vllm_mlx_harmony.core.deltas import Progress, TokenLogprob
 from vllm_mlx_harmony.server.sampling import Settings
 
 Finish: TypeAlias = Literal["stop", "length"]
@@ -26,7 +26,8 @@ class Step:
     that were cached. ``progress`` is set on steps without ids, before the first id. ``origins`` is
     empty unless ``Settings.origins`` asks for it. Then it has a letter for each id, such as
     ``DRAWN``, which says how it came about. Of the ids that were tried before they were known, so
-    many have been ``accepted`` and ``rejected`` so far.
+    many have been ``accepted`` and ``rejected`` so far. ``logprobs`` are those of all ``ids``, if
+    the settings ask for them.
     """
 
     ids: tuple[int, ...]
@@ -36,6 +37,7 @@ class Step:
     origins: str = ""
     accepted: int = 0
     rejected: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 Steps: TypeAlias = AsyncGenerator[Step, None]
@@ -64,6 +66,10 @@ class Engine(Protocol):
         and it waits for a slow reader: neither delays other requests.
         """
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether it returns log probabilities; otherwise no request asks for them."""
+
     def generate(
         self,
         prompt: tuple[int, ...],
@@ -84,6 +90,9 @@ class Engine(Protocol):
         of their own (``Step.progress``): when it begins, after every chunk, when the prompt is
         computed, and about twice a second while the request waits. The front end decides which
         reports are shown.
+
+        With ``settings.top_logprobs``, the log probabilities are those of the model's own
+        distribution: before temperature, filters, penalties, biases and the constraint.
 
         The last step has a ``finish``; without one the output counts as complete, so an engine
         whose connection breaks must raise. Raises ``OutputError`` when the engine fails, and

@@ -208,6 +208,15 @@ class _Progress:
     reasoning_ended_by: ReasoningCut = ""
 
 
+def _appended(job: Job, step: Step) -> list[Delta]:
+    """The deltas of the ids of ``step``."""
+    if job.append is not None:
+        return job.append(step)
+    if step.logprobs:
+        return job.context.append_output(step.ids, step.logprobs)
+    return job.context.append_output(step.ids)  # contexts of other packages may know no more
+
+
 async def _output(
     job: Job,
     tracker: Tracker,
@@ -244,7 +253,7 @@ async def _output(
                     progress.cached_tokens = max(progress.cached_tokens, step.cached_tokens)
                 tracker.observe_ttft()
                 check(constraint)
-                yield context.append_output(step.ids) if job.append is None else job.append(step)
+                yield _appended(job, step)
                 # A remote engine reports the cached tokens after the last id of a turn, and its
                 # connection can be reused only after that. It does not know stop strings.
                 if progress.finish is not None:

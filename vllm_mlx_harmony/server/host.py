@@ -19,7 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.core.deltas import Delta, Usage
+from vllm_mlx_harmony.core.deltas import Delta, TokenLogprob, Usage
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
@@ -118,8 +118,10 @@ class Context(Protocol):
     def start(self, cached_tokens: int | None = None) -> list[Delta]:
         """Begins the turn."""
 
-    def append_output(self, ids: Sequence[int]) -> list[Delta]:
-        """Appends generated ids."""
+    def append_output(
+        self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()
+    ) -> list[Delta]:
+        """Appends generated ids, with their log probabilities if they were requested."""
 
     def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
         """Appends results of tools."""

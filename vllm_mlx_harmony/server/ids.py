@@ -10,12 +10,14 @@ llguidance, which the output must match from its first id) and ``min_tokens``. I
 server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``. Events
 before the first id have no ids but ``prompt_progress`` (as llama.cpp's), at most twice a second. An
 event with ``error`` ends a stream that failed. With ``settings.origins``, events have ``origins``:
-a letter for each id (``Step.origins``). GET returns the version of this interface.
+a letter for each id (``Step.origins``); with ``settings.top_logprobs``, they have ``logprobs``:
+``{"logprob": x, "top": [[id, x], …]}`` for each id. GET returns the version of this interface.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
@@ -26,11 +28,20 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
-from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Started, Usage
+from vllm_mlx_harmony.core.deltas import (
+    Delta,
+    Failed,
+    Finished,
+    Progress,
+    Started,
+    TokenLogprob,
+    Usage,
+)
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols.events import Event, encode
+from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
 from vllm_mlx_harmony.server import enforcement
@@ -39,7 +50,14 @@ from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.observer import observe_of
 from vllm_mlx_harmony.server.sampling import Settings, capped
-from vllm_mlx_harmony.server.serving import Api, Received, read, respond, serve
+from vllm_mlx_harmony.server.serving import (
+    Api,
+    Received,
+    check_logprobs,
+    read,
+    respond,
+    serve,
+)
 
 VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
 """Environment variable: ``1`` enables the endpoint."""
@@ -70,6 +88,7 @@ class IdSettings(Wire):
     frequency_penalty: float = 0.0
     seed: Seed | None = None
     origins: bool = False
+    top_logprobs: TopLogprobs | None = None
 
     def resolved(self) -> Settings:
         """The ``Settings``."""
@@ -97,6 +116,7 @@ class Ids:
 
     ids: tuple[int, ...]
     origins: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class IdContext:
@@ -120,9 +140,9 @@ class IdContext:
         return [Started(len(self._prompt), cached_tokens)]
 
     def append(self, step: Step) -> list[Any]:
-        """The ids of a step and their origins."""
+        """The ids of a step, their origins and log probabilities."""
         self._generated += len(step.ids)
-        return [Ids(step.ids, step.origins)] if step.ids else []
+        return [Ids(step.ids, step.origins, step.logprobs)] if step.ids else []
 
     def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
         """Implements ``Context``."""
@@ -136,7 +156,7 @@ class IdEmitter:
     def feed(self, delta: Delta | Ids) -> list[Event]:
         """The event of a delta."""
         if isinstance(delta, Ids):
-            return [_event(delta.ids, origins=delta.origins)]
+            return [_event(delta.ids, origins=delta.origins, logprobs=delta.logprobs)]
         if isinstance(delta, Progress):
             return [_event((), progress=delta)]
         if isinstance(delta, Finished):
@@ -156,10 +176,14 @@ def _event(
     ids: tuple[int, ...],
     finish: str | None = None,
     cached_tokens: int = 0,
+    *,
     progress: Progress | None = None,
     origins: str = "",
+    logprobs: Sequence[TokenLogprob] = (),
 ) -> Event:
     document: dict[str, Any] = {"ids": ids, "finish": finish, "cached_tokens": cached_tokens}
+    if logprobs:
+        document["logprobs"] = [{"logprob": each.logprob, "top": each.top} for each in logprobs]
     if progress is not None:
         document[FIELD] = prompt_progress(progress)
     if origins:
@@ -211,6 +235,7 @@ async def _generate(received: Received) -> Response:
     settings = capped(parsed.settings.resolved(), len(prompt), lease.harmony_engine.context_length)
     if observe_of(received.request) is not None:
         settings = replace(settings, origins=True)
+    check_logprobs(lease, settings, "settings.top_logprobs")
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
     track = partial(received.track, stream=True)
     observer = received.observer(parsed.model or "", stream=True)

@@ -21,7 +21,7 @@ class Settings:
     """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one.
 
     ``origins`` asks it to report how each id came about (``Step.origins``).
-    ``prediction`` has ids that the answer is likely to repeat.
+    ``prediction`` has ids that the answer is likely to repeat. ``top_logprobs`` as in ``Sampling``.
     """
 
     max_tokens: int
@@ -36,6 +36,7 @@ class Settings:
     seed: int | None = None
     origins: bool = False
     prediction: tuple[int, ...] = ()
+    top_logprobs: int | None = None
 
 
 def resolve(
@@ -74,6 +75,7 @@ def resolve(
         logit_bias=sampling.logit_bias,
         frequency_penalty=value("frequency_penalty", 0.0),
         seed=sampling.seed,
+        top_logprobs=sampling.top_logprobs,
     )
 
 

@@ -34,6 +34,7 @@ from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
 from vllm_mlx_harmony.server import client, replay, sampling, traces
 from vllm_mlx_harmony.server.answer import Answer, End
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
@@ -96,7 +97,8 @@ class Api:
     ``emitter`` makes the emitter of the answer. ``ping`` is sent in silent streams.
     ``reports_cached``: streams begin with the usage of the prompt. ``comments_progress``: until the
     first token, comments in a stream report the progress of the prompt. ``more_values``: JSON
-    values that a body may have beyond the limit (`body`).
+    values that a body may have beyond the limit (`body`). ``logprobs``: the field that requests log
+    probabilities.
     """
 
     name: str
@@ -110,6 +112,7 @@ class Api:
     reports_cached: bool = False
     comments_progress: bool = False
     more_values: int = 0
+    logprobs: str = "logprobs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +298,7 @@ async def prepare(received: Received) -> Job:
     settings = sampling.resolve(
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
+    check_logprobs(lease, settings, api.logprobs)
     settings = replace(settings, origins=observe_of(received.request) is not None)
     if turn.prediction and not lease.harmony_engine.remote:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
@@ -341,6 +345,13 @@ async def prepare(received: Received) -> Job:
         for choice, other in enumerate(others, start=1)
     )
     return replace(job, others=tuple(choices))
+
+
+def check_logprobs(lease: Lease, settings: sampling.Settings, field: str) -> None:
+    """Raises ``RequestError`` naming ``field`` if the engine does not return log probabilities."""
+    if settings.top_logprobs is not None and not lease.harmony_engine.has_logprobs:
+        problem = f"{field}: this server's engine does not return log probabilities"
+        raise RequestError(problem, param=field, code=UNSUPPORTED)
 
 
 async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | None) -> list[Context]:

@@ -7,12 +7,12 @@ has its own file beside this one.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import Progress
+from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB, Progress, TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
 from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.sampling import Settings
@@ -34,7 +34,8 @@ class Capabilities:
 
     ``grammar``: llguidance's Lark, with control tokens as ids. ``grammar_white_space``: JSON with
     white space, bounded as llguidance 1.9 does. ``tenant_salt``: tenants never share cached
-    prefixes. ``penalties``: of presence and frequency.
+    prefixes. ``penalties``: of presence and frequency. ``logprobs``: of each id, and of the model's
+    own distribution.
     """
 
     grammar: bool = False
@@ -43,6 +44,7 @@ class Capabilities:
     min_tokens: bool = True
     tenant_salt: bool = False
     penalties: bool = True
+    logprobs: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -96,7 +98,10 @@ class Dialect:
             raise garbled(data)
         if "error" in event:
             raise failure_in(event)
-        return self.step(event, seen)
+        try:
+            return self.step(event, seen)
+        except (AttributeError, TypeError, ValueError) as error:  # in what is nested deeper
+            raise garbled(data) from error
 
 
 def sampling(settings: Settings) -> Json:
@@ -173,6 +178,27 @@ def ids_of(value: object) -> tuple[int, ...]:
     if not isinstance(value, list) or not all(type(each) is int for each in value):
         raise garbled(value)
     return tuple(value)
+
+
+def logprobs_of(
+    ids: tuple[int, ...], entries: Iterable[tuple[object, Iterable[tuple[object, object]]]]
+) -> tuple[TokenLogprob, ...]:
+    """The log probabilities of ``ids``, from each one's own and the pairs of its likeliest ids.
+
+    Raises ``OutputError`` for anything malformed.
+    """
+
+    def finite(value: object) -> float:
+        if type(value) not in (int, float):
+            raise garbled(value)
+        return max(float(value), LOWEST_LOGPROB)  # type: ignore[arg-type]
+
+    found = []
+    for token, (own, pairs) in zip(ids, entries, strict=False):
+        top = [(id_, finite(logprob)) for id_, logprob in pairs if type(id_) is int]
+        top.sort(key=lambda pair: -pair[1])
+        found.append(TokenLogprob(token, finite(own), tuple(top)))
+    return tuple(found)
 
 
 def count_of(value: object) -> int:

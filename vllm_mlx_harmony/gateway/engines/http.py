@@ -43,6 +43,7 @@ from aiohttp import (
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
+from vllm_mlx_harmony.core.deltas import TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import with_compact_json
 from vllm_mlx_harmony.gateway.engines.dialect import (
@@ -181,21 +182,28 @@ class HttpEngine:
         )
         # The engine itself follows the grammar: its version of llguidance may differ from ours.
         matcher = None if constraint is None else constraint.start(grammar=False)
-        turn = _Turn(matcher, settings.origins)
+        turn = _Turn(matcher, settings)
         cached = 0
         for number in range(MOST_CONTINUATIONS):
             finish: Finish | None = None
-            ids: tuple[int, ...] = ()
+            taken = ACCEPTED
             async with aclosing(self.stream(request)) as steps:
                 async for step in steps:
                     cached = max(cached, step.cached_tokens)
                     finish = finish or step.finish
-                    ids = turn.take(step) if settings.max_tokens else ()
+                    taken = turn.take(step) if settings.max_tokens else ACCEPTED
                     if turn.forced:
                         break  # other ids must follow than those of this stream
                     progress = None if turn.ids else step.progress
-                    if ids or progress or (step is ACCEPTED and number == 0):
-                        yield Step(ids, None, cached, progress, turn.origins)
+                    if taken.ids or progress or (step is ACCEPTED and number == 0):
+                        yield Step(
+                            taken.ids,
+                            None,
+                            cached,
+                            progress,
+                            origins=taken.origins,
+                            logprobs=taken.logprobs,
+                        )
                     if turn.ended and finish is None:
                         cached = max(cached, await _cached_at_end(steps))
                         break
@@ -205,8 +213,7 @@ class HttpEngine:
                 return
             if not turn.forced:
                 raise OutputError("the engine's response ended before the answer was complete")
-            ids += turn.force()
-            yield Step(ids, None, cached, origins=turn.origins)
+            yield replace(turn.force(taken), cached_tokens=cached)
             count = len(turn.ids)
             if settings.max_tokens <= count:
                 yield Step((), "length", cached)
@@ -326,17 +333,18 @@ async def _cached_at_end(steps: Steps) -> int:
 class _Turn:
     """The ids of one turn: where it ends, and which ids are forced."""
 
-    def __init__(self, matcher: ConstraintMatcher | None, has_origins: bool) -> None:
-        self._matcher, self._has_origins = matcher, has_origins
+    def __init__(self, matcher: ConstraintMatcher | None, settings: Settings) -> None:
+        self._matcher, self._settings = matcher, settings
         self.ids: list[int] = []
         self.ended = False
         self.forced: tuple[int, ...] = ()
         """The ids that have to follow now, in place of the engine's."""
-        self.origins = ""
-        """``Step.origins`` of the ids that were taken last, and of those that followed by force."""
 
-    def take(self, step: Step) -> tuple[int, ...]:
-        """The ids of ``step`` that belong to the turn: up to its end or to forced ids."""
+    def take(self, step: Step) -> Step:
+        """The ids of ``step`` that belong to the turn: up to its end or to forced ids.
+
+        Raises ``OutputError`` if log probabilities were requested and some are missing.
+        """
         ids, matcher = step.ids, self._matcher
         reasoning = None if matcher is None else matcher.reasoning
         for at, token in enumerate(ids):
@@ -354,20 +362,28 @@ class _Turn:
                 ids = ids[: at + 1]
                 break
         self.ids += ids
-        if self._has_origins:
-            self.origins = step.origins[: len(ids)].ljust(len(ids), UNKNOWN)
-        return ids
+        origins, logprobs = "", list[TokenLogprob]()
+        if self._settings.origins:
+            origins = step.origins[: len(ids)].ljust(len(ids), UNKNOWN)
+        if (most := self._settings.top_logprobs) is not None:
+            if len(step.logprobs) < len(ids):
+                raise OutputError("the engine did not return every log probability")
+            logprobs = [replace(each, top=each.top[:most]) for each in step.logprobs[: len(ids)]]
+        return Step(ids, origins=origins, logprobs=tuple(logprobs))
 
-    def force(self) -> tuple[int, ...]:
-        """The forced ids, which now belong to the turn."""
+    def force(self, taken: Step) -> Step:
+        """``taken`` with the forced ids, which now belong to the turn."""
         forced, self.forced = self.forced, ()
         if self._matcher is not None:
             for token in forced:
                 self._matcher.consume(token)
         self.ids += forced
-        if self._has_origins:
-            self.origins += FORCED * len(forced)
-        return forced
+        origins, logprobs = taken.origins, taken.logprobs
+        if self._settings.origins:
+            origins += FORCED * len(forced)
+        if self._settings.top_logprobs is not None:  # no content: they are not shown
+            logprobs += tuple(TokenLogprob(token, 0.0) for token in forced)
+        return Step(taken.ids + forced, origins=origins, logprobs=logprobs)
 
 
 def _salt(tenant: str) -> str:
@@ -393,10 +409,11 @@ async def _steps(content: StreamReader, dialect: Dialect) -> AsyncGenerator[list
                 failure = error
             progress = [Step((), progress=each.progress) for each in steps if each.progress][-1:]
             ids = tuple(token for each in steps for token in each.ids)
+            logprobs = tuple(one for each in steps for one in each.logprobs)
             finish = next((each.finish for each in steps if each.finish is not None), None)
             cached = max((each.cached_tokens for each in steps), default=0)
             origins = "".join(each.origins for each in steps)
-            step = Step(ids, finish, cached, origins=origins)
+            step = Step(ids, finish, cached, origins=origins, logprobs=logprobs)
             yield [*progress, step] if ids or finish or cached else progress
             if failure is not None:
                 raise failure

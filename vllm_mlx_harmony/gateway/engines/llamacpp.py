@@ -15,6 +15,8 @@ counted both. ``content`` has the text of the missing ids. It is encoded again, 
 characters and, because models normally write what tokenizers produce, the same ids. If the number
 of ids differs, the request fails rather than lose an id.
 
+Log probabilities (``n_probs``) are not used: for the ids that are not streamed, there are none.
+
 Grammars: builds with llguidance accept Lark after ``%llguidance``; in all others it ends the
 *process*. Such builds must therefore be named: the kind ``llamacpp-llguidance``.
 """

@@ -1,8 +1,8 @@
 """Another vllm-mlx with this plugin: its own id endpoint, ``POST /harmony/v1/generate``.
 
 The format is this project's own (`server.ids`): the request has the fields of ``Settings``, an
-event has ``ids``, ``finish``, ``cached_tokens`` and ``origins``, or ``prompt_progress`` before the
-first id.
+event has ``ids``, ``finish`` and ``cached_tokens``, and ``origins`` and ``logprobs`` if they are
+requested, or ``prompt_progress`` before the first id.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     count_of,
     finish_of,
     ids_of,
+    logprobs_of,
     progress_of,
 )
 from vllm_mlx_harmony.server.engine import Step
@@ -27,6 +28,8 @@ def _body(request: EngineRequest) -> Json:
     del settings["prediction"]  # older servers reject fields that they do not know
     if not settings["origins"]:
         del settings["origins"]
+    if settings["top_logprobs"] is None:
+        del settings["top_logprobs"]
     return {
         "model": request.model,
         "prompt": request.prompt,
@@ -39,14 +42,22 @@ def _body(request: EngineRequest) -> Json:
 
 def _step(event: Json, seen: int) -> Step:
     finish, cached = finish_of(event.get("finish")), count_of(event.get("cached_tokens"))
-    progress, origins = progress_of(event.get("prompt_progress")), event.get("origins")
-    return Step(ids_of(event.get("ids")), finish, cached, progress, str(origins or ""))
+    ids, progress = ids_of(event.get("ids")), progress_of(event.get("prompt_progress"))
+    entries = ((each.get("logprob"), each.get("top")) for each in event.get("logprobs") or ())
+    logprobs, origins = logprobs_of(ids, entries), str(event.get("origins") or "")
+    return Step(ids, finish, cached, progress, origins, logprobs=logprobs)
 
 
 PLUGIN = Dialect(
     "vllm-mlx",
     "/harmony/v1/generate",
-    Capabilities(grammar=True, grammar_white_space=True, cached_tokens=True, tenant_salt=True),
+    Capabilities(
+        grammar=True,
+        grammar_white_space=True,
+        cached_tokens=True,
+        tenant_salt=True,
+        logprobs=True,
+    ),
     _body,
     _step,
 )

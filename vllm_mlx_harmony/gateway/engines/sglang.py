@@ -10,6 +10,10 @@ connection aborts the request (``create_abort_task``). ``extra_key`` keeps prefi
 
 ``ebnf`` goes to llguidance as it is with ``--grammar-backend llguidance``, and takes Lark there
 (``constrained/llguidance_backend.py``); other backends do not read ids of control tokens.
+
+Its log probabilities are not used: they are those after temperature and masks, of the model's own
+distribution only with ``SGLANG_RETURN_ORIGINAL_LOGPROB=1`` (``layers/sampler.py``), and even then
+after penalties.
 """
 
 from __future__ import annotations

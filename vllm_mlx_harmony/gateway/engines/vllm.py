@@ -18,9 +18,15 @@ a grammar from the first id on. Completions need ``"enable_in_reasoning": true``
 Grammars go to llguidance (``--structured-outputs-config.backend guidance``; ``auto`` falls back to
 it), as Lark with ids: https://github.com/guidance-ai/llguidance, docs/syntax.md. vLLM reports
 cached tokens only with ``--enable-prompt-tokens-details``.
+
+Log probabilities are those of the model's own distribution (``--logprobs-mode raw_logprobs``, the
+default), in the shapes of ``CompletionLogProbs`` and of ``_create_tokens_logprobs`` in
+``vllm/entrypoints/scale_out/token_in_token_out/serving.py``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
@@ -32,25 +38,39 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     finish_of,
     garbled,
     ids_of,
+    logprobs_of,
 )
 from vllm_mlx_harmony.server.engine import Step
 
+MOST_LOGPROBS = 20
+"""The default of ``--max-logprobs``."""
+
 
 def _completion(request: EngineRequest) -> Json:
-    return {
+    fields = {
         **_common(request),
         **_sampling(request),
         "prompt": request.prompt,
         "return_token_ids": True,
         "add_special_tokens": False,
     }
+    if request.settings.top_logprobs is not None:
+        fields |= {
+            "logprobs": request.settings.top_logprobs,
+            "return_tokens_as_token_ids": True,
+        }
+    return fields
 
 
 def _generate(request: EngineRequest) -> Json:
+    sampling = {**_sampling(request), "detokenize": False}
+    if request.settings.top_logprobs is not None:
+        # The id itself counts as one of them, even if it is not among the likeliest.
+        sampling["logprobs"] = min(request.settings.top_logprobs + 1, MOST_LOGPROBS)
     return {
         **_common(request),
         "token_ids": request.prompt,
-        "sampling_params": {**_sampling(request), "detokenize": False},
+        "sampling_params": sampling,
         "reasoning_ended": True,
     }
 
@@ -85,10 +105,35 @@ def _step(event: Json, seen: int) -> Step:
     if not isinstance(choices, list) or not isinstance(choices[0], dict):
         raise garbled(event)
     finish = finish_of(choices[0].get("finish_reason"))
-    return Step(ids_of(choices[0].get("token_ids")), finish, cached)
+    ids = ids_of(choices[0].get("token_ids"))
+    logprobs = logprobs_of(ids, _entries(choices[0].get("logprobs")))
+    return Step(ids, finish, cached, logprobs=logprobs)
 
 
-_CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True)
+def _entries(logprobs: object) -> Iterator[tuple[object, list[tuple[object, object]]]]:
+    """The log probability of each id, and the pairs of its likeliest ids.
+
+    Completions have parallel lists, the other endpoint a list of objects. Tokens are ids in both:
+    ``token_id:…``, or numbers in later versions (``logprobs_render.py``).
+    """
+    if not isinstance(logprobs, dict):
+        return
+    if isinstance(content := logprobs.get("content"), list):
+        for entry in content:
+            top = [(_id(one), one.get("logprob")) for one in entry.get("top_logprobs") or ()]
+            yield entry.get("logprob"), top
+    else:
+        lists = (logprobs.get(name) or () for name in ("token_logprobs", "top_logprobs"))
+        for own, likeliest in zip(*lists, strict=False):
+            yield own, [(_id({"token": name}), one) for name, one in (likeliest or {}).items()]
+
+
+def _id(entry: Json) -> object:
+    name = str(entry.get("token", "")).removeprefix("token_id:")
+    return entry["token_id"] if "token_id" in entry else int(name) if name.isdigit() else None
+
+
+_CAPABILITIES = Capabilities(cached_tokens=True, tenant_salt=True, logprobs=True)
 
 VLLM = Dialect("vllm", "/v1/completions", _CAPABILITIES, _completion, _step)
 VLLM_TOKENS = Dialect("vllm-tokens", "/inference/v1/generate", _CAPABILITIES, _generate, _step)

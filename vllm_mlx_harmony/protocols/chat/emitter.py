@@ -19,6 +19,7 @@ from vllm_mlx_harmony.core.deltas import (
     Progress,
     Started,
     Text,
+    TextLogprob,
     ToolFinished,
     ToolStarted,
     Usage,
@@ -34,6 +35,7 @@ from vllm_mlx_harmony.protocols.events import (
     quote,
 )
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
+from vllm_mlx_harmony.protocols.logprobs import entries
 from vllm_mlx_harmony.protocols.openai_error import error_body
 from vllm_mlx_harmony.protocols.openai_usage import output_details
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
@@ -98,6 +100,7 @@ class Emitter:
         self._head = encode(self._envelope("chat.completion.chunk"))[:-1] + ',"choices":['
         self._tail = ',"usage":null}' if include_usage else "}"
         self._texts: dict[str, list[str]] = {}
+        self._logprobs: list[Document] = []
         self._calls: list[_Call] = []
         self._ran_calls: list[Document] = []
         self._served = False  # whether the open message is a call of the server's
@@ -118,7 +121,7 @@ class Emitter:
             case Text() if self._input is not None:
                 return self._show(self._input.feed(delta.text))
             case Text():
-                return [] if self._hidden else self._show(delta.text)
+                return [] if self._hidden else self._show(delta.text, delta.logprobs)
             case Started():
                 return self._send('{"role":"assistant","content":null,"refusal":null}')
             case Progress() if self._shows_progress:
@@ -174,7 +177,7 @@ class Emitter:
         choice = {
             "index": self._info.choice,
             "message": self._message(),
-            "logprobs": None,
+            "logprobs": {"content": self._logprobs, "refusal": None} if self._logprobs else None,
             "finish_reason": self._reason,
         }
         document = self._envelope("chat.completion")
@@ -208,24 +211,31 @@ class Emitter:
             self._around = self._framed(*_OPENINGS[name])
         return []
 
-    def _show(self, text: str) -> list[Event]:
+    def _show(self, text: str, logprobs: Sequence[TextLogprob] = ()) -> list[Event]:
         if not text:
             return []
         if self._joint:
             text, self._joint = self._joint + text, ""
+        if self._stream and logprobs:
+            found = encode({"content": entries(logprobs), "refusal": None})
+            return self._send(encode({_CONTENT: text}), logprobs=found)
+        self._logprobs += entries(logprobs)
         if self._stream:
             return [Event(quote(text).join(self._around))]
         self._parts.append(text)
         return []
 
-    def _send(self, delta: str, reason: str = "null") -> list[Event]:
-        """One chunk with ``delta``, which is JSON, as is ``reason``."""
-        return [Event("".join(self._framed(delta, reason=reason)))] if self._stream else []
+    def _send(self, delta: str, reason: str = "null", logprobs: str = "null") -> list[Event]:
+        """One chunk with ``delta``, which is JSON, as are ``reason`` and ``logprobs``."""
+        framed = self._framed(delta, reason=reason, logprobs=logprobs)
+        return [Event("".join(framed))] if self._stream else []
 
-    def _framed(self, first: str, *rest: str, reason: str = "null") -> tuple[str, ...]:
+    def _framed(
+        self, first: str, *rest: str, reason: str = "null", logprobs: str = "null"
+    ) -> tuple[str, ...]:
         """The pieces of a delta's JSON with the rest of the chunk at both ends."""
         head = f'{self._head}{{"index":{self._info.choice},"delta":'
-        tail = f',"logprobs":null,"finish_reason":{reason}}}]{self._tail}'
+        tail = f',"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}'
         *middle, last = (head + first, *rest)
         return (*middle, last + tail)
 

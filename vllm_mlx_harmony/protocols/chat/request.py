@@ -126,7 +126,10 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         date=defaults.date,
         builtin_tools=builtin_tools,
         prefill=prefill,
-        sampling=sampling(body, _logit_bias(body)),
+        sampling=replace(
+            sampling(body, _logit_bias(body)),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        ),
         limits=Limits(
             max_tokens=body.max_tokens if older else body.max_completion_tokens,
             # An empty one can end nothing: forms send one for an empty field.

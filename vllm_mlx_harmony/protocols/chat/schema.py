@@ -7,8 +7,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
+from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
 from vllm_mlx_harmony.protocols.openai_content import Parts
 from vllm_mlx_harmony.protocols.openai_request import (
     JsonSchema,
@@ -221,6 +223,8 @@ class ChatBody(OpenAISampling):
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     prediction: Prediction | None = None
+    logprobs: bool | None = None
+    top_logprobs: TopLogprobs | None = None
 
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
 
@@ -253,14 +257,12 @@ class ChatBody(OpenAISampling):
 
 # --- Unsupported parameters that would change the answer: name, rejected values, reason.
 
-_LOGPROBS = "log probabilities are not available"
+_LOGPROBS = "not available: use logprobs and top_logprobs"
 _TEXT_ONLY = "the model writes text only"
 _TOKENS = "not available: answers are text"
 
 
 UNSUPPORTED_FIELDS: UnsupportedFields = (
-    ("logprobs", bool, _LOGPROBS),
-    ("top_logprobs", bool, _LOGPROBS),
     ("prompt_logprobs", given, _LOGPROBS),
     ("logprob_token_ids", given, _LOGPROBS),
     ("modalities", lambda requested: requested not in ([], ["text"]), _TEXT_ONLY),
@@ -294,4 +296,7 @@ def read_body(body: object) -> ChatBody:
     """
     chat = checked(ChatBody, body)
     reject_unsupported(body, UNSUPPORTED_FIELDS)
+    if chat.top_logprobs and not chat.logprobs:
+        problem = "top_logprobs requires logprobs: true"
+        raise RequestError(problem, param="top_logprobs", code="invalid_value")
     return chat

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from http import HTTPStatus
 
 from typing_extensions import assert_never
@@ -31,6 +31,7 @@ from vllm_mlx_harmony.protocols.events import (
     encode,
     quote,
 )
+from vllm_mlx_harmony.protocols.logprobs import entries
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     IN_PROGRESS,
@@ -113,7 +114,9 @@ class Emitter:
             case Text():
                 assert self._item is not None
                 announced = [] if self._shown else self._announce(self._item)
-                return [*announced, *self._show(self._item, self._item.take(delta.text))]
+                logprobs = entries(delta.logprobs, no_bytes=[])
+                self._item.logprobs += logprobs
+                return [*announced, *self._show(self._item, self._item.take(delta.text), logprobs)]
             case Started():
                 return self._start()
             case Opened(kind=Kind.SERVER_CALL):
@@ -232,11 +235,13 @@ class Emitter:
         self._shown = True
         return self._write_events(item.added())
 
-    def _show(self, item: OutputItem, text: str) -> list[Event]:
+    def _show(self, item: OutputItem, text: str, logprobs: Sequence[Document] = ()) -> list[Event]:
         if not (text and self._stream):
             return []
         quoted = quote(text)
-        return [Event(head.event(self._next(), quoted), head.type) for head in item.deltas]
+        return [
+            Event(head.event(self._next(), quoted, logprobs), head.type) for head in item.deltas
+        ]
 
     def _end_call(self, pending: list[PendingEvent]) -> list[Event]:
         if self._call is not None and self._call.shown:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from json import loads
 from typing import NamedTuple
@@ -60,9 +60,10 @@ class DeltaHead(NamedTuple):
     head: str
     tail: str
 
-    def event(self, number: int, quoted: str) -> str:
+    def event(self, number: int, quoted: str, logprobs: Sequence[Document] = ()) -> str:
         """The event's JSON."""
-        return f"{self.start}{number}{self.head}{quoted}{self.tail}"
+        tail = f',"logprobs":{encode(logprobs)}}}' if logprobs else self.tail
+        return f"{self.start}{number}{self.head}{quoted}{tail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ class Place:
     index: str = ""
     part_stem: str = ""
     part: Document | None = None
-    always: Document | None = None  # fields of both events
+    has_logprobs: bool = False  # both events, and the part
     marks_cut: bool = False
 
 
@@ -90,7 +91,7 @@ OUTPUT_TEXT = Place(
     index="content_index",
     part_stem="response.content_part",
     part=_OUTPUT_TEXT,
-    always={"logprobs": []},
+    has_logprobs=True,
 )
 REASONING_TEXT = Place(
     "response.reasoning_text",
@@ -113,7 +114,8 @@ class OutputItem:
     """One item while it is written; the cost of a text does not depend on the text before.
 
     ``write`` makes the document of the text so far and the status. ``name`` is sent beside complete
-    arguments, where clients made before 2026 look for it.
+    arguments, where clients made before 2026 look for it. ``logprobs`` are those of the text so
+    far.
     """
 
     def __init__(
@@ -124,7 +126,9 @@ class OutputItem:
         *,
         name: str = "",
         freeform: bool = False,
+        logprobs: list[Document] | None = None,
     ) -> None:
+        self.logprobs = [] if logprobs is None else logprobs
         self._index = index
         self._write = write
         self._name = {"name": name} if name else {}
@@ -139,7 +143,7 @@ class OutputItem:
                 type=f"{place.stem}.delta",
                 start=f'{{"type":{quote(f"{place.stem}.delta")},"sequence_number":',
                 head=f',{encode(at)[1:-1]},"delta":',
-                tail=f",{encode(place.always)[1:]}" if place.always else "}",
+                tail=',"logprobs":[]}' if place.has_logprobs else "}",
             )
             for place, at in self._places
         ]
@@ -174,10 +178,11 @@ class OutputItem:
         events: list[PendingEvent] = []
         text, cut = "".join(self._parts), document["status"] != COMPLETED
         for place, at in self._places:
-            fields: Document = {**at, place.whole: text, **(place.always or {}), **self._name}
+            logprobs = {"logprobs": self.logprobs} if place.has_logprobs else {}
+            fields: Document = {**at, place.whole: text, **logprobs, **self._name}
             events.append(PendingEvent(f"{place.stem}.done", fields))
             if place.part is not None:
-                fields = {**at, "part": {**place.part, "text": text}}
+                fields = {**at, "part": {**place.part, "text": text, **logprobs}}
                 if place.marks_cut and cut:
                     fields["status"] = INCOMPLETE
                 events.append(PendingEvent(f"{place.part_stem}.done", fields))
@@ -210,18 +215,20 @@ class Writing:
         if delta.kind is Kind.REASONING:
             return self._reasoning(index, key)
         phase = "commentary" if delta.kind is Kind.PREAMBLE else "final_answer"
+        logprobs: list[Document] = []
 
         def message(text: str, status: str) -> Document:
+            part = {**_OUTPUT_TEXT, "logprobs": [*logprobs], "text": text}
             return {
                 "id": f"msg_{key}",
                 "type": "message",
                 "status": status,
                 "role": "assistant",
                 "phase": phase,
-                "content": [{**_OUTPUT_TEXT, "text": text}] if text else [],
+                "content": [part] if text else [],
             }
 
-        return OutputItem(index, message, (OUTPUT_TEXT,))
+        return OutputItem(index, message, (OUTPUT_TEXT,), logprobs=logprobs)
 
     def _reasoning(self, index: int, key: str) -> OutputItem:
         def reasoning(text: str, status: str) -> Document:

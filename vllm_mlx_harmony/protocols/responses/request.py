@@ -67,6 +67,9 @@ ENCRYPTED_CONTENT = "reasoning.encrypted_content"
 OUTPUTS = "code_interpreter_call.outputs"
 """The value of ``include`` that requests the output of code."""
 
+LOGPROBS = "message.output_text.logprobs"
+"""The value of ``include`` that requests log probabilities, as does ``top_logprobs`` above 0."""
+
 SOURCES = "web_search_call.action.sources"
 """The value of ``include`` that requests the URLs that a search found."""
 
@@ -258,7 +261,12 @@ def read_turn(
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
         builtin_tools=tools.builtin_tools,
-        sampling=sampling(body),
+        sampling=replace(
+            sampling(body),
+            top_logprobs=(body.top_logprobs or 0)
+            if body.top_logprobs or LOGPROBS in (body.include or ())
+            else None,
+        ),
         limits=Limits(
             max_tokens=body.max_output_tokens,
             one_call=body.parallel_tool_calls is False,
@@ -330,7 +338,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
         "text": {"format": _format(text.format), "verbosity": text.verbosity or "medium"},
         "tool_choice": body.tool_choice.document if body.tool_choice else "auto",
         "tools": [_tool(tool) for tool in body.tools or ()],
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": used("top_p", 1.0),
         "truncation": body.truncation or "disabled",
         "user": body.user,

@@ -12,6 +12,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import ResponseFormat
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
+from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 from vllm_mlx_harmony.protocols.openai_request import (
     JsonSchema,
@@ -368,13 +369,11 @@ class ResponsesBody(OpenAISampling):
     prompt_cache_key: str | None = None
     user: str | None = None
 
-    top_logprobs: int | None = Field(default=None, ge=0)
+    top_logprobs: TopLogprobs | None = None
 
 
 # --- Unsupported parameters that would change the answer: name, rejected values, reason.
 
-_LOGPROBS = "message.output_text.logprobs"
-_NO_LOGPROBS = "log probabilities are not available"
 _ELSEWHERE = "not a field of Responses: use Chat Completions"
 _FORMAT = "not available: use text.format"
 _LENGTH = "not a field of Responses: use max_output_tokens"
@@ -387,9 +386,7 @@ NO_CONVERSATIONS = (
 """The alternative to OpenAI's conversations, for error messages."""
 
 UNSUPPORTED_FIELDS: UnsupportedFields = (
-    ("top_logprobs", bool, _NO_LOGPROBS),
-    ("include", lambda requested: _LOGPROBS in requested, _NO_LOGPROBS),
-    ("logprobs", bool, _NO_LOGPROBS),
+    ("logprobs", bool, "not a field of Responses: use include and top_logprobs"),
     ("conversation", given, f"not available: {NO_CONVERSATIONS}"),
     ("prompt", given, "prompt templates are not available: send input and instructions"),
     ("moderation", given, "not available"),

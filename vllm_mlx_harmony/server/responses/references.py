@@ -80,6 +80,7 @@ RESPONSES = Api(
         replace(parsed, stream=parsed.stream or parsed.background), info, context, tenant
     ),
     comments_progress=True,
+    logprobs="include",
 )
 
 

@@ -56,6 +56,7 @@ COMPACT = Api(
     blocks=True,
     servers=responses.client_servers,
     emitter=_CompactionEmitter,
+    logprobs="include",
 )
 
 
