@@ -369,6 +369,10 @@ def test_refusals(
 # --- A turn: whatever way it ends, the engine is free and accounted for.
 
 
+NEVER = 3600.0
+"""Seconds after which what a test must bring about would come by itself."""
+
+
 class Lent:
     """A lease on an engine that is none; says when it was given back."""
 
@@ -438,7 +442,7 @@ class Engine:
         self.remote = False
 
 
-def job(engine: Engine, total: float = 5.0, emitter: Any = None) -> Job:
+def job(engine: Engine, total: float = NEVER, emitter: Any = None) -> Job:
     settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
     lease: Any = Lent(engine, total)
     return Job(lease, Context(), settings, emitter or Noted(), Tracked(), True, "seed")  # type: ignore[arg-type]
@@ -478,14 +482,14 @@ async def stopped_before(*_: Any) -> AsyncIterator[Step]:
 
 async def silent(*_: Any) -> AsyncIterator[Step]:
     yield Step((7,))
-    await asyncio.sleep(60)
+    await asyncio.sleep(NEVER)
 
 
 async def swallowing(*_: Any) -> AsyncIterator[Step]:
     """Ends when it is cancelled, as the host's iterator does."""
     yield Step((7,))
     try:
-        await asyncio.sleep(60)
+        await asyncio.sleep(NEVER)
     except asyncio.CancelledError:
         return
 
@@ -514,7 +518,7 @@ def stubborn(computed: asyncio.Event) -> Generate:
     async def generate(*_: Any) -> AsyncIterator[Step]:
         try:
             yield Step((7,))
-            await asyncio.sleep(60)
+            await asyncio.sleep(NEVER)
         finally:
             await computed.wait()
 
@@ -629,7 +633,7 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
     async def test() -> None:
         computed = asyncio.Event()
         turn = replace(
-            job(Engine(stubborn(computed)), total=0.1 if how == "silence" else 5.0), id_seed="a"
+            job(Engine(stubborn(computed)), total=0.1 if how == "silence" else NEVER), id_seed="a"
         )
         reading = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
@@ -676,7 +680,7 @@ def test_a_reader_that_leaves_waits_for_the_engine_unless_it_has_read_the_failur
 
 def test_a_request_that_waits_for_its_first_step_can_be_cancelled() -> None:
     async def queued(*_: Any) -> AsyncIterator[Step]:
-        await asyncio.sleep(60)
+        await asyncio.sleep(NEVER)
         yield Step((7,))
 
     async def test() -> None:
@@ -722,7 +726,7 @@ class Silence:
 
 
 async def receive() -> dict[str, Any]:
-    await asyncio.sleep(60)
+    await asyncio.sleep(NEVER)
     return {"type": "http.disconnect"}
 
 

@@ -5,6 +5,7 @@ Knows processes and `/health`. Refuses to know what is served.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -12,7 +13,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,6 +86,29 @@ class Server:
         whose tenant this is."""
         url = f"{self.base_url}/v1"
         return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
+
+    def wait_for_requests(self, running: int = 0, waiting: int = 0, seconds: float = 30.0) -> None:
+        """Waits for a state. An answer that is given up must take far longer than the limit."""
+        end = time.monotonic() + seconds
+        while (found := self.requests()) != (running, waiting):
+            assert time.monotonic() < end, f"{found} requests run and wait after {seconds} s"
+            time.sleep(0.05)
+
+    def requests(self) -> tuple[int, int]:
+        """How many requests run, and how many wait."""
+        headers = {"Authorization": f"Bearer {KEY}"}
+        status = httpx.get(f"{self.base_url}/v1/status", headers=headers, timeout=60).json()
+        return status["num_running"], status["num_waiting"]
+
+    @contextmanager
+    def sent(self, path: str, document: object) -> Iterator[None]:
+        """A request whose client reads nothing and goes at the end of the context."""
+        url, content = httpx.URL(self.base_url), json.dumps(document)
+        head = f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n"
+        with socket.create_connection((url.host, url.port or 80)) as connection:
+            connection.sendall((head + content).encode())
+            yield
 
     def stop(self, patience: float = 10.0) -> int:
         """Ends the process, gently at first. Returns its exit code; a second call does nothing."""

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +27,17 @@ pytestmark = pytest.mark.served
 
 PATH = "/v1/chat/completions"
 PLACES = 2
+"""How many requests may wait."""
+
+SEQUENCES = 3
+"""How many run at once."""
 
 SCRIPTS = [
     Script("<|message|>Hi.<|end|>", "<|channel|>final<|message|>Hi.<|return|>"),
     Script(
         "<|message|>Slowly.<|end|>",
-        "<|channel|>final<|message|>" + " word" * 80 + "<|return|>",
-        delay_ms=100,
+        "<|channel|>final<|message|>" + " word" * 6000 + "<|return|>",
+        delay_ms=100,  # ten minutes: nothing here waits for its end
     ),
     Script(
         "<|message|>Very slowly.<|end|>",
@@ -44,15 +47,14 @@ SCRIPTS = [
     Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>Never said.", fail_at=5),
     Script("<|message|>Break now.<|end|>", "<|channel|>final<|message|>x", fail_at=0),
 ]
-SLOWLY = 8.0
-"""Seconds that the slow answer takes to its end."""
 
 
 @pytest.fixture(scope="module")
 def server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
     environment = {"VLLM_MLX_HARMONY_QUEUE": str(PLACES)}
-    server = start(*FLAG, command=HARMONY, env=environment)
+    flags = ("--max-num-seqs", str(SEQUENCES))
+    server = start(*FLAG, *flags, command=HARMONY, env=environment)
     yield server
     server.stop()
 
@@ -223,84 +225,55 @@ def slow_stream(server: Server) -> Iterator[httpx.Response]:
             yield response
 
 
-FREED = 60.0
-"""The most seconds until an engine is free again."""
-
-
-def wait_until(happens: Callable[[], bool], seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not happens():
-        assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.05)
-
-
-def idle(client: httpx.Client) -> bool:
-    return bool(client.get("/v1/status").json()["num_running"] == 0)
-
-
 def test_a_client_that_goes_while_its_answer_streams(server: Server, client: httpx.Client) -> None:
     with slow_stream(server):
-        assert not idle(client)
-    wait_until(lambda: idle(client), FREED)
-    began = time.monotonic()
+        assert server.requests() == (1, 0)
+    server.wait_for_requests()
     assert ask(client, "Hi.").status_code == 200
-    assert time.monotonic() - began < SLOWLY / 2
+
+
+def sent(server: Server, text: str, *, stream: bool) -> AbstractContextManager[None]:
+    messages = [{"role": "user", "content": text}]
+    return server.sent(PATH, {"model": str(server.model), "messages": messages, "stream": stream})
 
 
 def test_a_client_that_goes_while_its_whole_answer_is_made(
     server: Server, client: httpx.Client
 ) -> None:
-    with server.client(timeout=0.7) as hasty, pytest.raises(httpx.ReadTimeout):
-        ask(hasty, "Slowly.")
-    wait_until(lambda: idle(client), FREED)
+    with sent(server, "Slowly.", stream=False):
+        server.wait_for_requests(running=1)
+    server.wait_for_requests()
     assert ask(client, "Hi.").status_code == 200
-
-
-class Visitor(threading.Thread):
-    """Somebody who asks, and tells the status of the answer; ``patience`` ends by going."""
-
-    def __init__(self, server: Server, stream: bool, patience: float = 60.0) -> None:
-        super().__init__(daemon=True)
-        self.status = 0
-        self._server, self._stream, self._patience = server, stream, patience
-        self.start()
-
-    def run(self) -> None:
-        with self._server.client(self._patience) as client:
-            try:
-                self.status = ask(client, "Hi.", stream=self._stream).status_code
-            except httpx.ReadTimeout:
-                self.status = -1
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_that_come_together_run_together(
     server: Server, client: httpx.Client, stream: bool
 ) -> None:
-    with slow_stream(server):
-        waiting = [Visitor(server, stream) for _ in range(PLACES)]
-        time.sleep(1.0)
-        late = ask(client, "Hi.", stream=stream)
-        assert late.status_code == 200
-    for visitor in waiting:
-        visitor.join(20)
-        assert visitor.status == 200
+    with slow_stream(server), ThreadPoolExecutor(PLACES) as pool:
+        asked = [pool.submit(ask, client, "Hi.", stream=stream) for _ in range(PLACES)]
+        assert [each.result().status_code for each in asked] == [200] * PLACES
+        assert server.requests() == (1, 0)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_while_it_waits_frees_its_place(
     server: Server, client: httpx.Client, stream: bool
 ) -> None:
-    with slow_stream(server):
-        hasty = [Visitor(server, stream, patience=0.8) for _ in range(PLACES)]
-        for visitor in hasty:
-            visitor.join(10)
-        time.sleep(1.2)  # the host looks for gone clients twice a second
-        patient = [Visitor(server, stream) for _ in range(PLACES)]
-        time.sleep(0.5)
-    for visitor in patient:
-        visitor.join(20)
-        assert visitor.status == 200
+    with ExitStack() as running, ThreadPoolExecutor(PLACES) as pool:
+        for number in range(SEQUENCES):
+            running.enter_context(sent(server, "Slowly.", stream=True))
+            server.wait_for_requests(number + 1)
+        with ExitStack() as waiting:
+            for _ in range(PLACES):
+                waiting.enter_context(sent(server, "Hi.", stream=stream))
+            server.wait_for_requests(SEQUENCES, PLACES)
+            assert error(ask(client, "Hi.", stream=stream))["code"] == "queue_full"
+        server.wait_for_requests(SEQUENCES)
+        patient = [pool.submit(ask, client, "Hi.", stream=stream) for _ in range(PLACES)]
+        server.wait_for_requests(SEQUENCES, PLACES)
+        running.close()
+        assert [each.result().status_code for each in patient] == [200] * PLACES
 
 
 @pytest.mark.parametrize("attempt", range(5))
@@ -316,7 +289,7 @@ def test_clients_that_go_at_any_moment_leave_the_engine_free(
                 for _ in range(n * 2):
                     next(writes)
                 time.sleep(0.05 * attempt)
-    wait_until(lambda: idle(client), FREED)
+    server.wait_for_requests()
     assert ask(client, "Hi.", timeout=60).status_code == 200
 
 

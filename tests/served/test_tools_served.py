@@ -35,13 +35,12 @@ FIRST = (
 )
 SECOND = "<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
 LAST = "<|channel|>final<|message|>It is warm.<|return|>"
-SLEEPS = '<|channel|>commentary to=slow.sleep <|constrain|>json<|message|>{"seconds":60}<|call|>'
+SLEEPS = "<|channel|>commentary to=slow.sleep <|constrain|>json<|message|>%s<|call|>"
 WHO = "<|channel|>commentary to=caller.who <|constrain|>json<|message|>{}<|call|>"
 SCRIPTS = [
     Script("Where is it warm?<|end|>", FIRST),
     Script("Rome: 20 °C<|end|>", SECOND),
     Script("<|message|>42<|end|>", LAST),
-    Script("Sleep.<|end|>", SLEEPS),
     Script("Error: ", LAST),
     Script("Who am I?<|end|>", WHO),
     Script("Bearer s3cret", LAST),
@@ -55,12 +54,14 @@ def server(
 ) -> Iterator[Server]:
     """A host that runs tools for every request, with a stand-in of its own."""
     directory = tmp_path_factory.mktemp("tools")
-    model = standin.write(directory / "model", SCRIPTS)
-    servers = {
+    sleeps = SLEEPS % json.dumps({"seconds": 3600, "note": str(directory / "note")})
+    model = standin.write(directory / "model", [*SCRIPTS, Script("Sleep.<|end|>", sleeps)])
+    servers: dict[str, dict[str, Any]] = {
         kind: {"command": sys.executable, "args": [str(SERVERS), kind]}
         for kind in ("weather", "python", "slow")
     }
-    servers["away"] = {"url": "http://127.0.0.1:9/mcp"}  # type: ignore[dict-item]
+    servers["slow"]["timeout"] = 3600
+    servers["away"] = {"url": "http://127.0.0.1:9/mcp"}
     file = directory / "mcp.json"
     file.write_text(json.dumps({"mcpServers": servers}))
     running = start(
@@ -192,12 +193,19 @@ def within(value: Any, name: str) -> Iterator[Any]:
 
 
 def test_who_goes_cancels(server: Server) -> None:
-    body = {"model": str(server.model), "input": "Sleep.", "tools": []}
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{server.base_url}/v1/responses", json=body, timeout=3)
+    note = server.model.parent / "note"
     counted = 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0'
-    deadline = time.monotonic() + 120
-    while counted not in httpx.get(f"{server.base_url}/metrics").text:
+    body = {"model": str(server.model), "input": "Sleep.", "tools": []}
+    with server.sent("/v1/responses", body):
+        until(lambda: note.exists() and note.read_text() == "begun")
+    until(lambda: note.read_text() == "cancelled")
+    until(lambda: counted in httpx.get(f"{server.base_url}/metrics").text)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Within a minute."""
+    deadline = time.monotonic() + 60
+    while not true():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

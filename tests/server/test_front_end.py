@@ -621,7 +621,7 @@ def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
             try:
                 yield Step(ids("<|channel|>"))
                 computing.set()
-                await asyncio.sleep(60)
+                await asyncio.sleep(3600)
             finally:
                 await computed.wait()
 

@@ -29,7 +29,7 @@ async def dies() -> Answer:
     raise ToolError("the server has died")
 
 
-async def sleep(seconds: float = 60.0) -> Answer:
+async def sleep(seconds: float = 3600.0) -> Answer:
     await asyncio.sleep(seconds)
     return Answer("slept")
 
@@ -53,7 +53,7 @@ class Local:
     label: str
     runs: dict[str, tuple[Mapping[str, Any] | None, Run]]
     description: str = ""
-    timeout: float = 5.0
+    timeout: float = 3600.0
     problem: str = ""
     called: list[tuple[str, Mapping[str, Any]]] = field(default_factory=list)
     running: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from pathlib import Path
 
 from mcp.server.mcpserver import Context, MCPServer
 
@@ -39,17 +40,17 @@ def weather(server: MCPServer) -> None:
 
 
 def slow(server: MCPServer) -> None:
-    """Sleeps; says in a file, if one is named, when it was cancelled."""
+    """Sleeps; says in a file, if one is named, that it has begun, and when it was cancelled."""
 
     @server.tool()
     async def sleep(seconds: float, note: str = "") -> str:
         """Sleeps."""
+        written = Path(note or os.devnull)
+        written.write_text("begun")
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
-            if note:
-                with open(note, "w", encoding="utf-8") as file:
-                    file.write("cancelled")
+            written.write_text("cancelled")
             raise
         return f"slept {seconds}"
 
