@@ -222,16 +222,16 @@ def inspected(runs: int) -> Row:
         for token in ids:
             yield Step((token,), origins=".")
 
-    async def run(observer: Observer | None) -> None:
-        async for _ in observed(steps(), observer, (), None):  # type: ignore[arg-type]
+    async def run(*observers: Observer) -> None:
+        async for _ in observed(steps(), observers, (), None):  # type: ignore[arg-type]
             events = [event]
-            if observer is not None:
-                observer.events(events)
+            for each in observers:
+                each.events(events)
 
     def on() -> None:
         asyncio.run(run(Log().observe(request)))
 
-    off, seen = medians(3 * runs, lambda: asyncio.run(run(None)), on, clock=time.process_time)
+    off, seen = medians(3 * runs, lambda: asyncio.run(run()), on, clock=time.process_time)
     cost = (seen - off) / len(ids) * 1e6
     goal = f"at most {SEEN_US:.0f} µs"
     return Row("a token in the inspector", "µs", None, cost, goal, cost <= SEEN_US)

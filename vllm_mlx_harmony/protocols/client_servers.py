@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.validation import invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +45,9 @@ def headers_of(
     headers: dict[str, str] = {}
     for name, value in (given or {}).items():
         if not (isinstance(name, str) and _NAME.fullmatch(name) and _is_value(value)):
-            problem = f"{where} has an invalid name or value"
-            raise RequestError(problem, param=where, code="invalid_value")
+            raise invalid(where, f"{where} has an invalid name or value")
         if name.lower() in _OF_THE_CONNECTION:
-            problem = f"{where}: {name} is a header of the connection"
-            raise RequestError(problem, param=where, code="invalid_value")
+            raise invalid(where, f"{where}: {name} is a header of the connection")
         headers[name.lower()] = value
     if token is not None:
         if not _is_value(token):

@@ -11,7 +11,7 @@ from typing import Annotated, TypeAlias
 
 from vllm_mlx_harmony.core.attachments import Attachments, placeholder
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Variants, Wire, text_parts
+from vllm_mlx_harmony.protocols.validation import Variants, Wire, text_parts, unsupported
 
 
 class AnyPart(Wire):
@@ -61,8 +61,7 @@ def message_text(parts: Sequence[AnyPart], where: str, attachments: Attachments)
     for index, part in enumerate(parts):
         if part.type not in _MODELS and part.type not in _KINDS:
             at = f"{where}[{index}]"
-            problem = f"{at} is of type {quoted(part.type)}, which is not supported"
-            raise RequestError(problem, param=at, code=UNSUPPORTED)
+            raise unsupported(at, f"{at} is of type {quoted(part.type)}, which is not supported")
     return result_text(parts, where, attachments)
 
 

@@ -7,11 +7,10 @@ from typing import Any, TypeAlias
 
 from pydantic import Field
 
-from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.sampling import SamplingFields
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, Seed, Wire
+from vllm_mlx_harmony.protocols.validation import Seed, Wire, unsupported
 
 UnsupportedFields: TypeAlias = "tuple[tuple[str, Callable[[Any], object], str], ...]"
 """Fields that are rejected because ignoring them would change the answer: the name, a predicate for
@@ -55,7 +54,7 @@ def reject_unsupported(body: object, fields: UnsupportedFields) -> None:
 
     ``body`` is the parsed JSON: fields that are read for nothing else are not in any model.
     """
-    for field, unsupported, why in fields:
+    for field, rejects, why in fields:
         value = body.get(field) if isinstance(body, dict) else None
-        if value is not None and unsupported(value):
-            raise RequestError(f"{field}: {why}", param=field, code=UNSUPPORTED)
+        if value is not None and rejects(value):
+            raise unsupported(field, f"{field}: {why}")

@@ -16,7 +16,6 @@ FIELD = "prompt_progress"
 
 
 def prompt_progress(progress: Progress) -> dict[str, Any]:
-    """The value of ``prompt_progress``."""
     document: dict[str, Any] = {
         "total": progress.total,
         "cache": progress.cached,

@@ -99,12 +99,10 @@ class CodeArguments:
         self._begun = False
 
     def feed(self, code: str) -> str:
-        """The JSON of more code."""
         before, self._begun = "" if self._begun else _BEFORE, True
         return before + quote(code)[1:-1]
 
     def close(self) -> str:
-        """The end of the JSON."""
         return _BEHIND if self._begun else ""
 
 

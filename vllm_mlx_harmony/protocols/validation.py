@@ -110,7 +110,6 @@ Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A signed 64-bit seed, as other servers accept it."""
 
 UNSUPPORTED = "unsupported_value"
-"""The code for a valid value that this server does not support."""
 
 _WORDS = {
     "missing": "is required",
@@ -229,6 +228,16 @@ def _infinite(body: object) -> list[int | str] | None:
 def required(where: str) -> RequestError:
     """The error for a field that is missing or null where the API needs it."""
     return _invalid("missing", (where,), "")
+
+
+def invalid(where: str, problem: str) -> RequestError:
+    """The error for a value at ``where`` that is not valid."""
+    return RequestError(problem, param=where, code="invalid_value")
+
+
+def unsupported(where: str, problem: str) -> RequestError:
+    """The error for a valid value at ``where`` that this server does not support."""
+    return RequestError(problem, param=where, code=UNSUPPORTED)
 
 
 def path(parts: Iterable[int | str]) -> str:

@@ -94,7 +94,7 @@ class Answer:
         deltas: Deltas | None = None,
     ) -> None:
         self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
-        self._observer = job.observer
+        self._observers = job.observers
         self._lease.taken_over = True
         if deltas is None:
             deltas = (run_choices if job.others else run)(job, self._tracker)
@@ -180,8 +180,8 @@ class Answer:
             await self._changed()
         self._raise_failure()
         document = self._emitter.result()
-        if self._observer is not None:
-            self._observer.whole(document)
+        for each in self._observers:
+            each.whole(document)
         return document
 
     def close(self, result: str = "client_closed") -> None:
@@ -375,8 +375,8 @@ class Answer:
     def _put(self, events: list[Event]) -> None:
         if self._complete:
             return
-        if self._observer is not None:
-            self._observer.events(events)
+        for each in self._observers:
+            each.events(events)
         if self._keep is not None:
             self._keep(events)
         elif self._buffered:
@@ -412,8 +412,8 @@ class Answer:
         self._accounted = True
         usage = Usage() if last is None else last.usage
         self._tracker.finish(result, usage)
-        if self._observer is not None:
-            self._observer.ended(result, usage, failure)
+        for each in self._observers:
+            each.ended(result, usage, failure)
 
     def _wake(self) -> None:
         if self._more is not None and not self._more.done():
@@ -457,7 +457,6 @@ def running() -> list[tuple[str, str]]:
 
 
 def end_all(failure: HarmonyFailure) -> None:
-    """Ends all running answers with ``failure``."""
     for answer in list(_running.values()):
         answer.end(failure)
 

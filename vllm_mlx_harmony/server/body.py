@@ -102,7 +102,6 @@ def bounded(request: Request) -> Request:
 
 
 def too_large() -> RequestError:
-    """The error for a body above the limit."""
     problem = f"the request body is larger than {limit()} bytes: send less, or raise {VARIABLE}"
     return RequestError(problem, status=413, code="request_too_large")
 

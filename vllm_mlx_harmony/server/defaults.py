@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from vllm_mlx_harmony.core.attachments import Attachments
-from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
+from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
     NO_THINKING,
@@ -17,6 +17,7 @@ from vllm_mlx_harmony.core.turn import (
     Effort,
     Sampling,
 )
+from vllm_mlx_harmony.server.settings import choice
 
 T = TypeVar("T")
 
@@ -74,13 +75,6 @@ def read(options: Mapping[str, object]) -> Defaults:
             none_effort = Effort.parse(word, param=NONE_VARIABLE)
     except RequestError as error:
         raise HostError(error.message) from error
-    word = os.environ.get(ATTACHMENTS_VARIABLE, "").lower()
-    try:
-        attachments = Attachments(word or Attachments.OMIT)
-    except ValueError as error:
-        known = " or ".join(each.value for each in Attachments)
-        problem = f"{ATTACHMENTS_VARIABLE}: must be {known}, not {quoted(word)}"
-        raise HostError(problem) from error
     try:
         effort, thinking = Defaults(none_effort=none_effort).reasoning(
             ("reasoning_effort", options.get("reasoning_effort")),
@@ -101,7 +95,7 @@ def read(options: Mapping[str, object]) -> Defaults:
         builtin_tools=tuple(dict.fromkeys(builtin)),
         thinking=thinking,
         none_effort=none_effort,
-        attachments=attachments,
+        attachments=choice(ATTACHMENTS_VARIABLE, Attachments.OMIT),
     )
 
 

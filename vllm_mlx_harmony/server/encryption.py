@@ -56,7 +56,6 @@ class ServerCipher:
 
 
 def server_cipher(tenant: str) -> ServerCipher:
-    """This server's cipher for ``tenant``."""
     return ServerCipher(_server_key(), tenant)
 
 

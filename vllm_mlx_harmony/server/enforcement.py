@@ -46,6 +46,7 @@ from vllm_mlx_harmony.server.grammar_checks import (
     check_for,
     checks,
 )
+from vllm_mlx_harmony.server.settings import choice
 
 _R = TypeVar("_R")
 
@@ -74,11 +75,7 @@ class Enforcement:
 
 def read() -> Enforcement:
     """The settings in the environment. Raises ``HostError`` for invalid values."""
-    word = os.environ.get(GRAMMAR_VARIABLE, "").strip().lower() or Policy.AUTO.value
-    if word not in {policy.value for policy in Policy}:
-        known = ", ".join(policy.value for policy in Policy)
-        raise HostError(f"{GRAMMAR_VARIABLE}: {word!r} is not one of {known}")
-    policy = Policy(word)
+    policy = choice(GRAMMAR_VARIABLE, Policy.AUTO)
     repetitions = _number(REPETITIONS_VARIABLE)
     if repetitions is None:
         repetitions = 0 if policy is Policy.OFF else REPETITIONS

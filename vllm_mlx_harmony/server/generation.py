@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -68,7 +68,7 @@ class Job:
     ping: Event | None = None
     comments_progress: bool = False
     reports_cached: bool = False
-    observer: Observer | None = None
+    observers: Sequence[Observer] = ()
     others: tuple[Job, ...] = ()
     append: Callable[[Step], list[Delta]] | None = None
 
@@ -112,7 +112,7 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
             ended = "pause"
             break
         earlier = calls[0] in approved
-        answered = _answered(context, tools, calls, length, job.observer, earlier=earlier)
+        answered = _answered(context, tools, calls, length, job.observers, earlier=earlier)
         async with aclosing(answered) as answers:
             async for deltas in answers:
                 yield deltas
@@ -148,7 +148,7 @@ async def _answered(
     tools: TurnTools,
     calls: list[ServerCall],
     context_length: int | None,
-    observer: Observer | None,
+    observers: Sequence[Observer],
     *,
     earlier: bool,
 ) -> Deltas:
@@ -157,8 +157,8 @@ async def _answered(
     prompt_tokens = len(context.render_for_completion())
     for call in calls:
         yield [ToolStarted(call if earlier else None)]
-        if observer is not None:
-            observer.tool(call)
+        for each in observers:
+            each.tool(call)
         answered = await tools.run(call, prompt_tokens, context_length)
         results.append(ServerResult(call.id, call.name, answered.text))
         finished = ToolFinished(answered.text, answered.failure)
@@ -233,7 +233,7 @@ async def _output(
     accepted, rejected = progress.accepted, progress.rejected
     try:
         generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
-        async with aclosing(observed(generated, job.observer, prompt, constraint)) as steps:
+        async with aclosing(observed(generated, job.observers, prompt, constraint)) as steps:
             if engine.remote:
                 await anext(steps, None)
             if not progress.started:

@@ -186,12 +186,10 @@ class GrammarChecks:
         self._helper.start()
 
     def close(self) -> None:
-        """Stops the helper process and its workers."""
         self._quick.close()
         self._helper.close()
 
     def try_all(self, texts: Sequence[Text], request: GrammarCheck) -> bool:
-        """See ``GrammarCheck``."""
         new = [text for text in texts if self._verdicts.get(_key(text, request)) is None]
         for first in range(0, len(new), AT_ONCE):
             some = new[first : first + AT_ONCE]
@@ -394,7 +392,6 @@ class _Lane(_Turns):
         return json.loads(read(length))
 
     def close(self) -> None:
-        """Ends the idle workers."""
         with self._changed:
             for worker in self._idle:
                 worker.close()
@@ -457,7 +454,6 @@ class _Helper:
         return ours
 
     def close(self) -> None:
-        """Stops the process."""
         with self._lock:
             self._end()
 
@@ -486,7 +482,6 @@ _lock = threading.Lock()
 
 
 def checks() -> GrammarChecks:
-    """The ``GrammarChecks`` of this process."""
     global _checks
     with _lock:
         if _checks is None:
@@ -495,7 +490,6 @@ def checks() -> GrammarChecks:
 
 
 def check_for(tenant: str) -> GrammarCheck:
-    """A ``GrammarCheck`` for one request of ``tenant``."""
     return GrammarCheck(checks(), tenant)
 
 

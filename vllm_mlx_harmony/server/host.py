@@ -79,11 +79,9 @@ class Lease:
         return self.engine
 
     def on_release(self, ending: Callable[[], Awaitable[None]]) -> None:
-        """Registers ``ending``, which is awaited when the lease is released."""
         self._endings.append(ending)
 
     async def release(self) -> None:
-        """Releases the engine."""
         if not self._released:
             self._released = True
             try:
@@ -232,12 +230,10 @@ def install(app: Starlette, host: Host) -> None:
 
 
 def uninstall(app: Starlette) -> None:
-    """Undoes ``install``."""
     del app.state.vllm_mlx_harmony_host
 
 
 def host_of(connection: HTTPConnection) -> Host:
-    """The host that was installed in the application of ``connection``."""
     host: Host = connection.app.state.vllm_mlx_harmony_host
     return host
 

@@ -91,14 +91,11 @@ class IdSettings(Wire):
     top_logprobs: TopLogprobs | None = None
 
     def resolved(self) -> Settings:
-        """The ``Settings``."""
         bias = tuple((int(token), value) for token, value in self.logit_bias)
         return Settings(**{**self.model_dump(), "logit_bias": bias})
 
 
 class IdRequest(Wire):
-    """The body of a request."""
-
     model_config = ConfigDict(extra="forbid")
 
     prompt: list[int] = Field(min_length=1)
@@ -132,11 +129,9 @@ class IdContext:
         self._generated = 0
 
     def render_for_completion(self) -> tuple[int, ...]:
-        """The prompt of the request."""
         return self._prompt
 
     def start(self, cached_tokens: int | None) -> list[Delta]:
-        """Implements ``Context``."""
         return [Started(len(self._prompt), cached_tokens)]
 
     def append(self, step: Step) -> list[Any]:
@@ -145,16 +140,12 @@ class IdContext:
         return [Ids(step.ids, step.origins, step.logprobs)] if step.ids else []
 
     def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
-        """Implements ``Context``."""
         usage = Usage(len(self._prompt), self._generated, cached_tokens=cached_tokens)
         return [Finished(reason, usage=usage)]
 
 
 class IdEmitter:
-    """Writes ids as events."""
-
     def feed(self, delta: Delta | Ids) -> list[Event]:
-        """The event of a delta."""
         if isinstance(delta, Ids):
             return [_event(delta.ids, origins=delta.origins, logprobs=delta.logprobs)]
         if isinstance(delta, Progress):
@@ -205,7 +196,6 @@ API = Api("ids", _read, more_values=MAX_PROMPT)
 
 
 def switched_on() -> bool:
-    """Whether the endpoint is enabled."""
     return os.environ.get(VARIABLE, "") == "1"
 
 
@@ -238,7 +228,6 @@ async def _generate(received: Received) -> Response:
     check_logprobs(lease, settings, "settings.top_logprobs")
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
     track = partial(received.track, stream=True)
-    observer = received.observer(parsed.model or "", stream=True)
     job = Job(
         lease,
         context,
@@ -248,7 +237,7 @@ async def _generate(received: Received) -> Response:
         stream=True,
         id_seed=received.id_seed,
         constraint=constraint,
-        observer=observer,
+        observers=received.observers(parsed.model or "", stream=True),
         append=context.append,
     )
     return await respond(received, job)

@@ -64,52 +64,23 @@ class Observer(Protocol):
         """The answer has ended, as in ``Tracker.finish``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Both:
-    """Two observers of one answer."""
-
-    first: Observer
-    second: Observer
-
-    def prompt(self, ids: tuple[int, ...], constraint: Constraint | None) -> None:
-        self.first.prompt(ids, constraint)
-        self.second.prompt(ids, constraint)
-
-    def step(self, step: Step) -> None:
-        self.first.step(step)
-        self.second.step(step)
-
-    def tool(self, call: ServerCall) -> None:
-        self.first.tool(call)
-        self.second.tool(call)
-
-    def events(self, events: Sequence[Event]) -> None:
-        self.first.events(events)
-        self.second.events(events)
-
-    def whole(self, document: dict[str, Any]) -> None:
-        self.first.whole(document)
-        self.second.whole(document)
-
-    def ended(self, result: str, usage: Usage, failure: Exception | None) -> None:
-        self.first.ended(result, usage, failure)
-        self.second.ended(result, usage, failure)
-
-
 def observed(
-    steps: Steps, observer: Observer | None, prompt: tuple[int, ...], constraint: Constraint | None
+    steps: Steps,
+    observers: Sequence[Observer],
+    prompt: tuple[int, ...],
+    constraint: Constraint | None,
 ) -> Steps:
-    """``steps`` of an engine, which ``observer`` sees first."""
-    if observer is None:
-        return steps
-    observer.prompt(prompt, constraint)
-    return _seen(steps, observer)
+    """``steps`` of an engine, which ``observers`` see first."""
+    for each in observers:
+        each.prompt(prompt, constraint)
+    return _seen(steps, observers) if observers else steps
 
 
-async def _seen(steps: Steps, observer: Observer) -> Steps:
+async def _seen(steps: Steps, observers: Sequence[Observer]) -> Steps:
     async with aclosing(steps):
         async for step in steps:
-            observer.step(step)
+            for each in observers:
+                each.step(step)
             yield step
 
 
@@ -124,7 +95,6 @@ def install(app: Starlette, observe: Observe) -> None:
 
 
 def uninstall(app: Starlette) -> None:
-    """Undoes ``install``."""
     delattr(app.state, _STATE)
 
 

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
+from vllm_mlx_harmony.protocols.validation import invalid
 
 SMALLEST = 1e-6
 """A smaller temperature or ``top_p`` always selects the likeliest id, and might underflow in
@@ -60,7 +61,7 @@ def resolve(
         most = max_tokens(limits.max_tokens)
     except HTTPException as error:
         message = str(error.detail).replace("max_tokens", limits.where)
-        raise RequestError(message, param=limits.where, code="invalid_value") from error
+        raise invalid(limits.where, message) from error
     for token, _ in sampling.logit_bias:
         if not 0 <= token < VOCAB_SIZE:
             raise RequestError(f"there is no token with the id {token}", param="logit_bias")

@@ -34,7 +34,7 @@ from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
+from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import client, replay, sampling, traces
 from vllm_mlx_harmony.server.answer import Answer, End
 from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
@@ -50,7 +50,7 @@ from vllm_mlx_harmony.server.host import (
     response_name,
     tenant_of,
 )
-from vllm_mlx_harmony.server.observer import Both, Observed, Observer, observe_of
+from vllm_mlx_harmony.server.observer import Observed, Observer, observe_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
@@ -132,7 +132,6 @@ class Received:
 
     @property
     def host(self) -> Host:
-        """The host."""
         return host_of(self.request)
 
     async def unless_gone(self, coming: Awaitable[T]) -> T | None:
@@ -151,18 +150,17 @@ class Received:
         BEATING.begin()
         return self.host.tracker(self.api.name, stream=stream)
 
-    def observer(self, model: str, *, stream: bool) -> Observer | None:
-        """The observer of the answer, if there is one: the application's, a trace, or both."""
-        observe, request, traced = observe_of(self.request), self.request, traces.recording()
-        if observe is None and not traced:
-            return None
+    def observers(self, model: str, *, stream: bool) -> Sequence[Observer]:
+        """The observers of the answer: the application's, and a trace, if there are any."""
+        request, trace = self.request, traces.Trace if traces.recording() else None
+        makers = [make for make in (observe_of(request), trace) if make is not None]
+        if not makers:
+            return ()
         path, seed, tenant = request.url.path, self.id_seed, self.lease.tenant
-        trace = {name: request.headers[name] for name in traces.HEADERS if name in request.headers}
+        given = {name: request.headers[name] for name in traces.HEADERS if name in request.headers}
         owner, api = tenant_of(request), self.api.name
-        seen = Observed(api, path, self.document, model, stream, seed, tenant, owner, trace)
-        if observe is None:
-            return traces.Trace(seen)
-        return Both(observe(seen), traces.Trace(seen)) if traced else observe(seen)
+        seen = Observed(api, path, self.document, model, stream, seed, tenant, owner, given)
+        return [make(seen) for make in makers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +178,6 @@ class Parsed:
 
 
 async def generate(received: Received) -> Response:
-    """Generates the model's answer."""
     return await respond(received, await prepare(received))
 
 
@@ -329,7 +326,7 @@ async def prepare(received: Received) -> Job:
         ping=api.ping,
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
-        observer=received.observer(name, stream=request.stream),
+        observers=received.observers(name, stream=request.stream),
     )
     if not others:
         return job
@@ -340,7 +337,7 @@ async def prepare(received: Received) -> Job:
             settings=sampling.reseeded(job.settings, choice),
             constraint=None if constraint is None else Constraint(constraint.spec),
             tools=None if tools is None else replace(tools),
-            observer=None,  # it sees one sequence of ids
+            observers=(),  # they see one sequence of ids
         )
         for choice, other in enumerate(others, start=1)
     )
@@ -350,8 +347,7 @@ async def prepare(received: Received) -> Job:
 def check_logprobs(lease: Lease, settings: sampling.Settings, field: str) -> None:
     """Raises ``RequestError`` naming ``field`` if the engine does not return log probabilities."""
     if settings.top_logprobs is not None and not lease.harmony_engine.has_logprobs:
-        problem = f"{field}: this server's engine does not return log probabilities"
-        raise RequestError(problem, param=field, code=UNSUPPORTED)
+        raise unsupported(field, f"{field}: this server's engine does not return log probabilities")
 
 
 async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | None) -> list[Context]:

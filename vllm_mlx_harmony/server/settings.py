@@ -1,11 +1,17 @@
-"""Reads numbers and sizes from environment variables, which are defined where they are used."""
+"""Reads environment variables, which are defined where they are used."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+from enum import Enum
 from functools import lru_cache
+from typing import TypeVar
+
+from vllm_mlx_harmony.core.errors import HostError
+
+E = TypeVar("E", bound=Enum)
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -21,6 +27,19 @@ def number(variable: str, default: int) -> int:
     given = os.environ.get(variable, "").strip()
     found = _read(variable, given) if given else None
     return default if found is None else found
+
+
+def choice(variable: str, default: E) -> E:
+    """The member of ``default``'s enumeration whose value ``variable`` has, in any case.
+
+    ``default`` if it is not set. Raises ``HostError`` for any other value.
+    """
+    word = os.environ.get(variable, "").strip().lower()
+    try:
+        return type(default)(word) if word else default
+    except ValueError as error:
+        known = ", ".join(each.value for each in type(default))
+        raise HostError(f"{variable}: {word!r} is not one of {known}") from error
 
 
 def size(nbytes: int) -> str:

@@ -93,7 +93,6 @@ def hang_up(transport: asyncio.WriteTransport | None) -> None:
 
 
 def client_seconds() -> float:
-    """Seconds after which a client that reads nothing is disconnected."""
     return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
 
 

@@ -150,7 +150,6 @@ class Emitter:
                 assert_never(delta)
 
     def finish(self, delta: Finished) -> list[Event]:
-        """The event that ends the choice."""
         self._reason = delta.reason
         if delta.reasoning_ended_by:  # openai's client adds fields of deltas to the message
             self._ended_by = {REASONING_ENDED_BY: delta.reasoning_ended_by}

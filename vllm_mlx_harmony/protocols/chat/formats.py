@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatFormat, StructuredOutputs
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, mended, required
+from vllm_mlx_harmony.protocols.validation import invalid, mended, required, unsupported
 
 
 def response_format(body: ChatBody) -> ResponseFormat | None:
@@ -26,8 +26,7 @@ def response_format(body: ChatBody) -> ResponseFormat | None:
     found = list(_formats(body))
     if len(found) > 1:
         (one, _), (other, _), *_ = found
-        problem = f"{other} cannot be combined with {one}: give only one format"
-        raise RequestError(problem, param=other, code="invalid_value")
+        raise invalid(other, f"{other} cannot be combined with {one}: give only one format")
     return replace(found[0][1], where=found[0][0]) if found else None
 
 
@@ -86,16 +85,15 @@ def _vllm(name: str, requested: object, where: str) -> ResponseFormat:
 
 def _by_schema(requested: object, where: str) -> ResponseFormat:
     if isinstance(requested, str) and not is_quick_to_parse(requested):
-        raise RequestError(f"{where} is too large", param=where, code="invalid_value")
+        raise invalid(where, f"{where} is too large")
     try:
         schema = mended(json.loads(requested)) if isinstance(requested, str) else requested
     except (ValueError, RecursionError, RequestError) as error:
-        problem = f"{where} is not valid JSON: {error}"
-        raise RequestError(problem, param=where, code="invalid_value") from error
+        raise invalid(where, f"{where} is not valid JSON: {error}") from error
     if not isinstance(schema, dict):
         raise RequestError(f"{where} must be an object", param=where, code="invalid_type")
     return ResponseFormat(schema, strict=True, strict_implied=True)
 
 
 def _unsupported(where: str, why: str) -> RequestError:
-    return RequestError(f"{where} is not available: {why}", param=where, code=UNSUPPORTED)
+    return unsupported(where, f"{where} is not available: {why}")

@@ -38,7 +38,7 @@ from vllm_mlx_harmony.protocols.openai_content import (
     result_text,
 )
 from vllm_mlx_harmony.protocols.sampling import sampling
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,6 @@ class ChatRequest:
     shows_progress: bool = False
 
     def emitter(self, info: ResponseInfo) -> Emitter | ChoicesEmitter:
-        """Makes the emitter of the answer that ``info`` describes, or of all its choices."""
         emitters = [
             Emitter(
                 replace(info, choice=choice),
@@ -69,7 +68,6 @@ class ChatRequest:
         return ChoicesEmitter(emitters) if emitters[1:] else emitters[0]
 
     def echoed(self, message: Message) -> Message:
-        """A message of the model as it is read when the client sends it back."""
         if isinstance(message, Call) and message.name in self.freeform:
             return replace(message, arguments=wrap(unwrapped(message.arguments)))
         return message
@@ -116,7 +114,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
             "tool_choice: no call can be required when the last assistant message is to be "
             "continued"
         )
-        raise RequestError(problem, param="tool_choice", code=UNSUPPORTED)
+        raise unsupported("tool_choice", problem)
     return Turn(
         messages=tuple(messages),
         tools=tools,
@@ -183,12 +181,11 @@ def _continued(body: ChatBody) -> bool:
     requested = body.continue_final_message
     if requested and body.add_generation_prompt:
         problem = "add_generation_prompt cannot be true together with continue_final_message"
-        raise RequestError(problem, param="add_generation_prompt", code="invalid_value")
+        raise invalid("add_generation_prompt", problem)
     field = "add_generation_prompt" if requested is None else "continue_final_message"
     continued = body.add_generation_prompt is False if requested is None else requested
     if continued and body.messages[-1].role != "assistant":
-        problem = f"{field}: the last message is not the assistant's"
-        raise RequestError(problem, param=field, code=UNSUPPORTED)
+        raise unsupported(field, f"{field}: the last message is not the assistant's")
     return continued
 
 
@@ -198,8 +195,6 @@ _Run = Sequence[tuple[int, ChatMessage]]
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads the messages of a request, in order."""
-
     attachments: Attachments
     _functions: dict[str, str] = field(default_factory=dict)
     """The ids of the latest calls of the legacy kind, which have none, by name."""
@@ -255,7 +250,7 @@ class _Reader:
         for index, message in run:
             if message.tool_calls or message.function_call:
                 problem = f"messages[{index}]: a call needs a result and cannot be continued"
-                raise RequestError(problem, param=f"messages[{index}]", code=UNSUPPORTED)
+                raise unsupported(f"messages[{index}]", problem)
         index, last = run[-1]
         text = self._text(last, f"messages[{index}]")
         last.content, last.refusal, last.audio = None, None, None
@@ -338,7 +333,7 @@ def _declared(named: schema.ChatNamedTool, declared: Collection[tuple[bool, str]
 
 
 def _no_choice(problem: str) -> RequestError:
-    return RequestError(f"tool_choice: {problem}", param="tool_choice", code="invalid_value")
+    return invalid("tool_choice", f"tool_choice: {problem}")
 
 
 def _reasoning(
@@ -385,9 +380,8 @@ def _logit_bias(body: ChatBody) -> Iterator[tuple[int, float]]:
     for key, bias in (body.logit_bias or {}).items():
         digits = key.isascii() and key.isdigit() and len(key) <= len(str(VOCAB_SIZE))
         if not digits or int(key) >= VOCAB_SIZE:
-            raise RequestError(
+            raise invalid(
+                "logit_bias",
                 f"logit_bias: {quoted(key)} is not a token id from 0 to {VOCAB_SIZE - 1}",
-                param="logit_bias",
-                code="invalid_value",
             )
         yield int(key), bias

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
-from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
@@ -20,7 +19,7 @@ from vllm_mlx_harmony.protocols.openai_request import (
     given,
     reject_unsupported,
 )
-from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, checked
+from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, checked, invalid
 
 MOST_CHOICES = 8
 """Answers to one request: each takes as much memory as a request of its own."""
@@ -297,6 +296,5 @@ def read_body(body: object) -> ChatBody:
     chat = checked(ChatBody, body)
     reject_unsupported(body, UNSUPPORTED_FIELDS)
     if chat.top_logprobs and not chat.logprobs:
-        problem = "top_logprobs requires logprobs: true"
-        raise RequestError(problem, param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
     return chat

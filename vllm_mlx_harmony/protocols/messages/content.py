@@ -16,7 +16,7 @@ from vllm_mlx_harmony.protocols.messages.schema import (
     TextSource,
     ToolReferenceBlock,
 )
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
+from vllm_mlx_harmony.protocols.validation import unsupported
 
 FILES = {
     "image": "image",
@@ -31,9 +31,8 @@ _MISPLACED = ("thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
 def unreadable(kind: str, where: str) -> RequestError:
-    """The error for a block of type ``kind``, which is not allowed at ``where``."""
     why = "which is not allowed here" if kind in _MISPLACED else "which is not supported"
-    return RequestError(f"{where} is of type {quoted(kind)}, {why}", param=where, code=UNSUPPORTED)
+    return unsupported(where, f"{where} is of type {quoted(kind)}, {why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +74,6 @@ class TextReader:
         return content
 
     def texts(self, blocks: Iterable[Block], where: str) -> str:
-        """The texts of ``blocks``, in lines."""
         return lines(self.text(block, f"{where}[{at}]") for at, block in enumerate(blocks))
 
 

@@ -65,7 +65,6 @@ _TYPES = {
 
 
 def request_id(id_seed: str) -> str:
-    """The ``request-id`` of the answer with this seed."""
     return f"req_{id_seed[:24]}"
 
 

@@ -66,7 +66,6 @@ class MessagesRequest:
     cipher: Cipher = field(repr=False)
 
     def emitter(self, info: ResponseInfo) -> Emitter:
-        """The writer of the answer to this request."""
         return Emitter(
             info,
             self.cipher,
@@ -76,7 +75,6 @@ class MessagesRequest:
         )
 
     def echoed(self, message: Message) -> Message:
-        """A message of the model as it is read when the client sends it back: unchanged."""
         return message
 
 
@@ -176,8 +174,6 @@ def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
 
 
 class _Placed(NamedTuple):
-    """A block and its path in the request."""
-
     block: Block
     where: str
 
@@ -374,7 +370,6 @@ class _Reader:
         return lines(reader.text(*each) for each in placed)
 
     def result(self, block: schema.ResultBlock, where: str) -> str:
-        """The text of a tool's result."""
         reader = TextReader(self.defaults.attachments, lenient=True)
         return reader.texts(block.content or (), f"{where}.content")
 
@@ -383,7 +378,6 @@ class _Reader:
         return [self.deferred.pop(name) for name in names if name in self.deferred]
 
     def declare(self, names: Iterable[str]) -> Iterator[Message]:
-        """Declares the deferred tools of these names."""
         if tools := self.load(names):
             yield AdditionalTools(tuple(tools))
 

@@ -12,13 +12,13 @@ from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.sampling import SamplingFields
 from vllm_mlx_harmony.protocols.validation import (
-    UNSUPPORTED,
     StopStrings,
     Variants,
     Wire,
     checked,
     required,
     text_parts,
+    unsupported,
 )
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
@@ -306,6 +306,5 @@ def read_body(body: object, *, counting: bool = False) -> MessagesBody:
         problem = "thread: this server does not store conversations: send all messages"
         raise RequestError(problem, param="thread", code=THREAD_UNSUPPORTED)
     if fields.get("compaction") is not None and not counting:  # Anthropic's own count ignores it
-        problem = "compaction: this server does not summarize conversations"
-        raise RequestError(problem, param="compaction", code=UNSUPPORTED)
+        raise unsupported("compaction", "compaction: this server does not summarize conversations")
     return request

@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.turn import PYTHON, Namespace
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.messages.schema import MessagesBody, Toolset
 from vllm_mlx_harmony.protocols.server_calls import code_in, recipient_of
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
+from vllm_mlx_harmony.protocols.validation import unsupported
 
 # --- The tools that a request asks for.
 
@@ -96,7 +96,7 @@ def _unknown(name: str, where: str, known: Iterable[str]) -> RequestError:
     problem = (
         f"{where}: there is no tool server {quoted(name)}; the servers are: {', '.join(known)}"
     )
-    return RequestError(problem, param=where, code=UNSUPPORTED)
+    return unsupported(where, problem)
 
 
 # --- The calls and results of a history.

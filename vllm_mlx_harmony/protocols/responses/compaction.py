@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Kind, Opened, Started, Text
-from vllm_mlx_harmony.core.errors import OutputError, RequestError
+from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
     Answer,
@@ -39,6 +39,7 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.schema import Item
 from vllm_mlx_harmony.protocols.server_calls import without_gaps
+from vllm_mlx_harmony.protocols.validation import invalid
 
 TRIGGER = "compaction_trigger"
 
@@ -58,8 +59,7 @@ def without_trigger(items: Sequence[Item]) -> Sequence[Item]:
     """
     for at, item in enumerate(items[:-1]):
         if item.type == TRIGGER:
-            problem = f"{TRIGGER} must be the last item of input"
-            raise RequestError(problem, param=f"input[{at}]", code="invalid_value")
+            raise invalid(f"input[{at}]", f"{TRIGGER} must be the last item of input")
     return items[:-1] if items and items[-1].type == TRIGGER else items
 
 

@@ -48,7 +48,6 @@ from vllm_mlx_harmony.protocols.responses.server_items import ServerItem, server
 
 
 def response_id(info: ResponseInfo) -> str:
-    """The id of the response that ``info`` is of."""
     return f"resp_{info.id_seed}"
 
 
@@ -169,7 +168,6 @@ class Emitter:
         return [event for kind in kinds for event in self._write_response(kind)]
 
     def cancel(self) -> list[Event]:
-        """The events for a turn that was cancelled."""
         return [*self._start(), *self._close(complete=False), *self._end(_CANCELLED)]
 
     def add_item(self, item: Document) -> list[Event]:
@@ -201,7 +199,6 @@ class Emitter:
         return self.document()
 
     def document(self) -> Document:
-        """The response in its current state."""
         items = list(self._output)
         if self._item is not None and self._shown:
             items.append(self._item.document())

@@ -61,7 +61,6 @@ class DeltaHead(NamedTuple):
     tail: str
 
     def event(self, number: int, quoted: str, logprobs: Sequence[Document] = ()) -> str:
-        """The event's JSON."""
         tail = f',"logprobs":{encode(logprobs)}}}' if logprobs else self.tail
         return f"{self.start}{number}{self.head}{quoted}{tail}"
 
@@ -161,7 +160,6 @@ class OutputItem:
         return shown
 
     def document(self, status: str = IN_PROGRESS) -> Document:
-        """The item as far as it is written."""
         return self._write("".join(self._parts), status)
 
     def added(self) -> list[PendingEvent]:

@@ -128,7 +128,6 @@ class ResponsesRequest:
         return compaction([*earlier, *self._items], response, info)
 
     def echoed(self, message: Message) -> Message:
-        """A message of the model as it is read when the client sends it back."""
         return self._writing.tools.echoed(message) if isinstance(message, Call) else message
 
     def conversation(

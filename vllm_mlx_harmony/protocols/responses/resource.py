@@ -12,6 +12,7 @@ from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.openai_usage import output_details
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item, read_item
+from vllm_mlx_harmony.protocols.validation import invalid
 
 
 def not_found(key: str, *, param: str | None = None) -> RequestError:
@@ -183,21 +184,19 @@ def page(items: Sequence[Mapping[str, object]], query: Mapping[str, str]) -> Doc
     """
     order = query.get("order") or "desc"
     if order not in ("asc", "desc"):
-        raise RequestError("order must be 'asc' or 'desc'", param="order", code="invalid_value")
+        raise invalid("order", "order must be 'asc' or 'desc'")
     ordered = list(items if order == "asc" else reversed(items))
     ids = [item["id"] for item in ordered]
     key, start = query.get("after"), 0
     if key:
         if key not in ids:
-            problem = f"there is no item {quoted(key)}"
-            raise RequestError(problem, param="after", code="invalid_value")
+            raise invalid("after", f"there is no item {quoted(key)}")
         start = ids.index(key) + 1
     digits = query.get("limit") or "20"
     is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MOST))
     limit = int(digits) if is_number else 0
     if not 1 <= limit <= _MOST:
-        problem = f"limit must be a number from 1 to {_MOST}"
-        raise RequestError(problem, param="limit", code="invalid_value")
+        raise invalid("limit", f"limit must be a number from 1 to {_MOST}")
     data = ordered[start : start + limit]
     return {
         "object": "list",

@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import ResponseFormat
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
@@ -23,11 +22,11 @@ from vllm_mlx_harmony.protocols.openai_request import (
     reject_unsupported,
 )
 from vllm_mlx_harmony.protocols.validation import (
-    UNSUPPORTED,
     Variants,
     Wire,
     checked,
     required,
+    unsupported,
 )
 
 SEARCH = "tool_search"
@@ -425,7 +424,7 @@ def read_body(body: object) -> ResponsesBody:
     reject_unsupported(body, UNSUPPORTED_FIELDS)
     if requested.background and requested.store is False:
         problem = "background requires store: a response that is not stored cannot be retrieved"
-        raise RequestError(problem, param="background", code=UNSUPPORTED)
+        raise unsupported("background", problem)
     return requested
 
 

@@ -70,7 +70,6 @@ class ServerItem:
 
     @property
     def arguments(self) -> str:
-        """The arguments so far."""
         return "".join(self.parts)
 
     def document(self) -> Document:

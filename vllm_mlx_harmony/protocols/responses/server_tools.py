@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.responses.schema import McpTool, ResponsesTool, ToolFilter
 from vllm_mlx_harmony.protocols.server_calls import recipient_of
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 Kind: TypeAlias = Literal["mcp", "code_interpreter", "web_search"]
 
@@ -90,8 +90,7 @@ class ServerTools:
             if name is None or tool.origin[-1] == name
         )
         if not found:
-            problem = f"{where}: {quoted(label)} has no such tool in this request"
-            raise RequestError(problem, param=where, code="invalid_value")
+            raise invalid(where, f"{where}: {quoted(label)} has no such tool in this request")
         return found
 
     def of_type(self, kind: str) -> tuple[str, ...]:
@@ -162,7 +161,7 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
             problem = (
                 f"{where}: {quoted(label)} is one of the operator's servers: leave server_url out"
             )
-            raise RequestError(problem, param=f"{where}.server_url", code="invalid_value")
+            raise invalid(f"{where}.server_url", problem)
         token_where = f"{where}.authorization"
         headers = headers_of(
             tool.get("headers"), tool.get("authorization"), f"{where}.headers", token_where
@@ -197,7 +196,7 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
     for name in _ELSEWHERE if by_url else (*_ELSEWHERE, *_OF_A_URL):
         if tool.document.get(name):
             problem = f"{where}.{name}: only servers that the operator has configured are used"
-            raise RequestError(problem, param=f"{where}.{name}", code=UNSUPPORTED)
+            raise unsupported(f"{where}.{name}", problem)
     if tool.server_label is None:
         raise required(f"{where}.server_label")
     for namespace in available:
@@ -206,10 +205,10 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
     else:
         if by_url:
             problem = f"{where}.server_url: only servers that the operator allows are used"
-            raise RequestError(problem, param=f"{where}.server_url", code=UNSUPPORTED)
+            raise unsupported(f"{where}.server_url", problem)
         known = ", ".join(each.label for each in available if not each.given) or "none"
         problem = f"there is no tool server {quoted(tool.server_label)}; the servers are: {known}"
-        raise RequestError(problem, param=f"{where}.server_label", code="invalid_value")
+        raise invalid(f"{where}.server_label", problem)
     allowed = _allowed(tool, where, namespace)
     approval = frozenset(each.name for each in allowed if _asks(tool, where, each))
     return replace(namespace, tools=allowed, approval=approval)
@@ -223,7 +222,7 @@ def _allowed(tool: McpTool, where: str, namespace: Namespace) -> tuple[Tool, ...
     unknown = [name for name in wanted.tool_names or () if name not in known]
     if unknown and namespace.tools:
         problem = f"{where}.allowed_tools: {namespace.label} has no tool {quoted(unknown[0])}"
-        raise RequestError(problem, param=f"{where}.allowed_tools", code="invalid_value")
+        raise invalid(f"{where}.allowed_tools", problem)
     return tuple(each for each in namespace.tools if _fits(wanted, each))
 
 
@@ -237,7 +236,7 @@ def _asks(tool: McpTool, where: str, each: Tool) -> bool:
     rule = tool.require_approval
     if isinstance(rule, str) and rule not in ("always", "never"):
         problem = f"{where}.require_approval must be 'always', 'never' or filters of tools"
-        raise RequestError(problem, param=f"{where}.require_approval", code="invalid_value")
+        raise invalid(f"{where}.require_approval", problem)
     if rule is None or isinstance(rule, str):
         return rule != "never"
     if rule.never is not None and _fits(rule.never, each):

@@ -25,7 +25,7 @@ from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.schema import SEARCH, ResponsesTool, ToolChoice
 from vllm_mlx_harmony.protocols.responses.server_tools import NO_SERVER_TOOLS, ServerTools
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, required
+from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 
 class Declared(NamedTuple):
@@ -37,7 +37,6 @@ class Declared(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """What identifies it."""
         return self.namespace, self.name
 
     @property
@@ -286,7 +285,7 @@ def _choice(
         if tool not in known:
             name = quoted(requested.name)
             problem = f"tool_choice: {name} is not among the tools that can be called"
-            raise RequestError(problem, param="tool_choice", code="invalid_value")
+            raise invalid("tool_choice", problem)
         chosen = Choice(True, (known[tool],))
     elif requested.type == "allowed_tools" and requested.mode in (None, "auto", "required"):
         allowed = requested.tools or ()
@@ -298,17 +297,16 @@ def _choice(
     elif of_server := _of_server(requested, "tool_choice", server):
         chosen = Choice(True, of_server)
     else:
-        raise RequestError(
+        raise unsupported(
+            "tool_choice",
             "tool_choice must be 'auto', 'none', 'required', a function or custom tool, or "
             "allowed_tools, or a tool that the server runs for this request",
-            param="tool_choice",
-            code=UNSUPPORTED,
         )
     served = (name for each in server.namespaces for name in each.recipients)
     everything = (*known, *tools.builtin_tools, *served)
     if chosen.required and not (everything if chosen.names is None else chosen.names):
         problem = "tool_choice: a call is required, but there is no tool to call"
-        raise RequestError(problem, param="tool_choice", code="invalid_value")
+        raise invalid("tool_choice", problem)
     return chosen
 
 
@@ -335,7 +333,6 @@ def _listed(allowed: Sequence[schema.AllowedTool], declared: Collection[Declared
             key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
             if key not in known:
                 where = f"tool_choice.tools[{index}]"
-                problem = f"{where} is not among the tools"
-                raise RequestError(problem, param=where, code="invalid_value")
+                raise invalid(where, f"{where} is not among the tools")
             found |= known[key]
     return found

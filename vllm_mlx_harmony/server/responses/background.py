@@ -72,14 +72,12 @@ class Running:
         return self.bytes if self.done else TURN_BYTES + 3 * self.bytes
 
     def document(self) -> dict[str, Any]:
-        """The response as it is now."""
         if self._generating is not None:
             return self._generating[1].document()
         document: dict[str, Any] = loads(self.events[-2].data)["response"]
         return document
 
     def input_items(self) -> list[dict[str, Any]]:
-        """The input as items."""
         items: list[dict[str, Any]] = from_json(self._input, cache_strings="none")
         return items
 

@@ -51,7 +51,6 @@ class StoringEmitter:
 
     @property
     def id(self) -> str:
-        """The id of the response."""
         return responses.response_id(self._info)
 
     def create(self) -> list[Event]:
@@ -86,7 +85,6 @@ class StoringEmitter:
         return False
 
     def result(self) -> dict[str, Any]:
-        """The whole response."""
         return self._emitter.result()
 
     def document(self) -> dict[str, Any]:
@@ -95,11 +93,9 @@ class StoringEmitter:
         return self._before if pending else self._emitter.document()
 
     def input_items(self) -> list[dict[str, Any]]:
-        """The input as items."""
         return self.request.input_items(self._info)
 
     def stored(self) -> StoredResponse:
-        """The response for the store."""
         document = self._emitter.document()
         ended = document["status"] in ("completed", "incomplete")
         messages = self.request.conversation(self._context.messages, ended=ended)

@@ -41,7 +41,6 @@ class _CompactionEmitter:
         self._emitter = parsed.emitter(info)
 
     def feed(self, delta: Delta) -> list[Event]:
-        """Implements ``Emitter``."""
         return self._emitter.feed(delta)
 
     def result(self) -> dict[str, Any]:

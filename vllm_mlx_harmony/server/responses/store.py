@@ -63,11 +63,9 @@ class MemoryStore:
 
     @property
     def bytes(self) -> int:
-        """The size of all responses in bytes."""
         return self._texts.size
 
     def put(self, stored: StoredResponse) -> bool:
-        """Implements ``Store``."""
         text, key = stored.text(), (stored.tenant, stored.id)
         if len(text) > self._max_bytes:
             return False
@@ -75,12 +73,10 @@ class MemoryStore:
         return True
 
     def get(self, key: str, tenant: str) -> StoredResponse | None:
-        """Implements ``Store``."""
         text = self._texts.get((tenant, key))
         return None if text is None else StoredResponse.of_text(text)
 
     def delete(self, key: str, tenant: str) -> bool:
-        """Implements ``Store``."""
         return self._texts.discard((tenant, key))
 
 
@@ -143,7 +139,6 @@ class FileStore:
             raise StoreError(f"{_UNUSABLE.format(path)}: it is damaged ({damage}). {_REMEDY}")
 
     def put(self, stored: StoredResponse) -> bool:
-        """Implements ``Store``."""
         text = stored.text()
         if len(text) > self._max_bytes:
             return False
@@ -157,7 +152,6 @@ class FileStore:
         return True
 
     def get(self, key: str, tenant: str) -> StoredResponse | None:
-        """Implements ``Store``."""
         with self._failing():
             self._follow()
             query = "SELECT text FROM response_texts WHERE tenant = ? AND id = ?"
@@ -169,7 +163,6 @@ class FileStore:
         return StoredResponse.of_text(rows[0][0])
 
     def delete(self, key: str, tenant: str) -> bool:
-        """Implements ``Store``."""
         try:
             return self._delete(key, tenant)
         except StoreError as error:
@@ -262,7 +255,6 @@ class SharedStore:
         self._connection, self._max_bytes = connection, max_bytes
 
     def put(self, stored: StoredResponse) -> bool:
-        """Implements ``Store``."""
         text = zlib.compress(stored.text().encode(), 1)
         if len(text) > self._max_bytes:
             return False
@@ -271,13 +263,11 @@ class SharedStore:
         return True
 
     def get(self, key: str, tenant: str) -> StoredResponse | None:
-        """Implements ``Store``."""
         name = key_of("response", tenant, key)
         text = self._connection.call(lambda redis: redis.get(name))
         return None if text is None else StoredResponse.of_text(zlib.decompress(text).decode())
 
     def delete(self, key: str, tenant: str) -> bool:
-        """Implements ``Store``."""
         name = key_of("response", tenant, key)
         return bool(self._connection.call(lambda redis: redis.delete(name)))
 

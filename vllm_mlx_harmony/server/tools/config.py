@@ -11,7 +11,6 @@ share (``mcpServers``). It is JSON, or YAML if PyYAML is installed::
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from enum import Enum
@@ -21,6 +20,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.server.settings import choice
 
 VARIABLE = "VLLM_MLX_HARMONY_TOOLS"
 """Environment variable: ``off``, ``on`` (for requests that ask) or ``all`` (for every request)."""
@@ -36,11 +36,7 @@ class Use(str, Enum):
 
 def use() -> Use:
     """The setting in the environment. Raises ``HostError`` for an invalid one."""
-    word = os.environ.get(VARIABLE, "").strip().lower() or Use.OFF.value
-    if word not in {each.value for each in Use}:
-        known = ", ".join(each.value for each in Use)
-        raise HostError(f"{VARIABLE}: {word!r} is not one of {known}")
-    return Use(word)
+    return choice(VARIABLE, Use.OFF)
 
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]

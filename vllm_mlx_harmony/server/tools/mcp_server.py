@@ -108,12 +108,10 @@ class McpServer:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Implements ``ToolServer``."""
         return self._tools
 
     @property
     def problem(self) -> str:
-        """Implements ``ToolServer``."""
         return self._problem
 
     async def start(self) -> None:
@@ -130,7 +128,6 @@ class McpServer:
             await asyncio.wait({task})
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
-        """Implements ``ToolServer``."""
         from mcp import MCPError
 
         client = self._client
@@ -147,7 +144,6 @@ class McpServer:
         return Answer(text_of(result), bool(result.is_error))
 
     def _without_urls(self, text: str) -> str:
-        """``text`` without the URL of the server."""
         return text if self._own_urls is None else self._own_urls.sub("its URL", text)
 
     # --- The connection

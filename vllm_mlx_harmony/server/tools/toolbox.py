@@ -118,7 +118,6 @@ class Toolbox:
         await asyncio.gather(*(each.start() for each in self.servers))
 
     async def stop(self) -> None:
-        """Stops all servers."""
         await asyncio.gather(*(each.stop() for each in self.servers), return_exceptions=True)
 
     @property

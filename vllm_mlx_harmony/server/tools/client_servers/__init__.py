@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS, ClientServer
-from vllm_mlx_harmony.protocols.validation import UNSUPPORTED
+from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, invalid
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.config import ServerConfig, Use
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
@@ -76,7 +76,6 @@ class ClientServers:
 
     @property
     def allowed(self) -> tuple[str, ...]:
-        """The patterns."""
         return tuple(map(str, self._patterns))
 
     async def connected(
@@ -115,7 +114,6 @@ class ClientServers:
         return tuple(servers)
 
     async def stop(self, servers: Sequence[ToolServer]) -> None:
-        """Closes the connections of a request."""
         await asyncio.gather(*(each.stop() for each in servers), return_exceptions=True)
 
     def _allowed(self, requested: ClientServer) -> tuple[httpx2.URL, UrlPattern]:
@@ -131,9 +129,7 @@ class ClientServers:
         try:
             url = httpx2.URL(requested.url)
         except (httpx2.InvalidURL, ValueError) as error:
-            raise RequestError(
-                f"{requested.where} is not a URL", param=requested.where, code="invalid_value"
-            ) from error
+            raise invalid(requested.where, f"{requested.where} is not a URL") from error
         for pattern in self._patterns:
             if pattern.allows(url):
                 return url.copy_with(fragment=None), pattern
@@ -186,14 +182,12 @@ class ConnectedServer:
         self._lists.put(self._key, (self._tools, time.monotonic() + REMEMBERED), size + 512)
 
     async def stop(self) -> None:
-        """Implements ``ToolServer``."""
         server, self._server = self._server, None
         if server is not None:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(server.stop(), CLOSING)
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
-        """Implements ``ToolServer``."""
         return await (await self._connection()).call(tool, arguments)
 
     async def _connection(self) -> McpServer:
