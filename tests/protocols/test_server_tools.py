@@ -795,6 +795,22 @@ ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
             "never": {"read_only": True}, "always": {"tool_names": ["later?"]}}}]},
         ALL, ALL[1:],
     ),
+    "a tool in both": (
+        {"tools": [{**WEATHER, "require_approval": {
+            "never": ["now", "later?"], "always": {"tool_names": ["later?"]}}}]},
+        ALL, ALL[1:],
+    ),
+    "never those that write, of which none is known": (
+        {"tools": [{**WEATHER, "require_approval": {"never": {"read_only": False}}}]}, ALL, ALL
+    ),
+    "filters of null": (
+        {"tools": [{**WEATHER, "require_approval": {"never": None, "always": None}}]}, ALL, ALL
+    ),
+    "a filter with a null": (
+        {"tools": [{**WEATHER, "require_approval": {
+            "never": {"tool_names": ["now"], "read_only": None}}}]},
+        ALL, ALL[1:],
+    ),
     "none": ({"tools": TOOLS, "tool_choice": "none"}, (), ()),
 }  # fmt: skip
 
@@ -951,6 +967,33 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "twice": ({"tools": [WEATHER, WEATHER]}, "tools[1]"),
     "no such tool": ({"tools": [{**WEATHER, "allowed_tools": ["x"]}]}, "tools[0].allowed_tools"),
     "a rule": ({"tools": [{**WEATHER, "require_approval": "maybe"}]}, "tools[0].require_approval"),
+    "a rule for a server without tools": (
+        {"tools": [{"type": "mcp", "server_label": "away", "require_approval": "maybe"}]},
+        "tools[0].require_approval",
+    ),
+    "a number for a rule": (
+        {"tools": [{**WEATHER, "require_approval": 3}]}, "tools[0].require_approval"
+    ),
+    "an empty filter": (
+        {"tools": [{**WEATHER, "require_approval": {"never": {}}}]},
+        "tools[0].require_approval.never",
+    ),
+    "a filter of nulls": (
+        {"tools": [{**WEATHER, "require_approval": {"never": {"tool_names": None}}}]},
+        "tools[0].require_approval.never",
+    ),
+    "a misspelt filter": (
+        {"tools": [{**WEATHER, "require_approval": {"never": {"tools": ["now"]}}}]},
+        "tools[0].require_approval.never.tools",
+    ),
+    "a filter with more": (
+        {"tools": [{**WEATHER, "require_approval": {"never": {"read_only": True, "x": 1}}}]},
+        "tools[0].require_approval.never.x",
+    ),
+    "misspelt names": (
+        {"tools": [{**WEATHER, "allowed_tools": {"tools": ["now"]}}]},
+        "tools[0].allowed_tools.tools",
+    ),
     "another server": ({"tool_choice": {"type": "mcp", "server_label": "browser"}}, "tool_choice"),
     "another tool": (
         {"tool_choice": {"type": "mcp", "server_label": "weather", "name": "x"}}, "tool_choice"
@@ -1216,6 +1259,21 @@ def test_a_response_repeats_no_credentials() -> None:
         "headers": None,
     }
     assert without_secrets(WEATHER) == WEATHER
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "a.example/sse?token=SECRET",
+        "https:/me:SECRET@a.example/x",
+        "https://me:SECRET@a.example\\x",
+        "https://a.example\\SECRET",
+        "me:SECRET@a.example://b",
+        ["https://a.example/SECRET"],
+    ],
+)
+def test_a_response_repeats_no_secret_of_an_invalid_url(url: object) -> None:
+    assert "SECRET" not in str(without_secrets({"type": "mcp", "server_url": url}))
 
 
 # --- Messages, inwards.

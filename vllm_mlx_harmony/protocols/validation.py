@@ -46,7 +46,7 @@ class Wire(BaseModel):
 
 Model = TypeVar("Model", bound=Wire)
 
-_VARIANT = "\0"
+VARIANT = "\0"
 """Prefix of the names that pydantic puts into the path of an error for the model it has chosen."""
 
 
@@ -67,7 +67,7 @@ class Variants:
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         models = {self.other, *self.models.values()}
-        choices = {_VARIANT + each.__name__: handler.generate_schema(each) for each in models}
+        choices = {VARIANT + each.__name__: handler.generate_schema(each) for each in models}
         union = core_schema.tagged_union_schema(choices, self._chosen)
         return core_schema.no_info_before_validator_function(_fields, union)
 
@@ -77,7 +77,7 @@ class Variants:
         if isinstance(kind, str):
             ends = (key for key in self.models if key.startswith("*") and kind.endswith(key[1:]))
             model = self.models.get(kind) or self.models.get(next(ends, ""), self.other)
-        return _VARIANT + model.__name__
+        return VARIANT + model.__name__
 
 
 def _fields(value: object) -> object:
@@ -115,6 +115,7 @@ _WORDS = {
     "missing": "is required",
     "model_type": "must be an object",
     "dict_type": "must be an object",
+    "extra_forbidden": "is not a known field",
     "too_short": "must not be empty",
     "string_too_short": "must not be empty",
 }
@@ -245,7 +246,7 @@ def path(parts: Iterable[int | str]) -> str:
     steps = (
         f"[{part}]" if isinstance(part, int) else f".{part[:_KEY]}"
         for part in parts
-        if isinstance(part, int) or not part.startswith(_VARIANT)
+        if isinstance(part, int) or not part.startswith(VARIANT)
     )
     text = "".join(steps).removeprefix(".")
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.turn import ResponseFormat
@@ -22,6 +30,7 @@ from vllm_mlx_harmony.protocols.openai_request import (
     reject_unsupported,
 )
 from vllm_mlx_harmony.protocols.validation import (
+    VARIANT,
     Variants,
     Wire,
     checked,
@@ -61,20 +70,41 @@ def _as_filter(value: object) -> object:
 
 
 class ToolFilter(Wire):
-    """Selects some of a server's tools: by name, or those that only read."""
+    """Selects the tools of a server that meet all of its conditions, of which it has at least one.
+
+    Unknown conditions are rejected: without them, the filter would select more than was meant.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     tool_names: list[str] | None = None
     read_only: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_condition(self) -> ToolFilter:
+        if self.tool_names is None and self.read_only is None:
+            raise PydanticCustomError("tool_filter", "must have tool_names or read_only")
+        return self
 
 
 Filter: TypeAlias = Annotated[ToolFilter | None, BeforeValidator(_as_filter)]
 
 
 class ApprovalFilters(Wire):
-    """The tools whose calls must be approved before they run, and those whose calls need not."""
+    """The tools whose calls must be approved before they run, and those whose calls need not.
+
+    ``always`` takes precedence.
+    """
 
     always: Filter = None
     never: Filter = None
+
+
+Approval: TypeAlias = Annotated[
+    Annotated[Literal["always", "never"], Tag(VARIANT + "rule")]
+    | Annotated[ApprovalFilters, Tag(VARIANT + "filters")],
+    Discriminator(lambda value: VARIANT + ("rule" if isinstance(value, str) else "filters")),
+]
 
 
 class Format(Wire):
@@ -142,7 +172,7 @@ class McpTool(ResponsesTool):
 
     server_label: str | None = Field(default=None, min_length=1)
     allowed_tools: Filter = None
-    require_approval: str | ApprovalFilters | None = None
+    require_approval: Approval | None = None
 
 
 TOOLS: dict[str, type[Wire]] = {**_CLIENT_TOOLS, "namespace": NamespaceTool, "mcp": McpTool}

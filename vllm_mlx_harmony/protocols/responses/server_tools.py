@@ -180,14 +180,16 @@ def _unreachable(label: str, why: str) -> RequestError:
 def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
     """``tool`` as a response repeats it: credentials are only for its server.
 
-    As on api.openai.com, only the scheme and host of the URL are shown.
+    As on api.openai.com, only the scheme and host of the URL are shown; of a URL without a scheme,
+    nothing is.
     """
     shown = {name: value for name, value in tool.items() if name not in _OF_A_URL}
     url = tool.get("server_url")
-    if isinstance(url, str):
-        scheme, _, rest = url.partition("://")
-        host = re.split(r"[/?#]", rest, maxsplit=1)[0].rpartition("@")[2]
-        shown["server_url"] = f"{scheme}://{host}/<redacted>"
+    if url is not None:
+        scheme, mark, rest = str(url).partition("://")
+        host = re.split(r"[/?#\\]", rest, maxsplit=1)[0].rpartition("@")[2]
+        is_url = mark and scheme.isalpha()
+        shown["server_url"] = f"{scheme}://{host}/<redacted>" if is_url else "<redacted>"
     return {**shown, "headers": None} if "headers" in tool else shown
 
 
@@ -210,7 +212,7 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
         problem = f"there is no tool server {quoted(tool.server_label)}; the servers are: {known}"
         raise invalid(f"{where}.server_label", problem)
     allowed = _allowed(tool, where, namespace)
-    approval = frozenset(each.name for each in allowed if _asks(tool, where, each))
+    approval = frozenset(each.name for each in allowed if _needs_approval(tool, each))
     return replace(namespace, tools=allowed, approval=approval)
 
 
@@ -228,18 +230,16 @@ def _allowed(tool: McpTool, where: str, namespace: Namespace) -> tuple[Tool, ...
 
 def _fits(wanted: ToolFilter, tool: Tool) -> bool:
     named = wanted.tool_names is None or tool.origin[-1] in wanted.tool_names
-    return named and (not wanted.read_only or tool.read_only is True)
+    return named and (wanted.read_only is None or tool.read_only is wanted.read_only)
 
 
-def _asks(tool: McpTool, where: str, each: Tool) -> bool:
-    """As OpenAI has it: always, unless the request says otherwise."""
-    rule = tool.require_approval
-    if isinstance(rule, str) and rule not in ("always", "never"):
-        problem = f"{where}.require_approval must be 'always', 'never' or filters of tools"
-        raise invalid(f"{where}.require_approval", problem)
+def _needs_approval(declared: McpTool, tool: Tool) -> bool:
+    """Whether calls of ``tool`` need approval: as at OpenAI, unless the request says otherwise."""
+    rule = declared.require_approval
     if rule is None or isinstance(rule, str):
         return rule != "never"
-    if rule.never is not None and _fits(rule.never, each):
-        return False
-    # If only the filter of calls that need approval is given, no other call needs it.
-    return rule.always is None or rule.never is not None or _fits(rule.always, each)
+    if rule.always is not None and _fits(rule.always, tool):
+        return True
+    if rule.never is not None:
+        return not _fits(rule.never, tool)
+    return rule.always is None  # if only ``always`` is given, no other call needs approval
