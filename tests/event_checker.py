@@ -282,6 +282,7 @@ class _Checker:
         assert event["delta"], "an empty delta"
         item.texts[stem] += event["delta"]
         if stem == "response.output_text":
+            assert isinstance(event["logprobs"], list)
             item.logprobs += event["logprobs"]
 
     def text_done(self, stem: str, event: dict[str, Any]) -> None:

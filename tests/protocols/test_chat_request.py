@@ -787,7 +787,7 @@ def test_leaving_strict_out_is_advised_where_it_is_there(
 ) -> None:
     with pytest.raises(RequestError) as refused:
         answers(turn(**fields), "", policy)
-    assert ("without strict" in refused.value.message) == hint
+    assert ("set strict to false" in refused.value.message) == hint
 
 
 @pytest.mark.parametrize("field", ["response_format", "guided_regex", "structured_outputs"])
@@ -937,8 +937,8 @@ BAD_FIELDS = [
     ("tool_choice", {"type": "function", "function": {"name": "x"}}, "tool_choice"),
     ("tool_choice", ["auto"], "tool_choice"),
     ("tool_choice", "any", "tool_choice"),
-    ("tool_choice", {"type": "function"}, "tool_choice"),
-    ("tool_choice", {"type": "custom", "function": {"name": "x"}}, "tool_choice"),
+    ("tool_choice", {"type": "function"}, "tool_choice.function"),
+    ("tool_choice", {"type": "custom", "function": {"name": "x"}}, "tool_choice.custom"),
     ("tool_choice", {"type": "allowed_tools"}, "tool_choice.allowed_tools"),
     (
         "tool_choice",
@@ -1172,9 +1172,12 @@ def test_what_is_no_request_at_all(body: object) -> None:
         ),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
-            "tool message without tool_call_id",
+            "tool_call_id is required for a message with the role 'tool'",
             None,
         ),
+        ({"stop": ["a"] * 65}, "stop must have at most 64 items", "invalid_value"),
+        ({"stop": ["b" * 513]}, "stop[0] must have at most 512 characters", "invalid_value"),
+        ({"user": 1, "n": "{x}"}, "n must be a valid integer", "invalid_type"),
         (
             {"tool_choice": "required"},
             "tool_choice: there are no tools",
@@ -1187,7 +1190,8 @@ def test_what_is_no_request_at_all(body: object) -> None:
         ),
         (
             {"guided_regex": "a", "response_format": {"type": "json_object"}},
-            "guided_regex cannot be combined with response_format: give only one format",
+            "guided_regex cannot be combined with response_format: "
+            "specify only one response format",
             "invalid_value",
         ),
     ],

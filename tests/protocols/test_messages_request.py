@@ -640,6 +640,11 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
         [Preamble("Look"), Call("c1", "f", "{}"), Result("c1", "1", "messages[1].content[0]")],
         None,
     ),
+    "a text that looks like such a preamble": (
+        [*HELLO, assistant(thinking(f"{UPDATE}Look"))],
+        [User("Hello"), Reasoning(f"{UPDATE}Look")],
+        None,
+    ),
     "only reasoning": ([*HELLO, assistant(thinking("Hm"))], [User("Hello"), Reasoning("Hm")], None),
     "a preamble and reasoning": (
         [*HELLO, assistant(text("a"), thinking("Hm"))],

@@ -177,7 +177,7 @@ def test_what_was_loaded_may_be_called_and_be_chosen() -> None:
 
 @pytest.mark.parametrize("tools", [[later("f"), tool("f")], [later("f"), SEARCH, later("f")]])
 def test_two_tools_of_one_name_are_refused_before_they_are_loaded(tools: list[Block]) -> None:
-    with pytest.raises(RequestError, match="two tools are named 'f'") as caught:
+    with pytest.raises(RequestError, match="duplicate tool name 'f'") as caught:
         turn([ASK], tools)
     assert caught.value.param in ("tools[0]", "tools[2]")
 

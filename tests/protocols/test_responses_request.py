@@ -839,6 +839,10 @@ GUILTY: list[tuple[Any, str | None]] = [
             ({"tools": [{"type": "custom", "name": "f", "format": {
                 "type": "grammar", "syntax": "peg", "definition": "a"}}]},
              "tools[0].format.syntax"),
+            ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]},
+             "tools[0].format.definition"),
+            ({"tools": [{"type": "custom", "name": "f", "format": {"type": "regex"}}]},
+             "tools[0].format.type"),
             ({"tools": [{"type": "function", "name": "f", "strict": "yes"}]}, "tools[0].strict"),
             ({"tools": [{"type": "tool_search", "execution": "client"}] * 2}, "tools[1]"),
             ({"tool_choice": "required"}, "tool_choice"),

@@ -599,8 +599,9 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     ),
     "code with its outputs": (
         [{**SANDBOX, "outputs": [{"type": "logs", "logs": "4"}, {"type": "image", "url": "x"},
+                                 {"type": "logs", "logs": None},
                                  {"type": "logs", "logs": "2"}]}],
-        [COMPUTES, result("4\n[image left out: this model reads text only]\n2", "python")],
+        [COMPUTES, result("4\n[image left out: this model reads text only]\n\n2", "python")],
     ),
     "code without them says nothing": ([{**SANDBOX, "outputs": None}], []),
     "a search says nothing": ([{"type": "web_search_call", "id": "ws_1"}], []),

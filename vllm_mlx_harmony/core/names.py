@@ -155,9 +155,9 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
     names: dict[str, None] = {}
     for tool in tools:
         if not tool.name:
-            raise RequestError("a tool needs a name", param=tool.where)
+            raise RequestError("a tool must have a name", param=tool.where)
         if tool.name in names:
-            raise RequestError(f"two tools are named {quoted(tool.name)}", param=tool.where)
+            raise RequestError(f"duplicate tool name {quoted(tool.name)}", param=tool.where)
         names[tool.name] = None
     return list(names)
 

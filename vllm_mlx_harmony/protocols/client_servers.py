@@ -45,9 +45,11 @@ def headers_of(
     headers: dict[str, str] = {}
     for name, value in (given or {}).items():
         if not (isinstance(name, str) and _NAME.fullmatch(name) and _is_value(value)):
-            raise invalid(where, f"{where} has an invalid name or value")
+            problem = f"{where} contains an invalid header name or value"
+            raise invalid(where, problem)
         if name.lower() in _OF_THE_CONNECTION:
-            raise invalid(where, f"{where}: {name} is a header of the connection")
+            problem = f"{where}: {name} cannot be set: it is a header of the connection"
+            raise invalid(where, problem)
         headers[name.lower()] = value
     if token is not None:
         if not _is_value(token):

@@ -117,7 +117,9 @@ _WORDS = {
     "dict_type": "must be an object",
     "extra_forbidden": "is not a known field",
     "too_short": "must not be empty",
+    "too_long": "must have at most {max_length} items",
     "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
 }
 
 
@@ -131,8 +133,10 @@ def checked(model: type[Model], body: object) -> Model:
     try:
         return model.model_validate(mended(body))
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise _invalid(first["type"], first["loc"], first["msg"]) from error
+        first = error.errors(include_url=False, include_input=False)[0]
+        words = _WORDS.get(first["type"])
+        words = first["msg"] if words is None else words.format_map(first.get("ctx", {}))
+        raise _invalid(first["type"], first["loc"], words) from error
 
 
 MAX_DEPTH = 500
@@ -228,7 +232,7 @@ def _infinite(body: object) -> list[int | str] | None:
 
 def required(where: str) -> RequestError:
     """The error for a field that is missing or null where the API needs it."""
-    return _invalid("missing", (where,), "")
+    return _invalid("missing", (where,), _WORDS["missing"])
 
 
 def invalid(where: str, problem: str) -> RequestError:
@@ -259,7 +263,7 @@ _KEY = 200
 def _invalid(kind: str, where: Iterable[int | str], message: str) -> RequestError:
     """The error for a field that pydantic rejects, with OpenAI's code for its error type."""
     param = path(where)
-    words = _WORDS.get(kind) or message.replace("Input should be", "must be")
+    words = message.replace("Input should be", "must be")
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
     if kind == "missing":
         code = "missing_required_parameter"

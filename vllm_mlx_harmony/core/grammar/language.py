@@ -349,7 +349,9 @@ class _Writer:
         """Raises an error for what must be strict, and adds a note otherwise."""
         if strict or self._all_strict:
             relaxable = can_be_relaxed and strict and not self._all_strict
-            hint = "; without strict, the rest of the schema would be enforced" if relaxable else ""
+            hint = (
+                "; set strict to false to enforce the remaining keywords only" if relaxable else ""
+            )
             raise RequestError(f"{problem}{hint}", param=where)
         self._notes.append(f"{problem}; the rest is enforced")
 

@@ -26,7 +26,8 @@ def response_format(body: ChatBody) -> ResponseFormat | None:
     found = list(_formats(body))
     if len(found) > 1:
         (one, _), (other, _), *_ = found
-        raise invalid(other, f"{other} cannot be combined with {one}: give only one format")
+        problem = f"{other} cannot be combined with {one}: specify only one response format"
+        raise invalid(other, problem)
     return replace(found[0][1], where=found[0][0]) if found else None
 
 
@@ -35,7 +36,7 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
         yield "response_format", _openai(body.response_format)
     outputs = body.structured_outputs or StructuredOutputs()
     if outputs.structural_tag is not None:
-        raise _unsupported("structured_outputs.structural_tag", "Harmony defines the tags")
+        raise _unsupported("structured_outputs.structural_tag", "Harmony defines its own tags")
     if outputs.disable_additional_properties:
         where = "structured_outputs.disable_additional_properties"
         raise _unsupported(where, "set additionalProperties in the schema")

@@ -111,8 +111,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     tool_choice = _tool_choice(choice, body.tools or (), callable_)
     if tool_choice.required and prefill is not None:
         problem = (
-            "tool_choice: no call can be required when the last assistant message is to be "
-            "continued"
+            "tool_choice: a call cannot be required when the last assistant message is continued"
         )
         raise unsupported("tool_choice", problem)
     return Turn(
@@ -180,12 +179,13 @@ def _continued(body: ChatBody) -> bool:
     """
     requested = body.continue_final_message
     if requested and body.add_generation_prompt:
-        problem = "add_generation_prompt cannot be true together with continue_final_message"
+        problem = "add_generation_prompt and continue_final_message cannot both be true"
         raise invalid("add_generation_prompt", problem)
     field = "add_generation_prompt" if requested is None else "continue_final_message"
     continued = body.add_generation_prompt is False if requested is None else requested
     if continued and body.messages[-1].role != "assistant":
-        raise unsupported(field, f"{field}: the last message is not the assistant's")
+        problem = f"{field} requires the last message to have the role 'assistant'"
+        raise unsupported(field, problem)
     return continued
 
 
@@ -205,11 +205,14 @@ class _Reader:
         content = message.content or ()
         if message.role in ("tool", "function"):
             if message.role == "tool":
-                key, problem = message.tool_call_id, "tool message without tool_call_id"
+                key, problem = (
+                    message.tool_call_id,
+                    "tool_call_id is required for a message with the role 'tool'",
+                )
             else:
                 name = message.name if isinstance(message.name, str) else ""
                 key = self._functions.get(name)
-                problem = "function message without an earlier function_call of that name"
+                problem = "a function message must follow a function_call with the same name"
             if not key:
                 raise RequestError(problem, param=where)
             yield Result(key, result_text(content, f"{where}.content", self.attachments), where)
@@ -249,7 +252,7 @@ class _Reader:
         """
         for index, message in run:
             if message.tool_calls or message.function_call:
-                problem = f"messages[{index}]: a call needs a result and cannot be continued"
+                problem = f"messages[{index}]: a message with tool calls cannot be continued"
                 raise unsupported(f"messages[{index}]", problem)
         index, last = run[-1]
         text = self._text(last, f"messages[{index}]")
@@ -315,7 +318,7 @@ def _tool_choice(
             raise required("tool_choice.allowed_tools")
         names = dict.fromkeys(_declared(each, declared) for each in choice.allowed_tools.tools)
         return ToolChoice(choice.allowed_tools.mode == "required", tuple(names))
-    raise _no_choice(f"unknown choice {quoted(choice.type)}")
+    raise _no_choice(f"unknown type {quoted(choice.type)}")
 
 
 def _declared(named: schema.ChatNamedTool, declared: Collection[tuple[bool, str]]) -> str:
@@ -326,7 +329,7 @@ def _declared(named: schema.ChatNamedTool, declared: Collection[tuple[bool, str]
     freeform = named.type == "custom"
     chosen = named.custom if freeform else named.function
     if chosen is None:
-        raise _no_choice(f"it names no {'custom' if freeform else 'function'}")
+        raise required(f"tool_choice.{'custom' if freeform else 'function'}")
     if (freeform, chosen.name) not in declared:
         raise _no_choice(f"{quoted(chosen.name)} is not among the tools")
     return chosen.name

@@ -257,8 +257,8 @@ class ChatBody(OpenAISampling):
 # --- Unsupported parameters that would change the answer: name, rejected values, reason.
 
 _LOGPROBS = "not available: use logprobs and top_logprobs"
-_TEXT_ONLY = "the model writes text only"
-_TOKENS = "not available: answers are text"
+_TEXT_ONLY = "not supported: the model generates text only"
+_TOKENS = "not supported: token ids are not returned"
 
 
 UNSUPPORTED_FIELDS: UnsupportedFields = (
@@ -266,20 +266,24 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("logprob_token_ids", given, _LOGPROBS),
     ("modalities", lambda requested: requested not in ([], ["text"]), _TEXT_ONLY),
     ("audio", given, _TEXT_ONLY),
-    ("functions", bool, "replaced by tools: send each function as a tool of type 'function'"),
-    ("function_call", given, "replaced by tool_choice"),
+    ("functions", bool, "deprecated: use tools with the type 'function'"),
+    ("function_call", given, "deprecated: use tool_choice"),
     ("web_search_options", given, "web search is not available: declare it as a tool"),
-    ("moderation", given, "moderation is not available"),
-    ("echo", bool, "not available: the answer is what the model adds"),
-    ("use_beam_search", bool, "beam search is not available"),
+    ("moderation", given, "not supported"),
+    ("echo", bool, "not supported: only the generated text is returned"),
+    ("use_beam_search", bool, "not supported"),
     ("stop_token_ids", bool, "not available: use stop"),
-    ("include_stop_str_in_output", bool, "a stop string is no part of the answer"),
-    ("ignore_eos", bool, "a turn ends where the model ends it"),
-    ("truncate_prompt_tokens", given, "a prompt is never cut"),
+    (
+        "include_stop_str_in_output",
+        bool,
+        "not supported: stop strings are never included in the answer",
+    ),
+    ("ignore_eos", bool, "not supported: generation always stops at the end of the turn"),
+    ("truncate_prompt_tokens", given, "not supported: prompts are never truncated"),
     ("allowed_token_ids", bool, "not available: use logit_bias"),
     ("bad_words", bool, "not available: use logit_bias"),
     ("repetition_detection", given, "not available"),
-    ("chat_template", given, "the prompt is Harmony's own"),
+    ("chat_template", given, "not supported: prompts always have the Harmony format"),
     ("documents", bool, "not available: send them in a message"),
     ("return_token_ids", bool, _TOKENS),
     ("return_tokens_as_token_ids", bool, _LOGPROBS),

@@ -322,14 +322,12 @@ class _Reader:
                 else:
                     yield from self.assistant_block(block, where)
 
-    def assistant_block(self, block: Block, where: str) -> Iterator[Message]:  # noqa: C901 - a case for each kind of block
+    def assistant_block(self, block: Block, where: str) -> Iterator[Message]:
         match block:
             case schema.TextBlock():
                 yield Preamble(block.text)
             case schema.ThinkingBlock() | schema.RedactedThinkingBlock():
-                if thought := self.thought(block, where):
-                    shown = thought.startswith(UPDATE)
-                    yield Preamble(thought.removeprefix(UPDATE)) if shown else Reasoning(thought)
+                yield from self.thought(block, where)
             case schema.CallBlock():
                 # The model's own text, if that was not an object.
                 given, invalid = block.input, block.input.get(INVALID_JSON)
@@ -355,14 +353,18 @@ class _Reader:
 
     def thought(
         self, block: schema.ThinkingBlock | schema.RedactedThinkingBlock, where: str
-    ) -> str:
+    ) -> Iterator[Message]:
         """The encrypted reasoning, whatever the client made of the text; without it, the text."""
         if isinstance(block, schema.RedactedThinkingBlock):
-            return self.cipher.decrypt(block.data) or ""
-        encrypted = self.cipher.decrypt(block.signature or "")
-        if encrypted is None and block.thinking is None:
-            raise required(f"{where}.thinking")
-        return encrypted or block.thinking or ""
+            text, decrypted = "", self.cipher.decrypt(block.data)
+        else:
+            text, decrypted = block.thinking or "", self.cipher.decrypt(block.signature or "")
+            if decrypted is None and block.thinking is None:
+                raise required(f"{where}.thinking")
+        if decrypted and decrypted.startswith(UPDATE):
+            yield Preamble(decrypted.removeprefix(UPDATE))
+        elif thought := decrypted or text:
+            yield Reasoning(thought)
 
     def text(self, placed: Iterable[_Placed]) -> str:
         """The text of blocks that are neither calls nor results."""
@@ -449,7 +451,7 @@ def _tools(tools: Sequence[schema.AnyTool]) -> tuple[tuple[Tool, ...], dict[str,
     deferred: dict[str, Tool] = {}
     for each in later:
         if each.name in names or each.name in deferred:
-            raise RequestError(f"two tools are named {quoted(each.name)}", param=each.where)
+            raise RequestError(f"duplicate tool name {quoted(each.name)}", param=each.where)
         deferred[each.name] = each
     return tuple(shown), deferred
 

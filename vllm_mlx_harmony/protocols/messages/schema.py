@@ -303,7 +303,9 @@ def read_body(body: object, *, counting: bool = False) -> MessagesBody:
         raise required("max_tokens")
     fields = body if isinstance(body, dict) else {}
     if fields.get("thread") is not None:
-        problem = "thread: this server does not store conversations: send all messages"
+        problem = (
+            "thread is not supported: this server does not store conversations; send all messages"
+        )
         raise RequestError(problem, param="thread", code=THREAD_UNSUPPORTED)
     if fields.get("compaction") is not None and not counting:  # Anthropic's own count ignores it
         raise unsupported("compaction", "compaction: this server does not summarize conversations")

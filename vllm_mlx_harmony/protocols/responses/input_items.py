@@ -189,7 +189,7 @@ class ItemReader:
                 for at, output in enumerate(item.outputs or ()):
                     kind = output.get("type") if isinstance(output, dict) else None
                     if isinstance(output, dict) and kind == "logs":
-                        texts.append(str(output.get("logs", "")))
+                        texts.append(str(output.get("logs") or ""))
                     elif kind == "image":
                         path = f"{where}.outputs[{at}]"
                         texts.append(self.defaults.attachments.line("image", "image", path))
@@ -259,7 +259,7 @@ def _error_text(error: object) -> str:
         return str(error) if error else ""
     parts = error.get("content")
     if isinstance(parts, list):
-        texts = [str(each.get("text", "")) for each in parts if isinstance(each, dict)]
+        texts = [str(each.get("text") or "") for each in parts if isinstance(each, dict)]
         return "\n".join(texts)
     return str(error.get("message") or "")
 

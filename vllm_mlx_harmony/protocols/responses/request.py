@@ -314,6 +314,8 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
     template = body.chat_template_kwargs or TemplateOptions()
     words = (str(word).lower() for _, word in _effort(body, template) if word is not None)
     effort = next(words, defaults.effort.value if defaults.thinking else NO_THINKING)
+    if body.thinking_token_budget == 0:
+        effort = NO_THINKING
     text = body.text or schema.TextOptions()
     echoed = {
         "background": bool(body.background),
@@ -346,7 +348,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
     if sum(sizes.values()) > MAX_JSON_CHARACTERS:
         longest = max(sizes, key=sizes.__getitem__)
         problem = (
-            f"{longest} is too long: a response repeats it, and repeats at most "
+            f"{longest} is too long: a response echoes at most "
             f"{MAX_JSON_CHARACTERS} characters of its request"
         )
         raise RequestError(problem, param=longest, code="string_above_max_length")

@@ -33,7 +33,7 @@ def no_conversations() -> RequestError:
 def not_ready(key: str) -> RequestError:
     """The error for a previous response that has not ended, and cannot be continued yet."""
     problem = (
-        f"previous response with id {quoted(key)} is still in progress: wait until it has ended"
+        f"previous response with id {quoted(key)} is still in progress: wait until it has finished"
     )
     return RequestError(problem, param="previous_response_id", code="previous_response_not_ready")
 

@@ -58,7 +58,7 @@ def _as_item(value: object) -> object:
     if not isinstance(value, dict) or value.get("type") is not None:
         return value
     kind = "message" if "role" in value else "item_reference" if "id" in value else None
-    return {**value, "type": kind}
+    return {**value, "type": kind} if kind else value
 
 
 def _as_filter(value: object) -> object:
@@ -110,9 +110,12 @@ Approval: TypeAlias = Annotated[
 class Format(Wire):
     """The format of a freeform tool's input."""
 
-    type: str
+    type: Literal["text", "grammar"]
+
+
+class GrammarFormat(Format):
     syntax: GrammarSyntax | None = None
-    definition: str | None = None
+    definition: str = Field(min_length=1)
 
 
 class ResponsesTool(Wire):
@@ -139,7 +142,7 @@ class CustomTool(ClientTool):
     """A freeform tool."""
 
     name: str = Field(min_length=1)
-    format: Format | None = None
+    format: Annotated[Format, Variants({"grammar": GrammarFormat}, Format)] | None = None
 
 
 class SearchTool(ClientTool):
@@ -225,10 +228,10 @@ def _bounded(metadata: dict[str, str]) -> dict[str, str]:
         raise PydanticCustomError("too_many", f"must not have more than {MOST_PAIRS} pairs")
     if max(map(len, metadata), default=0) > LONGEST_KEY:
         message = f"must not have keys of more than {LONGEST_KEY} characters"
-        raise PydanticCustomError("too_long", message)
+        raise PydanticCustomError("metadata_length", message)
     if max(map(len, metadata.values()), default=0) > LONGEST_VALUE:
         message = f"must not have values of more than {LONGEST_VALUE} characters"
-        raise PydanticCustomError("too_long", message)
+        raise PydanticCustomError("metadata_length", message)
     return metadata
 
 

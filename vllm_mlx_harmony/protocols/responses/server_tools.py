@@ -126,7 +126,7 @@ def read_server_tools(
         if isinstance(tool, McpTool):
             found = [_mcp(tool, where, available)]
             if any(each.label == found[0].label for each in (*listed, *chosen.values())):
-                problem = f"{where}: {quoted(found[0].label)} is given twice"
+                problem = f"{where}: {quoted(found[0].label)} is a duplicate server_label"
                 raise RequestError(problem, param=where)
             listed += found
         else:
@@ -158,9 +158,7 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
         if not (isinstance(label, str) and label and isinstance(url, str)):
             continue
         if label in labels:
-            problem = (
-                f"{where}: {quoted(label)} is one of the operator's servers: leave server_url out"
-            )
+            problem = f"{where}: {quoted(label)} is configured by the operator: omit server_url"
             raise invalid(f"{where}.server_url", problem)
         token_where = f"{where}.authorization"
         headers = headers_of(
@@ -197,7 +195,7 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
     by_url = bool(tool.document.get("server_url"))
     for name in _ELSEWHERE if by_url else (*_ELSEWHERE, *_OF_A_URL):
         if tool.document.get(name):
-            problem = f"{where}.{name}: only servers that the operator has configured are used"
+            problem = f"{where}.{name} is not supported: use a server of the operator's"
             raise unsupported(f"{where}.{name}", problem)
     if tool.server_label is None:
         raise required(f"{where}.server_label")
@@ -209,7 +207,7 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
             problem = f"{where}.server_url: only servers that the operator allows are used"
             raise unsupported(f"{where}.server_url", problem)
         known = ", ".join(each.label for each in available if not each.given) or "none"
-        problem = f"there is no tool server {quoted(tool.server_label)}; the servers are: {known}"
+        problem = f"unknown tool server {quoted(tool.server_label)}; available: {known}"
         raise invalid(f"{where}.server_label", problem)
     allowed = _allowed(tool, where, namespace)
     approval = frozenset(each.name for each in allowed if _needs_approval(tool, each))

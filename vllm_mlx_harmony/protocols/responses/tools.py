@@ -104,7 +104,7 @@ class ToolReader:
         seen: set[tuple[str, str]] = set()
         for each in read:
             if each.declared.key in seen:
-                problem = f"two tools are named {quoted(each.tool.name)}"
+                problem = f"duplicate tool name {quoted(each.tool.name)}"
                 raise RequestError(problem, param=each.tool.where)
             seen.add(each.declared.key)
         # Names first for those without namespace: they keep theirs.
@@ -254,8 +254,10 @@ def _read(tool: ResponsesTool, where: str) -> Iterator[_Read]:
             function = Tool(name, description, tool.parameters, where, tool.strict is True)
             yield _Read(Declared(name), function, deferred)
         case schema.CustomTool(name=name):
-            form = tool.format or schema.Format(type="text")
-            shown = freeform_tool(name, description, where, form.syntax, form.definition)
+            syntax, definition = None, None
+            if isinstance(tool.format, schema.GrammarFormat):
+                syntax, definition = tool.format.syntax, tool.format.definition
+            shown = freeform_tool(name, description, where, syntax, definition)
             yield _Read(Declared(name, kind="custom"), shown, deferred)
         case _:
             parameters = _PATHS if tool.parameters is None else tool.parameters
