@@ -15,7 +15,15 @@ from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
 
 @pytest.mark.parametrize(
     ("value", "said"),
-    [("a'b\x1b", '"a\'b\\x1b"'), ("é" * 201, f"'{'é' * 200}'…"), (3, "3"), (None, "None")],
+    [
+        ("a'b\x1b", '"a\'b\\x1b"'),
+        ("é" * 201, f"'{'é' * 200}'…"),
+        (3, "3"),
+        (None, "None"),
+        ([0] * 3_000_000, "[0, 0, 0, 0, 0, 0, ...]"),
+        (dict.fromkeys(range(9, 0, -1), 0), "{5: 0, 6: 0, 7: 0, 8: 0, ...}"),
+        ([["a" * 9_000_000]], f"[['{'a' * 12}...{'a' * 13}']]"),
+    ],
 )
 def test_a_value_is_quoted_briefly(value: object, said: str) -> None:
     assert quoted(value) == said

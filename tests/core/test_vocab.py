@@ -215,6 +215,20 @@ def test_no_room_anywhere_is_a_clear_error(
     assert dict(os.environ) == environment
 
 
+@pytest.mark.parametrize("full", [False, True], ids=["cache", "temporary"])
+def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, full: bool
+) -> None:
+    def fail(_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("openai_harmony.load_harmony_encoding", fail)
+    if full:
+        _Full(monkeypatch, cache)
+    with pytest.raises(vocab.VocabularyError, match=r"cannot be loaded .*Input/output error"):
+        vocab.encoding()
+
+
 def test_a_write_that_fails_half_way_leaves_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

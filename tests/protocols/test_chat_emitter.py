@@ -171,6 +171,12 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
         "tool_calls",
         {"content": "a\nb", "tool_calls": [called(SECOND, "f", "{}")]},
     ),
+    "a call of the server's without a result": (
+        told(message(Kind.SERVER_CALL, "{}", name="f"), answer("Hi"), end=STOP),
+        [{"content": "Hi"}, {}],
+        "stop",
+        {"content": "Hi"},
+    ),
     "cut inside a call": (
         told(call("f", '{"a', complete=False), end=CUT),
         [opened(0, FIRST, "f"), argued(0, '{"a'), {}],

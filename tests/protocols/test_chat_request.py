@@ -282,6 +282,10 @@ TURNS = {
             ),
         ),
     ),
+    "one id of a bias written in two ways, of which the last counts": (
+        {"logit_bias": {"7": 1, "007": 2}},
+        Turn((User("Hello"),), sampling=Sampling(logit_bias=((7, 2.0),))),
+    ),
     "one call": (
         {"parallel_tool_calls": False},
         Turn((User("Hello"),), limits=Limits(one_call=True)),

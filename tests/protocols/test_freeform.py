@@ -37,6 +37,10 @@ ROWS = {
     "what looks like a member": ('{"input":"a", "b" c"}', 'a", "b" c'),
     "space before the end": ('{"input":"abc"\n } \n', "abc"),
     "too much space to be the end": ('{"input":"abc"' + " " * 300 + "}", 'abc"' + " " * 300 + "}"),
+    "much space after the end": ('{"input":"a"}' + "\n" * 300, "a"),
+    "much space after the end, and more": ('{"input":"a" }' + " " * 300 + 'b"}', "a"),
+    "some space after what looks like the end": ('{"input":"a"}' + " " * 200 + 'b"}',
+                                                 'a"}' + " " * 200 + "b"),
     "a long name of a member": ('{"input":"abc", "' + "k" * 251 + '": 1}', "abc"),
     "too long a name of a member": (
         '{"input":"abc", "' + "k" * 252 + '": 1}', 'abc", "' + "k" * 252 + '": 1}'

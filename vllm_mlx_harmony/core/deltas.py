@@ -36,9 +36,9 @@ class Usage:
 
     ``reasoning_tokens`` and ``call_tokens`` are those in bodies of reasoning and of calls, and part
     of ``completion_tokens``, as are headers. ``tool_tokens`` are the results of tools that the
-    server ran within the turn. They count neither as prompt nor as completion. Of the tokens that
-    the engine has tried before it knew them, ``accepted_prediction_tokens`` were right, and part of
-    ``completion_tokens``; ``rejected_prediction_tokens`` were wrong.
+    server ran within the turn. They count neither as prompt nor as completion. Of the speculated
+    tokens, ``accepted_prediction_tokens`` were accepted and count towards ``completion_tokens``;
+    ``rejected_prediction_tokens`` were rejected.
     """
 
     prompt_tokens: int = 0
@@ -100,7 +100,7 @@ class Opened:
 
 
 LOWEST_LOGPROB = -9999.0
-"""Stands for a probability of 0, of which JSON cannot write the logarithm, as in OpenAI's APIs."""
+"""Represents a probability of 0, whose logarithm JSON cannot express, as in OpenAI's APIs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,10 +118,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class TextLogprob:
-    """A ``TokenLogprob`` as it is shown, and of the tokens in its ``top`` each as one of its own.
+    """A ``TokenLogprob`` as clients receive it.
 
-    ``content`` has the exact bytes, which may be part of a character. A control token has a name as
-    its ``text``, and no bytes (``None``).
+    The tokens in ``top`` are converted in the same way. ``content`` has the exact bytes, which may
+    be part of a character. A control token has a name as its ``text``, and no bytes (``None``).
     """
 
     text: str
@@ -134,8 +134,8 @@ class TextLogprob:
 class Text:
     """More text of the open message: not empty, only whole characters, no control tokens.
 
-    ``logprobs`` are those of the ids of a preamble or an answer, if they were requested: of every
-    id that is at least partly shown, with the text in which it begins to be.
+    ``logprobs`` are those of the ids of a preamble or an answer, if they were requested: each id
+    that is at least partly shown is reported once, with the first text that contains part of it.
     """
 
     text: str

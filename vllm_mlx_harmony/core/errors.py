@@ -5,19 +5,32 @@ Each protocol formats them in its own way.
 
 from __future__ import annotations
 
+from itertools import islice
+from reprlib import Repr
+from typing import Any
+
 INTERNAL = "internal error: see the server's log"
 """What clients are told about an unexpected error."""
 
 
 def quoted(value: object) -> str:
-    """The ``repr`` of a client's ``value``, for an error or a log; a long string is truncated.
+    """The ``repr`` of a client's ``value``, for an error or a log, truncated if it is long.
 
     The ``repr`` of 30 MB would take 50 ms, in which no other thread runs.
     """
-    if isinstance(value, str) and len(value) > _LONGEST_QUOTED:
-        return f"{value[:_LONGEST_QUOTED]!r}…"
-    return repr(value)
+    if not isinstance(value, str):
+        return _BRIEF.repr(value)
+    return f"{value[:_LONGEST_QUOTED]!r}…" if len(value) > _LONGEST_QUOTED else repr(value)
 
+
+class _Brief(Repr):
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        # Repr would sort all keys.
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)
+
+
+_BRIEF = _Brief()
+_BRIEF.maxlevel = 3
 
 _LONGEST_QUOTED, _LONGEST = 200, 4_000
 """The most characters of a quoted value, and of a whole message."""

@@ -3,10 +3,9 @@
 Byte pair encoding runs in two steps. A regular expression (o200k's is in
 https://github.com/openai/tiktoken/blob/main/tiktoken_ext/openai_public.py) cuts the text into
 *pre-tokens*; within each of them, pairs of tokens are merged, and no token spans two. Merging takes
-time that grows with the square of a pre-token's bytes, and the encoder holds the interpreter's lock
-meanwhile: a run of 100,000 ``a`` stops every other thread for 3 s. The expression's alternatives
-are, with ``L`` for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and ``N`` for
-numbers:
+time that grows with the square of a pre-token's bytes, and the encoder holds the GIL meanwhile: a
+run of 100,000 ``a`` stops every other thread for 3 s. The expression's alternatives are, with ``L``
+for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and ``N`` for numbers:
 
 1. a word: ``[^\\r\\nLN]? [UM…]* [lM…]+`` or ``[^\\r\\nLN]? [UM…]+ [lM…]*``, then ``'s`` and such:
    any number of letters and marks, after at most one character that is neither a letter, a number

@@ -148,7 +148,7 @@ class Loop:
         self._enough = 0  # the length of a run that is a loop
 
     def away_by(self, tokens: int) -> bool:
-        """Whether more than ``tokens`` ids are missing to a loop."""
+        """Whether a loop is more than ``tokens`` ids away."""
         missing = self._enough - self._run if self._period else SHORTEST_LOOP - _GRAM
         return not self.found and missing > tokens
 

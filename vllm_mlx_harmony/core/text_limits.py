@@ -1,7 +1,7 @@
 """Limits on a client's text that is processed in one call.
 
-Parsing and writing JSON holds the interpreter's lock throughout: for a few tenths of a microsecond
-per value, and 4 ms per megabyte of a string.
+Parsing and writing JSON holds the GIL throughout: for a few tenths of a microsecond per value, and
+4 ms per megabyte of a string.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Schema to such types, but only a small part of it: without ``$ref``, ``allOf``, ``anyOf`` or
 ``const``. It silently drops the rest, and the model has to guess. Clients send all of these:
 pydantic writes ``$defs`` and ``anyOf``, zod writes ``allOf`` and ``const``, MCP servers anything.
-openai-harmony also encodes a declaration in one call, which holds the interpreter's lock (see
-`pretokens`). So this module reimplements its template, with a reader for the whole language:
+openai-harmony also encodes a declaration in one call, which holds the GIL (see `pretokens`). So
+this module reimplements its template, with a reader for the whole language:
 
     JSON Schema ──`_Reader`──▶ `Type`, a small tree ──`Type.text`──▶ text
 

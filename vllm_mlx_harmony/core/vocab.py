@@ -91,8 +91,8 @@ def encode(text: str) -> list[int]:
     """Ids of ``text`` as ordinary text: what looks like a control token stays text (semantics A7).
 
     A lone surrogate, which UTF-8 cannot represent, is encoded as U+FFFD. A long text is encoded in
-    pieces, because the encoder holds the interpreter's lock (`pretokens` describes when that makes
-    a difference). Raises ``PromptTooLong`` if it has more ids than any model accepts.
+    pieces, because the encoder holds the GIL (`pretokens` describes when that makes a difference).
+    Raises ``PromptTooLong`` if it has more ids than any model accepts.
     """
     encode = encoding().encode
     ids: list[int] = []
@@ -191,7 +191,7 @@ def _load() -> HarmonyEncoding:
         os.environ[BASE_VARIABLE] = str(directory)
         try:
             return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
-        except HarmonyError as error:
+        except (HarmonyError, OSError) as error:
             raise VocabularyError(
                 f"{directory / FILE_NAME} cannot be loaded ({error}); remove it, and unset "
                 f"{BASE_VARIABLE} if it points there"

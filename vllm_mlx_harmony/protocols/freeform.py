@@ -73,6 +73,7 @@ _OPENING_BEGUN = re.compile(
 _EMPTY = re.compile(r"\s*\{\s*\}\s*")
 _LONGEST = 256  # characters of the opening or the end: white space may stand anywhere in them
 _MEMBER = re.compile(r'"\s*,\s*"[^"\\]*"\s*:')
+_OBJECT_END = re.compile(r'"\s*\}\s*')
 _MAY_END = re.compile(r'"\s*(?:\}\s*|,\s*(?:"[^"\\]*(?:"\s*)?)?)?')
 _PIECE = re.compile(r"""(?s)[^"\\]+|\\(?:[^u]|u[0-9a-fA-F]{4}|u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))""")
 """Text, or an escape that is complete."""
@@ -95,7 +96,7 @@ def unwrapped(arguments: str) -> str:
 class _State(Enum):
     OPENING = auto()  # the text so far may still become {"input": "
     STRING = auto()
-    ENDED = auto()  # in another member
+    ENDED = auto()  # in another member, or in white space after the object
     WHOLE = auto()  # not {"input": "…": passed on unchanged
 
 
@@ -139,7 +140,9 @@ class FreeformInput:
             if match is None:
                 if piece == "\\":  # more of the escape may come
                     break
-                if _MEMBER.match(pending, at, at + _LONGEST + 1):  # could have been waited for
+                limit = at + _LONGEST + 1  # how far it could have been waited for
+                is_end = len(pending) >= limit and _OBJECT_END.fullmatch(pending, at, limit)
+                if is_end or _MEMBER.match(pending, at, limit):
                     self._state = _State.ENDED
                     out.append(self._units.decode(b"", final=True))
                     break

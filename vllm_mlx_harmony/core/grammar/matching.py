@@ -72,8 +72,8 @@ class NotCompiled(RequestError):
 def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
     """Compiles ``grammar``, or returns it from the cache.
 
-    A new grammar takes milliseconds, so this is not for an event loop; the interpreter's lock is
-    released meanwhile.
+    A new grammar takes milliseconds, so this is not for an event loop; the GIL is released
+    meanwhile.
 
     llguidance's limits can be evaded: some grammars exhaust its stack, which ends the process. So a
     grammar that contains a client's text has to be compiled in another process first; ``size`` is
@@ -205,7 +205,7 @@ class Matcher:
         return not self.error and self._matcher.is_stopped()
 
     def fill(self, mask: Mask) -> bool:
-        """Writes the ids that are allowed next: a few microseconds, without the interpreter's lock.
+        """Writes the ids that are allowed next: a few microseconds, without the GIL.
 
         Returns false, without writing, if the output is complete or after an ``error``.
         """

@@ -138,7 +138,6 @@ class Emitter:
                 call = self._ran_calls[-1]
                 call["arguments"], call["output"] = "".join(self._parts), delta.text
                 call["error"] = None if delta.failure is None else delta.failure.text
-                self._served = False
                 index = len(self._ran_calls) - 1  # without which openai's client cannot join them
                 return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
             case Finished():
@@ -186,12 +185,13 @@ class Emitter:
         self._hidden = delta.kind is Kind.REASONING and not self._shows_reasoning
         self._input = None
         self._joint = ""
+        self._served = delta.kind is Kind.SERVER_CALL
         key = self._info.call_id(delta.index)
-        if delta.kind is Kind.SERVER_CALL:
+        if self._served:
             # Sent once its result is known: the client does not have to make this call.
             call = {"id": key, "name": delta.name, "arguments": ""}
             self._ran_calls.append({**call, "output": None, "error": None})
-            self._served, self._parts = True, []
+            self._parts = []
         elif delta.kind is Kind.CALL:
             index = len(self._calls)
             self._input = FreeformInput() if delta.name in self._freeform else None

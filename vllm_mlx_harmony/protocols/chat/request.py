@@ -124,7 +124,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         builtin_tools=builtin_tools,
         prefill=prefill,
         sampling=replace(
-            sampling(body, _logit_bias(body)),
+            sampling(body, dict(_logit_bias(body)).items()),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
         limits=Limits(

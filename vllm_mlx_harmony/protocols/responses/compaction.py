@@ -79,7 +79,8 @@ def compacted(before: Iterable[Message], answer: Iterable[Message]) -> tuple[Mes
     declarations, which a summary does not replace, and the summary, which is in ``answer``."""
     stays = (Instructions, AdditionalTools, EffortUpdate, FormatUpdate)
     texts = [each.text for each in answer if isinstance(each, (Preamble, Answer))]
-    return (*(each for each in before if isinstance(each, stays)), Summary(_joined(texts)))
+    kept = (each for each in before if isinstance(each, stays))
+    return (*kept, Summary("\n".join(texts).strip()))
 
 
 class CompactionEmitter(Emitter):
@@ -92,7 +93,7 @@ class CompactionEmitter(Emitter):
         super().__init__(info, *args, **options)
         self._cipher = cipher
         self._id = f"cmp_{info.id_seed[:20]}0000"
-        self._texts: list[str] = []
+        self._parts: list[str] = []
         self._answers = False
 
     def feed(self, delta: Delta) -> list[Event]:
@@ -102,11 +103,11 @@ class CompactionEmitter(Emitter):
                 return super().feed(delta)
             case Opened(kind=kind):
                 self._answers = kind in (Kind.ANSWER, Kind.PREAMBLE)
-                self._texts += [""] if self._answers else []
+                self._parts += ["\n"] if self._answers else []
             case Text(text=text) if self._answers:
-                self._texts[-1] += text
+                self._parts.append(text)
             case Finished():
-                summary = _joined(self._texts)
+                summary = "".join(self._parts).strip()
                 if not summary:
                     failure = OutputError("the model wrote no summary", code="compaction_failed")
                     return super().feed(Failed(failure))
@@ -114,7 +115,3 @@ class CompactionEmitter(Emitter):
                 item = {"id": self._id, "type": "compaction", "encrypted_content": encrypted}
                 return [*self.add_item(item), *super().feed(delta)]
         return []
-
-
-def _joined(texts: Iterable[str]) -> str:
-    return "\n".join(texts).strip()
