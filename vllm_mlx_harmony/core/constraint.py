@@ -15,7 +15,7 @@ In order of precedence:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ReasoningCut
@@ -57,9 +57,7 @@ class Constraint:
 
         Without ``grammar`` it follows only the limits.
         """
-        self._matcher = ConstraintMatcher(
-            self.spec if grammar else replace(self.spec, grammar=None)
-        )
+        self._matcher = ConstraintMatcher(self.spec, self.spec.grammar if grammar else None)
         return self._matcher
 
     @property
@@ -84,14 +82,13 @@ class Constraint:
 class ConstraintMatcher:
     """Follows one output id by id. After an ``error`` everything is allowed."""
 
-    def __init__(self, spec: ConstraintSpec) -> None:
+    def __init__(self, spec: ConstraintSpec, grammar: Compiled | None) -> None:
         self.error = ""
         self.reasoning: ReasoningWatch | None = None
         if spec.reasoning_tokens is not None or spec.repetitions:
             self.reasoning = ReasoningWatch(
                 spec.reasoning_tokens, spec.repetitions, answering=spec.answering
             )
-        grammar = spec.grammar
         self._grammar: Matcher | None = None if grammar is None else grammar.matcher()
         self._mask = Mask()
         self._missing = spec.min_tokens

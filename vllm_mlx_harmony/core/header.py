@@ -161,7 +161,8 @@ class HeaderReader:
 
     def _addressed(self, read: Header) -> Header:
         between = self._intermediate if read.content_type else ""
-        return replace(read, recipient=self._in_role_position or read.recipient or between)
+        recipient = self._in_role_position or read.recipient or between
+        return replace(read, recipient=recipient) if recipient != read.recipient else read
 
     # Words
 

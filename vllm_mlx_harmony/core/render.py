@@ -211,10 +211,15 @@ def _header(tenant: str, role: str, channel: str = "", content_type: str = "") -
     return header
 
 
+@lru_cache(maxsize=1)
+def _assistant() -> tuple[int, ...]:
+    return (vocab.START, *vocab.encode("assistant"))
+
+
 def opening(prefill: str | None = None) -> list[int]:
     """``<|start|>assistant``, or with ``prefill`` the beginning of a final message."""
     if prefill is None:
-        return [vocab.START, *vocab.encode("assistant")]
+        return [*_assistant()]
     return [*_header("", "assistant", "final"), *vocab.encode(prefill)]
 
 

@@ -146,7 +146,9 @@ class Gateway:
         return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        return replace(self._defaults, date=defaults.current_date())
+        if self._defaults.date != (date := defaults.current_date()):
+            self._defaults = replace(self._defaults, date=date)
+        return self._defaults
 
     def max_tokens(self, asked: int | None) -> int:
         if asked is None:

@@ -10,8 +10,7 @@ integers beyond 64 bits.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from json import dumps
-from json.encoder import encode_basestring_ascii
+from json.encoder import JSONEncoder, encode_basestring_ascii
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS, characters
@@ -43,9 +42,12 @@ REASONING_ENDED_BY = "reasoning_ended_by"
 """The field that says why reasoning was cut short (C5), an extension in all three APIs."""
 
 
+_ENCODER = JSONEncoder(separators=(",", ":"))
+
+
 def encode(document: object) -> str:
     """``document`` as compact one-line JSON."""
-    return dumps(document, separators=(",", ":"))
+    return _ENCODER.encode(document)
 
 
 def encode_slowly(document: object) -> str:

@@ -37,12 +37,12 @@ def transport(connection: HTTPConnection) -> asyncio.WriteTransport | None:
 
 
 async def unless_gone(
-    coming: Awaitable[T], request: Request, seconds: float, total: float
+    coming: Awaitable[T], request: Request, seconds: float | None = None, total: float = 0.0
 ) -> T | None:
     """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
 
-    The request's body must have been read. Raises ``HTTPException`` 504 after ``seconds``. Its
-    message names ``total``.
+    The request's body must have been read. Raises ``HTTPException`` 504 after ``seconds``, if there
+    is such a limit. Its message names ``total``.
     """
     task = asyncio.ensure_future(coming)
     gone = asyncio.ensure_future(_gone(request))

@@ -175,14 +175,15 @@ async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Del
         ended = progress.finish
     last: list[Delta] = []
     for delta in job.context.finish(ended, progress.cached_tokens):
-        if isinstance(delta, Finished):
+        if isinstance(delta, Finished) and (progress.accepted or progress.rejected):
             usage = replace(
                 delta.usage,
                 accepted_prediction_tokens=progress.accepted,
                 rejected_prediction_tokens=progress.rejected,
             )
-            by = progress.reasoning_ended_by or delta.reasoning_ended_by
-            delta = replace(delta, usage=usage, reasoning_ended_by=by)  # noqa: PLW2901
+            delta = replace(delta, usage=usage)  # noqa: PLW2901
+        if isinstance(delta, Finished) and progress.reasoning_ended_by:
+            delta = replace(delta, reasoning_ended_by=progress.reasoning_ended_by)  # noqa: PLW2901
         last.append(delta)
     if job.replay is not None and job.replay.blocks:  # before the client can ask another server
         await asyncio.to_thread(remember, job.replay, job.context, job.echoed)

@@ -97,4 +97,6 @@ def capped(settings: Settings, prompt_tokens: int, context_length: int | None) -
     available = context_length - prompt_tokens
     if available < 1:
         raise PromptTooLong(prompt_tokens, context_length)
-    return replace(settings, max_tokens=min(settings.max_tokens, available))
+    if settings.max_tokens <= available:
+        return settings
+    return replace(settings, max_tokens=available)

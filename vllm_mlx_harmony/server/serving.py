@@ -296,7 +296,8 @@ async def prepare(received: Received) -> Job:
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
     check_logprobs(lease, settings, api.logprobs)
-    settings = replace(settings, origins=observe_of(received.request) is not None)
+    if observe_of(received.request) is not None:
+        settings = replace(settings, origins=True)
     if turn.prediction and not lease.harmony_engine.remote:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
         settings = replace(settings, prediction=tuple(predicted))

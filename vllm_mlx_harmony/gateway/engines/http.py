@@ -40,6 +40,7 @@ from aiohttp import (
     StreamReader,
     TCPConnector,
 )
+from pydantic_core import to_json
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
@@ -175,7 +176,7 @@ class HttpEngine:
         request = EngineRequest(
             model=self.served_name,
             prompt=prompt,
-            settings=replace(settings, max_tokens=max(settings.max_tokens, 1)),
+            settings=settings if settings.max_tokens else replace(settings, max_tokens=1),
             salt=_salt(tenant) if self.capabilities.tenant_salt else "",
             grammar=grammar,
             min_tokens=min_tokens,
@@ -266,7 +267,7 @@ class HttpEngine:
         sending = asyncio.ensure_future(
             self.http.post(
                 self.url + self.dialect.path,
-                data=json.dumps(self.dialect.body(request), separators=(",", ":")).encode(),
+                data=to_json(self.dialect.body(request)),
                 headers=headers,
                 timeout=silence(seconds),
                 allow_redirects=False,
