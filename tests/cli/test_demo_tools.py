@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import pytest
 
+from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli import demo_tools
+from vllm_mlx_harmony.cli.process import Running
 
-pytestmark = pytest.mark.served
 
+@pytest.mark.served
+def test_demo_tools(
+    forked: Callable[..., AbstractContextManager[Running]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import psutil  # vllm-mlx requires it
 
-def test_demo_tools(tmp_path: Path) -> None:
-    ran = subprocess.run(
-        [sys.executable, "-m", "vllm_mlx_harmony", "demo", "--tools"],
-        env={**os.environ, "HOME": str(tmp_path)},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    assert 'calculator.multiply {"a":119,"b":86400} -> 10281600' in ran.stdout
-    assert demo_tools.ANSWER in ran.stdout
-    listed = subprocess.run(["ps", "-wwaxo", "args="], check=True, capture_output=True, text=True)
-    assert str(tmp_path) not in listed.stdout
+    started: list[psutil.Process] = []
+
+    @contextmanager
+    def serving(*given: Any) -> Iterator[Running]:
+        with forked(*given) as server:
+            yield server
+            started.extend(psutil.Process(server.pid).children(recursive=True))
+
+    monkeypatch.setattr(demo_tools, "serving", serving)
+    assert main(["demo", "--tools"]) == 0
+    printed = capsys.readouterr().out
+    assert 'calculator.multiply {"a":119,"b":86400} -> 10281600' in printed
+    assert demo_tools.ANSWER in printed
+    assert started, "the MCP server"
+    assert not psutil.wait_procs(started, timeout=60)[1]

@@ -17,7 +17,7 @@ import pytest
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.__main__ import parser
-from vllm_mlx_harmony.cli.process import Running, serving
+from vllm_mlx_harmony.cli.process import Running
 from vllm_mlx_harmony.standin import Script
 
 Serving = Callable[..., AbstractContextManager[Running]]
@@ -111,7 +111,9 @@ def _is_there(command: tuple[str, ...]) -> bool:
 
 
 @pytest.mark.served
-def test_the_session_with_a_tool_server_prints_what_it_says(tmp_path: Path) -> None:
+def test_the_session_with_a_tool_server_prints_what_it_says(
+    tmp_path: Path, forked: Serving
+) -> None:
     """All but the date, which is that of the day."""
     pytest.importorskip("mcp")
     if not _is_there(TIME):
@@ -123,7 +125,7 @@ def test_the_session_with_a_tool_server_prints_what_it_says(tmp_path: Path) -> N
     (home / "mcp.json").write_text(json.dumps({"mcpServers": {"time": clock}}))
     model = standin.write(tmp_path / "model", SCRIPTS)
     flags = ("--served-model-name", "gpt-oss-20b", "--mcp-config", str(home / "mcp.json"))
-    with serving(model, home, flags, {"VLLM_MLX_HARMONY_TOOLS": "on"}) as server:
+    with forked(model, home, flags, {"VLLM_MLX_HARMONY_TOOLS": "on"}) as server:
         printed = run(EXAMPLES["tools"].replace(":8000/", f":{server.port}/"))
         log = server.log.read_text("utf-8")
     day = re.compile(r"\d{4}-\d\d-\d\d|[A-Z]\w+day")

@@ -644,13 +644,11 @@ def test_who_goes_away_cancels_the_tool(stream: bool) -> None:
             await asyncio.sleep(0.01)
         asked.cancel()
         await asyncio.wait({asked})
-        for _ in range(200):
-            if not (server.running or host.lent):
-                break
+        while server.running or host.lent:  # in the loop, whose end would cancel it, too
             await asyncio.sleep(0.01)
 
     finally_(going())
-    assert (server.running, server.cancelled, host.lent) == (0, 1, 0)
+    assert server.cancelled == 1
 
 
 def test_the_engine_is_free_while_a_tool_runs() -> None:
