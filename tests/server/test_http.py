@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import traceback
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,21 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 
-from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.server import (
+    answer as answers,
+)
+from vllm_mlx_harmony.server import (
+    enforcement,
+    middleware,
+    observer,
+    serving,
+    streams,
+)
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import Deadline, Lease
+from vllm_mlx_harmony.server.observer import Observed
 
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
@@ -159,3 +171,109 @@ def test_a_host_may_wait_for_a_websockets_disconnection() -> None:
         while names[-1] not in ("response.completed", "error"):
             names.append(socket.receive_json()["type"])
     assert names[-1] == "response.completed"
+
+
+def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "UPLOAD_SECONDS", 0.05)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        if started:
+            await asyncio.sleep(600)
+        started.append(True)
+        return {"type": "http.request", "body": b'{"model": ', "more_body": True}
+
+    started: list[bool] = []
+    host = Alone(ScriptedEngine(SCRIPTS))
+    headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {KEY}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers,
+             "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
+             "server": ("localhost", 80), "client": ("127.0.0.1", 1)}  # fmt: skip
+    asyncio.run(asyncio.wait_for(application(host)(scope, receive, send), 60))
+    assert sent[0]["status"] == 408
+    assert b"was not received within 0.05 seconds" in sent[1]["body"]
+
+
+def test_a_prompt_that_is_too_long_costs_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def constraint_for(*_: Any) -> None:
+        raise AssertionError("a grammar was made")
+
+    monkeypatch.setattr(serving, "constraint_for", constraint_for)
+    got = client(Alone(ScriptedEngine(SCRIPTS, context_length=10))).post(
+        "/v1/chat/completions", json=CHAT
+    )
+    assert (got.status_code, got.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_the_failure_of_a_shutdown_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers share it, and a traceback refers to everything that it passed through."""
+    failure = HostError("the server is shutting down")
+    monkeypatch.setattr(middleware, "rejection", lambda: None)  # the answers themselves begin
+    answers.reject_new(failure)
+    lengths = []
+    try:
+        for _ in range(5):
+            got = client(Alone(ScriptedEngine(SCRIPTS))).post("/v1/chat/completions", json=CHAT)
+            assert got.status_code == 503
+            lengths.append(len(traceback.extract_tb(failure.__traceback__)))
+    finally:
+        answers.reject_new(None)
+    assert len(set(lengths)) == 1
+
+
+class Transport:
+    """What a stream asks of a connection."""
+
+    def __init__(self) -> None:
+        self.limits: list[int | None] = []
+
+    def set_write_buffer_limits(self, high: int | None = None) -> None:
+        self.limits.append(high)
+
+
+def test_a_stream_leaves_a_connection_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later answer on it, which has no time limit for its reader, would wait for each write."""
+    transport = Transport()
+    monkeypatch.setattr(streams.client, "transport", lambda _: transport)
+    got = client(Alone(ScriptedEngine(SCRIPTS))).post(
+        "/v1/chat/completions", json={**CHAT, "stream": True}
+    )
+    assert got.text.endswith("data: [DONE]\n\n")
+    assert transport.limits == [0, None]
+
+
+class Fails:
+    """An observer of which every method raises, or its making."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: object) -> None:
+            if name == self._method:
+                raise ValueError(name)
+
+        return call
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("method", ["", "prompt", "step", "events", "whole", "ended"])
+def test_an_observer_that_fails_changes_no_answer(method: str, stream: bool) -> None:
+    host = Alone(ScriptedEngine(SCRIPTS))
+    asking = client(host)
+
+    def make(_: Observed) -> Any:
+        if not method:
+            raise ValueError("no observer")
+        return Fails(method)
+
+    body = {**CHAT, "stream": stream}
+    observer.install(asking.app, make)  # type: ignore[arg-type]
+    got = asking.post("/v1/chat/completions", json=body)
+    assert got.status_code == 200
+    assert "Good" in got.text and ("[DONE]" in got.text) is stream
+    assert host.trackers[0].results == ["success"]
+    assert host.lent == 0

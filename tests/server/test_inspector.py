@@ -38,6 +38,7 @@ from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.observer import Observed
+from vllm_mlx_harmony.server.responses import background
 from vllm_mlx_harmony.server.sampling import Settings
 
 SCRIPT = (
@@ -130,6 +131,15 @@ def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bo
     assert output["times"] == sorted(output["times"])
     shown = "".join(output["events"])
     assert shown == answer.text if stream else json.loads(shown) == answer.json()
+
+
+def test_a_background_response_that_is_not_begun_is_no_request(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only requests that have ended are dropped, so it would be there for ever."""
+    monkeypatch.setattr(background.BACKGROUND, "_most_running", -1)
+    assert site.ask("responses", background=True).status_code == 503
+    assert site.rows == []
 
 
 @dataclass

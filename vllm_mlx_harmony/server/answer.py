@@ -39,6 +39,7 @@ from vllm_mlx_harmony.server.choices import run_choices
 from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, end_of, run
 from vllm_mlx_harmony.server.host import TIMED_OUT
+from vllm_mlx_harmony.server.observer import notify
 from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ class Answer:
         deltas: Deltas | None = None,
     ) -> None:
         self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
-        self._observers = job.observers
+        self._observers = job.observers()
         self._lease.taken_over = True
         if deltas is None:
             deltas = (run_choices if job.others else run)(job, self._tracker)
@@ -180,8 +181,7 @@ class Answer:
             await self._changed()
         self._raise_failure()
         document = self._emitter.result()
-        for each in self._observers:
-            each.whole(document)
+        notify(self._observers, lambda each: each.whole(document))
         return document
 
     def close(self, result: str = "client_closed") -> None:
@@ -283,8 +283,8 @@ class Answer:
         silence: asyncio.TimerHandle | None = None
         loop, deadline = asyncio.get_running_loop(), self._lease.deadline
         try:
-            if _rejection is not None:
-                raise _rejection
+            if _rejection is not None:  # shared: its traceback would grow with each answer
+                raise _rejection.with_traceback(None)
             deadline.remaining()
             async for group in groups:
                 if self._stopped:  # an engine may suppress the cancellation
@@ -323,10 +323,8 @@ class Answer:
         elif self._capacity is None:
             self._capacity = self._bytes + self._room
         elif self._bytes > self._capacity:
-            logger.info("an answer was ended: %d bytes of it were not read", self._bytes)
-            problem = (
-                "the client read the answer more slowly than it was generated, so it was ended"
-            )
+            logger.info("closing a stream: the client has not read %d bytes", self._bytes)
+            problem = "the stream was closed because the client read it too slowly"
             raise HostError(problem, code="reader_too_slow")
 
     def _report(self, progress: Progress) -> None:
@@ -367,7 +365,7 @@ class Answer:
                     last = Failed(failure_of(failure, "an answer failed"))
                     self._put(await self._last_events(last))
         except Exception:
-            logger.exception("the end of an answer could not be written")
+            logger.exception("failed to write the end of an answer")
         finally:
             self._complete = True
             self._wake()
@@ -375,8 +373,7 @@ class Answer:
     def _put(self, events: list[Event]) -> None:
         if self._complete:
             return
-        for each in self._observers:
-            each.events(events)
+        notify(self._observers, lambda each: each.events(events))
         if self._keep is not None:
             self._keep(events)
         elif self._buffered:
@@ -412,8 +409,7 @@ class Answer:
         self._accounted = True
         usage = Usage() if last is None else last.usage
         self._tracker.finish(result, usage)
-        for each in self._observers:
-            each.ended(result, usage, failure)
+        notify(self._observers, lambda each: each.ended(result, usage, failure))
 
     def _wake(self) -> None:
         if self._more is not None and not self._more.done():

@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
-from vllm_mlx_harmony.server.observer import Observer, observed
+from vllm_mlx_harmony.server.observer import Observer, notify, observed
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
@@ -68,7 +68,7 @@ class Job:
     ping: Event | None = None
     comments_progress: bool = False
     reports_cached: bool = False
-    observers: Sequence[Observer] = ()
+    observers: Callable[[], Sequence[Observer]] = tuple
     others: tuple[Job, ...] = ()
     append: Callable[[Step], list[Delta]] | None = None
 
@@ -112,7 +112,7 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
             ended = "pause"
             break
         earlier = calls[0] in approved
-        answered = _answered(context, tools, calls, length, job.observers, earlier=earlier)
+        answered = _answered(context, tools, calls, length, job.observers(), earlier=earlier)
         async with aclosing(answered) as answers:
             async for deltas in answers:
                 yield deltas
@@ -157,8 +157,7 @@ async def _answered(
     prompt_tokens = len(context.render_for_completion())
     for call in calls:
         yield [ToolStarted(call if earlier else None)]
-        for each in observers:
-            each.tool(call)
+        notify(observers, lambda each: each.tool(call))  # noqa: B023 - called at once
         answered = await tools.run(call, prompt_tokens, context_length)
         results.append(ServerResult(call.id, call.name, answered.text))
         finished = ToolFinished(answered.text, answered.failure)
@@ -234,7 +233,7 @@ async def _output(
     accepted, rejected = progress.accepted, progress.rejected
     try:
         generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
-        async with aclosing(observed(generated, job.observers, prompt, constraint)) as steps:
+        async with aclosing(observed(generated, job.observers(), prompt, constraint)) as steps:
             if engine.remote:
                 await anext(steps, None)
             if not progress.started:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
@@ -237,7 +237,7 @@ async def _generate(received: Received) -> Response:
         stream=True,
         id_seed=received.id_seed,
         constraint=constraint,
-        observers=received.observers(parsed.model or "", stream=True),
+        observers=cache(partial(received.observers, parsed.model or "", stream=True)),
         append=context.append,
     )
     return await respond(received, job)

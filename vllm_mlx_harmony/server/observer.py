@@ -1,12 +1,14 @@
 """``Observer``: what sees an answer from its prompt to its end, without taking part in it.
 
-An application has at most one function that makes observers, set with ``install``, such as that of
-`vllm_mlx_harmony.inspector`; `server.traces` has another. Without them, nothing is called.
+An application may install one function that makes observers (``install``), as the inspector does.
+`server.traces` adds a second observer while traces are recorded. Their errors are logged, and do
+not reach the client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
@@ -20,6 +22,8 @@ from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.engine import Step, Steps
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,14 @@ class Observer(Protocol):
         """The answer has ended, as in ``Tracker.finish``."""
 
 
+def notify(observers: Iterable[Observer], call: Callable[[Observer], None]) -> None:
+    for each in observers:
+        try:
+            call(each)
+        except Exception:
+            logger.exception("an observer failed")
+
+
 def observed(
     steps: Steps,
     observers: Sequence[Observer],
@@ -71,16 +83,14 @@ def observed(
     constraint: Constraint | None,
 ) -> Steps:
     """``steps`` of an engine, which ``observers`` see first."""
-    for each in observers:
-        each.prompt(prompt, constraint)
+    notify(observers, lambda each: each.prompt(prompt, constraint))
     return _seen(steps, observers) if observers else steps
 
 
 async def _seen(steps: Steps, observers: Sequence[Observer]) -> Steps:
     async with aclosing(steps):
         async for step in steps:
-            for each in observers:
-                each.step(step)
+            notify(observers, lambda each: each.step(step))  # noqa: B023 - called at once
             yield step
 
 

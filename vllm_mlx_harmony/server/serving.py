@@ -12,14 +12,16 @@ released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
@@ -56,10 +58,15 @@ from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 LONGEST = 1e9
 """Maximum timeout of a request in seconds: timers cannot be set much further ahead."""
+
+UPLOAD_SECONDS = 300
+"""Maximum seconds until the body of a request has arrived: until then, it takes up memory."""
 
 LONGEST_NAME = 4_096
 """Maximum length of a model's name, which may be a path."""
@@ -160,7 +167,13 @@ class Received:
         given = {name: request.headers[name] for name in traces.HEADERS if name in request.headers}
         owner, api = tenant_of(request), self.api.name
         seen = Observed(api, path, self.document, model, stream, seed, tenant, owner, given)
-        return [make(seen) for make in makers]
+        made: list[Observer] = []
+        for make in makers:
+            try:
+                made.append(make(seen))
+            except Exception:
+                logger.exception("an observer could not be made")
+        return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +206,13 @@ async def serve(
     ``ClientDisconnect``, and ``HTTPException`` of the host (`endpoint.Endpoint.error`).
     """
     request = bounded(request)
-    document = await parse_body(await request.body(), api.more_values)
+    try:
+        with anyio.fail_after(UPLOAD_SECONDS):
+            body = await request.body()
+    except TimeoutError as error:
+        problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
+        raise RequestError(problem, status=408, code="timeout") from error
+    document = await parse_body(body, api.more_values)
     async with leased(api, request, document) as lease:
         if lease.engine is None:
             await lease.release()
@@ -306,16 +325,17 @@ async def prepare(received: Received) -> Job:
     turns = replay.view(host, lease)
     context, *others = await _contexts(parsed, info, turns)
     names = getattr(context, "names", None) or Names.of(turn)
+    prompt_tokens = len(context.render_for_completion())
+    settings = sampling.capped(settings, prompt_tokens, lease.harmony_engine.context_length)
     constraint = await constraint_for(turn, names, host.reasoning_tokens, received.unless_gone)
     tools = None
     if host.toolbox is not None and turn.namespaces:
         seconds, budget = lease.deadline.total, host.reasoning_tokens
         tools = TurnTools(host.toolbox, turn, names, seconds, parsed.servers, budget)
-    prompt_tokens = len(context.render_for_completion())
     job = Job(
         lease,
         context,
-        sampling.capped(settings, prompt_tokens, lease.harmony_engine.context_length),
+        settings,
         api.emitter(request, info, context, lease.tenant),
         partial(received.track, stream=request.stream),
         stream=request.stream,
@@ -327,7 +347,7 @@ async def prepare(received: Received) -> Job:
         ping=api.ping,
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
-        observers=received.observers(name, stream=request.stream),
+        observers=cache(partial(received.observers, name, stream=request.stream)),
     )
     if not others:
         return job
@@ -338,7 +358,7 @@ async def prepare(received: Received) -> Job:
             settings=sampling.reseeded(job.settings, choice),
             constraint=None if constraint is None else Constraint(constraint.spec),
             tools=None if tools is None else replace(tools),
-            observers=(),  # they see one sequence of ids
+            observers=tuple,  # none: they see one sequence of ids
         )
         for choice, other in enumerate(others, start=1)
     )

@@ -57,6 +57,8 @@ class EventStream(StreamingResponse):
         except OSError as error:  # from servers of ASGI 2.4 or later, for a client that has gone
             raise ClientDisconnect from error
         finally:
+            if transport is not None:
+                transport.set_write_buffer_limits()  # a later response may use this connection
             # A separate task, because this one may be cancelled together with what it awaits.
             closing = asyncio.ensure_future(self._close())
             _closing.add(closing)

@@ -112,6 +112,9 @@ class StoringEmitter:
             problem = "it is larger than the store"
         except StoreError as error:
             problem = error.message
+        except Exception:  # the answer itself is complete
+            logger.exception("a store failed")
+            problem = "internal error"
         logger.warning("the response %s could not be stored: %s", self.id, problem)
         self._last = self._emitter.mark_not_stored(self._last or [])
 

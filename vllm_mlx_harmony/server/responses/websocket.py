@@ -97,8 +97,11 @@ class Conversation:
         try:
             await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await stopped(answering)
-            await stopped(listening)
+            for task in (answering, listening):
+                await stopped(task)
+                error = None if task.cancelled() else task.exception()
+                if error and not isinstance(error, WebSocketDisconnect):
+                    logger.error("a WebSocket failed", exc_info=error)
             # `_api` refers to this object, so the response would live until a garbage collection.
             self._previous = None
 
@@ -158,7 +161,7 @@ class Conversation:
             document = message.value
             await host_of(self._socket).check_rate_limit(self._socket)
             if failure := rejection():
-                raise failure
+                raise failure.with_traceback(None)  # shared by all answers
             fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
             body = replace(message, value={**fields, "stream": True})
             await self._respond(body, generates=document.get("generate") is not False)
