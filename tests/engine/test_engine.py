@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Batch
+from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options, no_cache
+from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
@@ -724,6 +727,120 @@ def test_the_prefix_cache_is_evicted_only_if_that_makes_the_room(
             waiting_for_memory(engine, missing, 0.0)
             assert held and engine._thread.call(partial(engine._fits, 99)).result() == evicted
             assert (engine.cache.nbytes < held) == evicted
+        finally:
+            engine.close()
+
+    run(test())
+
+
+def test_no_more_is_evicted_while_what_was_is_being_written(
+    tiny: Path, run: Run, open_disk: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, held, write = open_disk(), threading.Event(), DiskCache._write
+
+    def slow(*given: Any) -> None:
+        held.wait(60)
+        write(*given)
+
+    monkeypatch.setattr(DiskCache, "_write", slow)
+    cached = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
+
+    async def test() -> None:
+        engine = opened(tiny, cache=cached)
+        try:
+            for seed in range(5):
+                await answer(engine, words(seed, 300), max_tokens=2)
+            assert engine.cache is not None
+            waiting_for_memory(engine, 1, 0.0)
+            fits = partial(engine._thread.call, partial(engine._fits, 99))
+            for _ in range(5):
+                assert not fits().result()
+                assert engine.cache.status().evictions == 1
+                assert engine.cache.evicted > 0
+            held.set()
+            assert disk.flush(60)
+            assert fits().result()
+            assert engine.cache.status().evictions == 1 and engine.cache.evicted == 0
+        finally:
+            held.set()
+            engine.close()
+
+    run(test())
+
+
+class Arrival:
+    """A request beside which another one arrives whenever it is looked at."""
+
+    end, number = 240, 98
+
+    def __init__(self, engine: MlxEngine) -> None:
+        self.requests = engine._requests
+
+    def looked_at(self) -> int:
+        self.requests[len(self.requests) + 1000] = self.requests[99]
+        return 0
+
+    begun = ids = property(looked_at)
+
+
+@pytest.mark.parametrize("look", ["fits", "fail"])
+def test_a_request_may_arrive_while_the_others_are_looked_at(
+    tiny: Path, run: Run, look: str
+) -> None:
+    async def test() -> None:
+        engine = opened(tiny)
+        try:
+            engine._requests[98] = Arrival(engine)  # type: ignore[assignment]
+            engine._requests[99] = Request(99, words(1, 200), GREEDY, "", Sampler(GREEDY))
+            if look == "fits":
+                assert engine._fits(99)
+            else:
+                engine._fail((), OutputError("of the model"))
+            assert len(engine._requests) > 2
+        finally:
+            engine._requests.clear()
+            engine.close()
+
+    run(test())
+
+
+def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """256 prompts that wait beside an answer would slow each of its steps down."""
+    counted = [0]
+    missing = Budget.missing
+
+    def count(*given: Any) -> int:
+        counted[0] += 1
+        return missing(*given)
+
+    async def test() -> None:
+        engine = opened(tiny)
+        monkeypatch.setattr(Budget, "missing", count)
+        try:
+            running = engine.generate(words(1, 20), replace(GREEDY, max_tokens=900), "", None)
+            while not (await anext(running)).ids:
+                pass
+            budget = engine.budget
+            assert budget is not None
+            room = device.used() + budget.needed([1000])
+            engine.budget = type(budget)(room, budget.layout, budget.work)
+            waiting = [
+                asyncio.ensure_future(answer(engine, words(n, 400 + n), max_tokens=500))
+                for n in range(50)
+            ]
+            while len(engine._scheduler.order()) < len(waiting):
+                await anext(running)
+            counted[0], before = 0, engine.totals.steps
+            while engine.totals.steps < before + 20:
+                await anext(running)
+            assert 20 <= counted[0] <= 3 * (engine.totals.steps - before)
+            for each in waiting:
+                each.cancel()
+            await running.aclose()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            assert idle(engine)
         finally:
             engine.close()
 

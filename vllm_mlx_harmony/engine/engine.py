@@ -22,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -169,6 +170,8 @@ class MlxEngine:
         self._out = defaultdict(list)
         self._computed = 0
         self._reported = 0.0
+        self._too_long = inf
+        """Ids of the shortest request that did not fit beside the others in this step."""
         self._stopped = "the engine was stopped"
         self._thread = EngineThread(f"engine of {model}", self._work, self._abandon)
 
@@ -405,7 +408,7 @@ class MlxEngine:
             problem = "the engine failed while it was generating; see the server's log"
             failure = OutputError(problem)
         rows = {request for batch in self._batches for request in batch.rows}
-        lost = {each for each in self._requests.values() if each.ids} - rows
+        lost = {each for each in list(self._requests.values()) if each.ids} - rows
         for request in {*requests, *lost}:
             self._put(request, failure)
             self._forget(request)
@@ -419,6 +422,7 @@ class MlxEngine:
     def _work(self) -> float | None:
         if self.cache is None:
             return None
+        self._too_long = inf
         with self.cache.computing():
             decision = self._scheduler.next(time.perf_counter(), self._fits)
             match decision:
@@ -449,17 +453,22 @@ class MlxEngine:
         """
         budget, request = self.budget, self._requests[key]
         assert budget is not None
-        running = [each for each in self._requests.values() if each.begun]
+        if request.end >= self._too_long:
+            request.others = -1  # others run: it is not hopeless
+            return False
+        running = [each for each in list(self._requests.values()) if each.begun]
         holders: list[Request | Batch] = [*running, *self._batches]
         own = sum(layer.nbytes for each in holders for layer in each.layers or ())
         ends = [*(each.end for each in running), request.end]
         others, now = device.used() - own, time.perf_counter()
         missing = budget.missing(others, ends)
-        if self.cache is not None and 0 < missing <= self.cache.nbytes:
-            self.cache.evict(missing)
+        if self.cache is not None and 0 < missing - self.cache.evicted <= self.cache.nbytes:
+            self.cache.evict(missing - self.cache.evicted)
             mx.clear_cache()
             others = device.used() - own
             missing = budget.missing(others, ends)
+        if running and missing:
+            self._too_long = request.end
         if running or others != request.others:
             request.others, request.hopeless = others, now + HOPELESS
         elif missing and now > request.hopeless:

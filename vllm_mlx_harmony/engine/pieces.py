@@ -40,7 +40,7 @@ class Misaligned(ValueError):
     """A cache does not hold what it should: nothing may be taken from it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)  # without slots: weakly referenced
 class Piece:
     """What a model computed for ``tokens`` ids of a sequence: keys and values of every layer.
 

@@ -190,8 +190,13 @@ class PrefixCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all models in memory, with those that are being written."""
+        """Bytes of all models that can be evicted from memory."""
         return self._tree.counters().nbytes
+
+    @property
+    def evicted(self) -> int:
+        """Bytes of all models that were evicted and are freed as soon as they are written."""
+        return 0 if self._disk is None else self._disk.evicted
 
     def evict(self, nbytes: int) -> int:
         """Evicts the least recently used pieces, of any model, from memory; returns their bytes.

@@ -40,7 +40,7 @@ from functools import partial
 from pathlib import Path
 from queue import Queue
 from typing import TypeVar
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, WeakValueDictionary, ref
 from zlib import crc32
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
@@ -116,13 +116,17 @@ class Counters(Found):
     paused: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _Job:
-    """Work of the writer. Until it is done, ``nbytes`` bytes under ``key`` stay in memory."""
+    """Work of the writer. Until it is done, ``nbytes`` bytes under ``key`` stay in memory.
+
+    ``piece`` refers to the piece that has these bytes, if it is one.
+    """
 
     run: Callable[[], object]
     key: bytes = b""
     nbytes: int = 0
+    piece: ReferenceType[Sized] | None = None
 
 
 class DiskCache:
@@ -145,6 +149,8 @@ class DiskCache:
         self._paused_until = 0.0
         self._queue: Queue[_Job | None] = Queue()
         self._waiting = 0
+        self._jobs: set[_Job] = set()
+        """Jobs with the ``_waiting`` bytes."""
         self._used: dict[bytes, None] = {}
         """Keys of pieces and turns that were used, in this order."""
         self._written: set[bytes] = set()
@@ -153,8 +159,8 @@ class DiskCache:
         self._turns: set[bytes] = set()
         self._computing, self._computed = 0, 0.0
         self._lock = threading.Lock()
-        """Guards ``_waiting``, ``_used`` and ``_computing``. Engines' threads take it: it is held
-        only briefly. Sets are changed one key at a time, and counters may miss an event."""
+        """Guards ``_waiting``, ``_jobs``, ``_used`` and ``_computing``. Engines' threads take it:
+        it is held only briefly. Sets are changed one key at a time, and counters may miss one."""
         self._changing = threading.RLock()
         """Guards which index is open, and clearing it."""
         self._cleared = 0
@@ -272,7 +278,7 @@ class DiskCache:
                 name = f"{key.hex()}-{secrets.token_hex(4)}.safetensors"
                 row = Row(key, parent, end - start, start, name, 0, 0)
                 write = partial(self._write, row, export(piece), self._cleared)
-                if not self._put(_Job(write, key, piece.nbytes), self._written):
+                if not self._put(_Job(write, key, piece.nbytes, ref(piece)), self._written):
                     break
             start, last = end, key
         if last is not None:
@@ -285,9 +291,17 @@ class DiskCache:
                 self._counters.dropped += 1
                 return False
             self._waiting += job.nbytes
+            self._jobs.add(job)
         known.add(job.key)  # first: the writer removes it when the job fails
         self._queue.put(job)
         return True
+
+    @property
+    def evicted(self) -> int:
+        """Bytes of pieces that wait to be written and are in memory only for that."""
+        with self._lock:
+            jobs = [job for job in self._jobs if job.piece is not None and job.piece() is None]
+        return sum(job.nbytes for job in jobs)
 
     def _use(self, key: bytes) -> None:
         with self._lock:
@@ -316,6 +330,7 @@ class DiskCache:
                 logger.exception("the prefix cache on disk failed")
             with self._lock:
                 self._waiting -= job.nbytes
+                self._jobs.discard(job)
                 if not done:
                     self._used = {}
                     self._written.discard(job.key)
