@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.engine.engine import Options
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import sampling
@@ -489,6 +490,41 @@ def test_the_window_is_read_from_the_configuration(
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert length_of(str(tmp_path)) == length
+
+
+def test_a_configuration_is_read_once_it_is_downloaded(tmp_path: Path) -> None:
+    assert length_of(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
+    assert length_of(str(tmp_path)) == 4096
+
+
+def test_started_twice_at_once_it_loads_one_model(
+    directory: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[MlxEngine] = []
+
+    class Slow(MlxEngine):
+        def load(self, *given: Any) -> None:
+            made.append(self)
+            time.sleep(0.5)
+            super().load(*given)
+
+    monkeypatch.setattr("vllm_mlx_harmony.host.engine.MlxEngine", Slow)
+
+    async def test() -> None:
+        engine = HarmonyEngine(str(directory))
+        await asyncio.gather(engine.start(), engine.start())
+        assert made == [engine.engine]
+        await engine.stop()
+        await engine.start()  # and again after that
+        assert made[1:] == [engine.engine]
+        await engine.stop()
+
+    try:
+        run(test())
+    finally:
+        for each in made:
+            each.close()
 
 
 def test_a_model_that_is_nowhere_has_no_known_window() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
 from vllm_mlx_harmony.host import contract, warmup
+from vllm_mlx_harmony.host import engine as host_engine
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.host.prompts import prompt_ids
@@ -121,6 +123,28 @@ def test_the_hosts_own_chat_sees_what_was_asked(
     history = [SYSTEM, ASK, CALLED, RESULT]
     answered = engine.chat(messages=history, tools=tools, max_tokens=50, temperature=0.0)
     assert "18." in run(answered).text
+
+
+@pytest.mark.parametrize("method", ["chat", "generate"])
+def test_prompts_are_computed_in_a_thread(
+    engine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """A megabyte takes half a second, for which all other requests would stop."""
+    threads = []
+
+    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any) -> Any:
+            threads.append(threading.current_thread())
+            return function(*given)
+
+        return call
+
+    tokenizer = SimpleNamespace(encode=recorded(engine.tokenizer.encode))
+    monkeypatch.setattr(engine.engine, "tokenizer", tokenizer)
+    monkeypatch.setattr(host_engine, "prompt_ids", recorded(prompt_ids))
+    prompt = [ASK] if method == "chat" else "<|start|>user<|message|>Hi.<|end|><|start|>assistant"
+    run(getattr(engine, method)(prompt, max_tokens=3))
+    assert len(threads) == 1 and threading.current_thread() not in threads
 
 
 async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import time
 from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator, Sequence
@@ -35,6 +36,7 @@ from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.host import metrics, resources, status_line
 from vllm_mlx_harmony.host.prompts import Json, Messages, prompt_ids
+from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.garbage import give_back
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.model_files import is_harmony
@@ -118,6 +120,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self._options = options or resources.options
         self._weights: bytes | None = None
         self._since = time.time()
+        self._loading = threading.Lock()
 
     @property
     def preserve_native_tool_format(self) -> bool:
@@ -140,16 +143,17 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     def prepare_for_start(self) -> None:
         """Loads the model; blocks. Raises ``NotHarmony`` for any other model."""
-        if self._loaded:
-            return
-        engine = MlxEngine(self.path, self._options)
-        try:
-            engine.load(self._load, self._cache)
-        except BaseException:
-            engine.close()
-            raise
-        self.engine = engine
-        loaded.add(self)
+        with self._loading:
+            if self._loaded:
+                return
+            engine = MlxEngine(self.path, self._options)
+            try:
+                engine.load(self._load, self._cache)
+            except BaseException:
+                engine.close()
+                raise
+            self.engine = engine
+            loaded.add(self)
         metrics.show()
         status_line.start(lambda: [(name, engine.status()) for name, engine, _ in serving()])
 
@@ -209,7 +213,8 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         if self.engine is None:
             await self.start()
         assert self.engine is not None
-        ids = tuple(self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt)
+        encode = self.tokenizer.encode
+        ids = tuple(await in_thread(encode, prompt) if isinstance(prompt, str) else prompt)
         settings = Settings(
             max_tokens=max_tokens,
             temperature=0.0 if min(temperature, top_p or 1.0) < SMALLEST else temperature,
@@ -252,7 +257,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         """``stream_generate``, as one output."""
         return await _last(self.stream_generate(prompt, *args, **keywords))
 
-    def stream_chat(  # noqa: PLR0917 - vllm-mlx's own signature
+    async def stream_chat(  # noqa: PLR0917 - vllm-mlx's own signature
         self,
         messages: Messages,
         max_tokens: int = 256,
@@ -264,8 +269,12 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         **others: Any,
     ) -> AsyncGenerator[GenerationOutput, None]:
         """What the model says to ``messages``, rendered as our routes render them."""
-        prompt = prompt_ids(messages, tools, others.pop("chat_template_kwargs", None))
-        return self.stream_generate(prompt, max_tokens, temperature, top_p, **others)
+        options = others.pop("chat_template_kwargs", None)
+        prompt = await in_thread(prompt_ids, messages, tools, options)
+        outputs = self.stream_generate(prompt, max_tokens, temperature, top_p, **others)
+        async with aclosing(outputs):
+            async for output in outputs:
+                yield output
 
     async def chat(self, messages: Messages, *args: Any, **keywords: Any) -> GenerationOutput:
         """``stream_chat``, as one output, cleaned as vllm-mlx cleans it."""

@@ -34,14 +34,18 @@ def length_of(model: str) -> int | None:
     return None
 
 
-@lru_cache(maxsize=32)
 def configuration(model: str, file: str) -> dict[str, Any]:
-    """The content of one of the model's JSON files; empty if there is no such file."""
+    """The content of one of the model's JSON files; empty if there is no such file (yet)."""
     try:
-        content = json.loads(path_of(model, file).read_bytes())
+        content = _content(model, file)
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
+
+
+@lru_cache(maxsize=32)
+def _content(model: str, file: str) -> object:
+    return json.loads(path_of(model, file).read_bytes())
 
 
 def path_of(model: str, file: str) -> Path:
