@@ -31,6 +31,8 @@ class Row:
     tools: tuple[str, ...] = ("x",)
     one_call: bool = False
     """The caller wants no more than one."""
+    transcript: bool = False
+    """It goes on after the end of a turn."""
 
 
 def row(name: str, output: str, *said: tuple[str, ...], **more: object) -> Row:
@@ -41,6 +43,7 @@ def row(name: str, output: str, *said: tuple[str, ...], **more: object) -> Row:
 
 
 TO_X = (CALL, "x", '{"a":1}')
+_X = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a":1}'
 
 WELL_FORMED = [
     row("plain answer", "<|channel|>final<|message|>Hi.<|return|>", (ANSWER, "Hi.")),
@@ -93,8 +96,8 @@ WELL_FORMED = [
         TO_X,
     ),
     row(
-        "two calls in a transcript",
-        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>assistant'
+        "two calls",
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|end|><|start|>assistant'
         '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|>',
         TO_X,
         TO_X,
@@ -106,14 +109,6 @@ WELL_FORMED = [
         (REASONING, "One."),
         (REASONING, "Two."),
         (ANSWER, "Hi."),
-    ),
-    row(
-        "a tool's message in a transcript",
-        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>functions.x '
-        "to=assistant<|channel|>commentary<|message|>42<|end|><|start|>assistant<|channel|>final"
-        "<|message|>It is 42.<|return|>",
-        TO_X,
-        (ANSWER, "It is 42."),
     ),
     row(
         "characters of several tokens",
@@ -264,6 +259,14 @@ MALFORMED = [
         "junk behind call",
         '<|channel|>commentary to=x<|message|>{"a":1}<|call|>commentary to=x<|message|>{}<|call|>',
         TO_X,
+    ),
+    *(
+        row(f"nothing behind call: {after!r}", f"{_X}<|call|>{after}", TO_X)
+        for after in (
+            "<|start|>assistant<|channel|>final<|message|>after<|return|>",
+            "<|start|>user<|message|>No.<|end|><|start|>assistant<|channel|>final<|message|>Never.",
+            "<|start|>functions.x to=assistant<|channel|>commentary<|message|>42<|end|>",
+        )
     ),
     row(
         "empty messages", "<|channel|>analysis<|message|><|end|><|channel|>final<|message|><|end|>"
@@ -532,6 +535,7 @@ TRANSCRIPTS = [
         "<|start|>assistant<|channel|>final<|message|>It is 42.<|return|>",
         TO_X,
         (ANSWER, "It is 42."),
+        transcript=True,
     )
     for between in (
         "<|start|>functions.x to=assistant<|channel|>commentary<|message|>42<|end|>",
@@ -543,10 +547,12 @@ TRANSCRIPTS = [
     )
 ] + [
     row(
-        "a user in a transcript",
-        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>user<|message|>No.'
-        f"<|end|>{_GO_ON}",
+        "two calls in a transcript",
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>assistant'
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|>',
         TO_X,
+        TO_X,
+        transcript=True,
     ),
 ]
 
@@ -563,6 +569,14 @@ WAITING = [
     row("waits: a preamble", "<|channel|>commentary Look.<|end|>", (PREAMBLE, "Look.")),
     row("waits: reasoning", "<|channel|>analysis Look.<|end|>", (REASONING, "Look.")),
     row("waits: a call", 'to=functions.x {"a":1}<|end|>', TO_X),
+    row("waits: a call, cut", 'to=functions.x {"a":1}<|end|>', TO_X, cut=True),
+    row("waits: a call without text", "<|channel|>commentary to=x<|end|>", (CALL, "x", "{}")),
+    row("waits: a call without text, cut", "<|channel|>commentary to=x<|end|>", cut=True),
+    row(
+        "waits: a call without text, cut in the next header",
+        "<|channel|>commentary to=functions.x<|end|><|start|>assistant<|channel|>comment",
+        cut=True,
+    ),
     row("waits: the last", "One.<|end|>Two.<|end|><|start|>assistant", (ANSWER, "Two.")),
     row("waits: nothing", "<|channel|>commentary<|end|> <|end|>"),
     row(
@@ -886,8 +900,6 @@ STOPS = [
     ),
 ]
 
-_X = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a":1}'
-
 ONE_CALL = [
     row("one call of two", f"{_X}<|end|><|start|>assistant{_X}<|call|>", TO_X, one_call=True),
     row(
@@ -916,7 +928,6 @@ ROWS = [
     *NO_HEADER,
     *PLAYED,
     *GARBLED_ROLES,
-    *TRANSCRIPTS,
     *WAITING,
     *RECORDED,
     *NOISE,

@@ -9,6 +9,7 @@ from rows import ids as ids_of
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Delta, Kind, Opened, Text, TextLogprob, TokenLogprob
+from vllm_mlx_harmony.core.header import LOOSE_LIMIT
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import Limits, ResponseInfo, Tool, Turn, User
@@ -52,12 +53,15 @@ def test_they_change_nothing_and_are_those_of_content(row: Row) -> None:
         assert places == sorted(set(places))
         if kind not in (Kind.PREAMBLE, Kind.ANSWER):
             assert not logprobs
+            continue
         written = b"".join(each.content or b"" for each in logprobs)
         shown = written.decode("utf-8", "replace")
         if row.stop:  # the last id may be shown in part
-            assert shown.startswith(text) or not logprobs
-        else:  # what stood in a header has none
-            assert text.endswith(shown)
+            assert shown.lstrip().startswith(text)
+        else:  # the first may have ended the header
+            assert shown.endswith(text)
+            later = b"".join(each.content or b"" for each in logprobs[1:])
+            assert not later.decode("utf-8", "replace").endswith(text)
 
 
 FINAL = "<|channel|>final<|message|>"
@@ -104,18 +108,47 @@ def test_an_id_comes_with_the_text_that_shows_it(
             assert content.decode() == delta.text
 
 
-def test_text_after_a_header_that_was_taken_for_it() -> None:
-    """Ids of the header have none; those after it have, in the right places."""
-    words = ids_of("word " * 60)
-    turn = Turn((User("Hi"),), limits=Limits(stop=("STOP",)))
-    context = StreamingHarmonyContext(turn, INFO)
-    deltas = context.append_output(words, scored(words))
-    ((_, text, found),) = messages(deltas)
-    rest = b"".join(each.content or b"" for each in found).decode()
-    assert 0 < len(found) < len(words)
-    assert text.endswith(rest.rstrip("S"))
-    last = words[len(words) - len(found) :]
-    assert [each.content for each in found] == [*map(vocab.token_bytes, last)]
+HEADERLESS = {
+    # output: the first id whose text is content
+    "Hi!": 0,
+    "word " * 60: 0,
+    "🧑🏽‍🚀 and more": 0,
+    " 🎉 first": 0,  # the first byte of the character is in an id with the space
+    "final I forgot": 1,
+    "<|channel|>final 🎉 first": 2,
+    'final json{"a":1}': 2,
+    "Hi.<|end|>": 0,
+    "um<|end|>Hi.": 2,
+    "<|channel|>commentary?commentary?<|end|>": 1,
+}
+
+
+@pytest.mark.parametrize(("output", "first"), HEADERLESS.items(), ids=HEADERLESS)
+@pytest.mark.parametrize("end", [[], [vocab.RETURN]], ids=["cut", "returned"])
+@pytest.mark.parametrize("at_once", [1, 100])
+def test_text_without_a_header_has_them(
+    output: str, first: int, end: list[int], at_once: int
+) -> None:
+    context = StreamingHarmonyContext(Turn((User("Hi"),)), INFO)
+    ids = [*ids_of(output), *end]
+    logprobs = scored(ids)
+    deltas = []
+    for at in range(0, len(ids), at_once):
+        deltas += context.append_output(ids[at : at + at_once], logprobs[at : at + at_once])
+    deltas += context.finish("stop" if end else "length")
+    ((kind, text, found),) = messages(deltas)
+    assert kind is Kind.ANSWER
+    texts = [at for at in range(first, len(ids)) if ids[at] not in vocab.CONTROL]
+    assert [-each.logprob for each in found] == texts
+    written = b"".join(each.content or b"" for each in found).decode()
+    assert written.strip() == text.strip()
+
+
+def test_those_of_a_long_header_are_not_kept() -> None:
+    parser = Parser()
+    for each in scored(ids_of("assistant " * 5_000)):
+        parser.feed_one(each)
+    assert len(parser._logprobs) <= LOOSE_LIMIT
 
 
 def test_control_tokens_have_a_name_and_no_bytes() -> None:

@@ -15,6 +15,7 @@ from rows import ids as ids_of
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Finished
 from vllm_mlx_harmony.core.header import LOOSE_LIMIT
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.reasoning import (
     ENDLESS,
@@ -25,9 +26,11 @@ from vllm_mlx_harmony.core.reasoning import (
     Loop,
     ReasoningWatch,
 )
+from vllm_mlx_harmony.core.turn import Tool, Turn
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 NEXT = "<|end|><|start|>assistant"
+NAMES = Names.of(Turn((), (Tool("f"),)))
 
 
 def shown(watch: ReasoningWatch, output: str) -> str:
@@ -74,6 +77,9 @@ ROWS = [
     Row("a call with a content type is none", 1,
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>a; b;",
         "<|channel|>commentary to=functions.f <|constrain|>json<|message|>a; b;", 0),
+    Row("a call whose recipient is in an earlier channel is none", 1,
+        "<|channel|>f<|channel|>analysis json<|message|>a; b;",
+        "<|channel|>f<|channel|>analysis json<|message|>a; b;", 0),
     Row("to nobody", 1, "<|channel|>analysis to=assistant<|message|>One. Two",
         "<|channel|>analysis to=assistant<|message|>One." + NEXT, 2),
     Row("a header without marker", 1, "assistant analysis<|message|>One. Two",
@@ -93,11 +99,11 @@ ROWS = [
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row(row: Row) -> None:
-    watch = ReasoningWatch(row.limit)
+    watch = ReasoningWatch(row.limit, names=NAMES)
     assert shown(watch, row.output) == row.shown
     assert watch.tokens == row.tokens
     assert watch.ended_by == ("budget" if row.shown.endswith(NEXT) else "")
-    parser = Parser()
+    parser = Parser(NAMES)
     parser.feed(ids_of(row.shown))
     *_, finished = parser.close("length")
     assert isinstance(finished, Finished)

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ReasoningCut
 from vllm_mlx_harmony.core.grammar import Compiled, Mask, Matcher
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.reasoning import ReasoningWatch
 
 
@@ -28,8 +29,9 @@ class ConstraintSpec:
     """The constraints of one output.
 
     ``reasoning_tokens`` and ``repetitions`` are the limits of a ``ReasoningWatch``. ``answering``:
-    the prompt contains the beginning of the answer. ``binding``: the caller was promised the
-    grammar, so the answer fails if the grammar does.
+    the prompt contains the beginning of the answer. ``names`` are those of the turn, by which it
+    distinguishes reasoning from calls. ``binding``: the caller was promised the grammar, so the
+    answer fails if the grammar does.
     """
 
     grammar: Compiled | None = None
@@ -37,6 +39,7 @@ class ConstraintSpec:
     repetitions: int = 0
     min_tokens: int = 0
     answering: bool = False
+    names: Names | None = None
     binding: bool = False
 
     def __bool__(self) -> bool:
@@ -87,7 +90,10 @@ class ConstraintMatcher:
         self.reasoning: ReasoningWatch | None = None
         if spec.reasoning_tokens is not None or spec.repetitions:
             self.reasoning = ReasoningWatch(
-                spec.reasoning_tokens, spec.repetitions, answering=spec.answering
+                spec.reasoning_tokens,
+                spec.repetitions,
+                answering=spec.answering,
+                names=spec.names,
             )
         self._grammar: Matcher | None = None if grammar is None else grammar.matcher()
         self._mask = Mask()

@@ -111,7 +111,11 @@ class StreamingHarmonyContext:
         self._messages = list(turn.messages)
         self._open: Opened | None = None
         self._parts: list[str] = []
+        self._output_at = 0  # the first segment of the current output
+        self._messages_before = 0  # the number of messages before that output
         self._cut = False  # whether the last message of the output was cut
+        self._kept = False  # whether the output is in ``outputs``
+        self._generated: _Generated  # the last segment that the model generated
         self._prompt_tokens = len(rendered.ids)
         self._inserted = 0  # ids of results that were inserted into the history
         self._outputs: list[Output] = []

@@ -11,12 +11,25 @@ A message is a header, ``<|message|>``, a body and a terminator. The parser is i
 (https://github.com/python-hyper/h11/blob/master/h11/_state.py), what a sign leads to is a table,
 `TRANSITIONS`, and its effects are code, `Parser._act`:
 
-    HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>──▶ ENDED
-                             └────<|call|>──▶ CALLED ──<|start|>──▶ HEADER   (a transcript)
+    HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>, <|call|>──▶ ENDED
 
-Four transitions follow from text instead, and stand where it is read: a header with so much loose
-text that it must be the message (to ``BODY``), an author other than the assistant (``RESULT`` in a
-transcript, else ``ENDED``), a stop string, and the call that ends the turn (``ENDED``).
+In a transcript, a turn ends in ``BETWEEN`` instead, from which ``<|start|>`` leads to ``HEADER``.
+
+Four transitions are triggered by text instead, and are made where that text is read: a header with
+so much loose text that it must be the message (to ``BODY``), an author other than the assistant
+(``RESULT`` in a transcript, else ``ENDED``), a stop string, and the call that ends the turn
+(``ENDED``).
+
+**Positions** are numbers of ids, counted here below an output:
+
+    <|channel|> final <|message|> Hi <|end|> <|start|> user <|message|> No
+         1        2        3       4     5       6       7       8
+
+- `tokens`: the ids that were read. It stops at 7, where the turn ends.
+- ``_began``: those before the header that is being read: 0, then 5. ``Opened.at`` is that of a
+  visible message.
+- `ended_at`: those up to the end of the last complete message: 0, then 5.
+- `done_at`: those of the turn, once it has ended: 5.
 
 Reasoning budgets (`core.reasoning`) and coloured output (`cli.paint`) use this parser as well, so
 that there is only one reader of headers.
@@ -33,8 +46,7 @@ no longer than a header can be (`LOOSE_LIMIT`).
 **The model may write as another author.** After ``<|start|>`` it can write `user` or a tool's name,
 and continue in that role. The turn ends before that ``<|start|>``: `done_at` is then less than the
 number of generated ids, and the ids after it are not part of the conversation. In a transcript,
-where ids follow a ``<|call|>``, tools really have answered; their messages are skipped
-(``RESULT``).
+others really have written; their messages are skipped (``RESULT``).
 
 **The same ids give the same deltas and the same usage, however they are split.** The bytes of a
 body are decoded once per feed. With stop strings they are decoded id by id: otherwise the ids after
@@ -77,9 +89,9 @@ class State(Enum):
 
     HEADER = auto()
     BODY = auto()
-    CALLED = auto()  # after <|call|>; only a transcript continues, with <|start|>
     RESULT = auto()  # in a message of a tool, or of any other author, in a transcript
-    ENDED = auto()  # after <|return|>, a stop string, the call that ends the turn, another role
+    BETWEEN = auto()  # after the end of a turn, in a transcript
+    ENDED = auto()  # after <|return|> or <|call|>, a stop string, the only call, another role
 
 
 class Sign(Enum):
@@ -112,7 +124,7 @@ TRANSITIONS: dict[State, dict[Sign, State]] = {
     State.HEADER: {
         **dict.fromkeys(Sign, State.HEADER),
         Sign.MESSAGE: State.BODY,
-        Sign.CALL: State.CALLED,
+        Sign.CALL: State.ENDED,
         Sign.RETURN: State.ENDED,
     },
     State.BODY: {
@@ -120,21 +132,17 @@ TRANSITIONS: dict[State, dict[Sign, State]] = {
         Sign.START: State.HEADER,
         Sign.CHANNEL: State.HEADER,
         Sign.END: State.HEADER,
-        Sign.CALL: State.CALLED,
-        Sign.RETURN: State.ENDED,
-    },
-    State.CALLED: {
-        **dict.fromkeys(Sign, State.CALLED),
-        Sign.START: State.HEADER,
+        Sign.CALL: State.ENDED,
         Sign.RETURN: State.ENDED,
     },
     State.RESULT: {
         **dict.fromkeys(Sign, State.RESULT),
         Sign.START: State.HEADER,
         Sign.END: State.HEADER,
-        Sign.CALL: State.CALLED,
+        Sign.CALL: State.ENDED,
         Sign.RETURN: State.ENDED,
     },
+    State.BETWEEN: {**dict.fromkeys(Sign, State.BETWEEN), Sign.START: State.HEADER},
     State.ENDED: dict.fromkeys(Sign, State.ENDED),
 }
 
@@ -146,12 +154,16 @@ _Decoder = getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class _Loose:
-    """Text without ``<|message|>``: its header, its number of ids, where the header began."""
+    """Text without ``<|message|>``: its header, its number of ids, where the header began.
+
+    ``logprobs`` as in the parser.
+    """
 
     header: Header
     text: str
     ids: int
     began: int
+    logprobs: tuple[tuple[float, TokenLogprob], ...]
 
 
 def _as_text(logprob: TokenLogprob) -> TextLogprob:
@@ -193,7 +205,7 @@ class Parser:
         """The number of ids up to the end of the last complete message."""
         self.reading: Kind | None = None
         """The kind of the message whose body is being read; ``None`` in a header."""
-        self._calls = False  # whether that body is a call
+        self._in_call = False  # whether that body is a call, or the last one was
         self._began = 0  # the number of ids before the header that is being read
         self._names = names or Names()
         self._stop_strings = tuple(stop)
@@ -201,7 +213,7 @@ class Parser:
         self._one_call = one_call
         self._transcript = transcript
         self._index = 0
-        self._called = False
+        self._has_called = False  # whether a call of the client's tools is complete
         self._waiting: _Loose | None = None  # the answer, unless something visible follows
         self._answered = False  # content or a call has been visible
         self.reasoning_tokens = 0
@@ -209,8 +221,9 @@ class Parser:
         self._call_tokens = 0  # the same of calls
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
-        self._logprobs: deque[tuple[int, TokenLogprob]] = deque()
-        """Those of ids that are not shown yet, behind the number of characters before each id."""
+        self._logprobs: deque[tuple[float, TokenLogprob]] = deque()
+        """The log probabilities of ids not shown yet, each with the number of characters decoded
+        before it. A character of which only some bytes came before counts as half."""
         self._begin_header(after_start=False)
         if within is not None:
             self.state = State.BODY
@@ -233,13 +246,15 @@ class Parser:
                 self._control(sign or Sign.OTHER)
             elif self.state is State.BODY:
                 self.reasoning_tokens += self.reading is Kind.REASONING
-                self._call_tokens += self._calls
+                self._call_tokens += self._in_call
                 self._pending.append(vocab.token_bytes(token))
                 if self._finder is None:
                     continue
                 self._flush()
             elif self.state is State.HEADER:
-                self._header.text(self._decoder.decode(vocab.token_bytes(token)))
+                text = self._decoder.decode(vocab.token_bytes(token))
+                self._decoded += len(text)
+                self._header.text(text)
                 if self._header.author != "assistant":
                     self._another_speaks(self._header.author)
                 elif self._header.overfull:
@@ -251,10 +266,14 @@ class Parser:
         return self._take()
 
     def feed_one(self, logprob: TokenLogprob) -> list[Delta]:
-        """The deltas of the next id, which is returned with its text if that is content."""
-        is_text = 0 <= logprob.token < vocab.STARTOFTEXT
-        if is_text and self.state is State.BODY and self.reading in _CONTENT:
-            self._logprobs.append((self._decoded, logprob))
+        """Like ``feed`` for one id; attaches its log probability if its text is content."""
+        is_text, in_header = 0 <= logprob.token < vocab.STARTOFTEXT, self.state is State.HEADER
+        if is_text and (in_header or self.reading in _CONTENT):
+            # The id before loose text may contain the first bytes of its first character.
+            while in_header and len(self._logprobs) > self._header.loose_ids + 1:
+                self._logprobs.popleft()
+            incomplete, _ = self._decoder.getstate()
+            self._logprobs.append((self._decoded + bool(incomplete) / 2, logprob))
         return self.feed((logprob.token,))
 
     def resume(self) -> list[Delta]:
@@ -279,11 +298,13 @@ class Parser:
         self._end_output(complete=not cut)
         if self._waiting is not None:
             self._begin_header(after_start=False)
-            self._show_loose(self._waiting)
-            self._finish_body(complete=True)
+            if self._waiting.text or not cut:
+                self._show_loose(self._waiting)
+            # The model gave up that header, and was cut before it wrote what it meant.
+            self._finish_body(complete=not (cut and self._in_call))
         self.state = State.ENDED
         cut = cut and self._stopped_by is None
-        ended: FinishReason = "tool_calls" if self._called else "stop"
+        ended: FinishReason = "tool_calls" if self._has_called else "stop"
         if cut or reason == "pause":
             ended = reason
         usage = Usage(
@@ -307,10 +328,10 @@ class Parser:
                 self._another_speaks(self._header.author)
         before, self.state = self.state, TRANSITIONS[self.state][sign]
         self._act(before, sign)
-        if self.state in (State.CALLED, State.ENDED):
+        if self.state is State.ENDED:
             self._end_turn(self.ended_at)
-        if self._transcript and self.state is State.ENDED:
-            self.state = State.CALLED  # a transcript continues after every end, with <|start|>
+            if self._transcript:
+                self.state = State.BETWEEN
 
     def _act(  # noqa: C901 - one case per transition
         self, before: State, sign: Sign
@@ -355,7 +376,7 @@ class Parser:
 
     def _another_speaks(self, author: str) -> None:
         self.author = author
-        if self._transcript or (author == "tool" and self.done):
+        if self._transcript:
             self.state = State.RESULT
         else:
             self.state = State.ENDED
@@ -375,35 +396,43 @@ class Parser:
         self.reading = None
         self._finder: StopStrings | None = None
         self._opened, self._empty = False, True
-        self._decoded = self._shown = 0  # characters of the body
+        self._decoded = self._shown = 0  # characters of the header, then of the body
         self._logprobs.clear()
 
     def _loose(self, *, cut: bool = False) -> _Loose:
         """The loose text of the header, when no ``<|message|>`` ended it."""
         header, text = self._header.abandoned(cut=cut)
-        return _Loose(header, text, self._header.loose_ids, self._began)
+        before = self._decoded - len(text)  # the text ends the header
+        logprobs = [(at - before, each) for at, each in self._logprobs]
+        while len(logprobs) > 1 and logprobs[1][0] <= 0:
+            del logprobs[0]
+        return _Loose(header, text, self._header.loose_ids, self._began, tuple(logprobs))
 
     def _show_loose(self, loose: _Loose) -> None:
         """Shows loose text as a body. A recipient makes it a call, even without text."""
         if loose.text or loose.header.recipient:
             self._began = loose.began
-            self._begin_body(loose.header)
+            self._begin_body(loose.header, loose.logprobs)
             self.reasoning_tokens += loose.ids if self.reading is Kind.REASONING else 0
-            self._call_tokens += loose.ids if self._calls else 0
+            self._call_tokens += loose.ids if self._in_call else 0
             self._show(loose.text)
 
     # Bodies
 
-    def _begin_body(self, header: Header) -> None:
+    def _begin_body(
+        self, header: Header, logprobs: Iterable[tuple[float, TokenLogprob]] = ()
+    ) -> None:
         tool = self._names.addressee(header.recipient)
         self.reading = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
-        self._calls = bool(tool)
+        self._in_call = bool(tool)
         if self._stop_strings and self.reading in _CONTENT:
             self._finder = StopStrings(self._stop_strings)
         if self.reading is Kind.CALL:
             served = self._names.is_served(header.recipient)
             self.reading = Kind.SERVER_CALL if served else Kind.CALL
             self._open(self.reading, tool)
+        self._decoded = 0
+        self._logprobs = deque(logprobs if self.reading in _CONTENT else ())
 
     def _flush(self) -> None:
         """Decodes all bytes of the body in this feed at once."""
@@ -455,7 +484,7 @@ class Parser:
         if self._finder is not None:
             self._emit(self._finder.flush())
         if complete and self.reading in (Kind.CALL, Kind.SERVER_CALL):
-            self._called = self._called or self.reading is Kind.CALL
+            self._has_called = self._has_called or self.reading is Kind.CALL
             self._emit("{}" if self._empty else "")
             if self._one_call or self.reading is Kind.SERVER_CALL:
                 self.state = State.ENDED  # the server runs its call before the model continues

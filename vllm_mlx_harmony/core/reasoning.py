@@ -30,6 +30,7 @@ from functools import lru_cache
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind, ReasoningCut
 from vllm_mlx_harmony.core.header import Header
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser, State
 
 GRACE = 32
@@ -56,18 +57,23 @@ class ReasoningWatch:
 
     ``limit`` is the reasoning budget in ids (``None``: unlimited). ``repetitions`` is how often the
     same text may occur in a row (0: loops are not detected). ``answering``: the prompt contains the
-    beginning of the answer.
+    beginning of the answer. ``names`` as in ``Parser``.
     """
 
     def __init__(
-        self, limit: int | None = None, repetitions: int = 0, *, answering: bool = False
+        self,
+        limit: int | None = None,
+        repetitions: int = 0,
+        *,
+        answering: bool = False,
+        names: Names | None = None,
     ) -> None:
         self.ended_by: ReasoningCut = ""
         """Why reasoning was cut short; empty if it was not."""
         self._limit = limit
         self._loop = Loop(repetitions) if repetitions else None
         self._over = 0
-        self._parser = Parser(within=Header(channel="final") if answering else None)
+        self._parser = Parser(names, within=Header(channel="final") if answering else None)
         self._body_tokens = 0  # ids of reasoning that skipped the parser
         self._after_channel = False
         self.forced: tuple[int, ...] = ()

@@ -159,6 +159,7 @@ async def constraint_for(
         repetitions=wanted.repetitions,
         min_tokens=limits.min_tokens,
         answering=turn.prefill is not None,
+        names=names,
         binding=strict or chosen,
     )
     return Constraint(spec) if spec else None
