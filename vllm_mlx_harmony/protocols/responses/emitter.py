@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from typing_extensions import assert_never
@@ -28,8 +28,6 @@ from vllm_mlx_harmony.protocols.events import (
     REASONING_ENDED_BY,
     Document,
     Event,
-    encode,
-    quote,
 )
 from vllm_mlx_harmony.protocols.logprobs import entries
 from vllm_mlx_harmony.protocols.responses.output_items import (
@@ -42,6 +40,8 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     added,
     done,
     key_of,
+    output_item,
+    pending,
 )
 from vllm_mlx_harmony.protocols.responses.resource import usage_of
 from vllm_mlx_harmony.protocols.responses.server_items import ServerItem, server_item, tool_list
@@ -99,8 +99,6 @@ class Emitter:
         self._number = 0
         self._output: list[Document] = []
         self._item: OutputItem | None = None
-        self._shown = False  # whether the open item was announced
-        self._call: ServerItem | None = None  # of a tool that the server runs
         self._usage: Usage | None = None
         self._completed_at: int | None = None
         self._error: HarmonyFailure | None = None
@@ -108,52 +106,45 @@ class Emitter:
     def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
-            case Text() if self._call is not None:
-                return self._write_events(self._call.take(delta.text))
-            case Text():
-                assert self._item is not None
-                announced = [] if self._shown else self._announce(self._item)
+            case Text() if self._item is not None:
                 logprobs = entries(delta.logprobs, no_bytes=[])
-                self._item.logprobs += logprobs
-                return [*announced, *self._show(self._item, self._item.take(delta.text), logprobs)]
+                return self._step(self._item, self._item.take(delta.text, logprobs))
             case Started():
                 return self._start()
             case Opened(kind=Kind.SERVER_CALL):
                 index, key = len(self._output), key_of(self._info, delta.index)
-                self._call = server_item(index, key, delta.name, self._writing)
-                return self._write_events(self._call.opened())
-            case Opened():  # messages are announced with their first text: only calls may be empty
-                self._item = self._writing.item(delta, len(self._output), self._info)
-                self._shown = False
-                return self._announce(self._item) if delta.kind is Kind.CALL else []
-            case Closed(complete=True) if self._call is not None:
-                return self._write_events(self._call.closed())
+                item = server_item(index, key, delta.name, self._writing)
+                return self._step(item, item.opened())
+            case Opened():
+                message = output_item(delta, len(self._output), self._info, self._writing)
+                return self._step(message, message.opened())
+            case Closed(complete=True) if self._item is not None:
+                return self._step(self._item, self._item.closed())
             case Closed():
-                return self._close(complete=delta.complete)
-            case Progress():  # in a comment: there is no event for it
+                return self._end_item()
+            case Text() | Progress():  # progress is in a comment: there is no event for it
                 return []
             case ToolStarted(call=ServerCall() as call):
                 key = key_of(self._info, _APPROVED - len(self._output))
                 approved = f"mcpr_{call.id.partition('_')[2]}"
                 item = server_item(len(self._output), key, call.name, self._writing, approved)
-                self._call = item
                 begun = [*item.opened(), *item.take(call.arguments), *item.closed()]
-                return self._write_events([*begun, *item.started()])
+                return self._step(item, [*begun, *item.started()])
             case ToolStarted():
-                assert self._call is not None
-                return self._write_events(self._call.started())
+                assert isinstance(self._item, ServerItem)
+                return self._step(self._item, self._item.started())
             case ToolFinished():
-                assert self._call is not None
-                return self._end_call(self._call.finished(delta.text, delta.failure))
+                assert isinstance(self._item, ServerItem)
+                return self._step(self._item, self._item.finished(delta.text, delta.failure))
             case Finished():
                 self._usage = delta.usage
                 if delta.reasoning_ended_by:
                     self._fixed[REASONING_ENDED_BY] = delta.reasoning_ended_by
-                left = self._close(complete=True)  # a call that was not run
+                left = self._end_item()  # a call that was not run
                 return [*left, *self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)]
             case Failed():
                 self._error = delta.error
-                return [*self._start(), *self._close(complete=False), *self._end(_FAILED)]
+                return [*self._start(), *self._end_item(), *self._end(_FAILED)]
             case _:
                 assert_never(delta)
 
@@ -168,7 +159,7 @@ class Emitter:
         return [event for kind in kinds for event in self._write_response(kind)]
 
     def cancel(self) -> list[Event]:
-        return [*self._start(), *self._close(complete=False), *self._end(_CANCELLED)]
+        return [*self._start(), *self._end_item(), *self._end(_CANCELLED)]
 
     def add_item(self, item: Document) -> list[Event]:
         """Adds a complete ``item`` to the output; returns its events."""
@@ -200,10 +191,8 @@ class Emitter:
 
     def document(self) -> Document:
         items = list(self._output)
-        if self._item is not None and self._shown:
+        if self._item is not None and self._item.shown:
             items.append(self._item.document())
-        if self._call is not None and self._call.shown:
-            items.append(self._call.document())
         return {
             **self._fixed,
             "status": self._status,
@@ -228,34 +217,15 @@ class Emitter:
             begun += self._write_events(events)
         return begun
 
-    def _announce(self, item: OutputItem) -> list[Event]:
-        self._shown = True
-        return self._write_events(item.added())
+    def _step(self, item: OutputItem, events: list[PendingEvent]) -> list[Event]:
+        """The ``events`` of ``item``, which becomes part of the output when it is over."""
+        self._item = None if item.over else item
+        if item.result is not None:
+            self._output.append(item.result)
+        return self._write_events(events)
 
-    def _show(self, item: OutputItem, text: str, logprobs: Sequence[Document] = ()) -> list[Event]:
-        if not (text and self._stream):
-            return []
-        quoted = quote(text)
-        return [
-            Event(head.event(self._next(), quoted, logprobs), head.type) for head in item.deltas
-        ]
-
-    def _end_call(self, pending: list[PendingEvent]) -> list[Event]:
-        if self._call is not None and self._call.shown:
-            self._output.append(self._call.document())
-        self._call = None
-        return self._write_events(pending)
-
-    def _close(self, *, complete: bool) -> list[Event]:
-        item, self._item = self._item, None
-        if self._call is not None:
-            return self._end_call(self._call.ended())
-        if item is None or not self._shown:
-            return []
-        rest = self._show(item, item.rest())
-        document = item.document(COMPLETED if complete else INCOMPLETE)
-        self._output.append(document)
-        return [*rest, *self._write_events(item.done(document))]
+    def _end_item(self) -> list[Event]:
+        return [] if self._item is None else self._step(self._item, self._item.ended())
 
     def _end(self, status: str) -> list[Event]:
         self._status = status
@@ -266,22 +236,14 @@ class Emitter:
 
     # Events
 
-    def _next(self) -> int:
-        number, self._number = self._number, self._number + 1
-        return number
-
     def _write_response(self, kind: str) -> list[Event]:
-        if not self._stream:
-            return []
-        return self._write_events([PendingEvent(kind, {"response": self.document()})])
+        return self._write_events([pending(kind, response=self.document())]) if self._stream else []
 
-    def _write_events(self, pending: Iterable[PendingEvent]) -> list[Event]:
+    def _write_events(self, events: Sequence[PendingEvent]) -> list[Event]:
         if not self._stream:
             return []
-        return [
-            Event(encode({"type": kind, "sequence_number": self._next(), **fields}), kind)
-            for kind, fields in pending
-        ]
+        first, self._number = self._number, self._number + len(events)
+        return [event(number) for number, event in enumerate(events, first)]
 
 
 _LISTS = 0x7F00

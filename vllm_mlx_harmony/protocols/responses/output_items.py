@@ -1,41 +1,46 @@
-"""Responses: one item of the output while it is written, and its events."""
+"""Responses: the items of the output while they are written, and their events.
+
+The items of the calls that the server runs are in `server_items`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from json import loads
-from typing import NamedTuple
+from typing import ClassVar, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Kind, Opened
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
-from vllm_mlx_harmony.protocols.events import Document, encode, quote
+from vllm_mlx_harmony.protocols.events import Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.responses.schema import SEARCH
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
-from vllm_mlx_harmony.protocols.responses.tools import Tools
+from vllm_mlx_harmony.protocols.responses.tools import Declared, Tools
+from vllm_mlx_harmony.protocols.server_calls import CodeArguments
 from vllm_mlx_harmony.protocols.validation import mended
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
+PendingEvent: TypeAlias = Callable[[int], Event]
+"""Makes an event when its ``sequence_number`` is known."""
 
-class PendingEvent(NamedTuple):
-    """An event's type, and its fields other than ``type`` and ``sequence_number``."""
 
-    type: str
-    fields: Document
+def pending(kind: str, **fields: object) -> PendingEvent:
+    """The event of the type ``kind`` with ``fields``."""
+    return lambda number: Event(encode({"type": kind, "sequence_number": number, **fields}), kind)
 
 
 def added(index: int, item: Document) -> PendingEvent:
     """The event that opens ``item``, number ``index`` of the output."""
-    return PendingEvent("response.output_item.added", {"output_index": index, "item": item})
+    return pending("response.output_item.added", output_index=index, item=item)
 
 
 def done(index: int, item: Document) -> PendingEvent:
     """The event that closes ``item``."""
-    return PendingEvent("response.output_item.done", {"output_index": index, "item": item})
+    return pending("response.output_item.done", output_index=index, item=item)
 
 
 def key_of(info: ResponseInfo, index: int) -> str:
@@ -49,20 +54,6 @@ def parsed(arguments: str) -> object:
         return mended(loads(arguments or "{}"))
     except (ValueError, RecursionError, RequestError):
         return arguments
-
-
-class DeltaHead(NamedTuple):
-    """The constant parts of a delta event, made once per item: the number of an event goes before
-    ``head``, its quoted text between ``head`` and ``tail``."""
-
-    type: str
-    start: str
-    head: str
-    tail: str
-
-    def event(self, number: int, quoted: str, logprobs: Sequence[Document] = ()) -> str:
-        tail = f',"logprobs":{encode(logprobs)}}}' if logprobs else self.tail
-        return f"{self.start}{number}{self.head}{quoted}{tail}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,86 +96,25 @@ SUMMARY_TEXT = Place(
     part={"type": "summary_text"},
     marks_cut=True,
 )
-ARGUMENTS = Place("response.function_call_arguments", whole="arguments")
-INPUT = Place("response.custom_tool_call_input", whole="input")
 
 
-class OutputItem:
-    """One item while it is written; the cost of a text does not depend on the text before.
+class _OpenPlace:
+    """A place in one item. The constant parts of its deltas are written once."""
 
-    ``write`` makes the document of the text so far and the status. ``name`` is sent beside complete
-    arguments, where clients made before 2026 look for it. ``logprobs`` are those of the text so
-    far.
-    """
+    def __init__(self, place: Place, position: Document) -> None:
+        self.place = place
+        self.position = {**position, place.index: 0} if place.index else position
+        self._kind = f"{place.stem}.delta"
+        self._start = f'{{"type":{quote(self._kind)},"sequence_number":'
+        self._head = f',{encode(self.position)[1:-1]},"delta":'
+        self._tail = ',"logprobs":[]}' if place.has_logprobs else "}"
 
-    def __init__(
-        self,
-        index: int,
-        write: Callable[[str, str], Document],
-        places: tuple[Place, ...],
-        *,
-        name: str = "",
-        freeform: bool = False,
-        logprobs: list[Document] | None = None,
-    ) -> None:
-        self.logprobs = [] if logprobs is None else logprobs
-        self._index = index
-        self._write = write
-        self._name = {"name": name} if name else {}
-        self._parts: list[str] = []
-        self._input = FreeformInput() if freeform else None
-        position: Document = {"item_id": write("", IN_PROGRESS)["id"], "output_index": index}
-        self._places = [
-            (place, {**position, place.index: 0} if place.index else position) for place in places
-        ]
-        self.deltas = [
-            DeltaHead(
-                type=f"{place.stem}.delta",
-                start=f'{{"type":{quote(f"{place.stem}.delta")},"sequence_number":',
-                head=f',{encode(at)[1:-1]},"delta":',
-                tail=',"logprobs":[]}' if place.has_logprobs else "}",
-            )
-            for place, at in self._places
-        ]
-
-    def take(self, text: str) -> str:
-        """Adds text of the model; returns the text that the client receives."""
-        shown = self._input.feed(text) if self._input else text
-        self._parts.append(shown)
-        return shown
-
-    def rest(self) -> str:
-        """What ``take`` still held back, at the end."""
-        shown = self._input.close() if self._input else ""
-        self._parts.append(shown)
-        return shown
-
-    def document(self, status: str = IN_PROGRESS) -> Document:
-        return self._write("".join(self._parts), status)
-
-    def added(self) -> list[PendingEvent]:
-        """The events that open it."""
-        events = [added(self._index, self._write("", IN_PROGRESS))]
-        for place, at in self._places:
-            if place.part is not None:
-                part = {**place.part, "text": ""}
-                events.append(PendingEvent(f"{place.part_stem}.added", {**at, "part": part}))
-        return events
-
-    def done(self, document: Document) -> list[PendingEvent]:
-        """The events that close it; ``document`` is what it has become."""
-        events: list[PendingEvent] = []
-        text, cut = "".join(self._parts), document["status"] != COMPLETED
-        for place, at in self._places:
-            logprobs = {"logprobs": self.logprobs} if place.has_logprobs else {}
-            fields: Document = {**at, place.whole: text, **logprobs, **self._name}
-            events.append(PendingEvent(f"{place.stem}.done", fields))
-            if place.part is not None:
-                fields = {**at, "part": {**place.part, "text": text, **logprobs}}
-                if place.marks_cut and cut:
-                    fields["status"] = INCOMPLETE
-                events.append(PendingEvent(f"{place.part_stem}.done", fields))
-        return [*events, done(self._index, document)]
+    def delta(self, text: str, logprobs: Sequence[Document]) -> PendingEvent:
+        """The event for more text."""
+        tail = f',"logprobs":{encode(logprobs)}}}' if logprobs else self._tail
+        return lambda number: Event(
+            f"{self._start}{number}{self._head}{quote(text)}{tail}", self._kind
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,70 +135,214 @@ class Writing:
     shows_outputs: bool = False
     shows_sources: bool = False
 
-    def item(self, delta: Opened, index: int, info: ResponseInfo) -> OutputItem:
-        """The item for the message that ``delta`` opens; it is number ``index`` of the output."""
-        key = key_of(info, delta.index)
-        if delta.kind is Kind.CALL:
-            return self._call(delta.name, index, key, info.call_id(delta.index))
-        if delta.kind is Kind.REASONING:
-            return self._reasoning(index, key)
-        phase = "commentary" if delta.kind is Kind.PREAMBLE else "final_answer"
-        logprobs: list[Document] = []
 
-        def message(text: str, status: str) -> Document:
-            part = {**_OUTPUT_TEXT, "logprobs": [*logprobs], "text": text}
-            return {
-                "id": f"msg_{key}",
-                "type": "message",
-                "status": status,
-                "role": "assistant",
-                "phase": phase,
-                "content": [part] if text else [],
-            }
+@dataclass
+class OutputItem:
+    """One item while it is written; the cost of a text does not depend on the text before.
 
-        return OutputItem(index, message, (OUTPUT_TEXT,), logprobs=logprobs)
+    Each method returns the events for one step. ``index`` is its number in the output, and ``key``
+    the part of its id after the prefix. ``shown``: its first event was returned. ``over``: it gets
+    no more events; if it was shown, ``result`` is its document.
+    """
 
-    def _reasoning(self, index: int, key: str) -> OutputItem:
-        def reasoning(text: str, status: str) -> Document:
-            summary = {"type": "summary_text", "text": text}
-            item: Document = {
-                "id": f"rs_{key}",
-                "type": "reasoning",
-                "status": status,
-                "summary": [summary] if text and self.summarized else [],
-                "content": [{"type": "reasoning_text", "text": text}] if text else [],
-            }
-            if self.cipher is not None:
-                sealed = None if status == IN_PROGRESS else self.cipher.encrypt(text)
-                item["encrypted_content"] = sealed
-            return item
+    index: int
+    key: str
+    writing: Writing
 
-        places = (REASONING_TEXT, SUMMARY_TEXT) if self.summarized else (REASONING_TEXT,)
-        return OutputItem(index, reasoning, places)
+    prefix: ClassVar[str] = ""
+    """Prefix of its id."""
+    places: ClassVar[tuple[Place, ...]] = ()
+    """Where its text is written to."""
 
-    def _call(self, called: str, index: int, key: str, call_id: str) -> OutputItem:
-        """A call; clients find their tool by name and namespace, which are apart."""
-        tool = self.tools.declared(called)
-        addressed = {"name": tool.name}
-        if tool.namespace:
-            addressed["namespace"] = tool.namespace
+    def __post_init__(self) -> None:
+        self.id = f"{self.prefix}_{self.key}"
+        self.position: Document = {"item_id": self.id, "output_index": self.index}
+        self.status = IN_PROGRESS
+        self.shown = self.over = False
+        self.result: Document | None = None
+        # Makes what the client receives of what the model writes, if the two differ.
+        self.translator: FreeformInput | CodeArguments | None = None
+        self.logprobs: list[Document] = []
+        self._parts: list[str] = []
+        self._places = [_OpenPlace(place, self.position) for place in self.places]
 
-        def search(text: str, status: str) -> Document:
-            """It has no events of its own: its arguments, an object, are there when it is done."""
-            head = {"id": f"tsc_{key}", "type": "tool_search_call", "status": status}
-            arguments = {} if status == IN_PROGRESS else parsed(text)
-            return {**head, "execution": "client", "call_id": call_id, "arguments": arguments}
+    @property
+    def text(self) -> str:
+        """The text that the client has received."""
+        return "".join(self._parts)
 
-        def custom(text: str, status: str) -> Document:
-            head = {"id": f"ctc_{key}", "type": "custom_tool_call", "status": status}
-            return {**head, "call_id": call_id, **addressed, "input": text}
+    def document(self) -> Document:
+        """The item in its current state."""
+        raise NotImplementedError
 
-        def function(text: str, status: str) -> Document:
-            head = {"id": f"fc_{key}", "type": "function_call", "status": status}
-            return {**head, "call_id": call_id, **addressed, "arguments": text}
+    def fields(self, kind: str, **fields: object) -> Document:
+        """A document of type ``kind``."""
+        return {"id": self.id, "type": kind, "status": self.status, **fields}
 
-        if tool.kind == SEARCH:
-            return OutputItem(index, search, ())
-        if tool.freeform:
-            return OutputItem(index, custom, (INPUT,), freeform=True)
-        return OutputItem(index, function, (ARGUMENTS,), name=tool.name)
+    def opened(self) -> list[PendingEvent]:
+        """The message begins. It is announced with its first text: only calls may be empty."""
+        return []
+
+    def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
+        """More of its text."""
+        announced = [] if self.shown else self.announce()
+        self.logprobs += logprobs
+        text = self.translator.feed(text) if self.translator else text
+        return [*announced, *self._write(text, logprobs)]
+
+    def closed(self) -> list[PendingEvent]:
+        """Its text is complete."""
+        return self._end(COMPLETED)
+
+    def ended(self) -> list[PendingEvent]:
+        """The turn ended before it was complete."""
+        return self._end(INCOMPLETE)
+
+    def announce(self) -> list[PendingEvent]:
+        """Its first events."""
+        self.shown = True
+        events = [added(self.index, self.document())]
+        for each in self._places:
+            if each.place.part is not None:
+                part = {**each.place.part, "text": ""}
+                kind = f"{each.place.part_stem}.added"
+                events.append(pending(kind, **each.position, part=part))
+        return events
+
+    def close_text(self, **beside: str) -> list[PendingEvent]:
+        """The rest of its text, and the events with all of it and the fields ``beside`` it."""
+        events = self._write(self.translator.close() if self.translator else "")
+        for each in self._places:
+            place, text = each.place, self.text
+            logprobs = {"logprobs": self.logprobs} if place.has_logprobs else {}
+            whole = {place.whole: text, **logprobs, **beside}
+            events.append(pending(f"{place.stem}.done", **each.position, **whole))
+            if place.part is not None:
+                cut = {"status": INCOMPLETE} if place.marks_cut and self.status != COMPLETED else {}
+                part = {**place.part, "text": text, **logprobs}
+                kind = f"{place.part_stem}.done"
+                events.append(pending(kind, **each.position, part=part, **cut))
+        return events
+
+    def finish(self, status: str) -> list[PendingEvent]:
+        """Its last event, if it was shown."""
+        self.status, self.over = status, True
+        if not self.shown:
+            return []
+        self.result = self.document()
+        return [done(self.index, self.result)]
+
+    def _write(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
+        self._parts.append(text)
+        return [each.delta(text, logprobs) for each in self._places if text]
+
+    def _end(self, status: str) -> list[PendingEvent]:
+        self.status = status
+        return [*(self.close_text() if self.shown else ()), *self.finish(status)]
+
+
+@dataclass
+class MessageItem(OutputItem):
+    """``message``: a preamble or an answer, by its ``phase``."""
+
+    phase: str
+    prefix, places = "msg", (OUTPUT_TEXT,)
+
+    def document(self) -> Document:
+        part = {**_OUTPUT_TEXT, "logprobs": [*self.logprobs], "text": self.text}
+        content = [part] if part["text"] else []
+        return self.fields("message", role="assistant", phase=self.phase, content=content)
+
+
+class ReasoningItem(OutputItem):
+    """``reasoning``, and its text once more as a summary if the request asks for one."""
+
+    prefix = "rs"
+    places: ClassVar[tuple[Place, ...]] = (REASONING_TEXT,)
+
+    def document(self) -> Document:
+        text, cipher, summary = self.text, self.writing.cipher, list[Document]()
+        content = [{"type": "reasoning_text", "text": text}] if text else []
+        if self.writing.summarized and text:
+            summary = [{"type": "summary_text", "text": text}]
+        item = self.fields("reasoning", summary=summary, content=content)
+        if cipher is not None:
+            is_open = self.status == IN_PROGRESS
+            item["encrypted_content"] = None if is_open else cipher.encrypt(text)
+        return item
+
+
+class SummarizedReasoningItem(ReasoningItem):
+    places = (REASONING_TEXT, SUMMARY_TEXT)
+
+
+@dataclass
+class FunctionCall(OutputItem):
+    """``function_call``. Clients find their tool by name and namespace, which are apart."""
+
+    call_id: str
+    tool: Declared
+    prefix = "fc"
+    places: ClassVar[tuple[Place, ...]] = (
+        Place("response.function_call_arguments", whole="arguments"),
+    )
+
+    def opened(self) -> list[PendingEvent]:
+        return self.announce()
+
+    def document(self) -> Document:
+        return self.call("function_call", arguments=self.text)
+
+    def call(self, kind: str, **fields: object) -> Document:
+        """A document of type ``kind`` that names the tool."""
+        namespace = {"namespace": self.tool.namespace} if self.tool.namespace else {}
+        return self.fields(kind, call_id=self.call_id, name=self.tool.name, **namespace, **fields)
+
+    def close_text(self, **beside: str) -> list[PendingEvent]:
+        """With the name, where clients made before 2026 look for it."""
+        return super().close_text(name=self.tool.name)
+
+
+class CustomCall(FunctionCall):
+    """``custom_tool_call``, of a freeform tool."""
+
+    prefix, places = "ctc", (Place("response.custom_tool_call_input", whole="input"),)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.translator = FreeformInput()
+
+    def document(self) -> Document:
+        return self.call("custom_tool_call", input=self.text)
+
+    def close_text(self, **beside: str) -> list[PendingEvent]:
+        return OutputItem.close_text(self)
+
+
+class SearchCall(FunctionCall):
+    """``tool_search_call``. Its arguments, an object, are there when it is done."""
+
+    prefix, places = "tsc", ()
+
+    def document(self) -> Document:
+        arguments = {} if self.status == IN_PROGRESS else parsed(self.text)
+        called = {"call_id": self.call_id, "arguments": arguments}
+        return self.fields("tool_search_call", execution="client", **called)
+
+
+_CALLS: dict[str, type[FunctionCall]] = {"custom": CustomCall, SEARCH: SearchCall}
+
+
+def output_item(delta: Opened, index: int, info: ResponseInfo, writing: Writing) -> OutputItem:
+    """The item for the message that ``delta`` opens; it is number ``index`` of the output."""
+    key = key_of(info, delta.index)
+    if delta.kind is Kind.CALL:
+        tool = writing.tools.declared(delta.name)
+        kind = _CALLS.get(tool.kind, FunctionCall)
+        return kind(index, key, writing, info.call_id(delta.index), tool)
+    if delta.kind is Kind.REASONING:
+        return (SummarizedReasoningItem if writing.summarized else ReasoningItem)(
+            index, key, writing
+        )
+    phase = "commentary" if delta.kind is Kind.PREAMBLE else "final_answer"
+    return MessageItem(index, key, writing, phase)

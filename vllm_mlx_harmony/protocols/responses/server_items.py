@@ -9,7 +9,8 @@ turn ends before that.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_mlx_harmony.core.deltas import ToolFailure
@@ -17,13 +18,15 @@ from vllm_mlx_harmony.core.turn import PYTHON, Namespace
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
-    IN_PROGRESS,
     INCOMPLETE,
+    OutputItem,
     PendingEvent,
+    Place,
     Writing,
     added,
     done,
     parsed,
+    pending,
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import Served
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments, as_arguments
@@ -32,119 +35,75 @@ FAILED = "failed"
 
 
 @dataclass
-class ServerItem:
-    """One call while it is written and run. Each method returns the events for one step.
+class ServerItem(OutputItem):
+    """One call while it is written and run.
 
-    ``key`` is the part of its id after the prefix, ``approved`` the id of the request for approval
-    that preceded it. ``code``: the tool takes code instead of JSON. ``shown``: whether the call is
-    an item of the output yet.
+    ``approved`` is the id of the request for approval that preceded it. ``code``: the tool takes
+    code instead of JSON.
     """
 
-    index: int
-    key: str
     tool: Served
-    writing: Writing
     code: bool = False
     approved: str | None = None
-    status: str = IN_PROGRESS
-    text: str | None = None
-    failure: ToolFailure | None = None
-    parts: list[str] = field(default_factory=list)
 
-    shown = True
-    prefix: ClassVar[str] = ""
-    """Prefix of its id."""
     stem: ClassVar[str] = ""
     """Prefix of its events."""
-    text_stem: ClassVar[str] = ""
-    """Prefix of the events of its arguments, if it has any."""
-    whole: ClassVar[str] = ""
-    """The field with all of the arguments."""
     running: ClassVar[str] = ""
     """Its status while it runs, and the event for it, if it has one."""
     tells_failure: ClassVar[bool] = False
     """Whether there is an event for a call that failed."""
 
     def __post_init__(self) -> None:
-        self.id = f"{self.prefix}_{self.key}"
-
-    @property
-    def arguments(self) -> str:
-        return "".join(self.parts)
-
-    def document(self) -> Document:
-        """The item in its current state."""
-        raise NotImplementedError
+        super().__post_init__()
+        self.answer: str | None = None
+        self.failure: ToolFailure | None = None
 
     def opened(self) -> list[PendingEvent]:
-        """The model begins the call."""
-        return [added(self.index, self.document()), self.event(f"{self.stem}.in_progress")]
-
-    def take(self, text: str) -> list[PendingEvent]:
-        """More of its arguments."""
-        self.parts.append(text)
-        return [self.event(f"{self.text_stem}.delta", delta=text)] if self.text_stem else []
+        return [*self.announce(), pending(f"{self.stem}.in_progress", **self.position)]
 
     def closed(self) -> list[PendingEvent]:
-        """The arguments are complete."""
-        if not self.text_stem:
-            return []
-        return [self.event(f"{self.text_stem}.done", **{self.whole: self.arguments})]
+        """Its arguments are complete."""
+        return self.close_text()
 
     def started(self) -> list[PendingEvent]:
         """The call is run."""
         self.status = self.running or self.status
-        return [self.event(f"{self.stem}.{self.running}")] if self.running else []
+        return [pending(f"{self.stem}.{self.running}", **self.position)] if self.running else []
 
     def finished(self, text: str, failure: ToolFailure | None) -> list[PendingEvent]:
         """The call has a result."""
-        self.text, self.failure = text, failure
-        self.status = COMPLETED if failure is None else FAILED
-        ended = done(self.index, self.document())
-        if failure is None or self.tells_failure:
-            return [self.event(f"{self.stem}.{self.status}"), ended]
-        return [ended]
+        self.answer, self.failure = text, failure
+        status = COMPLETED if failure is None else FAILED
+        ended = pending(f"{self.stem}.{status}", **self.position)
+        tells = failure is None or self.tells_failure
+        return [*([ended] if tells else ()), *self.finish(status)]
 
     def ended(self) -> list[PendingEvent]:
         """The turn ended before the call had a result."""
-        self.status = INCOMPLETE
-        return [done(self.index, self.document())]
-
-    def event(self, kind: str, **fields: str) -> PendingEvent:
-        """An event at the position of the item."""
-        return PendingEvent(kind, {"item_id": self.id, "output_index": self.index, **fields})
+        return self.finish(INCOMPLETE)
 
 
 class McpCall(ServerItem):
     """``mcp_call``: a tool of one of the operator's servers. Arguments are JSON, of code too."""
 
     prefix, stem, tells_failure = "mcp", "response.mcp_call", True
-    text_stem, whole = "response.mcp_call_arguments", "arguments"
+    places = (Place("response.mcp_call_arguments", whole="arguments"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._json = CodeArguments() if self.code else None
+        self.translator = CodeArguments() if self.code else None
 
     def document(self) -> Document:
-        answered = self.text is not None and self.failure is None
-        return {
-            "id": self.id,
-            "type": "mcp_call",
-            "status": self.status,
-            "approval_request_id": self.approved,
-            "arguments": self.arguments,
-            "error": None if self.failure is None else _error(self.failure, self.text or ""),
-            "name": self.tool.name,
-            "output": self.text if answered else None,
-            "server_label": self.tool.label,
-        }
-
-    def take(self, text: str) -> list[PendingEvent]:
-        return super().take(self._json.feed(text) if self._json else text)
-
-    def closed(self) -> list[PendingEvent]:
-        rest = super().take(self._json.close()) if self._json else []
-        return [*rest, *super().closed()]
+        failure, text = self.failure, self.answer or ""
+        return self.fields(
+            "mcp_call",
+            approval_request_id=self.approved,
+            arguments=self.text,
+            error=None if failure is None else _error(failure, text),
+            name=self.tool.name,
+            output=self.answer if failure is None else None,
+            server_label=self.tool.label,
+        )
 
 
 def _error(failure: ToolFailure, text: str) -> Document:
@@ -162,18 +121,13 @@ class CodeInterpreterCall(ServerItem):
     """``code_interpreter_call``: code for the server named ``python``."""
 
     prefix, stem, running = "ci", "response.code_interpreter_call", "interpreting"
-    text_stem, whole = "response.code_interpreter_call_code", "code"
+    places = (Place("response.code_interpreter_call_code", whole="code"),)
 
     def document(self) -> Document:
-        shown = self.writing.shows_outputs and self.text is not None
-        return {
-            "id": self.id,
-            "type": "code_interpreter_call",
-            "status": self.status,
-            "code": self.arguments,
-            "container_id": self.tool.label,
-            "outputs": [{"type": "logs", "logs": self.text}] if shown else None,
-        }
+        shown = self.writing.shows_outputs and self.answer is not None
+        outputs = [{"type": "logs", "logs": self.answer}] if shown else None
+        called = {"code": self.text, "container_id": self.tool.label}
+        return self.fields("code_interpreter_call", **called, outputs=outputs)
 
 
 class WebSearchCall(ServerItem):
@@ -182,21 +136,21 @@ class WebSearchCall(ServerItem):
     prefix, stem, running = "ws", "response.web_search_call", "searching"
 
     def document(self) -> Document:
-        head = {"id": self.id, "type": "web_search_call", "status": self.status}
-        value = parsed(self.arguments)
+        value = parsed(self.text)
         given = value if isinstance(value, dict) else {}
+        action: Document
         if self.tool.name == "open":
             page = given.get("id")
-            url = page if isinstance(page, str) else None
-            return {**head, "action": {"type": "open_page", "url": url}}
-        if self.tool.name == "find":
+            action = {"type": "open_page", "url": page if isinstance(page, str) else None}
+        elif self.tool.name == "find":
             pattern = str(given.get("pattern", ""))
-            return {**head, "action": {"type": "find_in_page", "pattern": pattern, "url": ""}}
-        query = str(given.get("query", ""))
-        action: Document = {"type": "search", "query": query, "queries": [query]}
-        if self.writing.shows_sources and self.text is not None and self.failure is None:
-            action["sources"] = [{"type": "url", "url": url} for url in _urls(self.text)]
-        return {**head, "action": action}
+            action = {"type": "find_in_page", "pattern": pattern, "url": ""}
+        else:
+            query = str(given.get("query", ""))
+            action = {"type": "search", "query": query, "queries": [query]}
+            if self.writing.shows_sources and self.answer is not None and self.failure is None:
+                action["sources"] = [{"type": "url", "url": url} for url in _urls(self.answer)]
+        return self.fields("web_search_call", action=action)
 
 
 _URL = re.compile(r"https?://[^\s<>\"'`|\\^{}\[\]【】†]+")
@@ -229,13 +183,12 @@ class ApprovalRequest(ServerItem):
     """
 
     prefix = "mcpr"
-    shown = False
 
     def document(self) -> Document:
         return {
             "id": self.id,
             "type": "mcp_approval_request",
-            "arguments": as_arguments(self.arguments) if self.code else self.arguments,
+            "arguments": as_arguments(self.text) if self.code else self.text,
             "name": self.tool.name,
             "server_label": self.tool.label,
         }
@@ -244,12 +197,11 @@ class ApprovalRequest(ServerItem):
         """It has no events while it is written."""
         return []
 
-    def closed(self) -> list[PendingEvent]:
-        self.shown = True
-        return [added(self.index, self.document())]
+    def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
+        return self._write(text)
 
-    def ended(self) -> list[PendingEvent]:
-        return [done(self.index, self.document())] if self.shown else []
+    def closed(self) -> list[PendingEvent]:
+        return self.announce()
 
 
 _CLASSES: dict[str, type[ServerItem]] = {
@@ -269,7 +221,7 @@ def server_item(
     asks = approved is None and writing.server.needs_approval(recipient)
     tool = writing.server.served(recipient)
     kind = ApprovalRequest if asks else _CLASSES[tool.kind]
-    return kind(index, key, tool, writing, recipient == PYTHON, approved)
+    return kind(index, key, writing, tool, recipient == PYTHON, approved)
 
 
 def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, list[PendingEvent]]:
@@ -296,7 +248,7 @@ def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, lis
     outcome = "completed" if error is None else "failed"
     return listed, [
         added(index, item),
-        PendingEvent("response.mcp_list_tools.in_progress", position),
-        PendingEvent(f"response.mcp_list_tools.{outcome}", position),
+        pending("response.mcp_list_tools.in_progress", **position),
+        pending(f"response.mcp_list_tools.{outcome}", **position),
         done(index, listed),
     ]
