@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -33,9 +32,9 @@ from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Sampling
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.protocols.responses import (
-    Emitter,
     ResponsesRequest,
     error_body,
+    output_items,
     read,
 )
 
@@ -620,7 +619,7 @@ def test_a_text_is_one_event_made_without_encoding_anything_else(
         emitter.feed(Opened(0, kind, name))
         emitter.feed(Text("0999"))
         with monkeypatch.context() as patch:
-            patch.setattr(sys.modules[Emitter.__module__], "encode", encode)
+            patch.setattr(output_items, "encode", encode)
             sizes = {len(emitter.feed(Text(f"{n:04}"))[0].data) for n in range(1000, 2000)}
         assert max(sizes) - min(sizes) <= len("1000") - len("2")  # the number of the event grows
 
@@ -630,7 +629,9 @@ def test_what_is_not_streamed_makes_no_events(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    monkeypatch.setattr(Emitter, "_next", lambda _: made.append(0) or 0)
+    monkeypatch.setattr(
+        output_items, "Event", lambda *fields: made.append(fields) or Event(*fields)
+    )
     emitter = request(stream).emitter(INFO)
     for delta in told(said(0, Kind.ANSWER, "Hi"), end=STOP):
         emitter.feed(delta)

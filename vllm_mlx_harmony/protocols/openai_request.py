@@ -1,4 +1,4 @@
-"""The fields that both of OpenAI's APIs share: sampling, template options, unsupported fields."""
+"""The fields that both of OpenAI's APIs share, and the rejection of unsupported ones."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pydantic import Field
 
 from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.sampling import SamplingFields
+from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
+from vllm_mlx_harmony.protocols.sampling import RequestBody
 from vllm_mlx_harmony.protocols.validation import Seed, Wire, unsupported
 
 UnsupportedFields: TypeAlias = "tuple[tuple[str, Callable[[Any], object], str], ...]"
@@ -34,8 +35,15 @@ class JsonSchema(Wire):
     strict: bool | None = None
 
 
-class OpenAISampling(SamplingFields):
-    """The sampling fields of a request, with the extensions of vLLM."""
+class OpenAIBody(RequestBody):
+    """Base of a request body of either API, with the extensions of vLLM."""
+
+    timeout: float | None = Field(default=None, gt=0, lt=1e9)
+    parallel_tool_calls: bool | None = None
+    top_logprobs: TopLogprobs | None = None
+    reasoning_effort: object = None
+    thinking_token_budget: int | None = Field(default=None, ge=-1)
+    min_tokens: int | None = Field(default=None, ge=0)
 
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)

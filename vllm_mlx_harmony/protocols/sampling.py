@@ -1,4 +1,4 @@
-"""The sampling parameters that every API has."""
+"""The parameters that every API has."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from vllm_mlx_harmony.core.turn import Sampling
 from vllm_mlx_harmony.protocols.validation import Wire
 
 
-class SamplingFields(Wire):
+class RequestBody(Wire):
     """Base of a request body.
 
     Subclasses may add other fields of ``Sampling``, which are then read as well.
     """
 
+    model: str = Field(min_length=1)
+    stream: bool | None = None
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, ge=0, le=1)
     top_k: int | None = Field(default=None, ge=-1)
 
 
-def sampling(body: SamplingFields, logit_bias: Iterable[tuple[int, float]] = ()) -> Sampling:
+def sampling(body: RequestBody, logit_bias: Iterable[tuple[int, float]] = ()) -> Sampling:
     """The sampling that ``body`` asks for."""
     given = {name: getattr(body, name) for name in _NAMES & type(body).model_fields.keys()}
     if body.top_k == -1:  # vLLM's value for "all tokens"

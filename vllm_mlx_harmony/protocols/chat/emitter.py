@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from typing_extensions import assert_never
 
@@ -69,6 +69,7 @@ class _Call:
         return {"id": self.id, "type": kind, kind: body}
 
 
+@dataclass(eq=False)
 class Emitter:
     """Turns deltas into server-sent events or, without ``stream``, into one document at the end.
 
@@ -79,26 +80,19 @@ class Emitter:
     prompt is being processed, chunks report its progress.
     """
 
-    def __init__(
-        self,
-        info: ResponseInfo,
-        *,
-        stream: bool,
-        include_usage: bool = False,
-        shows_reasoning: bool = True,
-        freeform: frozenset[str] = frozenset(),
-        shows_progress: bool = False,
-    ) -> None:
-        self._info = info
-        self._stream = stream
-        self._include_usage = include_usage
-        self._shows_reasoning = shows_reasoning
-        self._freeform = freeform
-        self._shows_progress = shows_progress
+    info: ResponseInfo
+    _: KW_ONLY
+    stream: bool
+    include_usage: bool = False
+    shows_reasoning: bool = True
+    freeform: frozenset[str] = frozenset()
+    shows_progress: bool = False
+
+    def __post_init__(self) -> None:
         self._input: FreeformInput | None = None
         self._hidden = False
         self._head = encode(self._envelope("chat.completion.chunk"))[:-1] + ',"choices":['
-        self._tail = ',"usage":null}' if include_usage else "}"
+        self._tail = ',"usage":null}' if self.include_usage else "}"
         self._texts: dict[str, list[str]] = {}
         self._logprobs: list[Document] = []
         self._calls: list[_Call] = []
@@ -124,7 +118,7 @@ class Emitter:
                 return [] if self._hidden else self._show(delta.text, delta.logprobs)
             case Started():
                 return self._send('{"role":"assistant","content":null,"refusal":null}')
-            case Progress() if self._shows_progress:
+            case Progress() if self.shows_progress:
                 # With an empty delta: clients that join roles would join llama.cpp's.
                 field = f',"{FIELD}":{encode(prompt_progress(delta))}}}'
                 return [Event(event.data[:-1] + field) for event in self._send("{}")]
@@ -144,7 +138,7 @@ class Emitter:
                 return [*self.finish(delta), *self.end(delta.usage)]
             case Failed():
                 self._error = delta.error
-                return [Event(encode(error_body(delta.error))), DONE] if self._stream else []
+                return [Event(encode(error_body(delta.error))), DONE] if self.stream else []
             case _:
                 assert_never(delta)
 
@@ -158,10 +152,10 @@ class Emitter:
     def end(self, usage: Usage) -> list[Event]:
         """The events that end the stream."""
         self._usage = usage
-        if not self._stream:
+        if not self.stream:
             return []
         last = Event(f'{self._head}],"usage":{encode(_usage(usage))}}}')
-        return [last, DONE] if self._include_usage else [DONE]
+        return [last, DONE] if self.include_usage else [DONE]
 
     def result(self) -> Document:
         """The whole answer, not streamed: a ``chat.completion``.
@@ -170,10 +164,10 @@ class Emitter:
         """
         if self._error is not None:
             raise self._error
-        if self._reason is None or self._stream:
+        if self._reason is None or self.stream:
             raise OutputError("the answer is incomplete or was streamed")
         choice = {
-            "index": self._info.choice,
+            "index": self.info.choice,
             "message": self._message(),
             "logprobs": {"content": self._logprobs, "refusal": None} if self._logprobs else None,
             "finish_reason": self._reason,
@@ -182,11 +176,11 @@ class Emitter:
         return {**document, "choices": [choice], "usage": _usage(self._usage)}
 
     def _open(self, delta: Opened) -> list[Event]:
-        self._hidden = delta.kind is Kind.REASONING and not self._shows_reasoning
+        self._hidden = delta.kind is Kind.REASONING and not self.shows_reasoning
         self._input = None
         self._joint = ""
         self._served = delta.kind is Kind.SERVER_CALL
-        key = self._info.call_id(delta.index)
+        key = self.info.call_id(delta.index)
         if self._served:
             # Sent once its result is known: the client does not have to make this call.
             call = {"id": key, "name": delta.name, "arguments": ""}
@@ -194,7 +188,7 @@ class Emitter:
             self._parts = []
         elif delta.kind is Kind.CALL:
             index = len(self._calls)
-            self._input = FreeformInput() if delta.name in self._freeform else None
+            self._input = FreeformInput() if delta.name in self.freeform else None
             custom = self._input is not None
             self._calls.append(_Call(key, delta.name, custom))
             self._parts = self._calls[-1].arguments
@@ -215,11 +209,11 @@ class Emitter:
             return []
         if self._joint:
             text, self._joint = self._joint + text, ""
-        if self._stream and logprobs:
+        if self.stream and logprobs:
             found = encode({"content": entries(logprobs), "refusal": None})
             return self._send(encode({_CONTENT: text}), logprobs=found)
         self._logprobs += entries(logprobs)
-        if self._stream:
+        if self.stream:
             return [Event(quote(text).join(self._around))]
         self._parts.append(text)
         return []
@@ -227,19 +221,19 @@ class Emitter:
     def _send(self, delta: str, reason: str = "null", logprobs: str = "null") -> list[Event]:
         """One chunk with ``delta``, which is JSON, as are ``reason`` and ``logprobs``."""
         framed = self._framed(delta, reason=reason, logprobs=logprobs)
-        return [Event("".join(framed))] if self._stream else []
+        return [Event("".join(framed))] if self.stream else []
 
     def _framed(
         self, first: str, *rest: str, reason: str = "null", logprobs: str = "null"
     ) -> tuple[str, ...]:
         """The pieces of a delta's JSON with the rest of the chunk at both ends."""
-        head = f'{self._head}{{"index":{self._info.choice},"delta":'
+        head = f'{self._head}{{"index":{self.info.choice},"delta":'
         tail = f',"logprobs":{logprobs},"finish_reason":{reason}}}]{self._tail}'
         *middle, last = (head + first, *rest)
         return (*middle, last + tail)
 
     def _envelope(self, kind: str) -> Document:
-        info = self._info
+        info = self.info
         return {
             "id": f"chatcmpl-{info.id_seed}",
             "object": kind,

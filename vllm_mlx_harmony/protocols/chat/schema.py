@@ -9,11 +9,10 @@ from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
-from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
 from vllm_mlx_harmony.protocols.openai_content import Parts
 from vllm_mlx_harmony.protocols.openai_request import (
     JsonSchema,
-    OpenAISampling,
+    OpenAIBody,
     TemplateOptions,
     UnsupportedFields,
     given,
@@ -207,33 +206,27 @@ class ChatTemplateOptions(TemplateOptions):
     enable_thinking: bool | None = None
 
 
-class ChatBody(OpenAISampling):
+class ChatBody(OpenAIBody):
     """The body of ``POST /v1/chat/completions``: the fields that are read."""
 
-    model: str = Field(min_length=1)
     messages: list[ChatMessage] = Field(min_length=1)
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
 
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stop: Annotated[StopStrings | None, BeforeValidator(_as_strings)] = None
-    timeout: float | None = Field(default=None, gt=0, lt=1e9)
     n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
     prediction: Prediction | None = None
     logprobs: bool | None = None
-    top_logprobs: TopLogprobs | None = None
 
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
 
-    min_tokens: int | None = Field(default=None, ge=0)
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
     tools: list[AnyTool] | None = None
     tool_choice: Annotated[ChatToolChoice | None, BeforeValidator(_as_choice)] = None
-    parallel_tool_calls: bool | None = None
 
     response_format: ChatFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -243,12 +236,10 @@ class ChatBody(OpenAISampling):
     guided_choice: list[str] | None = Field(default=None, min_length=1)
     guided_grammar: str | None = None
 
-    thinking_token_budget: int | None = Field(default=None, ge=-1)
     thinking_budget_tokens: int | None = Field(default=None, ge=-1)
     thinking_budget: int | None = Field(default=None, ge=-1)
     thinking: ThinkingOptions | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: object = None
     reasoning: ReasoningOptions | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: ChatTemplateOptions | None = None

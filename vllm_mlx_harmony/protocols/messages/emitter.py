@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from json import loads
 from typing import Literal, TypeAlias
@@ -179,6 +180,7 @@ _STOP_REASONS: dict[FinishReason, str] = {
 }
 
 
+@dataclass(eq=False)
 class Emitter:
     """Turns deltas into server-sent events or, without ``stream``, into one document at the end.
 
@@ -189,22 +191,17 @@ class Emitter:
     is stored.
     """
 
-    def __init__(
-        self,
-        info: ResponseInfo,
-        cipher: Cipher,
-        *,
-        stream: bool,
-        thinking: Display = "shown",
-        namespaces: Sequence[Namespace] = (),
-    ) -> None:
-        self._info = info
-        self._cipher = cipher
-        self._stream = stream
-        self._thinking = thinking
+    info: ResponseInfo
+    cipher: Cipher
+    _: KW_ONLY
+    stream: bool
+    thinking: Display = "shown"
+    namespaces: Sequence[Namespace] = ()
+
+    def __post_init__(self) -> None:
         self._served = {
             recipient: (each.label, tool.origin[-1])
-            for each in namespaces
+            for each in self.namespaces
             for recipient, tool in each.by_recipient.items()
         }
         self._block: _TextBlock | None = None  # the open one, unless it is hidden
@@ -250,7 +247,7 @@ class Emitter:
                 if signature:
                     signed = {"type": "signature_delta", "signature": signature}
                     events += self._send("content_block_delta", index=index, delta=signed)
-                if not self._stream:
+                if not self.stream:
                     self._content.append(block.document("".join(self._parts), signature))
                 return [*events, *self._send("content_block_stop", index=index)]
             case ToolStarted():
@@ -278,7 +275,7 @@ class Emitter:
                 ]
             case Failed():
                 self._error = delta.error
-                return self._send(**error_body(delta.error, request_id(self._info.id_seed)))
+                return self._send(**error_body(delta.error, request_id(self.info.id_seed)))
             case Progress():  # in a comment: there is no event for it
                 return []
             case _:
@@ -291,7 +288,7 @@ class Emitter:
         """
         if self._error is not None:
             raise self._error
-        if self._finished is None or self._stream:
+        if self._finished is None or self.stream:
             raise OutputError("the answer is incomplete or was streamed")
         return self._message(*_ending(self._finished))
 
@@ -299,38 +296,38 @@ class Emitter:
         """The block for a message; ``None`` if the request hides it."""
         match delta.kind:
             case Kind.CALL:
-                return _ToolUseBlock(self._info.call_id(delta.index), delta.name)
+                return _ToolUseBlock(self.info.call_id(delta.index), delta.name)
             case Kind.SERVER_CALL:
                 head, _, rest = delta.name.partition(".")
                 label, tool = self._served.get(delta.name, (head, rest or head))
-                self._server_call = self._info.call_id(delta.index)
+                self._server_call = self.info.call_id(delta.index)
                 return _ToolUseBlock(self._server_call, tool, label, code=delta.name == PYTHON)
-            case Kind.REASONING if self._thinking in ("hidden", "preambles"):
+            case Kind.REASONING if self.thinking in ("hidden", "preambles"):
                 return None
             case Kind.REASONING:
-                return _ThinkingBlock(self._cipher, shown=self._thinking == "shown")
-            case Kind.PREAMBLE if self._thinking == "preambles":
-                return _ThinkingBlock(self._cipher, shown=True, mark=UPDATE)
+                return _ThinkingBlock(self.cipher, shown=self.thinking == "shown")
+            case Kind.PREAMBLE if self.thinking == "preambles":
+                return _ThinkingBlock(self.cipher, shown=True, mark=UPDATE)
             case _:
                 return _TextBlock()
 
     def _show(self, text: str) -> list[Event]:
         if not text:
             return []
-        if self._stream:
+        if self.stream:
             return [Event(f"{self._head}{quote(text)}}}}}", "content_block_delta")]
         self._parts.append(text)
         return []
 
     def _send(self, type: str, **fields: object) -> list[Event]:  # noqa: A002 - the field's name
-        return [Event(encode({"type": type, **fields}), type)] if self._stream else []
+        return [Event(encode({"type": type, **fields}), type)] if self.stream else []
 
     def _message(self, stopped: Document, usage: Document) -> Document:
         return {
-            "id": f"msg_{self._info.id_seed}",
+            "id": f"msg_{self.info.id_seed}",
             "type": "message",
             "role": "assistant",
-            "model": self._info.model,
+            "model": self.info.model,
             "content": self._content,
             **stopped,
             "usage": usage,

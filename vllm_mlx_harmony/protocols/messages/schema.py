@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.sampling import SamplingFields
+from vllm_mlx_harmony.protocols.sampling import RequestBody
 from vllm_mlx_harmony.protocols.validation import (
     StopStrings,
     Variants,
@@ -267,14 +267,12 @@ class OutputConfig(EffortConfig):
     format: OutputFormat | None = None
 
 
-class MessagesBody(SamplingFields):
+class MessagesBody(RequestBody):
     """The body of ``POST /v1/messages``: the fields that are read."""
 
-    model: str = Field(min_length=1)
     messages: list[AnthropicMessage] = Field(min_length=1)
     system: Blocks | None = None
     max_tokens: int | None = Field(default=None, ge=0)
-    stream: bool | None = None
 
     stop_sequences: StopStrings | None = None
 

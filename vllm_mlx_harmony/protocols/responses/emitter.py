@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 
 from typing_extensions import assert_never
@@ -63,6 +64,7 @@ _ENDINGS = {
 }
 
 
+@dataclass(eq=False)
 class Emitter:
     """Turns deltas into server-sent events, and has the response as a document at any time.
 
@@ -72,29 +74,23 @@ class Emitter:
     ``queues``: the response may have to wait, and begins with the status ``queued``.
     """
 
-    def __init__(
-        self,
-        info: ResponseInfo,
-        writing: Writing,
-        repeated: Document,
-        now: Callable[[], float] | None = None,
-        *,
-        stream: bool,
-        queues: bool = False,
-    ) -> None:
-        self._stream = stream
-        self._writing = writing
-        self._info = info
-        self._now = now
+    info: ResponseInfo
+    writing: Writing
+    repeated: Document
+    now: Callable[[], float] | None = None
+    _: KW_ONLY
+    stream: bool
+    queues: bool = False
+
+    def __post_init__(self) -> None:
         self._fixed = {
-            "id": response_id(info),
+            "id": response_id(self.info),
             "object": "response",
-            "created_at": info.created,
-            "model": info.model,
-            **repeated,
+            "created_at": self.info.created,
+            "model": self.info.model,
+            **self.repeated,
         }
-        self._queues = queues
-        self._status = _QUEUED if self._queues else IN_PROGRESS
+        self._status = _QUEUED if self.queues else IN_PROGRESS
         self._in_progress = False
         self._number = 0
         self._output: list[Document] = []
@@ -112,11 +108,11 @@ class Emitter:
             case Started():
                 return self._start()
             case Opened(kind=Kind.SERVER_CALL):
-                index, key = len(self._output), key_of(self._info, delta.index)
-                item = server_item(index, key, delta.name, self._writing)
+                index, key = len(self._output), key_of(self.info, delta.index)
+                item = server_item(index, key, delta.name, self.writing)
                 return self._step(item, item.opened())
             case Opened():
-                message = output_item(delta, len(self._output), self._info, self._writing)
+                message = output_item(delta, len(self._output), self.info, self.writing)
                 return self._step(message, message.opened())
             case Closed(complete=True) if self._item is not None:
                 return self._step(self._item, self._item.closed())
@@ -125,9 +121,9 @@ class Emitter:
             case Text() | Progress():  # progress is in a comment: there is no event for it
                 return []
             case ToolStarted(call=ServerCall() as call):
-                key = key_of(self._info, _APPROVED - len(self._output))
+                key = key_of(self.info, _APPROVED - len(self._output))
                 approved = f"mcpr_{call.id.partition('_')[2]}"
-                item = server_item(len(self._output), key, call.name, self._writing, approved)
+                item = server_item(len(self._output), key, call.name, self.writing, approved)
                 begun = [*item.opened(), *item.take(call.arguments), *item.closed()]
                 return self._step(item, [*begun, *item.started()])
             case ToolStarted():
@@ -155,7 +151,7 @@ class Emitter:
         """
         if self._number:
             return []
-        kinds = ["response.created", *(["response.queued"] if self._queues else [])]
+        kinds = ["response.created", *(["response.queued"] if self.queues else [])]
         return [event for kind in kinds for event in self._write_response(kind)]
 
     def cancel(self) -> list[Event]:
@@ -210,9 +206,9 @@ class Emitter:
         created = self.create()
         self._status = IN_PROGRESS
         begun = [*created, *self._write_response("response.in_progress")]
-        for namespace in self._writing.listed:
+        for namespace in self.writing.listed:
             index = len(self._output)
-            item, events = tool_list(index, key_of(self._info, _LISTS + index), namespace)
+            item, events = tool_list(index, key_of(self.info, _LISTS + index), namespace)
             self._output.append(item)
             begun += self._write_events(events)
         return begun
@@ -229,18 +225,18 @@ class Emitter:
 
     def _end(self, status: str) -> list[Event]:
         self._status = status
-        if status == COMPLETED and self._now is not None:
-            self._completed_at = int(self._now())
+        if status == COMPLETED and self.now is not None:
+            self._completed_at = int(self.now())
         events = self._write_response(_ENDINGS[status])
-        return [*events, DONE] if self._stream else []
+        return [*events, DONE] if self.stream else []
 
     # Events
 
     def _write_response(self, kind: str) -> list[Event]:
-        return self._write_events([pending(kind, response=self.document())]) if self._stream else []
+        return self._write_events([pending(kind, response=self.document())]) if self.stream else []
 
     def _write_events(self, events: Sequence[PendingEvent]) -> list[Event]:
-        if not self._stream:
+        if not self.stream:
             return []
         first, self._number = self._number, self._number + len(events)
         return [event(number) for number, event in enumerate(events, first)]

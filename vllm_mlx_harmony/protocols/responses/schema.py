@@ -19,11 +19,10 @@ from pydantic_core import PydanticCustomError
 from vllm_mlx_harmony.core.turn import ResponseFormat
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
-from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 from vllm_mlx_harmony.protocols.openai_request import (
     JsonSchema,
-    OpenAISampling,
+    OpenAIBody,
     TemplateOptions,
     UnsupportedFields,
     given,
@@ -368,30 +367,23 @@ class _StoredItem(Wire):
     item: AnyItem
 
 
-class ResponsesBody(OpenAISampling):
+class ResponsesBody(OpenAIBody):
     """The body of ``POST /v1/responses``: the fields that are read."""
 
-    model: str = Field(min_length=1)
     input: Annotated[list[AnyItem] | None, BeforeValidator(_as_items)] = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    stream: bool | None = None
     store: bool | None = None
     background: bool | None = None
     include: list[str] | None = None
 
     max_output_tokens: int | None = Field(default=None, ge=1)
     max_tool_calls: int | None = Field(default=None, ge=1)
-    timeout: float | None = Field(default=None, gt=0, lt=1e9)
-    min_tokens: int | None = Field(default=None, ge=0)
-    thinking_token_budget: int | None = Field(default=None, ge=-1)
 
     tools: ToolList | None = None
     tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
-    parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
-    reasoning_effort: object = None
     chat_template_kwargs: TemplateOptions | None = None
 
     truncation: Literal["auto", "disabled"] | None = None
@@ -400,8 +392,6 @@ class ResponsesBody(OpenAISampling):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
-
-    top_logprobs: TopLogprobs | None = None
 
 
 # --- Unsupported parameters that would change the answer: name, rejected values, reason.
