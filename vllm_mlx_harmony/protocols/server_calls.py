@@ -19,7 +19,7 @@ NOT_RUN = "[the call was not run to its end]"
 
 
 def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
-    """The recipient for the tool ``name`` of the server ``label``, whether or not it exists."""
+    """The recipient of the tool ``name`` of the server ``label``, which need not exist."""
     for namespace in namespaces:
         if namespace.label == label:
             for known, tool in namespace.by_recipient.items():
@@ -76,7 +76,7 @@ def without_gaps(messages: Sequence[Message], to_run: Collection[str] = ()) -> I
 
 
 def last_call(messages: Sequence[Message]) -> ServerCall | None:
-    """The call without a result that ``messages`` end with, if they do."""
+    """The last of ``messages``, if it is a call without a result."""
     last = messages[-1] if messages else None
     return last if isinstance(last, ServerCall) else None
 
@@ -93,7 +93,7 @@ def as_arguments(code: str) -> str:
 
 
 class CodeArguments:
-    """Writes ``as_arguments`` of code that comes in pieces; nothing where none comes."""
+    """``as_arguments`` of code that arrives in pieces; nothing if none arrives."""
 
     def __init__(self) -> None:
         self._begun = False
@@ -107,7 +107,7 @@ class CodeArguments:
 
 
 def code_in(arguments: str) -> str:
-    """The code in the arguments of a call of ``python``; all of them, where they are not such."""
+    """The code in ``arguments`` of ``python``; ``arguments`` itself if it has another form."""
     try:
         value = loads(arguments)
     except (ValueError, RecursionError):

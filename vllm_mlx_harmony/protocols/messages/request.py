@@ -387,9 +387,9 @@ class _Reader:
 def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | None, bool]:
     """The text that the answer continues, taken out of ``run``; or whether ``run`` is an answer.
 
-    It is an answer if its text cannot be continued to what is asked for, a call or JSON. A new turn
-    of the assistant then begins after it, as in Chat Completions; LangGraph asks an agent that has
-    answered for a typed answer in this way.
+    It is an answer if the request requires a call or JSON, which its text cannot be continued to. A
+    new turn of the assistant then begins after it, as in Chat Completions. LangGraph requests a
+    typed answer from an agent in this way, after its last answer.
 
     Raises ``RequestError`` for a call without a result and for white space at the end, as
     Anthropic's API does: the model's next token brings its own.

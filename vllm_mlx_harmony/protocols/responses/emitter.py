@@ -246,8 +246,8 @@ _LISTS = 0x7F00
 """Ids of lists of tools are counted from here."""
 
 _APPROVED = 0x7FFF
-"""Ids of calls that an earlier response asked about are counted down from here, by their places in
-the output: no message of this response has one."""
+"""Ids of calls that were approved are counted down from here, by their places in the output: no
+message of this response has such an id."""
 
 _CUT = {"reason": "max_output_tokens"}
 

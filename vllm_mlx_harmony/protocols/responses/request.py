@@ -135,11 +135,11 @@ class ResponsesRequest:
     ) -> tuple[Message, ...]:
         """The conversation that the next response continues, given the context's ``messages``.
 
-        ``ended``: it has ended by itself, and was neither cancelled nor failed.
+        ``ended``: the response was completed or cut off, not cancelled, and did not fail.
 
-        Leaves out ``instructions``, which apply to this request only. Keeps declared tools even
-        with ``tool_choice: none``. A call that was not run has no result, because it may still be
-        approved.
+        ``instructions`` are left out, because they apply to this request only. Declared tools stay,
+        even with ``tool_choice: none``. A call that was not run has no result, because it may still
+        be approved.
         """
         before = {m.call_id for m in self.turn.messages if isinstance(m, ServerResult)}
         ran = self._to_run - before  # calls of the history that were run for this request
@@ -191,7 +191,7 @@ def read(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
     )
     tools = declared.tools(shown, request.tool_choice, server, builtin_tools)
-    # A call without a result was asked about, or cut: it is run only when it has been approved.
+    # A call without a result needs approval, or was cut off. It runs only if it was approved.
     runs = server.namespaces and not tools.none and not compacts
     to_run = frozenset(reader.approved if runs else ())
     turn = read_turn(
@@ -281,7 +281,7 @@ def read_turn(
 
 
 def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, object], ...]:
-    """The fields that may set an effort, and their values; the first that is set counts (A8)."""
+    """The fields that may set the effort, in order of precedence, and their values (A8)."""
     return (
         ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
         ("reasoning_effort", body.reasoning_effort),
@@ -289,13 +289,13 @@ def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, 
     )
 
 
-# --- What the response repeats of its request.
+# --- Fields of the request that the response repeats.
 
 SUMMARIES = frozenset({"auto", "concise", "detailed"})
 
 
 def summary(body: ResponsesBody) -> str | None:
-    """Which summary of the reasoning is asked for, if one is."""
+    """The kind of summary of the reasoning that the request asks for, if any."""
     requested = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
     return requested if requested in SUMMARIES else None
 

@@ -35,7 +35,7 @@ _NAMESPACES: Mapping[str, tuple[Kind, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A tool that the server runs, as a client knows it."""
+    """A tool that the server runs, as its client knows it."""
 
     kind: Kind
     label: str
@@ -44,8 +44,10 @@ class Served:
 
 @dataclass(frozen=True, slots=True)
 class ServerTools:
-    """What the server runs for a request: ``namespaces``, and which of them were asked for as
-    ``mcp`` and are to be ``listed``, those without tools now included.
+    """The tools that the server runs for a request: ``namespaces``.
+
+    ``listed`` are those that the request declares as ``mcp``, even if they have no tools now. Their
+    tools are listed in the response.
     """
 
     namespaces: tuple[Namespace, ...] = ()
@@ -54,13 +56,13 @@ class ServerTools:
     _available: tuple[Namespace, ...] = ()
 
     def with_unasked(self, namespaces: Iterable[Namespace]) -> ServerTools:
-        """These, and those of ``namespaces`` that were not asked for."""
+        """These, and ``namespaces`` that the request did not declare."""
         asked = {each.name for each in self.namespaces}
         more = (each for each in namespaces if each.name not in asked)
         return replace(self, namespaces=(*self.namespaces, *more))
 
     def served(self, recipient: str) -> Served:
-        """The tool that a call to ``recipient`` is for, even if it does not exist."""
+        """The tool at ``recipient``, which need not exist."""
         head, _, rest = recipient.partition(".")
         for namespace in self.namespaces:
             if namespace.name != head:
@@ -73,11 +75,11 @@ class ServerTools:
         return Served("mcp", head, rest or head)
 
     def recipient(self, label: str, name: str) -> str:
-        """What the tool ``name`` of the server ``label`` is called by the model."""
+        """The recipient of the tool ``name`` of the server ``label``."""
         return recipient_of(self._available, label, name)
 
     def needs_approval(self, recipient: str) -> bool:
-        """Whether a call to ``recipient`` is asked about before it is run."""
+        """Whether a call to ``recipient`` needs the client's approval before it is run."""
         return any(each.needs_approval(recipient) for each in self.namespaces)
 
     def named(self, label: str, name: str | None, where: str) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ class ServerTools:
         return found
 
     def of_type(self, kind: str) -> tuple[str, ...]:
-        """The recipients of what was declared as ``code_interpreter`` or ``web_search…``."""
+        """The recipients of the tools declared as ``code_interpreter`` or ``web_search…``."""
         wanted, name = _NAMESPACES.get(kind, (None, ""))
         return tuple(
             recipient
@@ -110,10 +112,9 @@ NO_SERVER_TOOLS = ServerTools()
 def read_server_tools(
     tools: Sequence[ResponsesTool], available: tuple[Namespace, ...]
 ) -> ServerTools:
-    """What ``tools`` ask of the ``available`` namespaces.
+    """The ``available`` namespaces that ``tools`` declare.
 
-    Raises ``RequestError`` naming the field for a server that there is not, and for what only
-    another server could do.
+    Raises ``RequestError`` for an unknown server, and for what only another server could do.
     """
     if not available:
         return ServerTools()

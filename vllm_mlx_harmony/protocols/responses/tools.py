@@ -29,7 +29,7 @@ from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 
 class Declared(NamedTuple):
-    """A tool as the client knows it: what a call must be called to reach it."""
+    """A tool as the client knows it."""
 
     name: str
     namespace: str = ""
@@ -47,33 +47,30 @@ class Declared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """The tools of a request: ``shown`` from the beginning, under their unique names.
+    """The tools of a request: ``shown`` at the beginning of the prompt, under unique names.
 
-    ``choice`` is which tools may be called, ``none``: not one, and none is shown either (A9), nor
-    is one of ``builtin_tools``, the built-in namespaces.
+    ``builtin_tools`` are the built-in namespaces. ``choice`` says which tools may be called. With
+    ``none``, no tool may be called, and none is shown (A9).
     """
 
+    _reader: ToolReader = field(compare=False, repr=False)
+    _spellings: Mapping[str, Declared]
+    """The tool for every name that a model may call it by."""
     shown: tuple[Tool, ...] = ()
     builtin_tools: tuple[str, ...] = ()
     choice: Choice = field(default_factory=Choice)
     none: bool = False
-    _declared: Mapping[str, Declared] = field(default_factory=dict)
-    """Every spelling a model calls a tool by, and the tool."""
-    _names: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
     def declared(self, called: str) -> Declared:
-        """The tool that a call to ``called`` is for; undeclared, a tool with that name."""
-        return self._declared.get(called) or Declared(called)
+        """The tool that the model calls ``called``, which need not have been declared."""
+        return self._spellings.get(called) or Declared(called)
 
     def echoed(self, call: Call) -> Call:
-        """``call``, however the model spelled it, as a client's echo of its item is read."""
+        """``call`` of the model, as it is read when the client sends its item back."""
         tool = self.declared(call.name)
         arguments = wrap(unwrapped(call.arguments)) if tool.freeform else call.arguments
-        return replace(call, name=self.name(tool.name, tool.namespace), arguments=arguments)
-
-    def name(self, name: str, namespace: str = "") -> str:
-        """What the model is shown the tool ``name`` of ``namespace`` as, declared or not."""
-        return self._names.get((namespace, name)) or joined(namespace, name)
+        name = self._reader.name(tool.name, tool.namespace)
+        return replace(call, name=name, arguments=arguments)
 
 
 def joined(namespace: str, name: str) -> str:
@@ -88,17 +85,17 @@ class ToolReader:
         self._tools: dict[tuple[str, str], Declared] = {}
         self._names: dict[tuple[str, str], str] = {}
         self._taken: set[str] = set()
-        self._numbers: Counter[str] = Counter()  # given last to tools of the same name
+        self._numbers: Counter[str] = Counter()  # the last suffix of each name
         self._shown: dict[str, Tool] = {}  # as declared, without the description of its namespace
         self._described: set[tuple[str, str]] = set()  # the namespaces described in the prompt
 
     def declare(
         self, tools: Sequence[ResponsesTool], where: str, *, found: bool = False
     ) -> tuple[Tool, ...]:
-        """The tools of ``tools`` that the model has not been shown yet, and is shown here.
+        """Reads ``tools``. Returns those that the prompt shows here for the first time.
 
-        ``found``: a search found them. Raises ``RequestError`` naming a tool that is declared twice
-        in the list at ``where``.
+        ``found``: they are the result of a search. Raises ``RequestError`` for a tool that is
+        declared twice in the list at ``where``.
         """
         read = [each for at, tool in enumerate(tools) for each in _read(tool, f"{where}[{at}]")]
         seen: set[tuple[str, str]] = set()
@@ -107,7 +104,7 @@ class ToolReader:
                 problem = f"duplicate tool name {quoted(each.tool.name)}"
                 raise RequestError(problem, param=each.tool.where)
             seen.add(each.declared.key)
-        # Names first for those without namespace: they keep theirs.
+        # Tools without a namespace come first, so that they keep their names.
         for tool in sorted((each.declared for each in read), key=lambda tool: bool(tool.namespace)):
             self._take(tool, self._names.get(tool.key) or self._free(tool))
         searches = not found and any(each.declared.kind == SEARCH for each in read)
@@ -116,7 +113,7 @@ class ToolReader:
         return tuple(tool for each in shown for tool in self._new(each, later))
 
     def known(self, messages: Iterable[Message]) -> None:
-        """Takes in what earlier requests of the conversation declared, under the same names."""
+        """Reads the tools that earlier requests of the conversation declared, with their names."""
         for message in messages:
             for tool in message.tools if isinstance(message, AdditionalTools) else ():
                 self._take(Declared(*tool.origin or (tool.name,)), tool.name)
@@ -139,7 +136,7 @@ class ToolReader:
 
     @property
     def only(self) -> str | None:
-        """The name of the only tool there is."""
+        """The name of the tool, if there is only one."""
         return self.names[0] if len(self._names) == 1 else None
 
     def tools(
@@ -149,11 +146,10 @@ class ToolReader:
         server: ServerTools = NO_SERVER_TOOLS,
         builtin_tools: tuple[str, ...] = (),
     ) -> Tools:
-        """All that was read, ``shown`` at the beginning, with what ``choice`` leaves of it.
+        """All tools that were read, and which of them may be called.
 
-        ``server`` are the tools that the server runs, ``builtin_tools`` the built-in namespaces.
-
-        Raises ``RequestError`` naming ``tool_choice`` when it cannot be obeyed.
+        ``server`` has the tools that the server runs. Raises ``RequestError`` for a ``choice`` that
+        cannot be made.
         """
         names = {tool: self._names[key] for key, tool in self._tools.items()}
         # A tool may also be called `crm.find`, or `find` where no other has that name.
@@ -166,8 +162,8 @@ class ToolReader:
             if bare[tool.name] == 1:
                 spellings.setdefault(tool.name, tool)
         if choice is not None and choice.type == "none":
-            return Tools(none=True, _declared=spellings, _names=dict(self._names))
-        read = Tools(shown, builtin_tools, _declared=spellings, _names=dict(self._names))
+            return Tools(self, spellings, none=True)
+        read = Tools(self, spellings, shown, builtin_tools)
         known = {tool: name for tool, name in names.items() if name in self._shown}
         return replace(read, choice=_choice(choice, read, known, set(names), server))
 
@@ -238,7 +234,7 @@ _PATHS: Mapping[str, object] = {
 
 
 def _read(tool: ResponsesTool, where: str) -> Iterator[_Read]:
-    """Nothing for a tool that the server would have to run: it is left out of the prompt."""
+    """The tool, or those of a namespace. Tools that another server would run are left out."""
     if isinstance(tool, schema.NamespaceTool):
         for at, inner in enumerate(tool.tools):
             for read in _read(inner, f"{where}.tools[{at}]"):
@@ -275,7 +271,7 @@ def _choice(
     declared: Collection[Declared],
     server: ServerTools,
 ) -> Choice:
-    """``known`` are the tools that can be called, of all that are ``declared``."""
+    """Which tools may be called. ``known`` are those of the ``declared`` ones that are shown."""
     if requested is None or requested.type == "auto":
         return Choice()
     if requested.type == "required":
@@ -313,7 +309,7 @@ def _choice(
 
 
 def _of_server(requested: schema.AllowedTool, where: str, server: ServerTools) -> tuple[str, ...]:
-    """The recipients of tools that the server runs; none for any other choice."""
+    """The recipients of the chosen tools, if the server runs them."""
     if not server.namespaces:
         return ()
     if requested.type == "mcp":
@@ -322,7 +318,7 @@ def _of_server(requested: schema.AllowedTool, where: str, server: ServerTools) -
 
 
 def _listed(allowed: Sequence[schema.AllowedTool], declared: Collection[Declared]) -> set[Declared]:
-    """The declared tools that are ``allowed``. Raises ``RequestError`` for one that is not."""
+    """The tools that are ``allowed``. Raises ``RequestError`` for one that is not ``declared``."""
     found: set[Declared] = set()
     known: defaultdict[tuple[str | None, ...], set[Declared]] = defaultdict(set)
     for each in declared:
