@@ -88,7 +88,7 @@ def wrap(text: str) -> str:
 
 
 def unwrapped(arguments: str) -> str:
-    """The text that a freeform tool is called with by ``arguments``, all of them."""
+    """The text in ``arguments``, which are the whole arguments of a call of a freeform tool."""
     freeform = FreeformInput()
     return freeform.feed(arguments) + freeform.close()
 
@@ -101,7 +101,7 @@ class _State(Enum):
 
 
 class FreeformInput:
-    """Unwraps one call's arguments, in any pieces."""
+    """Unwraps the arguments of one call as they arrive."""
 
     def __init__(self) -> None:
         self._state = _State.OPENING
@@ -109,7 +109,7 @@ class FreeformInput:
         self._units = _Decoder("replace")  # of \uXXXX, which come in pairs beyond U+FFFF
 
     def feed(self, text: str) -> str:
-        """The next arguments; returns what is certain of the input and was not returned before."""
+        """Reads more of the arguments; returns the part of the text that is now certain."""
         self._pending += text
         if self._state is _State.OPENING:
             opening = _OPENING.match(self._pending)
@@ -125,7 +125,7 @@ class FreeformInput:
         return pending if self._state is _State.WHOLE else ""
 
     def close(self) -> str:
-        """The rest: the arguments end here, whole or cut."""
+        """Ends the arguments, which may be cut off; returns the rest of the text."""
         pending, self._pending = self._pending, ""
         if self._state is _State.OPENING:
             return "" if _EMPTY.fullmatch(pending) else pending

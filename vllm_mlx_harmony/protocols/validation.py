@@ -81,7 +81,7 @@ class Variants:
 
 
 def _fields(value: object) -> object:
-    """Keeps a type of null: every variant requires one, and its absence is reported as such."""
+    """Removes null fields, except for the type, which every variant requires."""
     if not isinstance(value, dict):
         return value
     fields = {name: field for name, field in value.items() if field is not None or name == "type"}

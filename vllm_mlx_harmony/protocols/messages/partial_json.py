@@ -103,7 +103,7 @@ class ObjectText:
         self._member = ""  # the name of the outermost object's last member, quoted
 
     def feed(self, text: str) -> str:
-        """The next ``text``; returns what may be sent now."""
+        """Reads more ``text``; returns what may be sent now."""
         self._text.append(text)
         if self._broken:
             return ""
@@ -127,7 +127,7 @@ class ObjectText:
         return free
 
     def close(self) -> str:
-        """What has to be sent when nothing more comes."""
+        """Ends the text; returns what remains to be sent."""
         if self._expect is Expect.NOTHING and not self._broken:
             return "}"
         text = "".join(self._text)

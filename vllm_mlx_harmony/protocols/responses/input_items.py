@@ -50,7 +50,7 @@ def nothing_stored(_: str) -> None:
 
 
 UNKNOWN = "unknown"
-"""The name of a tool whose call is not stored, when nothing says which it was."""
+"""Stands for the name of a tool whose call is not stored."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class ItemReader:
     server: ServerTools = field(default_factory=ServerTools)
     approved: set[str] = field(default_factory=set)
     _asked: set[str] = field(default_factory=set)  # the ids of calls that had to be approved
-    _lost: bool = False  # whether a reference referred to nothing
+    _lost: bool = False  # whether an item that was referred to is not stored
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
         """The messages that ``items`` stand for. Raises ``RequestError`` naming the invalid field.
@@ -219,7 +219,7 @@ class ItemReader:
         return result_text(item.output or (), f"{where}.output", self.defaults.attachments)
 
     def _answer(self, result: Result, name: str) -> Iterator[Message]:
-        """``result``, preceded by a call of ``name`` if its own call was lost with a reference."""
+        """``result``, preceded by a call of ``name`` if its call is lost."""
         if self._lost and result.call_id not in self.calls:
             self.notes.append(f"{result.where} answers a call that is not stored")
             yield self._called(result.call_id, name, "{}")

@@ -49,7 +49,7 @@ def key_of(info: ResponseInfo, index: int) -> str:
 
 
 def parsed(arguments: str) -> object:
-    """The value of ``arguments``; the text itself if it is not JSON, or none that can be sent."""
+    """The value of ``arguments``; the text itself if it is not JSON that can be sent."""
     try:
         return mended(loads(arguments or "{}"))
     except (ValueError, RecursionError, RequestError):
