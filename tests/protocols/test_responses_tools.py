@@ -8,7 +8,7 @@ import pytest
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.turn import Defaults, Tool, ToolChoice, Turn, User
+from vllm_mlx_harmony.core.turn import Call, Defaults, Tool, ToolChoice, Turn, User
 from vllm_mlx_harmony.protocols.responses import read
 from vllm_mlx_harmony.protocols.responses.schema import read_body
 from vllm_mlx_harmony.protocols.responses.tools import Declared, ToolReader, Tools
@@ -93,8 +93,7 @@ def test_shown(declared: list[dict[str, Any]], expected: list[str]) -> None:
 def test_every_tool_comes_back_as_it_was_declared(declared: list[dict[str, Any]]) -> None:
     read = tools(*declared)
     for tool in read.shown:
-        found = read.declared(tool.name)
-        assert read.name(found.name, found.namespace) == tool.name
+        assert read.echoed(Call("c", tool.name, "{}")).name == tool.name
     assert len({read.declared(tool.name) for tool in read.shown}) == len(read.shown)
 
 
@@ -222,7 +221,7 @@ def test_tool_choice_changes_nothing_in_the_prompt(choice: Any, expected: ToolCh
 def test_no_tool(choice: Any) -> None:
     read = tools(*DECLARED, choice=choice)
     assert read.shown == ()
-    assert read.name("find", "crm") == "crm__find"
+    assert read.echoed(Call("c", "find", "{}")).name == "crm__find"
 
 
 REFUSED: list[tuple[list[dict[str, Any]], Any, str]] = [
