@@ -43,7 +43,8 @@ def engine(tiny: Path) -> Iterator[MlxEngine]:
     def cache(model: Any) -> PrefixCache:
         return PrefixCache(model, PrefixTree(PLENTY))
 
-    made = MlxEngine(str(tiny), Options(Limits(chunk=CHUNK, prompts=1)))
+    options = Options(Limits(chunk=CHUNK, prompts=1), speculate="off")  # answers take a while
+    made = MlxEngine(str(tiny), options)
     made.load(lambda: (load_module(tiny), None), cache)
     yield made
     made.close()

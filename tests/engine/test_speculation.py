@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import math
 import random
 from collections import Counter
@@ -23,6 +24,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine import costs as step_costs
 from vllm_mlx_harmony.engine import sampler as sampling
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.costs import measured, remembered
@@ -273,6 +275,25 @@ def test_answers_that_come_and_go_are_the_same(
     assert not wide._requests
 
 
+def test_an_answer_is_cancelled_while_it_drafts(
+    engines: tuple[MlxEngine, MlxEngine], run: Run
+) -> None:
+    wide, narrow = engines
+    settings = Settings(max_tokens=10_000, temperature=0.7, top_p=0.9, seed=4)
+    totals = wide.totals.drafts_accepted
+
+    async def cancelled() -> int:
+        async with aclosing(wide.generate(PROMPT, settings, "", None)) as steps:
+            async for step in steps:
+                if step.accepted > 50:
+                    break
+        return step.accepted
+
+    accepted = run(cancelled())
+    assert not wide._requests and wide.totals.drafts_accepted - totals >= accepted
+    assert run(answer(wide, PROMPT, seed=4)) == run(answer(narrow, PROMPT, seed=4))
+
+
 async def counted(engine: MlxEngine, settings: Settings) -> tuple[tuple[int, ...], int, int]:
     """The answer to a prompt without repetitions, and how many drafts were right and wrong."""
     ids: tuple[int, ...] = ()
@@ -389,7 +410,7 @@ def test_costs_are_measured_without_a_trace() -> None:
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
     costs = measured(MODEL, layers)
-    assert costs.ids == (1, 2, 4, 8, 16)
+    assert costs.ids[0] == 1 and len(costs.ids) == len(costs.seconds) >= 3
     assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
 
 
@@ -403,7 +424,35 @@ def test_a_slow_device_does_not_measure_for_long() -> None:
     assert costs.length(1.0, 15) == 0
 
 
-def test_costs_are_remembered(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("each", "ids"),
+    [
+        ({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}, (1, 2, 4, 8, 16)),
+        ({1: 1.0, 2: 2.5, 4: 3.0, 8: 8.5, 16: 9.0}, (1, 2, 4, 8, 16)),
+        ({1: 1.0, 2: 2.5, 4: 4.5, 8: 3.0, 16: 3.0}, (1, 2, 4)),
+        ({1: 1.0, 2: 1.5, 4: 4.0, 8: 8.0, 16: 3.0}, (1, 2, 4, 8)),
+    ],
+    ids=["cheap", "in part", "not", "not later"],
+)
+def test_where_wide_steps_do_not_pay_few_are_measured(
+    each: dict[int, float], ids: tuple[int, ...]
+) -> None:
+    now = 0.0
+
+    def model(inputs: mx.array, cache: Any) -> mx.array:
+        nonlocal now
+        now += each[inputs.shape[1]] / 1000
+        return MODEL(inputs, cache)
+
+    layers = MODEL.make_cache()
+    MODEL(mx.array([[1, 2, 3]]), cache=layers)
+    costs = measured(model, layers, lambda: now)
+    assert costs.ids == ids
+    assert [round(1000 * one, 6) for one in costs.seconds][:2] == [1.0, each[2]]
+
+
+def test_costs_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_costs, "_measured", {})
     path, calls = tmp_path / "new" / "costs.json", list[int]()
 
     def measure() -> Costs:
@@ -411,12 +460,16 @@ def test_costs_are_remembered(tmp_path: Path) -> None:
         return Costs((1, 2, 4), (1.0, 1.5, 2.0 + len(calls)))
 
     assert remembered(None, "a", measure).seconds[2] == 3.0
-    assert remembered(path, "a", measure) == Costs((1, 2, 4), (1.0, 1.5, 4.0))
-    assert remembered(path, "b", measure).seconds[2] == 5.0
-    assert remembered(path, "a", measure).seconds[2] == 4.0
-    for damaged in ("", "[]", "7", '{"a": 7}', '{"a": ["x"]}', '{"a": [[1]]}', "{"):
+    assert remembered(path, "a", measure) == Costs((1, 2, 4), (1.0, 1.5, 3.0))
+    assert remembered(path, "b", measure).seconds[2] == 4.0
+    assert remembered(path, "a", measure).seconds[2] == 3.0
+    assert len(calls) == 2  # each model once, whatever the file
+    values = ("7", '["x"]', "[[1]]", "[]", "[0]", "[NaN]", "[1, Infinity]", "[-1, 1]")
+    for damaged in ("", "[]", "7", *(f'{{"a": {each}}}' for each in values), "{"):
         path.write_text(damaged)
-        measured_now = remembered(path, "a", measure)
-        assert measured_now.seconds[2] == 2.0 + len(calls), damaged
-        assert remembered(path, "a", measure) == measured_now
+        assert remembered(path, "a", measure).seconds == (1.0, 1.5, 3.0), damaged
+        assert json.loads(path.read_text())["a"] == [1.0, 1.5, 3.0]
+    path.write_text('{"a": [1, 2, 3, 4, 5, 6]}')
+    assert remembered(path, "a", measure).ids == (1, 2, 4, 8, 16)
     assert remembered(path / "a file, no directory", "a", measure).ids == (1, 2, 4)
+    assert len(calls) == 2

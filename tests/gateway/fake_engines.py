@@ -223,7 +223,9 @@ LISTED: dict[str, Json] = {
         "/get_server_info": {"grammar_backend": "xgrammar"},
     },
     "llamacpp": {"/props": {"default_generation_settings": {"n_ctx": 4096}, "total_slots": 4}},
-    "vllm-mlx": {"/harmony/v1/generate": {"harmony": 1}},
+    "vllm-mlx": {
+        "/harmony/v1/generate": {"harmony": 1, "settings": ["top_logprobs", "prediction"]}
+    },
 }
 
 

@@ -98,12 +98,13 @@ SPACE = ("grammar white space",)
             (*SPACE, "penalties", "logprobs"),
         ),
         ("vllm", "/version", {"version": "0.27.1"}, ()),  # as of vllm-metal
+        ("vllm-mlx", "/harmony/v1/generate", {"harmony": 1}, ("logprobs",)),  # 0.2.0
     ],
 )
 def test_what_engines_lack_by_what_they_report(
     kind: str,
     path: str,
-    about: dict[str, str],
+    about: dict[str, Any],
     missing: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -111,5 +111,6 @@ def test_the_status_is_behind_the_key(keyed_server: Server) -> None:
     found = httpx.get(url, headers=headers, timeout=60)
     assert found.status_code == 200
     (model,) = found.json()["models"]
-    assert set(model) == {"model", "memory", "requests"}
+    assert set(model) == {"model", "memory", "steps", "requests"}
+    assert model["steps"]["speculate"] == "auto" and model["steps"]["relative_costs"]["1"] == 1.0
     assert model["memory"]["longest_request"] > 0 and model["memory"]["limit"] > 0

@@ -52,6 +52,7 @@ class ScriptedEngine:
     remote: bool = False
     model: str = MODEL
     has_logprobs: bool = True
+    has_prediction: bool = True
     context_length: int | None = 4096
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     running: int = 0

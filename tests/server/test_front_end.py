@@ -482,10 +482,10 @@ def test_a_prediction_reaches_the_engine_and_is_counted(
         assert engine.predicted == tuple(vocab.encode(text))
 
 
-def test_a_prediction_is_not_for_a_remote_engine() -> None:
-    """No kind of engine takes one, so that nothing is tokenized for it."""
+def test_a_prediction_is_not_for_an_engine_that_takes_none() -> None:
+    """Nothing is tokenized for it."""
     engine = PredictingEngine(SCRIPTS, 3)
-    engine.remote = True
+    engine.has_prediction = False
     asyncio.run(predicted(Alone(engine), "chat", False, "Good day."))
     assert engine.predicted == ()
 

@@ -112,6 +112,9 @@ def test_a_limit_is_a_length(host: Alone) -> None:
         ({"prompt": [300_000]}, "prompt"),
         ({"settings": {}}, "settings.max_tokens"),
         ({"settings": {**SETTINGS, "max_tokens": "many"}}, "settings.max_tokens"),
+        ({"settings": {**SETTINGS, "prediction": [5, 2**31]}}, "settings.prediction"),
+        ({"settings": {**SETTINGS, "prediction": [-1]}}, "settings.prediction"),
+        ({"settings": {**SETTINGS, "prediction": [5] * 131_073}}, "settings.prediction"),
         ({"messages": []}, "messages"),
         ({"grammar": "start: ("}, "grammar"),
         ({"model": "nobody"}, "model"),
@@ -148,6 +151,26 @@ def test_a_prompt_may_be_as_long_as_the_context(
     assert host.engine.prompts == [tuple(prompt)]  # type: ignore[attr-defined]
     too_long = client(host).post(PATH, json={"prompt": prompt * 2, "settings": SETTINGS})
     assert too_long.status_code in (400, 413)
+
+
+def test_a_prediction_comes_with_the_prompt_and_counts_with_the_ids(host: Alone) -> None:
+    taken: list[tuple[int, ...]] = []
+
+    class Predicting(ScriptedEngine):
+        async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
+            taken.append(settings.prediction)
+            async for step in super().generate(prompt, settings, *more):
+                yield replace(step, accepted=2, rejected=1)
+
+    host.engine = Predicting({"Hello!": SCRIPT}, context_length=131_072)
+    predicted = [5] * MANY
+    prompt = [PROMPT[0]] * (MANY - len(PROMPT)) + PROMPT
+    body = {"prompt": prompt, "settings": {**SETTINGS, "prediction": predicted}}
+    for event in events(client(host).post(PATH, json=body).text):
+        counts = {name: event[name] for name in ("accepted", "rejected") if name in event}
+        assert counts == ({"accepted": 2, "rejected": 1} if event["ids"] else {})
+    assert taken == [tuple(predicted)]
+    assert "prediction" in client(host).get(PATH).json()["settings"]
 
 
 @pytest.mark.parametrize(("path", "status"), [(PATH, 200), ("/v1/chat/completions", 413)])

@@ -42,8 +42,8 @@ vllm-mlx-harmony:
                         or VLLM_MLX_HARMONY_INSPECT=1
   {LOG_FLAG} FILE       append all output to FILE; at 10 MB, FILE is renamed to
                         FILE.1, and so on up to FILE.3
-  {SPECULATE_FLAG} MODE      compute several tokens in one step: off, forced or auto;
-                        or VLLM_MLX_HARMONY_SPECULATE
+  {SPECULATE_FLAG} MODE      tokens in one step: off (one), forced or auto (several, if
+                        that is faster; default); or VLLM_MLX_HARMONY_SPECULATE
   {URLS_FLAG} PATTERNS  MCP servers that requests may name by URL, comma-separated;
                         or VLLM_MLX_HARMONY_TOOL_URLS"""
 """Added to the host's ``--help``."""

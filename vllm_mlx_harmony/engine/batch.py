@@ -9,7 +9,7 @@ answer has caches of one sequence, those that its prompt was computed with, and 
 Steps run one ahead: while Python looks at the ids of one step, the device computes the next. The
 first id of a new row is the last of its prompt. Everything runs on the engine's thread.
 
-**Several ids in one step** (``Options.speculate``, off by default). A step reads all weights for
+**Several ids in one step** (``Options.speculate``). A step reads all weights for
 one id; several cost little more. An answer that is alone in its batch computes, together with its
 next id,
 

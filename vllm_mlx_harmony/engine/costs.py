@@ -33,8 +33,12 @@ WIDTHS = (1, 2, 4, 8, 16)
 REPEATED = 5
 """Measurements per width; the fastest counts."""
 
-LONGEST = 2.0
+LONGEST = 1.0
 """Seconds after which each width is measured twice only, and the wider ones not at all."""
+
+WITHOUT_GAIN = 2
+"""Widths in a row that take no less time than as many steps of one id; wider ones are not
+measured."""
 
 Model: TypeAlias = "Callable[..., mx.array]"
 
@@ -42,12 +46,13 @@ Model: TypeAlias = "Callable[..., mx.array]"
 def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.perf_counter) -> Costs:
     """What steps of several ids cost behind what ``layers`` hold, by ``clock``.
 
-    Includes what a draft costs besides: Python waits for the ids, and the device for Python.
+    Includes what a draft costs besides: Python waits for the ids, and the device for Python. Ends
+    early where wide steps do not pay, so that a device without a use for them is not kept busy.
     """
     sampler = Sampler(Settings(max_tokens=1, temperature=1.0, top_p=1.0))
     token, seconds = vocab.ENDOFTEXT, list[float]()
     last = mx.array([token], dtype=mx.uint32)
-    end = clock() + LONGEST
+    end, without_gain = clock() + LONGEST, 0
     for width in WIDTHS:
         draft = [token] * (width - 1)
         best = math.inf
@@ -65,13 +70,20 @@ def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.per
                 mx.eval(before)
             best = min(best, clock() - started)
         seconds.append(max([best, *seconds[-1:]]))
-        if clock() > end:
+        gains = width == 1 or best < width * seconds[0]
+        without_gain = 0 if gains else without_gain + 1
+        if clock() > end or without_gain == WITHOUT_GAIN:
             break
     return Costs(WIDTHS[: len(seconds)], tuple(seconds))
 
 
+_measured: dict[str, Costs] = {}
+"""What this process has measured: a model that is loaded again is not measured again."""
+
+
 def remembered(path: Path | None, key: str, measure: Callable[[], Costs]) -> Costs:
-    """The costs for ``key`` in the file at ``path``, or else measured, and written there.
+    """The costs for ``key``: those in the file at ``path``, or those that this process has
+    measured, or else measured now and written to the file.
 
     The file is a JSON object of such keys. It is a cache: one that cannot be read is replaced.
     """
@@ -80,9 +92,12 @@ def remembered(path: Path | None, key: str, measure: Callable[[], Costs]) -> Cos
     except (OSError, ValueError, TypeError):
         known = {}
     try:
-        return Costs(WIDTHS[: len(known[key])], tuple(sorted(map(float, known[key]))))
+        seconds = sorted(float(each) for each in known[key])
+        if seconds and all(0 < each < math.inf for each in seconds):
+            return Costs(WIDTHS[: len(seconds)], tuple(seconds[: len(WIDTHS)]))
+        raise ValueError
     except (KeyError, ValueError, TypeError):
-        costs = measure()
+        costs = _measured[key] if key in _measured else _measured.setdefault(key, measure())
     if path is not None:
         try:
             write_atomically(path, json.dumps({**known, key: costs.seconds}).encode())

@@ -100,7 +100,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     utilization: float = 0.9
     interval: int = 1
-    speculate: Speculate = "off"
+    speculate: Speculate = "auto"
     costs: Path | None = None
 
 
@@ -184,6 +184,19 @@ class MlxEngine:
     @property
     def healthy(self) -> bool:
         return self._thread.alive
+
+    @property
+    def relative_costs(self) -> dict[int, float]:
+        """What steps of so many ids cost, as multiples of a step of one, if that was measured."""
+        if self.costs in (None, UNKNOWN):
+            return {}
+        first, *_ = self.costs.seconds
+        pairs = zip(self.costs.ids, self.costs.seconds, strict=True)
+        return {ids: round(seconds / first, 2) for ids, seconds in pairs}
+
+    @property
+    def has_prediction(self) -> bool:
+        return self.options.speculate == "auto"
 
     @property
     def context_length(self) -> int | None:

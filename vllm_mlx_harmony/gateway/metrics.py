@@ -81,6 +81,12 @@ class Metrics:
             ["channel", *labels],
             **options,
         )
+        self.predicted = Counter(
+            "prediction_tokens",
+            "Tokens that engines guessed, by whether they were accepted or rejected.",
+            ["result"],
+            **options,
+        )
         self.reasoning_ended = Counter(
             "reasoning_ended",
             "Requests whose reasoning was cut short, by reason.",
@@ -183,6 +189,8 @@ class RequestTracker:
         metrics.hits.inc(usage.cached_tokens)
         for channel, tokens in usage.by_channel.items():
             metrics.generated.labels(channel, *self._key).inc(tokens)
+        metrics.predicted.labels("accepted").inc(usage.accepted_prediction_tokens)
+        metrics.predicted.labels("rejected").inc(usage.rejected_prediction_tokens)
         self._spend(usage.prompt_tokens + usage.completion_tokens)
         if (access := self._access) is not None:
             access.result, access.generating = result, False

@@ -304,6 +304,12 @@ class FleetEngine:
         engines = (each.engine for each in self.fleet.backends)
         return all(each.capabilities.logprobs for each in engines if each is not None)
 
+    @property
+    def has_prediction(self) -> bool:
+        """Whether any engine takes one; the others are sent none."""
+        engines = (each.engine for each in self.fleet.backends)
+        return any(each.capabilities.prediction for each in engines if each is not None)
+
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """Always 0: engines report cached tokens only after the prompt."""
         return 0

@@ -47,6 +47,7 @@ class StandIn:
     context_length: int | None = 131_072
     remote = False
     has_logprobs = False
+    has_prediction = False
 
     def __init__(self, model: str, pace: float) -> None:
         self.model = model

@@ -304,8 +304,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             "num_requests_processed": totals.requests,
             "total_prompt_tokens": totals.prompt_tokens,
             "total_completion_tokens": totals.completion_tokens,
-            "accepted_prediction_tokens": totals.drafts_accepted,
-            "rejected_prediction_tokens": totals.drafts_rejected,
         }
 
     def get_cache_stats(self) -> dict[str, object]:

@@ -42,7 +42,7 @@ async def caches(request: Request) -> Response:
 
 
 async def status(_: Request) -> Response:
-    """``GET /harmony/status``: all requests, with the progress of their prompts."""
+    """``GET /harmony/status``: all requests, with the progress of their prompts, and the steps."""
     models = []
     for name, engine, budget in serving():
         memory = {
@@ -51,7 +51,15 @@ async def status(_: Request) -> Response:
             "weights": engine.weights,
             "longest_request": engine.context_length,
         }
-        models.append({"model": name, "memory": memory, "requests": shown(engine)})
+        steps = {
+            "speculate": engine.options.speculate,
+            "relative_costs": engine.relative_costs,
+            "executed": engine.totals.steps,
+            "completion_tokens": engine.totals.completion_tokens,
+            "accepted_prediction_tokens": engine.totals.drafts_accepted,
+            "rejected_prediction_tokens": engine.totals.drafts_rejected,
+        }
+        models.append({"model": name, "memory": memory, "steps": steps, "requests": shown(engine)})
     return JSONResponse({"models": models})
 
 

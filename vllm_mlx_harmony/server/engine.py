@@ -70,6 +70,10 @@ class Engine(Protocol):
     def has_logprobs(self) -> bool:
         """Whether it returns log probabilities; otherwise no request asks for them."""
 
+    @property
+    def has_prediction(self) -> bool:
+        """Whether it looks for drafts in ``Settings.prediction``; otherwise it gets none."""
+
     def generate(
         self,
         prompt: tuple[int, ...],

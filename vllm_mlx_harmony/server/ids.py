@@ -11,7 +11,9 @@ server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_
 before the first id have no ids but ``prompt_progress`` (as llama.cpp's), at most twice a second. An
 event with ``error`` ends a stream that failed. With ``settings.origins``, events have ``origins``:
 a letter for each id (``Step.origins``); with ``settings.top_logprobs``, they have ``logprobs``:
-``{"logprob": x, "top": [[id, x], …]}`` for each id. GET returns the version of this interface.
+``{"logprob": x, "top": [[id, x], …]}`` for each id. Once ids were tried before they were known,
+events have ``accepted`` and ``rejected``, so far (``Step``). GET returns the version of this
+interface, and the names of the ``settings`` that this server takes.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
+from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
@@ -89,10 +92,12 @@ class IdSettings(Wire):
     seed: Seed | None = None
     origins: bool = False
     top_logprobs: TopLogprobs | None = None
+    prediction: list[int] = Field(default_factory=list, max_length=WINDOW)
 
     def resolved(self) -> Settings:
         bias = tuple((int(token), value) for token, value in self.logit_bias)
-        return Settings(**{**self.model_dump(), "logit_bias": bias})
+        given = {**self.model_dump(), "logit_bias": bias, "prediction": tuple(self.prediction)}
+        return Settings(**given)
 
 
 class IdRequest(Wire):
@@ -114,6 +119,8 @@ class Ids:
     ids: tuple[int, ...]
     origins: str = ""
     logprobs: Sequence[TokenLogprob] = ()
+    accepted: int = 0
+    rejected: int = 0
 
 
 class IdContext:
@@ -135,9 +142,10 @@ class IdContext:
         return [Started(len(self._prompt), cached_tokens)]
 
     def append(self, step: Step) -> list[Any]:
-        """The ids of a step, their origins and log probabilities."""
+        """The ids of a step, and what is reported with them."""
         self._generated += len(step.ids)
-        return [Ids(step.ids, step.origins, step.logprobs)] if step.ids else []
+        found = Ids(step.ids, step.origins, step.logprobs, step.accepted, step.rejected)
+        return [found] if step.ids else []
 
     def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
         usage = Usage(len(self._prompt), self._generated, cached_tokens=cached_tokens)
@@ -147,12 +155,12 @@ class IdContext:
 class IdEmitter:
     def feed(self, delta: Delta | Ids) -> list[Event]:
         if isinstance(delta, Ids):
-            return [_event(delta.ids, origins=delta.origins, logprobs=delta.logprobs)]
+            return [_event(delta)]
         if isinstance(delta, Progress):
-            return [_event((), progress=delta)]
+            return [_event(progress=delta)]
         if isinstance(delta, Finished):
             finish = "length" if delta.reason == "length" else "stop"
-            return [_event((), finish, delta.usage.cached_tokens)]
+            return [_event(finish=finish, cached_tokens=delta.usage.cached_tokens)]
         if isinstance(delta, Failed):
             error = {"message": delta.error.message, "code": delta.error.status}
             return [Event(encode({"error": error}))]
@@ -163,36 +171,43 @@ class IdEmitter:
         return {}
 
 
+_NO_IDS = Ids(())
+
+
 def _event(
-    ids: tuple[int, ...],
+    new: Ids = _NO_IDS,
+    *,
     finish: str | None = None,
     cached_tokens: int = 0,
-    *,
     progress: Progress | None = None,
-    origins: str = "",
-    logprobs: Sequence[TokenLogprob] = (),
 ) -> Event:
-    document: dict[str, Any] = {"ids": ids, "finish": finish, "cached_tokens": cached_tokens}
-    if logprobs:
-        document["logprobs"] = [{"logprob": each.logprob, "top": each.top} for each in logprobs]
+    document: dict[str, Any] = {"ids": new.ids, "finish": finish, "cached_tokens": cached_tokens}
+    if new.logprobs:
+        document["logprobs"] = [{"logprob": each.logprob, "top": each.top} for each in new.logprobs]
+    if new.accepted or new.rejected:
+        document |= {"accepted": new.accepted, "rejected": new.rejected}
     if progress is not None:
         document[FIELD] = prompt_progress(progress)
-    if origins:
-        document["origins"] = origins
+    if new.origins:
+        document["origins"] = new.origins
     return Event(encode(document))
 
 
 def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
     parsed = checked(IdRequest, body)
     biased = [token for token, _ in parsed.settings.logit_bias]
-    for field, tokens in (("prompt", parsed.prompt), ("settings.logit_bias", biased)):
+    for field, tokens in (
+        ("prompt", parsed.prompt),
+        ("settings.logit_bias", biased),
+        ("settings.prediction", parsed.settings.prediction),
+    ):
         wrong = next((token for token in tokens if not 0 <= token < VOCAB_SIZE), None)
         if wrong is not None:
             raise RequestError(f"there is no token with the id {wrong}", param=field)
     return parsed
 
 
-API = Api("ids", _read, more_values=MAX_PROMPT)
+API = Api("ids", _read, more_values=MAX_PROMPT + WINDOW)
 
 
 def switched_on() -> bool:
@@ -205,7 +220,7 @@ async def answer_ids(request: Request) -> Response:
         problem = f"{PATH} is disabled ({VARIABLE}=1 enables it)"
         raise RequestError(problem, status=404, code="not_found")
     if request.method != "POST":
-        return JSONResponse({"harmony": VERSION})
+        return JSONResponse({"harmony": VERSION, "settings": [*IdSettings.model_fields]})
     return await serve(API, request, _generate)
 
 

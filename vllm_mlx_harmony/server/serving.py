@@ -317,9 +317,9 @@ async def prepare(received: Received) -> Job:
     check_logprobs(lease, settings, api.logprobs)
     if observe_of(received.request) is not None:
         settings = replace(settings, origins=True)
-    if turn.prediction and not lease.harmony_engine.remote:  # a hint, as long as a body may be
+    if turn.prediction and lease.harmony_engine.has_prediction:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
-        settings = replace(settings, prediction=tuple(predicted))
+        settings = replace(settings, prediction=tuple(predicted[:WINDOW]))
     name = response_name(request.model, host.model_name)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = replay.view(host, lease)

@@ -31,7 +31,7 @@ from vllm_mlx_harmony.gateway.engines.http import (
     silence,
 )
 from vllm_mlx_harmony.gateway.engines.llamacpp import LLAMACPP, LLAMACPP_LLGUIDANCE
-from vllm_mlx_harmony.gateway.engines.plugin import PLUGIN
+from vllm_mlx_harmony.gateway.engines.plugin import PLUGIN, capabilities_of
 from vllm_mlx_harmony.gateway.engines.sglang import SGLANG
 from vllm_mlx_harmony.gateway.engines.vllm import VLLM, VLLM_TOKENS
 from vllm_mlx_harmony.server.engine import Finish
@@ -95,6 +95,8 @@ async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:
             penalties=server.get("device") != "mps",  # hardware_backend/mlx/sampling.py
         )
         dialect = replace(dialect, capabilities=capabilities)
+    elif dialect is PLUGIN:
+        dialect = replace(dialect, capabilities=capabilities_of(about))
     _, models = await get(http, spec, "/v1/models")
     served_name, length = _served(models, about, spec.model or model)
     engine = HttpEngine(http, spec.url.rstrip("/"), dialect, model, served_name, length, spec.key)
@@ -115,7 +117,7 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
         try:
             await first_id(engine, TRY_SECONDS)
         except EngineUnavailable as error:
-            if found is PLUGIN and error.answered == HTTPStatus.NOT_FOUND:
+            if found.path == PLUGIN.path and error.answered == HTTPStatus.NOT_FOUND:
                 raise HostError(NO_ENDPOINT) from error
             raise
         return found

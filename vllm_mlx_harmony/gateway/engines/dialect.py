@@ -35,7 +35,7 @@ class Capabilities:
     ``grammar``: llguidance's Lark, with control tokens as ids. ``grammar_white_space``: JSON with
     white space, bounded as llguidance 1.9 does. ``tenant_salt``: tenants never share cached
     prefixes. ``penalties``: of presence and frequency. ``logprobs``: of each id, and of the model's
-    own distribution.
+    own distribution. ``prediction``: drafts of the answer are looked up in it.
     """
 
     grammar: bool = False
@@ -45,11 +45,13 @@ class Capabilities:
     tenant_salt: bool = False
     penalties: bool = True
     logprobs: bool = False
+    prediction: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """What it does not support, for logs."""
+        """What it does not support, for logs; a prediction is only a hint."""
         names = [field.name for field in fields(self) if not getattr(self, field.name)]
+        names = [name for name in names if name != "prediction"]
         if not self.grammar:
             names.remove("grammar_white_space")
         return tuple(name.replace("_", " ") for name in names)

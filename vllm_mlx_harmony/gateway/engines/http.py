@@ -171,6 +171,8 @@ class HttpEngine:
 
         Raises ``EngineUnavailable`` before the first id.
         """
+        prediction = settings.prediction if self.capabilities.prediction else ()
+        settings = replace(settings, prediction=prediction)
         grammar = self._grammar(constraint.spec) if constraint is not None else None
         min_tokens = constraint.spec.min_tokens if constraint is not None else 0
         request = EngineRequest(
@@ -184,40 +186,46 @@ class HttpEngine:
         # The engine itself follows the grammar: its version of llguidance may differ from ours.
         matcher = None if constraint is None else constraint.start(grammar=False)
         turn = _Turn(matcher, settings)
-        cached = 0
+        so_far = Step(())
         for number in range(MOST_CONTINUATIONS):
             finish: Finish | None = None
-            taken = ACCEPTED
+            taken, before = ACCEPTED, so_far
             async with aclosing(self.stream(request)) as steps:
                 async for step in steps:
-                    cached = max(cached, step.cached_tokens)
+                    so_far = Step(
+                        (),
+                        cached_tokens=max(so_far.cached_tokens, step.cached_tokens),
+                        accepted=max(so_far.accepted, before.accepted + step.accepted),
+                        rejected=max(so_far.rejected, before.rejected + step.rejected),
+                    )
                     finish = finish or step.finish
                     taken = turn.take(step) if settings.max_tokens else ACCEPTED
                     if turn.forced:
                         break  # other ids must follow than those of this stream
                     progress = None if turn.ids else step.progress
                     if taken.ids or progress or (step is ACCEPTED and number == 0):
-                        yield Step(
-                            taken.ids,
-                            None,
-                            cached,
-                            progress,
+                        yield replace(
+                            so_far,
+                            ids=taken.ids,
+                            progress=progress,
                             origins=taken.origins,
                             logprobs=taken.logprobs,
                         )
                     if turn.ended and finish is None:
-                        cached = max(cached, await _cached_at_end(steps))
+                        cached = max(so_far.cached_tokens, await _cached_at_end(steps))
+                        so_far = replace(so_far, cached_tokens=cached)
                         break
             if turn.ended or (finish is not None and not turn.forced):
                 finish = finish if settings.max_tokens else "length"
-                yield Step((), "stop" if turn.ended else finish, cached)
+                yield replace(so_far, finish="stop" if turn.ended else finish)
                 return
             if not turn.forced:
                 raise OutputError("the engine's response ended before the answer was complete")
-            yield replace(turn.force(taken), cached_tokens=cached)
+            forced = turn.force(taken)
+            yield replace(so_far, ids=forced.ids, origins=forced.origins, logprobs=forced.logprobs)
             count = len(turn.ids)
             if settings.max_tokens <= count:
-                yield Step((), "length", cached)
+                yield replace(so_far, finish="length")
                 return
             if grammar is not None and constraint is not None and constraint.spec.grammar:
                 grammar = self._written(constraint.spec.grammar.grammar.without_analysis)
@@ -414,7 +422,9 @@ async def _steps(content: StreamReader, dialect: Dialect) -> AsyncGenerator[list
             finish = next((each.finish for each in steps if each.finish is not None), None)
             cached = max((each.cached_tokens for each in steps), default=0)
             origins = "".join(each.origins for each in steps)
-            step = Step(ids, finish, cached, origins=origins, logprobs=logprobs)
+            accepted = max((each.accepted for each in steps), default=0)
+            rejected = max((each.rejected for each in steps), default=0)
+            step = Step(ids, finish, cached, None, origins, accepted, rejected, logprobs)
             yield [*progress, step] if ids or finish or cached else progress
             if failure is not None:
                 raise failure

@@ -2,12 +2,13 @@
 
 The format is this project's own (`server.ids`): the request has the fields of ``Settings``, an
 event has ``ids``, ``finish`` and ``cached_tokens``, and ``origins`` and ``logprobs`` if they are
-requested, or ``prompt_progress`` before the first id.
+requested, or ``prompt_progress`` before the first id. Servers reject settings that they do not
+know, and those after 0.2.0 list those that they do.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
@@ -25,11 +26,9 @@ from vllm_mlx_harmony.server.engine import Step
 
 def _body(request: EngineRequest) -> Json:
     settings = asdict(request.settings)
-    del settings["prediction"]  # older servers reject fields that they do not know
-    if not settings["origins"]:
-        del settings["origins"]
-    if settings["top_logprobs"] is None:
-        del settings["top_logprobs"]
+    for name, absent in (("origins", False), ("prediction", ()), ("top_logprobs", None)):
+        if settings[name] == absent:
+            del settings[name]
     return {
         "model": request.model,
         "prompt": request.prompt,
@@ -45,7 +44,19 @@ def _step(event: Json, seen: int) -> Step:
     ids, progress = ids_of(event.get("ids")), progress_of(event.get("prompt_progress"))
     entries = ((each.get("logprob"), each.get("top")) for each in event.get("logprobs") or ())
     logprobs, origins = logprobs_of(ids, entries), str(event.get("origins") or "")
-    return Step(ids, finish, cached, progress, origins, logprobs=logprobs)
+    accepted, rejected = count_of(event.get("accepted")), count_of(event.get("rejected"))
+    return Step(ids, finish, cached, progress, origins, accepted, rejected, logprobs)
+
+
+def capabilities_of(about: Json) -> Capabilities:
+    """Those of a server that says this ``about`` its id endpoint."""
+    listed = about.get("settings")
+    settings = listed if isinstance(listed, list) else []
+    return replace(
+        PLUGIN.capabilities,
+        logprobs="top_logprobs" in settings,
+        prediction="prediction" in settings,
+    )
 
 
 PLUGIN = Dialect(
@@ -57,6 +68,7 @@ PLUGIN = Dialect(
         cached_tokens=True,
         tenant_salt=True,
         logprobs=True,
+        prediction=True,
     ),
     _body,
     _step,
