@@ -89,7 +89,7 @@ def parser() -> argparse.ArgumentParser:
     """
     top = argparse.ArgumentParser(
         prog=DISTRIBUTION,
-        description="Serves gpt-oss (the Harmony format) correctly on vllm-mlx.",
+        description="Makes gpt-oss work with coding agents, on vllm-mlx or through a gateway.",
         epilog=f"To begin, run `{DISTRIBUTION} doctor` and then `{DISTRIBUTION} launch codex`.",
     )
     top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {__version__}")
@@ -105,7 +105,7 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("service", help="run a server whenever you are logged in")
     commands.add_parser(
         "stop",
-        help="stop the server that launch has started",
+        help="stop the server that launch started",
         description="Stops the server that `launch` has started.",
     ).set_defaults(command="stop")
 
@@ -178,7 +178,7 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Adds the commands for any server: verify and bench."""
     verify = commands.add_parser(
         "verify",
-        help="check whether a server does what its APIs promise",
+        help="check that a server follows its APIs",
         description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
         "everything that it supports passed.",
     )
@@ -215,7 +215,7 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=_positive,
         default=300,
         metavar="SECONDS",
-        help="longest time without data from the server (default: 300)",
+        help="read timeout in seconds (default: 300)",
     )
     verify.add_argument("--json", metavar="FILE", help="write the results to FILE")
     verify.add_argument("--html", metavar="FILE", help="write the results to FILE as a page")
@@ -223,7 +223,8 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--compare",
         nargs=2,
         metavar=("BEFORE", "AFTER"),
-        help="compare two files of --json; the exit code is 1 if a check that passed fails now",
+        help="compare two files written with --json; the exit code is 1 if a check that passed "
+        "fails now",
     )
     verify.add_argument(
         "--stand-in",
@@ -263,7 +264,7 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         type=_positive,
         default=600,
         metavar="SECONDS",
-        help="longest time without data from the server (default: 600)",
+        help="read timeout in seconds (default: 600)",
     )
     bench.add_argument("--json", metavar="FILE", help="write the results to FILE")
     bench.add_argument(
@@ -273,7 +274,7 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--compare",
         nargs=2,
         metavar=("BEFORE", "AFTER"),
-        help="compare two files of --json",
+        help="compare two files written with --json",
     )
 
 
@@ -312,7 +313,7 @@ def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--no-check",
         dest="check",
         action="store_false",
-        help="write without sending the server a test request first",
+        help="skip the test request before writing",
     )
     connect.add_argument(
         "--undo", action="store_true", help="restore the files as they were before"

@@ -149,7 +149,7 @@ def test_one_server_for_all(home: Path, became: list[Any], capsys: Any) -> None:
     assert main(["launch", "codex", "120b"]) == 2
     assert "serves my-gpt-oss, not gpt-oss-120b" in capsys.readouterr().err
     assert main(["stop"]) == 0
-    assert f"my-gpt-oss at {server.url} is stopped" in capsys.readouterr().out
+    assert f"stopped my-gpt-oss at {server.url}" in capsys.readouterr().out
     assert background.running() is None
     assert main(["stop"]) == 0
     assert "no server is running" in capsys.readouterr().out

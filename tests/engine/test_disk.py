@@ -614,7 +614,7 @@ def test_a_later_version_is_left_alone(open_disk: Open, pieces: list[Piece]) -> 
     with sqlite3.connect(path) as file:
         file.execute(f"PRAGMA user_version={index.VERSION + 1}")
     file.close()
-    with pytest.raises(sqlite3.DatabaseError, match="later version"):
+    with pytest.raises(sqlite3.DatabaseError, match="newer vllm-mlx-harmony"):
         open_disk()
     assert len(files(disk)) == 3
 

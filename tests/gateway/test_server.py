@@ -530,9 +530,9 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({}, "--engine is missing"),
-        ({"engines": ["http://a"]}, "--model is missing"),
-        ({**GIVEN, "engines": ["a:8000"]}, "is not a URL"),
+        ({}, "--engine is required"),
+        ({"engines": ["http://a"]}, "--model is required"),
+        ({**GIVEN, "engines": ["a:8000"]}, "is not a valid URL"),
         ({**GIVEN, "engines": ["tgi=http://a"]}, "is not one of vllm"),
         ({**GIVEN, "engines": ["http://a", "vllm=http://a/"]}, "http://a is given twice"),
         ({**GIVEN, "port": "many"}, "--port: 'many' should be a valid integer"),
@@ -678,8 +678,8 @@ def test_flags_without_a_value(name: str) -> None:
         ),
         ({"engines": [f"http://me:{SECRET}@a:8000"]}, "must have no user, query or fragment"),
         ({"engines": [f"http://a:8000/?key={SECRET}"]}, "must have no user, query or fragment"),
-        ({"engines": [f"me:{SECRET}@a:8000"]}, "'a:8000' is not a URL"),
-        ({"engines": [f"http://me:{SECRET}@a:many"]}, "'a:many' is not a URL"),
+        ({"engines": [f"me:{SECRET}@a:8000"]}, "'a:8000' is not a valid URL"),
+        ({"engines": [f"http://me:{SECRET}@a:many"]}, "'a:many' is not a valid URL"),
     ],
 )
 def test_no_message_says_a_key(flags: dict[str, Any], said: str) -> None:

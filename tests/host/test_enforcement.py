@@ -766,6 +766,6 @@ def test_ended_reasoning_is_counted(
         tracker = VllmMlx().tracker("chat_completions", stream=False)
         generation.account(found.constraint, "key", tracker)
         generation.account(found.constraint, "key", tracker)
-    assert any("key: reasoning ended by budget" in each for each in caplog.messages)
+    assert any("key: reasoning cut short (budget)" in each for each in caplog.messages)
     page = collector.render_metrics(engine=None, mcp_manager=None)[0].decode()
     assert 'vllm_mlx_harmony_reasoning_ended_total{reason="budget"} 2.0' in page

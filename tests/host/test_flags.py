@@ -79,14 +79,14 @@ def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMED = [
     ("--prefix-cache-size 5", "--prefix-cache-size: the prefix cache is bounded in bytes"),
     ("--no-memory-aware-cache", "--no-memory-aware-cache: "),
-    ("--kv-cache-quantization", "--kv-cache-quantization: attention with sinks"),
+    ("--kv-cache-quantization", "--kv-cache-quantization: gpt-oss has attention sinks"),
     ("--kv-cache-quantization-bits 8", "--kv-cache-quantization-bits: "),
     ("--kv-cache-quantization-group-size 64", "--kv-cache-quantization-group-size: "),
     ("--kv-cache-min-quantize-tokens 9", "--kv-cache-min-quantize-tokens: "),
     ("--use-paged-cache", "--use-paged-cache: "),
     ("--paged-cache-block-size 32", "--paged-cache-block-size: "),
     ("--max-cache-blocks 32", "--max-cache-blocks: "),
-    ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache always is a tree"),
+    ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache is always a tree"),
     ("--prefix-trie-cache-size 3", "--prefix-trie-cache-size: "),
     ("--specprefill", "--specprefill: it leaves tokens of the prompt out"),
     ("--specprefill-threshold 8192", "--specprefill-threshold: "),
@@ -146,7 +146,7 @@ def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
     assert off == "--ssd-cache-dir: the prefix cache is off"
     assert (
         tree
-        == "--prefix-trie-cache: the prefix cache always is a tree (--cache-memory-mb bounds it)"
+        == "--prefix-trie-cache: the prefix cache is always a tree (--cache-memory-mb bounds it)"
     )
 
 
@@ -215,7 +215,7 @@ def test_every_flag_of_the_host_was_looked_at() -> None:
 
 
 def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(HostError, match="--mllm: gpt-oss takes text only"):
+    with pytest.raises(HostError, match="--mllm is not supported: gpt-oss takes text only"):
         activation._check(parsed("--mllm"))
 
 

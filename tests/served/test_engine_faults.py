@@ -79,7 +79,7 @@ def test_a_thread_that_dies_is_seen_everywhere(dying: tuple[Server, Path]) -> No
             assert "word" in next(line for line in lines if "word" in line)
             file.touch()
             said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert "the engine has died" in said[-1]["error"]["message"]
+        assert "the engine stopped unexpectedly" in said[-1]["error"]["message"]
         health = client.get("/health")
         assert (health.status_code, health.json()["status"]) == (503, "unhealthy")
         for path in (CHAT, RESPONSES, MESSAGES):
@@ -87,7 +87,7 @@ def test_a_thread_that_dies_is_seen_everywhere(dying: tuple[Server, Path]) -> No
                 asked = {"model": model, **body(path, "Hi.", stream=stream)}
                 refused = client.post(path, json=asked)
                 assert refused.status_code == 503, refused.text
-                assert "the engine has died" in refused.json()["error"]["message"]
+                assert "the engine stopped unexpectedly" in refused.json()["error"]["message"]
                 assert refused.headers["retry-after"]
         assert client.get("/v1/models").status_code == 200
     assert server.stop() in (0, -signal.SIGTERM), "it ends by itself"

@@ -118,4 +118,4 @@ def test_the_answer_the_log_and_the_metrics_say_so(
     with caplog.at_level(logging.INFO, generation.logger.name):
         assert asyncio.run(ask(host, stream, budget)) == ("Well.", by)
     assert host.ended == ([by] if by else [])
-    assert any("reasoning ended by" in each for each in caplog.messages) is bool(by)
+    assert any("reasoning cut short" in each for each in caplog.messages) is bool(by)

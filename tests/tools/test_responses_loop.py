@@ -59,7 +59,7 @@ SCRIPTS = {
     "Ask something that dies.": CALLED.format("weather.dies", "{}"),
     "Error: the server has died": LAST,
     "Ask something unknown.": CALLED.format("weather.later", "{}"),
-    "there is no tool weather.later": LAST,
+    "unknown tool weather.later": LAST,
     "Ask with bad JSON.": CALLED.format("weather.now", '{"city": '),
     "not valid JSON": LAST,
     "Ask me.": CALLED.format("functions.mine", "{}"),
@@ -274,7 +274,7 @@ def test_the_order_of_events(kind: str) -> None:
 FAILURES = {
     "Ask something that fails.": ("mcp_tool_execution_error", "It is broken."),
     "Ask something that dies.": ("mcp_protocol_error", "Error: the server has died"),
-    "Ask something unknown.": ("mcp_protocol_error", "Error: there is no tool weather.later"),
+    "Ask something unknown.": ("mcp_protocol_error", "Error: unknown tool weather.later"),
     "Ask with bad JSON.": ("mcp_protocol_error", "Error: the arguments are not valid JSON"),
     "Sleep.": ("mcp_protocol_error", "Error: the tool did not answer within 0 seconds"),
 }

@@ -80,7 +80,7 @@ CALLS: list[tuple[str, str, str, bool | None]] = [
     ("weather.now", '{"city": 3}', "Error executing tool now: 1 validation error", True),
     ("weather.now", '{"city": ', "Error: the arguments are not valid JSON", False),
     ("weather.now", "[1]", "Error: the arguments are not a JSON object", False),
-    ("weather.unknown", "{}", "Error: there is no tool weather.unknown; the tools are: ", False),
+    ("weather.unknown", "{}", "Error: unknown tool weather.unknown; available tools: ", False),
     ("python", "1 + 1", "2", None),
     ("browser.search", '{"query": "x"}', "[0] Results for x", None),
     ("big.big", "{}", "0123456789abcdef", None),
@@ -331,7 +331,7 @@ def test_names_that_a_header_cannot_carry() -> None:
     servers = {name: stdio("weather", enabled=True) for name in ("a.b c", "functions", "a_b_c")}
     box = toolbox(servers)
     assert [each.name for each in box.namespaces] == ["a_b_c", "functions_2", "a_b_c_2"]
-    assert [each.problem for each in box.namespaces] == ["it has not been started"] * 3
+    assert [each.problem for each in box.namespaces] == ["it is not started"] * 3
 
 
 def test_a_browser_that_is_another_one() -> None:

@@ -184,7 +184,7 @@ def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) 
         raise _refused(f"{served.url}{path}", error, key) from error
     except (OSError, ValueError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
-        return f"Not tried: no server answers at {served.url} ({reason})"
+        return f"Skipped the test request: no server at {served.url} ({reason})"
     return f"✓ {served.model} has answered a test request in {time.monotonic() - began:.1f} s"
 
 
@@ -305,7 +305,7 @@ def _write(path: Path, content: str) -> None:
         raise UsageError(
             f"{path} cannot be changed safely ({error}): run without --write and edit it by hand"
         ) from error
-    print(f"{_shown(path)} is written")
+    print(f"wrote {_shown(path)}")
 
 
 def _backup(path: Path) -> Path:
@@ -332,10 +332,10 @@ def _restore(path: Path) -> None:
             else:
                 place.unlink(missing_ok=True)
             backup.unlink()
-            print(f"{_shown(path)} is restored; the replaced version is {undone.name}")
+            print(f"restored {_shown(path)}; the replaced version is {undone.name}")
         elif path.exists() and NAME in path.name:
             path.unlink()
-            print(f"{_shown(path)} is removed")
+            print(f"removed {_shown(path)}")
         else:
             print(f"{_shown(path)} has nothing to undo")
     except OSError as error:

@@ -124,7 +124,7 @@ class Report:
         """The last line: the number of problems, or the next command."""
         wrong = sum(finding.ok is False for finding in self.findings)
         if wrong:
-            return f"{wrong} problem{'s' * (wrong > 1)}: the lines with → say what to do."
+            return f"{wrong} problem{'s' * (wrong > 1)}: see the lines marked → for fixes."
         return f"{self.ready} Next: vllm-mlx-harmony launch codex"
 
 

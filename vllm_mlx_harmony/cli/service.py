@@ -53,13 +53,13 @@ def main(arguments: Sequence[str]) -> int:
             _run("stop")
         background.directory().mkdir(parents=True, exist_ok=True)
         write_atomically(file, content(command, log()))
-        print(f"{file} is written")
+        print(f"wrote {file}")
     elif not file.exists():
         raise UsageError("the service is not installed: vllm-mlx-harmony service install 20b")
     codes = _run(given.action)
     if given.action == "uninstall":
         file.unlink()
-        print(f"{file} is removed")
+        print(f"removed {file}")
         return 0
     return max(codes, default=0)
 

@@ -8,7 +8,5 @@ from vllm_mlx_harmony.cli import background
 def run() -> int:
     """Stops the server, and prints which one it was."""
     server = background.stop()
-    print(
-        "no server is running" if server is None else f"{server.model} at {server.url} is stopped"
-    )
+    print("no server is running" if server is None else f"stopped {server.model} at {server.url}")
     return 0

@@ -102,5 +102,5 @@ def remembered(path: Path | None, key: str, measure: Callable[[], Costs]) -> Cos
         try:
             write_atomically(path, json.dumps({**known, key: costs.seconds}).encode())
         except OSError as error:
-            logger.warning("the costs of steps are not remembered: %s", error)
+            logger.warning("the costs of steps could not be saved: %s", error)
     return costs

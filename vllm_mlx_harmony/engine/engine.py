@@ -272,7 +272,7 @@ class MlxEngine:
             raise HostError(self._stopped)
         waiting = sum(not each.begun for each in list(self._requests.values()))
         if waiting >= max(1, number(QUEUE_VARIABLE, WAITING)):
-            problem = f"{waiting} requests are waiting already; try again later"
+            problem = f"the queue is full ({waiting} requests are waiting); try again later"
             raise HostError(problem, code="queue_full")
         mask = None if constraint is None else LogitsMask(constraint, origins=settings.origins)
         sampler = Sampler(settings, prompt, mask)
@@ -323,8 +323,8 @@ class MlxEngine:
         self.budget = Budget(limit, Layout.of(layers), work)
         if self.budget.longest(device.weights()) < 1:
             raise HostError(
-                f"the weights take {device.weights():,} bytes, which leaves no room for a prompt "
-                f"in the {limit:,} bytes that may be used: use a smaller model, or raise "
+                f"the weights take {device.weights():,} of the {limit:,} bytes that may be used, "
+                "which leaves no memory for a prompt: use a smaller model, or increase "
                 "--gpu-memory-utilization",
                 code="out_of_memory",
             )
@@ -351,7 +351,7 @@ class MlxEngine:
     def _abandon(self, error: BaseException | None = None) -> None:
         """Ends all requests with 503. ``error`` is what the thread died of."""
         if error is not None:
-            self._stopped = f"the engine has died: {type(error).__name__}"
+            self._stopped = f"the engine stopped unexpectedly: {type(error).__name__}"
         for key in list(self._requests):
             if request := self._requests.pop(key, None):
                 request.layers = None
@@ -413,7 +413,7 @@ class MlxEngine:
         """
         failure: HarmonyFailure
         if exhausted := device.exhausted(error):
-            logger.error("memory has run out: %s", error)
+            logger.error("out of memory: %s", error)
             problem = "not enough memory for this request: try again later, or shorten the prompt"
             failure = HostError(problem, code="out_of_memory", retry_after=5)
         else:

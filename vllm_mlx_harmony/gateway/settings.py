@@ -131,7 +131,9 @@ def _engine(value: object) -> Spec:
     except ValueError:
         is_url = False
     if not is_url:
-        raise ValueError(f"{spec.url.rpartition('@')[2]!r} is not a URL: http://host:port")
+        raise ValueError(
+            f"{spec.url.rpartition('@')[2]!r} is not a valid URL (expected http://host:port)"
+        )
     if "@" in parts.netloc or parts.query or parts.fragment:
         # The URL appears in logs, in /ready and in /metrics.
         raise ValueError(
@@ -248,7 +250,7 @@ class GatewaySettings:
     ]
     model: Annotated[str, Help(ENGINES, "NAME", "the model's name, for clients and for engines")]
     engine_model: Annotated[
-        str, Help(ENGINES, "NAME", "the engines' name for the model, if clients use another")
+        str, Help(ENGINES, "NAME", "the model's name at the engines, if it differs from --model")
     ] = ""
     engine_key: Annotated[str, Help(ENGINES, "KEY", "API key that the engines require")] = ""
     host: Annotated[str, Help(SERVER, "HOST", "address to listen on")] = "127.0.0.1"
@@ -279,33 +281,31 @@ class GatewaySettings:
         ),
     ] = ()
     requests_per_minute: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "requests of each key per minute; 0 is no limit")
+        Count, Help(ACCESS, "REQUESTS", "requests per minute and key (0: unlimited)")
     ] = 0
     tokens_per_minute: Annotated[
         Count,
-        Help(
-            ACCESS, "TOKENS", "tokens of each key per minute, of prompts and outputs; 0 is no limit"
-        ),
+        Help(ACCESS, "TOKENS", "tokens per minute and key, of prompts and outputs (0: unlimited)"),
     ] = 0
     requests_per_day: Annotated[
         Count,
         Help(
             ACCESS,
             "REQUESTS",
-            "requests of each key per day, which begins at 0:00 UTC; 0 is no limit",
+            "requests per day (UTC) and key (0: unlimited)",
         ),
     ] = 0
     tokens_per_day: Annotated[
-        Count, Help(ACCESS, "TOKENS", "tokens of each key per day; 0 is no limit")
+        Count, Help(ACCESS, "TOKENS", "tokens per day and key (0: unlimited)")
     ] = 0
     concurrent_requests: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "requests of each key that run at once; 0 is no limit")
+        Count, Help(ACCESS, "REQUESTS", "concurrent requests per key (0: unlimited)")
     ] = 0
     default_max_output_tokens: Annotated[
-        Count, Help(GENERATION, "TOKENS", "limit of the output if the request sets none")
+        Count, Help(GENERATION, "TOKENS", "default maximum output tokens")
     ] = 32_768
     max_output_tokens: Annotated[
-        Count, Help(GENERATION, "TOKENS", "highest limit that a request may set")
+        Count, Help(GENERATION, "TOKENS", "upper bound for a request's maximum output tokens")
     ] = 131_072
     reasoning_tokens: Annotated[
         Count | None, Help(GENERATION, "TOKENS", "reasoning budget if the request sets none")
@@ -363,9 +363,7 @@ class GatewaySettings:
             raise HostError("all keys were removed: to run without keys, restart the gateway")
         kept = {name: getattr(self, name) for name in AT_THE_START}
         if changed := [name for name in AT_THE_START if getattr(new, name) != kept[name]]:
-            logger.warning(
-                "%s: changed, but this takes effect only after a restart", ", ".join(changed)
-            )
+            logger.warning("%s: changes take effect after a restart", ", ".join(changed))
         return replace(new, **kept)
 
     @property
@@ -432,7 +430,7 @@ def load(
     found |= _renamed({name: value for name, value in flags.items() if value is not None}, flag)
     for name in ("engines", "model"):
         if not found.get(name):
-            raise HostError(f"{flag(name)} is missing")
+            raise HostError(f"{flag(name)} is required")
     try:
         settings = TypeAdapter(GatewaySettings).validate_python(found)
     except ValidationError as invalid:

@@ -150,14 +150,14 @@ def _check(args: argparse.Namespace) -> None:
     if not getattr(args, "models_config", None):
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
         if getattr(args, "mllm", False):
-            raise HostError("--mllm: gpt-oss takes text only; leave the flag out")
+            raise HostError("--mllm is not supported: gpt-oss takes text only")
     use = config.use()
     ClientServers.of_environment(use, 0.0)
     if use is config.Use.OFF:
         return
     path = getattr(args, "mcp_config", None)
     if not path:
-        raise HostError(f"{config.VARIABLE}={use.value} needs --mcp-config, which names servers")
+        raise HostError(f"{config.VARIABLE}={use.value} requires --mcp-config")
     if config.read(path).servers:
         from vllm_mlx_harmony.server.tools.mcp_server import check_package
 

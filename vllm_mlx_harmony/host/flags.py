@@ -41,7 +41,7 @@ IDLE: Mapping[str, tuple[str, ...]] = {
         "prefix_cache_size",
         "no_memory_aware_cache",
     ),
-    "attention with sinks, as gpt-oss has it, takes no quantized keys and values": (
+    "gpt-oss has attention sinks, which do not support quantized keys and values": (
         "kv_cache_quantization",
         "kv_cache_quantization_bits",
         "kv_cache_quantization_group_size",
@@ -52,7 +52,7 @@ IDLE: Mapping[str, tuple[str, ...]] = {
         "paged_cache_block_size",
         "max_cache_blocks",
     ),
-    "the prefix cache always is a tree (--cache-memory-mb bounds it)": (
+    "the prefix cache is always a tree (--cache-memory-mb bounds it)": (
         "prefix_trie_cache",
         "prefix_trie_cache_size",
     ),

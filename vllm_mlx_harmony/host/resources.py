@@ -77,7 +77,7 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
     Raises ``HostError`` for an invalid size.
     """
     if not gigabytes > 0:
-        raise HostError(f"--ssd-cache-max-gb {gigabytes:g}: must be more than 0")
+        raise HostError(f"--ssd-cache-max-gb must be greater than 0, not {gigabytes:g}")
     path = Path(directory).expanduser()
     try:
         per_day = number(PER_DAY, DEFAULT_PER_DAY)

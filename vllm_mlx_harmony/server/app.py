@@ -63,5 +63,5 @@ def application(host: Host) -> Starlette:
 
 async def _unknown_path(request: Request, _: Exception) -> Response:
     path = request.url.path
-    failure = RequestError(f"there is no {path}", status=404, code="not_found")
+    failure = RequestError(f"no such path: {path}", status=404, code="not_found")
     return error_at(path)(failure)

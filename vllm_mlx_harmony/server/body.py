@@ -102,7 +102,7 @@ def bounded(request: Request) -> Request:
 
 
 def too_large() -> RequestError:
-    problem = f"the request body is larger than {limit()} bytes: send less, or raise {VARIABLE}"
+    problem = f"the request body exceeds {limit()} bytes, the limit set by {VARIABLE}"
     return RequestError(problem, status=413, code="request_too_large")
 
 
@@ -160,7 +160,7 @@ _ASCII = bytes(range(128))
 
 
 def _too_much(what: str, instead: str) -> RequestError:
-    problem = f"the request body has more than {what}: {instead}, or raise {VALUES}"
+    problem = f"the request body has more than {what}: {instead}, or increase {VALUES}"
     return RequestError(problem, status=413, code="request_too_large")
 
 

@@ -23,8 +23,11 @@ def checked_version(file: sqlite3.Connection, version: int) -> int:
     """The version of the tables. Raises ``Later`` if it is later than ``version``."""
     (found,) = file.execute("PRAGMA user_version").fetchone()
     if found > version:
-        problem = f"a later version of vllm-mlx-harmony wrote it (layout {found}, this one knows"
-        raise Later(f"{problem} {version})")
+        problem = (
+            f"it was written by a newer vllm-mlx-harmony (schema version {found}; this one "
+            f"supports {version})"
+        )
+        raise Later(problem)
     return int(found)
 
 

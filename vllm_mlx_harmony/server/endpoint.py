@@ -79,7 +79,7 @@ class EndpointRoute(Route):
         if self.endpoint_error is None or scope["method"] in (self.methods or ()):
             await super().handle(scope, receive, send)
             return
-        problem = f"{scope['path']} does not allow {scope['method']}"
+        problem = f"method {scope['method']} is not allowed for {scope['path']}"
         failure = RequestError(problem, status=405, code="method_not_allowed")
         response = self.endpoint_error(failure)
         response.headers["Allow"] = methods_at(self.path, scope["app"].routes)

@@ -248,11 +248,8 @@ def _loosened_grammar(
             _note(f"the arguments of {count} of {len(tools)} tools are not enforced: {problem}")
             return found
     if turn.tool_choice.required:
-        raise RequestError(f"a call cannot be required: {problem}", param="tool_choice")
-    _note(
-        f"nothing is enforced in this request: the grammar of its {len(tools)} tools cannot be "
-        f"used: {problem}"
-    )
+        raise RequestError(f"tool_choice cannot be enforced: {problem}", param="tool_choice")
+    _note(f"no grammar is enforced for a request with {len(tools)} tools: {problem}")
     return None
 
 

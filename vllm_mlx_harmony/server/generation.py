@@ -269,14 +269,14 @@ async def _output(
 def check(constraint: Constraint | None) -> None:
     """Raises ``OutputError`` if the output could not be constrained to the end."""
     if constraint is not None and constraint.failure:
-        raise OutputError("the answer could not be constrained as requested; see the server's log")
+        raise OutputError("the output could not be constrained as requested; see the server's log")
 
 
 def account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
     """Logs and counts that the server ended the reasoning of the answer ``id_seed``."""
     reason = constraint.reasoning_ended_by
     logger.info(
-        "%s: reasoning ended by %s, %d tokens", id_seed, reason, constraint.reasoning_tokens
+        "%s: reasoning cut short (%s) after %d tokens", id_seed, reason, constraint.reasoning_tokens
     )
     tracker.reasoning_ended(reason)
 

@@ -226,7 +226,7 @@ class GrammarChecks:
                         if trial.verdict.problem == TOO_MUCH:
                             size = len(text[0])
                             logger.warning(
-                                "a grammar of %d bytes is not enforced: %s", size, TOO_MUCH
+                                "a grammar of %d characters is not enforced: %s", size, TOO_MUCH
                             )
                         self._remember(key, trial.verdict)
                     finally:
@@ -250,7 +250,7 @@ class GrammarChecks:
         try:
             return lane.tried(texts, request, trial)
         except OSError as error:
-            logger.error("grammars cannot be checked and are not enforced: %s", error)
+            logger.error("no grammar is enforced: their checker cannot start: %s", error)
             raise Unchecked("the helper process cannot be started") from error
         finally:
             request.spent += time.monotonic() - began

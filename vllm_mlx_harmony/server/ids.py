@@ -203,7 +203,7 @@ def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
     ):
         wrong = next((token for token in tokens if not 0 <= token < VOCAB_SIZE), None)
         if wrong is not None:
-            raise RequestError(f"there is no token with the id {wrong}", param=field)
+            raise RequestError(f"token id {wrong} is out of range", param=field)
     return parsed
 
 

@@ -113,14 +113,13 @@ class OriginCheck:
         keyed = host_of(HTTPConnection(scope)).requires_key
         if not keyed and host is not None and not self.is_own(host):
             problem = (
-                f"the host name {host!r} is not one of this server's: without an API key it "
-                "answers only to names that nobody else can register. "
-                f"Set {HOSTS_VARIABLE}, or an API key"
+                f"host {host!r} is not allowed: without an API key, only local names and IP "
+                f"addresses are. Add it to {HOSTS_VARIABLE}, or require an API key"
             )
         elif not keyed and origin is not None and not allowed:
             problem = (
-                f"pages of {origin!r} may not use this server, which has no API key. "
-                f"Set {ORIGINS_VARIABLE}, or an API key"
+                f"origin {origin!r} is not allowed. Add it to {ORIGINS_VARIABLE}, or require an "
+                "API key"
             )
         if problem is not None:
             if problem not in self._logged and len(self._logged) < _MOST_LOGGED:

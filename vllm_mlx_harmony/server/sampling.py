@@ -64,7 +64,7 @@ def resolve(
         raise invalid(limits.where, message) from error
     for token, _ in sampling.logit_bias:
         if not 0 <= token < VOCAB_SIZE:
-            raise RequestError(f"there is no token with the id {token}", param="logit_bias")
+            raise RequestError(f"token id {token} is out of range", param="logit_bias")
     return Settings(
         max_tokens=most,
         temperature=0.0 if min(temperature, top_p) < SMALLEST else temperature,

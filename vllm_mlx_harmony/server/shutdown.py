@@ -65,7 +65,7 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
             try:
                 await _answers_end(until - min(LAST_WORDS, limit() / 4))
                 if answer.running():
-                    logger.warning("shutting down: the remaining answers are ended")
+                    logger.warning("shutting down: ending the remaining answers")
                     answer.end_all(_failure())
                 await _answers_end(until + GRACE / 2)
                 left = max(until - time.monotonic(), GRACE / 4)
@@ -99,6 +99,6 @@ async def _answers_end(until: float) -> None:
 
 def _end_process() -> None:
     """Ends the process with the exit code that a shell reports for SIGTERM."""
-    logger.warning("shutting down: not waiting for the engine, which is in the middle of a step")
+    logger.warning("shutting down: the engine did not stop in time")
     logging.shutdown()
     os._exit(128 + signal.SIGTERM)

@@ -214,7 +214,7 @@ class DiskCache:
             if not self._failing:
                 self._failing = True
                 logger.warning(
-                    "prefix cache: %s failed (%s: %s); only memory is used until it works again",
+                    "prefix cache: %s failed (%s: %s); using memory only until it works",
                     *(self.directory, what, error),
                 )
             if type(error) is sqlite3.DatabaseError:  # the file is no database
@@ -345,8 +345,8 @@ class DiskCache:
         spent = 0 < limit <= self._index.written_today()
         if spent and not self._spent:
             logger.warning(
-                "prefix cache: the %s that may be written to %s in a day are used up; only memory "
-                "is used for what is new until midnight",
+                "prefix cache: the daily limit of %s written to %s is reached; new entries stay in "
+                "memory until midnight",
                 *(settings.size(limit), self.directory),
             )
         self._spent = spent

@@ -102,7 +102,7 @@ class Connection:
             with self._lock:
                 first, self._paused_until = not self._paused_until, time.monotonic() + PAUSE
             if first:
-                logger.warning("%s does not answer; continuing without it (%s)", self._name, error)
+                logger.warning("%s is not available; continuing without it (%s)", self._name, error)
             problem = f"{self._name}: {error}"
             raise PeersError(problem, retry_after=int(PAUSE)) from error
         except self._refused as error:  # out of memory, or not permitted
@@ -115,7 +115,7 @@ class Connection:
         if was_paused:
             with self._lock:
                 self._paused_until = 0.0
-            logger.warning("%s answers again", self._name)
+            logger.warning("%s is available again", self._name)
             with suppress(*self._unreachable, self._refused):  # it may have lost its data
                 self._client.set(_KEY_NAME, self.encryption_key, nx=True)
 

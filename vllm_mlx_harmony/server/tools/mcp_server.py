@@ -89,7 +89,7 @@ class McpServer:
         self._http, self._starting = http, starting
         self._info, self._warning = log or logging.INFO, log or logging.WARNING
         self._tools: tuple[Tool, ...] = ()
-        self._problem = "it has not been started"
+        self._problem = "it is not started"
         self._client: Client | None = None
         self._check = asyncio.Event()  # the tools may have changed, or the server may have died
         self._lost = False
@@ -169,12 +169,12 @@ class McpServer:
                 self._client, self._tools = None, ()
                 self._ready.clear()
             error = None if connection.cancelled() else connection.exception()
-            lost = "it does not answer" if late else "its connection was lost"
+            lost = "it does not respond" if late else "its connection was lost"
             self._problem = lost if error is None else self._without_urls(_reason(error))
             self._tried.set()
             if loop.time() - began > STEADY:
                 pause = FIRST_PAUSE
-            message = "tool server %s: %s; next attempt in %.1f s"
+            message = "tool server %s: %s; reconnecting in %.1f s"
             logger.log(self._warning, message, self.label, self._problem, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
@@ -324,10 +324,10 @@ def _reason(error: BaseException) -> str:
     if inner:
         return _reason(inner[0])
     if isinstance(error, (asyncio.TimeoutError, TimeoutError)):
-        return "it does not answer"
+        return "it does not respond"
     response = getattr(error, "response", None)  # httpx2's, whose message contains the URL
     if response is not None:
-        return f"it answers {response.status_code} {response.reason_phrase}".rstrip()
+        return f"it responds with {response.status_code} {response.reason_phrase}".rstrip()
     return f"{error}" or type(error).__name__
 
 

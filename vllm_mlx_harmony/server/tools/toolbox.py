@@ -190,7 +190,7 @@ class Toolbox:
         found = [each for each in namespaces if call.name in each.by_recipient]
         if not found:
             known = ", ".join(name for each in namespaces for name in each.by_recipient)
-            return _failed(call, f"there is no tool {call.name}; the tools are: {known or 'none'}")
+            return _failed(call, f"unknown tool {call.name}; available tools: {known or 'none'}")
         namespace, tool = found[0], found[0].by_recipient[call.name]
         label, name = tool.origin
         server = next(

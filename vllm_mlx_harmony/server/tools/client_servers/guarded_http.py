@@ -127,7 +127,7 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Connects to the checked addresses in turn, until one accepts."""
         if _origin(request.url) != self._origin:
-            raise httpx2.ConnectError("it redirects to another server")
+            raise httpx2.ConnectError("it redirects to another origin")
         host = request.url.host
         addresses = await _addresses(host, port_of(request.url), private=self._private)
         headers = request.headers.copy()
@@ -162,7 +162,7 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
         """Raises ``httpx2.ReadError`` if all responses together are too long."""
         self._left -= size
         if self._left < 0:
-            raise httpx2.ReadError("its responses are too long in total")
+            raise httpx2.ReadError("the total size of its responses is too large")
 
 
 class _Bounded(httpx2.AsyncByteStream):
@@ -198,7 +198,7 @@ async def _addresses(host: str, port: int, *, private: bool) -> list[str]:
             loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), CONNECTING
         )
     except (OSError, UnicodeError, asyncio.TimeoutError) as error:
-        raise httpx2.ConnectError("its host cannot be resolved") from error
+        raise httpx2.ConnectError("its host name cannot be resolved") from error
     every = list(dict.fromkeys(str(each[4][0]) for each in found))
     allowed = [each for each in every if private or is_public(each)]
     if not allowed:
