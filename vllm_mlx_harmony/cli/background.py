@@ -16,14 +16,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
-from vllm_mlx_harmony.cli.errors import UsageError
-from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, free_port, is_free
+from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, free_port, is_free, wait_until_ready
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
 
@@ -118,27 +115,14 @@ def wait(server: Background, progress: Callable[[int], object] = lambda _: None)
 
     ``progress`` is called with the percentage of the weights that the server has read.
     """
-    until, problem = time.monotonic() + STARTING, ""
-    while not problem:
-        ready = False
-        with (
-            suppress(OSError, HTTPException),
-            closing(HTTPConnection(ADDRESS, server.port, timeout=5)) as connection,
-        ):
-            connection.request("GET", "/health")
-            ready = connection.getresponse().status == HTTPStatus.OK
+
+    def problem() -> str:
         with suppress(OSError):  # while the log is rotated
             for percentage in BAR.findall(log().read_bytes()[-BAR_WITHIN:])[-1:]:
                 progress(int(percentage))
-        if ready:
-            return
-        if running() is None:
-            problem = "the server could not start"
-        elif time.monotonic() > until:
-            problem = f"the server was not ready after {STARTING:.0f} seconds"
-        time.sleep(0.2)
-    tail = log().read_text("utf-8", "replace").splitlines()[-15:]
-    raise UsageError("\n".join([f"{problem} (its log: {log()}):", *tail]))
+        return "" if running() else "the server could not start"
+
+    wait_until_ready(server.port, log(), STARTING, problem)
 
 
 def stop() -> Background | None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import ExitStack
-from importlib.util import find_spec
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,12 +18,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from vllm_mlx_harmony.cli.errors import UsageError, read_text
+from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.verify import connected, read_results, require
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.measure.plan import Measurement, Point
     from vllm_mlx_harmony.measure.requests import Client, Message
-    from vllm_mlx_harmony.measure.results import Results
 
 PACKAGES = ("httpx", "httpx_sse")
 RESTART = 8_000
@@ -48,14 +46,12 @@ def run(
 
     Raises ``UsageError`` if the server cannot be measured.
     """
-    if missing := [name for name in PACKAGES if not find_spec(name)]:
-        fix = "pip install 'vllm-mlx-harmony[verify]'"
-        raise UsageError(f"bench needs {', '.join(missing)}: {fix}")
+    require("bench", PACKAGES)
     from vllm_mlx_harmony.measure import results
 
     console = Console(highlight=False)
     if compare:
-        console.print(results.compared(*(_results(name) for name in compare)))
+        console.print(results.compared(*(read_results(name, "bench") for name in compare)))
         return 0
     run = Run(console, repeat, longest, timeout)
     if url is not None:
@@ -138,23 +134,13 @@ class Run:
         use: Callable[[Client, int | None], Coroutine[None, None, None]],
     ) -> None:
         """Calls ``use`` with a client and the model's context. Raises ``UsageError``."""
-        import httpx
-
-        from vllm_mlx_harmony.measure.requests import Client, Unusable
+        from vllm_mlx_harmony.measure.requests import Client
         from vllm_mlx_harmony.verify import trial
-        from vllm_mlx_harmony.verify.values import Failed
 
-        try:
-            async with trial.client(url, key, self.timeout) as http:
-                self.model, context = await trial.selected(http, model)
-                self.server = await trial.versions(http)
-                await use(Client(http, self.model), context)
-        except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-            raise UsageError(f"{url!r} is not a server's address: {error}") from error
-        except httpx.TransportError as error:
-            raise UsageError(f"no server answers at {url}: {error}") from error
-        except (Failed, Unusable) as error:
-            raise UsageError(f"the server at {url} cannot be measured: {error}") from error
+        server = connected(url, key, self.timeout, model, purpose="measured")
+        async with server as (http, self.model, context):
+            self.server = await trial.versions(http)
+            await use(Client(http, self.model), context)
 
     async def _run(self, client: Client, measurements: Sequence[Measurement]) -> None:
         """Round by round, so that what changes on the machine meanwhile is in the spread."""
@@ -181,16 +167,3 @@ class Run:
                         progress.console.print(f"✗ {each.name}: {problem}", style="red")
                     progress.advance(task)
         self.failed |= bool(failed)
-
-
-def _results(name: str) -> Results:
-    """A file that ``--json`` wrote."""
-    from vllm_mlx_harmony.measure.results import KIND
-
-    try:
-        found = loads(read_text(name))
-        if found["kind"] == KIND:
-            return dict(found)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UsageError(f"{name} is not a file that bench --json wrote")

@@ -64,6 +64,11 @@ def serving(
     has a prefix cache there. Raises ``UsageError`` with the end of the log if it does not start.
     """
     port, log = free_port(), home / "server.log"
+
+    def problem() -> str:
+        code = process.poll()
+        return "" if code is None else f"the server ended with exit code {code}"
+
     arguments = command(model, port, flags)
     with log.open("wb") as printed, _signals_raise():
         process = subprocess.Popen(
@@ -75,7 +80,7 @@ def serving(
             start_new_session=True,  # Ctrl-C is for this process, which stops the server
         )
         try:
-            _wait_until_healthy(process, port, log)
+            wait_until_ready(port, log, STARTING, problem)
             yield Running(process.pid, port, tuple(arguments), log)
         finally:
             stop(process)
@@ -139,20 +144,27 @@ def _signals_raise() -> Iterator[None]:
             signal.signal(number, was)
 
 
-def _wait_until_healthy(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    problem, until = "", time.monotonic() + STARTING
-    while not problem:
+def wait_until_ready(port: int, log: Path, patience: float, problem: Callable[[], str]) -> None:
+    """Returns when the server on ``port`` is ready.
+
+    Raises ``UsageError`` with the end of its log as soon as ``problem`` returns one, or after
+    ``patience`` seconds.
+    """
+    until = time.monotonic() + patience
+    while True:
+        ready = False
         with (
             suppress(OSError, HTTPException),
             closing(HTTPConnection(ADDRESS, port, timeout=5)) as connection,
         ):
             connection.request("GET", "/health")
-            if connection.getresponse().status == HTTPStatus.OK:
-                return
-        if process.poll() is not None:
-            problem = f"the server ended with exit code {process.returncode}"
-        elif time.monotonic() > until:
-            problem = f"the server was not ready after {STARTING:.0f} seconds"
+            ready = connection.getresponse().status == HTTPStatus.OK
+        failed = problem()
+        if ready:
+            return
+        if time.monotonic() > until:
+            failed = failed or f"the server was not ready after {patience:.0f} seconds"
+        if failed:
+            tail = log.read_text("utf-8", "replace").splitlines()[-20:]
+            raise UsageError("\n".join([f"{failed}:", *tail]))
         time.sleep(0.1)
-    tail = log.read_text("utf-8", "replace").splitlines()[-20:]
-    raise UsageError("\n".join([f"{problem}:", *tail]))

@@ -5,48 +5,47 @@ For environments in which Python does not read `.pth` files.
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vllm_mlx_harmony import _startup, host
 from vllm_mlx_harmony.cli import log_file
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.models import MODELS
 
-ID_FLAG = "--id-endpoint"
-"""Enables the id endpoint, for a gateway in front of this server."""
 
-SWITCHES = {
-    ID_FLAG: "VLLM_MLX_HARMONY_ID_ENDPOINT",
-    "--inspect": "VLLM_MLX_HARMONY_INSPECT",
-}
-"""Flags without a value, and the environment variables that they set to 1."""
+def parser() -> argparse.ArgumentParser:
+    """The flags that the host does not know; most set the environment variable of their name."""
+    made = argparse.ArgumentParser(
+        usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False, exit_on_error=False
+    )
+    own = made.add_argument_group("vllm-mlx-harmony")
 
-URLS_FLAG = "--tool-urls"
-"""Comma-separated patterns of the tool servers that requests may name by URL."""
+    def add(flag: str, about: str, **options: Any) -> None:
+        variable = f"VLLM_MLX_HARMONY_{flag[2:].replace('-', '_').upper()}"
+        setting = f"{variable}=1" if "const" in options else variable
+        own.add_argument(flag, dest=variable, help=f"{about}; or {setting}", **options)
 
-SPECULATE_FLAG = "--speculate"
-"""Whether several tokens may be computed in one step."""
-
-LOG_FLAG = "--log-file"
-"""Where all output goes."""
-
-OWN_FLAGS = f"""
-vllm-mlx-harmony:
-  {ID_FLAG}         enable POST /harmony/v1/generate (token ids), for a gateway in
-                        front of this server; or VLLM_MLX_HARMONY_ID_ENDPOINT=1
-  --inspect             show prompts and answers, token by token, at /harmony;
-                        or VLLM_MLX_HARMONY_INSPECT=1
-  {LOG_FLAG} FILE       append all output to FILE; at 10 MB, FILE is renamed to
-                        FILE.1, and so on up to FILE.3
-  {SPECULATE_FLAG} MODE      tokens in one step: off (one), forced or auto (several, if
-                        that is faster; default); or VLLM_MLX_HARMONY_SPECULATE
-  {URLS_FLAG} PATTERNS  MCP servers that requests may name by URL, comma-separated;
-                        or VLLM_MLX_HARMONY_TOOL_URLS"""
-"""Added to the host's ``--help``."""
+    switch: dict[str, Any] = {"action": "store_const", "const": "1"}
+    endpoint = "enable POST /harmony/v1/generate (token ids), for a gateway in front of this server"
+    add("--id-endpoint", endpoint, **switch)
+    add("--inspect", "show prompts and answers, token by token, at /harmony", **switch)
+    own.add_argument(
+        "--log-file",
+        metavar="FILE",
+        help="append all output to FILE; at 10 MB, FILE is renamed to FILE.1, and so on up to "
+        "FILE.3",
+    )
+    steps = "tokens in one step: off (one), forced or auto (several, if that is faster; default)"
+    add("--speculate", steps, metavar="MODE")
+    patterns = "MCP servers that requests may name by URL, comma-separated"
+    add("--tool-urls", patterns, metavar="PATTERNS")
+    return made
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -71,44 +70,25 @@ def main(arguments: Sequence[str]) -> int:
         importlib.import_module(_startup.HOST).main()
     except SystemExit as ended:
         if not ended.code and not {"-h", "--help"}.isdisjoint(arguments):
-            print(OWN_FLAGS)
+            print(f"\n{parser().format_help()}", end="")
         raise
     return 0
 
 
 def _without_own(arguments: list[str]) -> list[str]:
     """The arguments of the host; what is for this command alone takes effect."""
-    urls, arguments = _value(URLS_FLAG, arguments, f"patterns: {URLS_FLAG} 'https://*.example.com'")
-    if urls is not None:
-        os.environ["VLLM_MLX_HARMONY_TOOL_URLS"] = urls
-    mode, arguments = _value(SPECULATE_FLAG, arguments, "a mode: off, forced or auto")
-    if mode is not None:
-        os.environ["VLLM_MLX_HARMONY_SPECULATE"] = mode
-    log, arguments = _value(LOG_FLAG, arguments, f"a file: {LOG_FLAG} server.log")
-    if log is not None:
+    try:
+        given, arguments = parser().parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        raise UsageError(str(error)) from error
+    own = vars(given)
+    if log := own.pop("log_file"):
         try:
             log_file.redirect(Path(log))
         except OSError as error:
             raise UsageError(f"{log} cannot be opened: {error.strerror}") from error
+    os.environ.update({name: value for name, value in own.items() if value is not None})
     if arguments and arguments[0] in MODELS:
         weights = MODELS[arguments[0]]
         arguments[:1] = [weights.source, "--served-model-name", weights.name]
-    for switch, variable in SWITCHES.items():
-        if switch in arguments:
-            arguments = [each for each in arguments if each != switch]
-            os.environ[variable] = "1"
     return arguments
-
-
-def _value(flag: str, arguments: list[str], example: str) -> tuple[str | None, list[str]]:
-    """The value of a flag, None if it is not given, and the other arguments."""
-    for at, each in enumerate(arguments):
-        name, equals, given = each.partition("=")
-        if name != flag:
-            continue
-        if not equals:
-            if at + 1 == len(arguments):
-                raise UsageError(f"{flag} needs {example}")
-            given = arguments[at + 1]
-        return given, [*arguments[:at], *arguments[at + (1 if equals else 2) :]]
-    return None, arguments

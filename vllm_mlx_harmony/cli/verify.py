@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from importlib.util import find_spec
 from json import loads
 from pathlib import Path
@@ -15,6 +15,8 @@ from rich.console import Console
 from vllm_mlx_harmony.cli.errors import UsageError, read_text
 
 if TYPE_CHECKING:
+    from httpx import AsyncClient
+
     from vllm_mlx_harmony.verify.checks import Check
     from vllm_mlx_harmony.verify.report import Screen
     from vllm_mlx_harmony.verify.values import Document
@@ -43,15 +45,13 @@ def run(
 
     Raises ``UsageError`` if the checks cannot run.
     """
-    if missing := [name for name in PACKAGES if not find_spec(name)]:
-        fix = "pip install 'vllm-mlx-harmony[verify]'"
-        raise UsageError(f"verify needs {', '.join(missing)}: {fix}")
+    require("verify", PACKAGES)
     from vllm_mlx_harmony.verify import report, suite
     from vllm_mlx_harmony.verify.checks import chosen
 
     console = Console(highlight=False)
     if compare:
-        shown, right = report.compared(*(_results(name) for name in compare))
+        shown, right = report.compared(*(read_results(name, "verify") for name in compare))
         console.print(shown)
         return int(not right)
     if stand_in == (url is not None):
@@ -83,15 +83,22 @@ def _case(name: str) -> Check:
         raise UsageError(f"{name} is not a case of the inspector: {error}") from error
 
 
-def _results(name: str) -> Document:
-    """A file that ``--json`` wrote."""
+def require(command: str, packages: Sequence[str]) -> None:
+    """Raises ``UsageError`` if a package that the command needs is not installed."""
+    if missing := [name for name in packages if not find_spec(name)]:
+        fix = "pip install 'vllm-mlx-harmony[verify]'"
+        raise UsageError(f"{command} needs {', '.join(missing)}: {fix}")
+
+
+def read_results(name: str, command: str) -> Document:
+    """A file that the ``--json`` of a command wrote. Raises ``UsageError`` for any other."""
     try:
         results = loads(read_text(name))
-        if results["kind"] != "vllm-mlx-harmony verify":
-            raise ValueError("kind")
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"{name} is not a file that verify --json wrote") from error
-    return dict(results)
+        if results["kind"] == f"vllm-mlx-harmony {command}":
+            return dict(results)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UsageError(f"{name} is not a file that {command} --json wrote")
 
 
 @contextmanager
@@ -110,25 +117,38 @@ def _standing_in(console: Console) -> Iterator[str]:
         yield f"http://{ADDRESS}:{server.port}"
 
 
-async def _run(  # noqa: PLR0917
-    url: str, model: str | None, key: str | None, timeout: float, repeat: int, screen: Screen
-) -> str:
-    """Runs the checks of ``screen``. Returns the name of the model."""
+@asynccontextmanager
+async def connected(
+    url: str, key: str | None, timeout: float, model: str | None, *, purpose: str
+) -> AsyncIterator[tuple[AsyncClient, str, int | None]]:
+    """A client of a server, the name of its model and the context length, if that is listed.
+
+    Raises ``UsageError`` for a server that cannot be reached, or is not fit for the ``purpose``.
+    """
     import httpx
 
-    from vllm_mlx_harmony.verify import checks, trial
+    from vllm_mlx_harmony.verify import trial
     from vllm_mlx_harmony.verify.values import Failed
 
     try:
         async with trial.client(url, key, timeout) as client:
-            name, context = await trial.selected(client, model)
-            server = trial.Server(client, name, key, context)
-            with screen:
-                await checks.run(server, screen.checks, repeat, screen.add)
+            yield client, *await trial.selected(client, model)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise UsageError(f"{url!r} is not a server's address: {error}") from error
     except httpx.TransportError as error:
         raise UsageError(f"no server answers at {url}: {error}") from error
     except Failed as error:
-        raise UsageError(f"the server at {url} cannot be checked: {error}") from error
+        raise UsageError(f"the server at {url} cannot be {purpose}: {error}") from error
+
+
+async def _run(  # noqa: PLR0917
+    url: str, model: str | None, key: str | None, timeout: float, repeat: int, screen: Screen
+) -> str:
+    """Runs the checks of ``screen``. Returns the name of the model."""
+    from vllm_mlx_harmony.verify import checks, trial
+
+    async with connected(url, key, timeout, model, purpose="checked") as (client, name, context):
+        server = trial.Server(client, name, key, context)
+        with screen:
+            await checks.run(server, screen.checks, repeat, screen.add)
     return name

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 import httpx
 from httpx_sse import EventSource, SSEError
 
+from vllm_mlx_harmony.verify.values import Failed
+
 Message: TypeAlias = dict[str, Any]
 
 OK = 200
@@ -37,7 +39,7 @@ FEW = 16
 """Tokens of an answer of which only the first counts: the first ones of a gpt-oss are a header."""
 
 
-class Unusable(Exception):
+class Unusable(Failed):
     """The server does not answer such a request. The message says how."""
 
 
