@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from vllm_mlx_harmony import __version__
@@ -19,7 +19,13 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 DISTRIBUTION = "vllm-mlx-harmony"
 INTERRUPTED = 130
 MOST_CONTEXT = 2**31 - 1
-PASSED_ON = ("serve", "gateway", "doctor", "launch", "service")
+PASSED_ON = {
+    "serve": "run vllm-mlx serve with this plugin; takes the same arguments",
+    "gateway": "serve the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx",
+    "launch": "start a coding agent, and a server if none is running",
+    "service": "run a server whenever you are logged in",
+    "doctor": "check this installation and suggest fixes",
+}
 """Commands that parse their own arguments, `--help` included."""
 
 
@@ -94,30 +100,26 @@ def parser() -> argparse.ArgumentParser:
     )
     top.add_argument("--version", action="version", version=f"{DISTRIBUTION} {__version__}")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
-    commands.add_parser(
-        "serve", help="run vllm-mlx serve with this plugin; takes the same arguments"
-    )
-    commands.add_parser(
-        "gateway", help="serve the APIs in front of vLLM, SGLang, llama.cpp or vllm-mlx"
-    )
+    for name, about in PASSED_ON.items():
+        commands.add_parser(name, help=about)
 
-    commands.add_parser("launch", help="start a coding agent, and a server if none is running")
-    commands.add_parser("service", help="run a server whenever you are logged in")
-    commands.add_parser(
+    def command(name: str, about: str, description: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, help=about, description=description)
+        made.set_defaults(command=name)
+        return made
+
+    command(
         "stop",
-        help="stop the server that launch started",
-        description="Stops the server that `launch` has started.",
-    ).set_defaults(command="stop")
-
-    _add_connect(commands)
-
-    demo = commands.add_parser(
-        "demo",
-        help="show a tool-call conversation, without model weights",
-        description="Shows a tool-call conversation through the real server, with a scripted "
-        "stand-in for the model. Downloads nothing.",
+        "stop the server that launch started",
+        "Stops the server that `launch` has started.",
     )
-    demo.set_defaults(command="demo")
+    _add_connect(command)
+    demo = command(
+        "demo",
+        "show a tool-call conversation, without model weights",
+        "Shows a tool-call conversation through the real server, with a scripted stand-in for the "
+        "model. Downloads nothing.",
+    )
     demo.add_argument(
         "--continuous-batching",
         dest="batched",
@@ -131,63 +133,18 @@ def parser() -> argparse.ArgumentParser:
         const="demo_tools",
         help="show a turn with tools that the server runs over MCP",
     )
-
-    commands.add_parser("doctor", help="check this installation and suggest fixes")
-
-    _add_checks(commands)
-
-    render = commands.add_parser(
-        "render",
-        help="print the prompt of a Chat Completions request",
-        description="Prints the exact prompt that a Chat Completions request becomes.",
-    )
-    render.set_defaults(command="render")
-    render.add_argument(
-        "name", metavar="REQUEST.json", help="the request body; - is standard input"
-    )
-    render.add_argument(
-        "--json",
-        dest="as_json",
-        action="store_true",
-        help="print the token ids, their count and the text as JSON",
-    )
-
-    parse = commands.add_parser(
-        "parse",
-        help="print the messages in a completion",
-        description="Prints the messages in a completion.",
-    )
-    parse.set_defaults(command="parse")
-    parse.add_argument(
-        "name",
-        metavar="FILE",
-        help="the model's output: text with its control tokens, or a JSON list of token ids; "
-        "- is standard input",
-    )
-    parse.add_argument("--cut", action="store_true", help="the output was cut off by a token limit")
-    parse.add_argument(
-        "--json",
-        dest="as_json",
-        action="store_true",
-        help="print messages, finish reason and usage as JSON",
-    )
-    return top
-
-
-def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds the commands for any server: verify and bench."""
-    verify = commands.add_parser(
+    verify = command(
         "verify",
-        help="check that a server follows its APIs",
-        description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
-        "everything that it supports passed.",
+        "check that a server follows its APIs",
+        "Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if everything "
+        "that it supports passed; with --compare, if no check that passed fails now.",
     )
-    verify.set_defaults(command="verify")
-    verify.add_argument(
-        "url", nargs="?", metavar="URL", help="URL of the server, with or without /v1"
+    _add_server(
+        verify,
+        model="name of the model (default: the only one of the server)",
+        repeat="repetitions of the checks that depend on what the model writes",
+        defaults=(1, 300),
     )
-    verify.add_argument("--model", help="name of the model (default: the only one of the server)")
-    verify.add_argument("--key", help="the server's API key")
     verify.add_argument(
         "--only",
         action="append",
@@ -204,53 +161,23 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="check only the request that the inspector saved in FILE; repeatable",
     )
     verify.add_argument(
-        "--repeat",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="repetitions of the checks that depend on what the model writes (default: 1)",
-    )
-    verify.add_argument(
-        "--timeout",
-        type=_positive,
-        default=300,
-        metavar="SECONDS",
-        help="read timeout in seconds (default: 300)",
-    )
-    verify.add_argument("--json", metavar="FILE", help="write the results to FILE")
-    verify.add_argument("--html", metavar="FILE", help="write the results to FILE as a page")
-    verify.add_argument(
-        "--compare",
-        nargs=2,
-        metavar=("BEFORE", "AFTER"),
-        help="compare two files written with --json; the exit code is 1 if a check that passed "
-        "fails now",
-    )
-    verify.add_argument(
         "--stand-in",
         action="store_true",
         help="check this package's own server, with a scripted stand-in for the model",
     )
-
-    bench = commands.add_parser(
+    bench = command(
         "bench",
-        help="measure how fast a server is",
-        description="Measures any server with Chat Completions: the time to the first token and "
-        "the speed of one request and of several at once, a tool loop, and how much a long prompt "
-        "slows down another answer.",
+        "measure how fast a server is",
+        "Measures any server with Chat Completions: the time to the first token and the speed of "
+        "one request and of several at once, a tool loop, and how much a long prompt slows down "
+        "another answer.",
     )
-    bench.set_defaults(command="bench")
-    bench.add_argument(
-        "url", nargs="?", metavar="URL", help="URL of the server, with or without /v1"
-    )
-    bench.add_argument(
-        "--model",
-        help="name of the model at URL; without URL, its directory: a server of this package is "
+    _add_server(
+        bench,
+        model="name of the model at URL; without URL, its directory: a server of this package is "
         "started for it",
-    )
-    bench.add_argument("--key", help="the server's API key")
-    bench.add_argument(
-        "--repeat", type=_positive, default=3, metavar="N", help="runs per measurement (default: 3)"
+        repeat="runs per measurement",
+        defaults=(3, 600),
     )
     bench.add_argument(
         "--longest",
@@ -259,18 +186,60 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         metavar="TOKENS",
         help="longest prompt (default: 100000, or what the context allows)",
     )
-    bench.add_argument(
+    render = command(
+        "render",
+        "print the prompt of a Chat Completions request",
+        "Prints the exact prompt that a Chat Completions request becomes.",
+    )
+    render.add_argument(
+        "name", metavar="REQUEST.json", help="the request body; - is standard input"
+    )
+    parse = command(
+        "parse", "print the messages in a completion", "Prints the messages in a completion."
+    )
+    parse.add_argument(
+        "name",
+        metavar="FILE",
+        help="the model's output: text with its control tokens, or a JSON list of token ids; "
+        "- is standard input",
+    )
+    parse.add_argument("--cut", action="store_true", help="the output was cut off by a token limit")
+    for made, printed in (
+        (render, "the token ids, their count and the text"),
+        (parse, "messages, finish reason and usage"),
+    ):
+        json = f"print {printed} as JSON"
+        made.add_argument("--json", dest="as_json", action="store_true", help=json)
+    return top
+
+
+def _add_server(
+    command: argparse.ArgumentParser, *, model: str, repeat: str, defaults: tuple[int, int]
+) -> None:
+    """Adds the arguments of the commands for any server: which one, how often, the results.
+
+    ``defaults`` are those of ``--repeat`` and ``--timeout``.
+    """
+    repeated, timeout = defaults
+    default = "(default: %(default)s)"
+    command.add_argument(
+        "url", nargs="?", metavar="URL", help="URL of the server, with or without /v1"
+    )
+    command.add_argument("--model", help=model)
+    command.add_argument("--key", help="the server's API key")
+    command.add_argument(
+        "--repeat", type=_positive, default=repeated, metavar="N", help=f"{repeat} {default}"
+    )
+    command.add_argument(
         "--timeout",
         type=_positive,
-        default=600,
+        default=timeout,
         metavar="SECONDS",
-        help="read timeout in seconds (default: 600)",
+        help=f"read timeout in seconds {default}",
     )
-    bench.add_argument("--json", metavar="FILE", help="write the results to FILE")
-    bench.add_argument(
-        "--html", metavar="FILE", help="write the results to FILE as a page with plots"
-    )
-    bench.add_argument(
+    command.add_argument("--json", metavar="FILE", help="write the results to FILE")
+    command.add_argument("--html", metavar="FILE", help="write the results to FILE as a page")
+    command.add_argument(
         "--compare",
         nargs=2,
         metavar=("BEFORE", "AFTER"),
@@ -278,7 +247,7 @@ def _add_checks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
 
 
-def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_connect(command: Callable[[str, str, str], argparse.ArgumentParser]) -> None:
     from vllm_mlx_harmony.cli.connect import AGENTS, LEAST_CONTEXT, URL
 
     def context(text: str) -> int:
@@ -288,12 +257,11 @@ def _add_connect(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
             raise argparse.ArgumentTypeError(problem)
         return number
 
-    connect = commands.add_parser(
+    connect = command(
         "connect",
-        help=f"configure a coding agent for a server: {', '.join(AGENTS)}",
-        description="Prints the configuration of a coding agent for a server, or writes it.",
+        f"configure a coding agent for a server: {', '.join(AGENTS)}",
+        "Prints the configuration of a coding agent for a server, or writes it.",
     )
-    connect.set_defaults(command="connect")
     connect.add_argument("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
     connect.add_argument("--url", default=URL, help=f"URL of the server (default: {URL})")
     connect.add_argument("--model", help="name of the model (default: the only one of the server)")
