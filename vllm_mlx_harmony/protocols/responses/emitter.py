@@ -104,7 +104,7 @@ class Emitter:
         match delta:
             case Text() if self._item is not None:
                 logprobs = entries(delta.logprobs, no_bytes=[])
-                return self._step(self._item, self._item.take(delta.text, logprobs))
+                return self._write_events(self._item.take(delta.text, logprobs))
             case Started():
                 return self._start()
             case Opened(kind=Kind.SERVER_CALL):

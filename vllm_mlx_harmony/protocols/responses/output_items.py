@@ -185,10 +185,10 @@ class OutputItem:
 
     def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
         """More of its text."""
-        announced = [] if self.shown else self.announce()
+        announced = None if self.shown else self.announce()
         self.logprobs += logprobs
-        text = self.translator.feed(text) if self.translator else text
-        return [*announced, *self._write(text, logprobs)]
+        written = self._write(self.translator.feed(text) if self.translator else text, logprobs)
+        return [*announced, *written] if announced else written
 
     def closed(self) -> list[PendingEvent]:
         """Its text is complete."""
