@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """What the gateway costs per request, token and stream, beside the same engine asked directly.
 
-    python ci/bench_gateway.py [--quick] [--litellm] [--json FILE]
+    python ci/bench_gateway.py [--quick] [--litellm] [--redis URL] [--json FILE]
 
 Three processes: an engine that speaks vLLM's completions and spends next to nothing on it, the
 gateway, pinned to one processor, and this one, which asks both in turn. The gateway checks a key,
 counts all its limits and writes an access log. A plain reverse proxy (aiohttp), which only copies
 bytes, is measured beside it, in the same way; so is LiteLLM's proxy with ``--litellm``, which is
-installed into an environment of its own. The engine writes the time into its answers (microseconds
-of the monotonic clock, as digits), so that the way of every step to the client is measured.
-Requests alternate, so that anything else on the machine affects all alike. Processor time is that
-of the server's process: other work hardly changes it.
+installed into an environment of its own. With ``--redis``, 600 streams at once go through one
+worker and through two (``--workers``), which share that Redis. The engine writes the time into its
+answers (microseconds of the monotonic clock, as digits), so that the way of every step to the
+client is measured. Requests alternate, so that anything else on the machine affects all alike.
+Processor time is that of the server's process: other work hardly changes it.
 """
 
 from __future__ import annotations
@@ -315,6 +316,7 @@ class Figures:
     streams_per_core_by_processor: int = 0
     streams_per_core: int = 0
     gaps_p99_ms: dict[str, dict[str, float]] | None = None
+    workers: dict[str, dict[str, float]] | None = None
     memory_idle_connection: float = 0.0
     memory_active_stream: float = 0.0
     memory_process_mib: float = 0.0
@@ -391,10 +393,15 @@ def resident(pid: int) -> float:
 # --- the run
 
 
-def processor_seconds(pid: int) -> float:
-    """Seconds of processor time that a process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def processor_seconds(pid: int, *, children: bool = False) -> float:
+    """Seconds of processor time that a process, and with ``children`` those too, have used."""
+    seconds = 0.0
+    for path in Path("/proc").glob("[0-9]*/stat" if children else f"{pid}/stat"):
+        with suppress(OSError):  # it has ended
+            fields = path.read_text().rpartition(")")[2].split()
+            if str(pid) in (path.parent.name, fields[1]):
+                seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds
 
 
 LITELLM = Path("build/litellm")
@@ -424,6 +431,8 @@ def litellm(port: int, engine_port: int) -> Iterator[int]:
     process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL)
     try:
         _wait(port, "/health/liveliness")
+        processors = sorted(os.sched_getaffinity(process.pid))
+        os.sched_setaffinity(process.pid, processors[:1])  # as the others
         yield process.pid
     finally:
         process.terminate()
@@ -431,18 +440,36 @@ def litellm(port: int, engine_port: int) -> Iterator[int]:
 
 
 @contextmanager
-def processes(pace: float, port: int) -> Iterator[tuple[int, int]]:
-    """An engine on ``port``, a gateway and a proxy on the next ones; the process ids of both."""
+def processes(
+    pace: float, port: int, workers: int = 1, redis: str = ""
+) -> Iterator[tuple[int, int]]:
+    """An engine on ``port``, a gateway and a proxy on the next ones; the process ids of both.
+
+    With a ``redis``, no process is pinned to a processor.
+    """
     context = multiprocessing.get_context("spawn")
     behind = context.Process(target=engine, args=(port, pace), daemon=True)
     behind.start()
     command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", "m"]
     flags = ["--engine", f"vllm-completions=http://127.0.0.1:{port}", "--port", str(port + 1)]
-    flags += ["--key", KEY, "--access-log", "json", "--concurrent-requests", "9999"]
+    flags += [
+        "--workers",
+        str(workers),
+        "--key",
+        KEY,
+        "--access-log",
+        "json",
+        "--concurrent-requests",
+        "9999",
+    ]
     flags += [word for limit in LIMITS for word in (f"--{limit}", "999999999")]
     server = subprocess.Popen(
         [*command, *flags, "--log-level", "warning"],
-        env={**os.environ, "VLLM_MLX_HARMONY_DATE": "2026-01-01"},
+        env={
+            **os.environ,
+            "VLLM_MLX_HARMONY_DATE": "2026-01-01",
+            "VLLM_MLX_HARMONY_STORE": redis,
+        },
         stdout=subprocess.DEVNULL,
     )
     proxied = context.Process(target=proxy, args=(port + 2, port), daemon=True)
@@ -450,7 +477,7 @@ def processes(pace: float, port: int) -> Iterator[tuple[int, int]]:
     processors = sorted(os.sched_getaffinity(0))
     try:
         _wait(port + 1)
-        if len(processors) > 1:
+        if len(processors) > 1 and not redis:
             os.sched_setaffinity(server.pid, processors[:1])
             os.sched_setaffinity(0, processors[1:])
             os.sched_setaffinity(behind.pid or 0, processors[1:])
@@ -530,6 +557,22 @@ async def slow(port: int, pid: int, quick: bool, figures: Figures) -> None:
         figures.streams_per_core = count
 
 
+async def crowded(port: int, pid: int, quick: bool) -> dict[str, float]:
+    """Streams at once, more than a process can serve: what reaches the clients, and the cost."""
+    count, length = (5, 50) if quick else (600, 250)
+    await crowd(partial(Client, port + 1, CHAT), 5, 20)  # warms up
+    used, began = processor_seconds(pid, children=True), time.perf_counter()
+    gaps = await crowd(partial(Client, port + 1, CHAT), count, length)
+    seconds = time.perf_counter() - began
+    each = (processor_seconds(pid, children=True) - used) / (count * length)
+    return {
+        "tokens_per_second": round(count * length / seconds),
+        "gaps_p99_ms": round(percentile(gaps, 0.99), 1),
+        "token_processor_us": round(each * 1e6, 1),
+        "streams_per_core_by_processor": int(STEP / each),
+    }
+
+
 async def memory(port: int, pid: int, count: int, figures: Figures) -> None:
     clients = [Client(port + 1, CHAT) for _ in range(count)]
     before = resident(pid)
@@ -553,6 +596,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--quick", action="store_true", help="whether it works, not how fast it is")
     parser.add_argument("--litellm", action="store_true", help="measure LiteLLM's proxy, too")
+    parser.add_argument("--redis", metavar="URL", help="measure one and two workers, with it")
     parser.add_argument("--json", metavar="FILE", help="the figures as JSON")
     parser.add_argument(
         "--port", type=int, default=18400, help="this and the six after it are used"
@@ -570,6 +614,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         _with_uvloop(fast(parsed.port, pids, parsed.quick, figures))
     with processes(STEP, parsed.port + 3) as (pid, _):
         _with_uvloop(slow(parsed.port + 3, pid, parsed.quick, figures))
+    if parsed.redis:
+        figures.workers = {}
+        for count in (1, 2):
+            with processes(STEP, parsed.port, count, parsed.redis) as (pid, _):
+                found = _with_uvloop(crowded(parsed.port, pid, parsed.quick))
+                figures.workers[str(count)] = found
     for name, value in asdict(figures).items():
         print(f"{name:26} {value if isinstance(value, (dict, int)) else f'{value:.3f}'}")
     for name, value, goal in (
