@@ -507,25 +507,35 @@ def _wait(port: int, path: str = "/ready") -> None:
 async def fast(port: int, pids: list[int], quick: bool, figures: Figures) -> None:
     """``pids`` are those of the gateway, of the proxy, and of LiteLLM if it is measured."""
     direct, gateway = Client(port, COMPLETIONS), Client(port + 1, CHAT)
-    proxied, other = Client(port + 2, COMPLETIONS), Client(port + 6, CHAT)
-    clients = [direct, gateway, proxied, other][: len(pids) + 1]
+    asked, answered, proxied = await measured(
+        quick, pids[:2], direct, gateway, Client(port + 2, COMPLETIONS)
+    )
+    figures.request_direct_p50 = statistics.median(asked[0])
+    figures.request_added_p50 = statistics.median(answered[0]) - figures.request_direct_p50
+    figures.request_proxy_added_p50 = statistics.median(proxied[0]) - figures.request_direct_p50
+    figures.request_processor, figures.request_proxy_processor = answered[1], proxied[1]
+    if others := pids[2:]:  # by itself, since it goes on working after a response
+        again, other = await measured(quick, others, direct, Client(port + 6, CHAT))
+        added = statistics.median(other[0]) - statistics.median(again[0])
+        figures.request_litellm_added_p50, figures.request_litellm_processor = added, other[1]
+    figures.request_added_p99 = percentile(answered[0], 0.99) - percentile(asked[0], 0.99)
+    steps, rounds = (200, 2) if quick else (5000, 7)
+    figures.token_at_once_added = await at_once(direct, gateway, steps, rounds)
+
+
+async def measured(
+    quick: bool, pids: list[int], *clients: Client
+) -> list[tuple[list[float], float]]:
+    """Of each client: milliseconds of requests, and of processor time for one. ``pids`` are those
+    of the servers behind all clients but the first."""
     await requests(10, *clients)  # warms up
     used, count = [processor_seconds(pid) for pid in pids], 30 if quick else 1000
-    asked, answered, *others = await requests(count, *clients)
-    processor = [
+    times = await requests(count, *clients)
+    each = [
         (processor_seconds(pid) - before) / count * 1e3
         for pid, before in zip(pids, used, strict=True)
     ]
-    figures.request_direct_p50 = statistics.median(asked)
-    figures.request_added_p50 = statistics.median(answered) - figures.request_direct_p50
-    figures.request_processor = processor[0]
-    for name, mine, times in zip(("proxy", "litellm"), processor[1:], others, strict=False):
-        added = statistics.median(times) - figures.request_direct_p50
-        setattr(figures, f"request_{name}_added_p50", added)
-        setattr(figures, f"request_{name}_processor", mine)
-    figures.request_added_p99 = percentile(answered, 0.99) - percentile(asked, 0.99)
-    steps, rounds = (200, 2) if quick else (5000, 7)
-    figures.token_at_once_added = await at_once(direct, gateway, steps, rounds)
+    return list(zip(times, [0.0, *each], strict=True))
 
 
 async def slow(port: int, pid: int, quick: bool, figures: Figures) -> None:

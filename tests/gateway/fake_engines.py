@@ -232,6 +232,10 @@ LISTED: dict[str, Json] = {
 # --- Faults
 
 
+HANGS = 3600.0
+"""Seconds: far more than any test waits, so that what it waits for never comes about by itself."""
+
+
 @dataclass(frozen=True)
 class Fault:
     """What becomes of a request: a ``status``; or, ``after`` so many events, ``then``.
@@ -312,7 +316,7 @@ class FakeEngine:
     """It generates nothing for anybody, though all else answers: ``status`` (none is sent) or
     ``stream`` (one that stays empty)."""
     waits: float = 0.0
-    """Seconds of a fault that waits."""
+    """Seconds of a fault that waits, after which the answer goes on."""
     faults: list[Fault] = field(default_factory=list)
     trial_faults: list[Fault] = field(default_factory=list)
     """Of the next trials of grammars, as ``faults``."""
@@ -364,7 +368,7 @@ class FakeEngine:
 
     async def _before(self, request: Request, fault: Fault) -> None:
         if fault.then == "hang":
-            await asyncio.sleep(60)
+            await asyncio.sleep(HANGS)
         _reset(request)
 
     async def _events(
@@ -377,11 +381,11 @@ class FakeEngine:
                 fault = None
             if fault is not None and number == fault.after and fault.then:
                 if fault.then == "hang":
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(HANGS)
                 if fault.then == "die":
                     await asyncio.sleep(0.05)  # what was sent has arrived
                     _reset(request)
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(HANGS)
                 if fault.then == "error":
                     yield b'data: {"error": {"message": "CUDA error", "code": 500}}\n\n'
                 if fault.then == "garbage":

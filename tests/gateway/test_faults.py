@@ -217,7 +217,7 @@ def test_an_answer_that_comes_while_nobody_takes_it_is_closed(
 ) -> None:
     """The engine is slow to send a status, the reader is slow, and then goes."""
     monkeypatch.setattr(http, "PATIENCE_SECONDS", 0.1)
-    engine = Late("vllm", SCRIPTS, pause=0.1, faults=[Fault(after=None)])
+    engine = Late("vllm", SCRIPTS, held=True, faults=[Fault(after=None)])
 
     async def going(url: str) -> None:
         steps = engine_at(url, "vllm").stream(REQUEST)

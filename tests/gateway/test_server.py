@@ -338,8 +338,8 @@ def test_cached_tokens_are_counted_wherever_an_engine_says_them(kind: str) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_engine_that_has_said_a_stop_string_says_no_more(kind: str) -> None:
     """It knows of no stop strings: it would go on to its own end, and the answer wait for that."""
-    script = "<|channel|>final<|message|>One two" + " three" * 300 + "<|return|>"
-    engine = FakeEngine(kind, {"Hello": script}, pause=0.02)
+    script = "<|channel|>final<|message|>One two" + " three" * 900 + "<|return|>"
+    engine = FakeEngine(kind, {"Hello": script}, pause=0.1)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
         base = stack.enter_context(served(application(Watched("", (engine, url)))))

@@ -40,6 +40,12 @@ class Setting:
         self.url = stack.enter_context(served(_Outer(self.host, application(self.host))))
         self.healthy = urls[-1]
 
+    def limit(self, seconds: float) -> None:
+        """Sets the time limit of requests."""
+        settings = self.host.settings
+        self.host.settings = replace(settings, timeout=seconds)
+        self.host.fleet.limit = seconds
+
     @property
     def retried(self) -> float | None:
         return self.host.metrics.registry.get_sample_value("vllm_mlx_harmony_retried_total")
@@ -58,7 +64,7 @@ class Setting:
             return answer.status_code
 
         async def asked() -> list[int]:
-            async with httpx.AsyncClient(timeout=60) as client:
+            async with httpx.AsyncClient(timeout=180) as client:
                 if at_once:
                     return await asyncio.gather(*(one(client, number) for number in numbers))
                 return [await one(client, number) for number in numbers]
@@ -86,7 +92,7 @@ def test_every_conversation_is_answered_beside_a_silent_engine(
 ) -> None:
     with ExitStack() as stack:
         hung, well = FakeEngine("vllm", SCRIPTS, silent=silent), FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, hung, well, timeout=30.0)
+        setting = Setting(stack, hung, well, timeout=180.0)
         statuses = setting.ask(range(CONVERSATIONS), stream=stream, at_once=at_once)
         assert statuses == [200] * CONVERSATIONS
         assert hung.prompts, "no conversation has its home on the silent engine"
@@ -107,10 +113,12 @@ def test_a_deadline_without_an_id_counts_and_frees_the_conversation(
     rule = Rule(patience=60.0, pause=0.2, longest_pause=1.0, failures=2)
     with ExitStack() as stack:
         engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, *engines, rule=rule, timeout=5.0)
+        setting = Setting(stack, *engines, rule=rule, timeout=180.0)
         (number,) = setting.home(1)
         engines[0].silent = "stream"
+        setting.limit(5.0)
         assert setting.ask([number], stream=stream) == [504]
+        setting.limit(180.0)
         assert setting.ask([number], stream=stream) == [200]
         assert len(engines[1].prompts) >= 1
 
@@ -121,15 +129,15 @@ def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
     it generates. Another tenant's requests go on."""
     rule = Rule(slack=0.1, slowest=0.0, failures=2)  # so that only the time limit counts
     with ExitStack() as stack:
-        slow, other = FakeEngine("vllm", SCRIPTS, waits=1.5), FakeEngine("vllm", SCRIPTS)
+        slow, other = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
         setting = Setting(stack, slow, other, rule=rule)
         numbers = setting.home(4)
         backend = setting.host.fleet.backends[0]
-        for number, timeout in zip(numbers, (1.2, 0.6, 0.6, 0.6), strict=True):
-            slow.faults[:] = [Fault(then="wait", after=0)]
+        for number, timeout in zip(numbers, (6.0, 3.0, 3.0, 3.0), strict=True):
+            slow.faults[:] = [Fault(then="hang", after=0)]
             messages = [{"role": "user", "content": f"Question {number}"}]
             body = {"model": MODEL, "messages": messages, "timeout": timeout, "stream": stream}
-            httpx.post(setting.url + CHAT, json=body, timeout=30)
+            httpx.post(setting.url + CHAT, json=body, timeout=180)
             assert backend.health == "up"
         assert setting.retried
         assert setting.ask(numbers[1:]) == [200] * 3
@@ -139,7 +147,7 @@ def test_a_prompt_that_takes_long_is_waited_for() -> None:
     """An engine that sends ids to others is not silent, however long one request waits."""
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), timeout=60.0)
+        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), timeout=180.0)
         first, second = setting.home(2)
         slow.pause = 0.1
         slow.scripts["Question"] = "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"
@@ -182,27 +190,35 @@ def test_an_only_engine_is_waited_for() -> None:
     """There is nothing to gain: its next id may come before the deadline."""
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS, faults=[Fault(then="wait", after=0)], waits=4.0)
-        setting = Setting(stack, slow, timeout=30.0)
+        setting = Setting(stack, slow, timeout=180.0)
         assert setting.ask([1]) == [200]
         assert len(slow.prompts) == 1
 
 
-def test_a_client_that_goes_says_nothing_of_an_engine() -> None:
+def test_a_client_that_goes_says_nothing_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """But that it is probed; and it generates."""
+    monkeypatch.setattr(router, "SHORT_SECONDS", 0.0)  # any silence is a reason for a probe
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS)
         rule = Rule(patience=60.0)
         setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), rule=rule)
         number, *_ = setting.home(1)
         backend = setting.host.fleet.backends[0]
-        slow.waits = 10.0
+        message = {"role": "user", "content": f"Question {number}"}
+        body = {"model": MODEL, "messages": [message]}
+
+        async def leave() -> None:
+            async with httpx.AsyncClient(timeout=180) as client:
+                asking = asyncio.ensure_future(client.post(setting.url + CHAT, json=body))
+                await asyncio.to_thread(until, lambda: slow.running == 1, "the request to run")
+                asking.cancel()
+
         for _ in range(4):
-            slow.faults[:] = [Fault(then="wait", after=0)]
-            body = {"model": MODEL, "messages": [{"role": "user", "content": f"Question {number}"}]}
-            with pytest.raises(httpx.ReadTimeout):
-                httpx.post(setting.url + CHAT, json=body, timeout=1.3)
-            until(lambda: backend.in_flight == 0, "the request to be closed")
-        until(lambda: not setting.host.fleet.routing.doubted(backend), "a probe")
+            slow.faults[:], slow.trial_faults[:] = [Fault(then="hang", after=0)], [Fault()]
+            asyncio.run(leave())
+            until(lambda: backend.in_flight == slow.running == 0, "the request to be closed")
+            until(lambda: not slow.trial_faults, "a probe")
+        until(lambda: not setting.host.fleet.routing.doubted(backend), "the probe's result")
         assert backend.up and setting.ask([number]) == [200]
 
 

