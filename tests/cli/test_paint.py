@@ -64,7 +64,7 @@ def painted_kinds(ids: list[int]) -> list[Kind]:
 @example(ids_of("<|channel|>analysis<|message|>a<|end|>analysis<|message|>b<|end|>"))
 @example(ids_of("to=functions.f<|end|>"))
 @example([4103, 100, RESERVED, 100])
-@settings(max_examples=examples(3_000), deadline=None)
+@settings(max_examples=examples(1_000), deadline=None)
 def test_one_reader(ids: list[int]) -> None:
     """Parser, painter and what watches reasoning agree on every output."""
     ended = Parser()

@@ -528,7 +528,7 @@ def drawn_schema(chance: random.Random, depth: int = 0) -> tuple[Any, Callable[[
 
 
 @pytest.mark.once
-@settings(max_examples=examples(300), deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 2**32))
 def test_what_is_valid_is_taken_and_nothing_else(seed: int) -> None:
     chance = random.Random(seed)

@@ -110,7 +110,7 @@ def plain(text: str) -> str:
 
 @pytest.mark.once
 @given(st.lists(st.tuples(TEXT, TEXT, st.none() | objects(PROPERTIES)), min_size=1, max_size=3))
-@settings(max_examples=examples(400), deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_as_the_library(tools: list[tuple[str, str, Any]]) -> None:
     ours = declared(*tools)
     assert plain(f"# Tools\n\n{ours}") == plain(

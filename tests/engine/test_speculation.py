@@ -172,7 +172,8 @@ LENGTHS = [1, 2, 60, 112, 126, 127, 128, 129, 145, 300]
 def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> None:
     luck = random.Random(str(changed))
     steps = ids = accepted = rejected = 0
-    for length in LENGTHS:
+    # Windows matter to all settings alike.
+    for length in LENGTHS if changed in SETTINGS[:2] else LENGTHS[::3]:
         settings = Settings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
         cycle = [16, 17, 18, 19, 20, 21, 22, 23, luck.randrange(SIZE)]
         prompt = [vocab.MESSAGE, *(cycle * 40)][:length]
