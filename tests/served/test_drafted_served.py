@@ -31,7 +31,7 @@ EDITED = FILE.replace("row 70:", "row seventy:").replace("row 120:", "row one hu
 ANSWER = f"<|channel|>final<|message|>{EDITED}<|return|>"
 SCRIPTS = [
     Script("Thanks.", "<|channel|>final<|message|>You are welcome.<|return|>"),
-    Script("Slowly, edit", ANSWER, delay_ms=15),
+    Script("Slowly, edit", ANSWER, delay_ms=40),
     Script("Edit", ANSWER),
 ]
 
@@ -141,8 +141,8 @@ def test_a_client_that_goes_ends_it(server: Server) -> None:
     while (after := status(server))["requests"] and time.monotonic() < deadline:
         time.sleep(0.02)
     tokens = after["completion_tokens"] - before["completion_tokens"]
-    assert after["accepted_prediction_tokens"] - before["accepted_prediction_tokens"] > 50
-    assert 100 < tokens < 1500
+    assert after["accepted_prediction_tokens"] - before["accepted_prediction_tokens"] > 20
+    assert not after["requests"] and tokens > 100
     found = chat(server, user("Edit until I go"))
     assert found.choices[0].message.content == EDITED
 
