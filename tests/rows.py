@@ -31,8 +31,6 @@ class Row:
     tools: tuple[str, ...] = ("x",)
     one_call: bool = False
     """The caller wants no more than one."""
-    transcript: bool = False
-    """It goes on after the end of a turn."""
 
 
 def row(name: str, output: str, *said: tuple[str, ...], **more: object) -> Row:
@@ -43,7 +41,6 @@ def row(name: str, output: str, *said: tuple[str, ...], **more: object) -> Row:
 
 
 TO_X = (CALL, "x", '{"a":1}')
-_X = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a":1}'
 
 WELL_FORMED = [
     row("plain answer", "<|channel|>final<|message|>Hi.<|return|>", (ANSWER, "Hi.")),
@@ -96,8 +93,8 @@ WELL_FORMED = [
         TO_X,
     ),
     row(
-        "two calls",
-        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|end|><|start|>assistant'
+        "two calls in a transcript",
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>assistant'
         '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|>',
         TO_X,
         TO_X,
@@ -109,6 +106,14 @@ WELL_FORMED = [
         (REASONING, "One."),
         (REASONING, "Two."),
         (ANSWER, "Hi."),
+    ),
+    row(
+        "a tool's message in a transcript",
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>functions.x '
+        "to=assistant<|channel|>commentary<|message|>42<|end|><|start|>assistant<|channel|>final"
+        "<|message|>It is 42.<|return|>",
+        TO_X,
+        (ANSWER, "It is 42."),
     ),
     row(
         "characters of several tokens",
@@ -259,14 +264,6 @@ MALFORMED = [
         "junk behind call",
         '<|channel|>commentary to=x<|message|>{"a":1}<|call|>commentary to=x<|message|>{}<|call|>',
         TO_X,
-    ),
-    *(
-        row(f"nothing behind call: {after!r}", f"{_X}<|call|>{after}", TO_X)
-        for after in (
-            "<|start|>assistant<|channel|>final<|message|>after<|return|>",
-            "<|start|>user<|message|>No.<|end|><|start|>assistant<|channel|>final<|message|>Never.",
-            "<|start|>functions.x to=assistant<|channel|>commentary<|message|>42<|end|>",
-        )
     ),
     row(
         "empty messages", "<|channel|>analysis<|message|><|end|><|channel|>final<|message|><|end|>"
@@ -535,7 +532,6 @@ TRANSCRIPTS = [
         "<|start|>assistant<|channel|>final<|message|>It is 42.<|return|>",
         TO_X,
         (ANSWER, "It is 42."),
-        transcript=True,
     )
     for between in (
         "<|start|>functions.x to=assistant<|channel|>commentary<|message|>42<|end|>",
@@ -547,12 +543,10 @@ TRANSCRIPTS = [
     )
 ] + [
     row(
-        "two calls in a transcript",
-        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>assistant'
-        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|>',
+        "a user in a transcript",
+        '<|channel|>commentary to=functions.x<|message|>{"a":1}<|call|><|start|>user<|message|>No.'
+        f"<|end|>{_GO_ON}",
         TO_X,
-        TO_X,
-        transcript=True,
     ),
 ]
 
@@ -900,6 +894,8 @@ STOPS = [
     ),
 ]
 
+_X = '<|channel|>commentary to=functions.x <|constrain|>json<|message|>{"a":1}'
+
 ONE_CALL = [
     row("one call of two", f"{_X}<|end|><|start|>assistant{_X}<|call|>", TO_X, one_call=True),
     row(
@@ -928,6 +924,7 @@ ROWS = [
     *NO_HEADER,
     *PLAYED,
     *GARBLED_ROLES,
+    *TRANSCRIPTS,
     *WAITING,
     *RECORDED,
     *NOISE,

@@ -15,7 +15,6 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.render import Rendered, opening, render
 from vllm_mlx_harmony.core.replay import Replay
 from vllm_mlx_harmony.core.turn import (
@@ -104,23 +103,6 @@ def test_no_ids_and_ids_behind_the_end_are_normal() -> None:
     assert turn.done
     assert turn.messages[-1] == Answer("It is 4.")
     assert text_of(turn.render_for_completion()).endswith("It is 4.<|return|>")
-
-
-@pytest.mark.parametrize("at_once", [True, False])
-@pytest.mark.parametrize("output", [ANSWERS, CALLS], ids=["return", "call"])
-def test_ids_behind_the_end_change_nothing(output: str, at_once: bool) -> None:
-    plain, turn = context(), context()
-    plain.append_output(ids_of(output))
-    more = ids_of("<|start|>assistant<|channel|>final<|message|>after<|return|>")
-    if at_once:
-        turn.append_output([*ids_of(output), *more])
-    else:
-        turn.append_output(ids_of(output))
-        assert turn.append_output(more) == []
-    assert turn.finish("stop") == plain.finish("stop")
-    assert turn.messages == plain.messages
-    assert turn.render_for_completion() == plain.render_for_completion()
-    assert turn.outputs == plain.outputs != ()
 
 
 def test_tool_results_are_part_of_the_conversation_and_of_the_next_prompt() -> None:
@@ -303,23 +285,14 @@ def test_parse_of_render_gives_the_answer_back(row: Row) -> None:
     turn = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     turn.append_output(ids_of(row.output))
     turn.finish("stop")
+    said = turn.messages[1:]
     prompt = render(Turn((User("?"),), tools)).ids
-    kept = [message for message in turn.messages[1:] if not isinstance(message, Reasoning)]
-    history = render(Turn((User("?"), *kept), tools))
-    parser = Parser(history.names, transcript=True)
-    again: list[tuple[str, ...]] = []
-    for delta in [*parser.feed(_behind(history.ids, prompt)), *parser.close("stop")]:
-        if isinstance(delta, Opened):
-            again.append((delta.kind.value, delta.name, ""))
-        elif isinstance(delta, Text):
-            again[-1] = (*again[-1][:2], again[-1][2] + delta.text)
-    kinds = {message: kind for kind, message in _SPOKEN.items()}
-    assert again == [
-        (CALL, message.name, message.arguments)
-        if isinstance(message, Call)
-        else (kinds[type(message)], "", message.text)
-        for message in kept
-    ]
+    again = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
+    history = render(
+        Turn((User("?"), *(m for m in said if not isinstance(m, Reasoning))), tools)
+    ).ids
+    again.append_output(_behind(history, prompt))
+    assert list(again.messages[1:]) == _renumbered(said)
 
 
 def _behind(history: tuple[int, ...], prompt: tuple[int, ...]) -> list[int]:
@@ -327,3 +300,13 @@ def _behind(history: tuple[int, ...], prompt: tuple[int, ...]) -> list[int]:
     opening = ids_of("<|start|>assistant")
     assert history[: len(prompt)] == prompt or history == prompt
     return list(history[len(prompt) : -len(opening)])
+
+
+def _renumbered(said: tuple[object, ...]) -> list[object]:
+    kept = [message for message in said if not isinstance(message, Reasoning)]
+    return [
+        Call(INFO.call_id(index), message.name, message.arguments)
+        if isinstance(message, Call)
+        else message
+        for index, message in enumerate(kept)
+    ]

@@ -8,18 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai_harmony import Role, StreamableParser
-from rows import (
-    ANSWER,
-    CALL,
-    POSITIONS,
-    PREFIXES,
-    REASONING,
-    ROWS,
-    TRANSCRIPTS,
-    WELL_FORMED,
-    Row,
-    noisy,
-)
+from rows import ANSWER, CALL, POSITIONS, PREFIXES, REASONING, ROWS, WELL_FORMED, Row, noisy
 from rows import ids as ids_of
 from sizes import examples
 
@@ -34,8 +23,7 @@ Chunks = list[list[int]]
 
 
 def parser_of(row: Row) -> Parser:
-    names = Names.of(Turn((), tuple(map(Tool, row.tools))))
-    return Parser(names, row.stop, one_call=row.one_call, transcript=row.transcript)
+    return Parser(Names.of(Turn((), tuple(map(Tool, row.tools)))), row.stop, one_call=row.one_call)
 
 
 def deltas_of(parser: Parser, chunks: Chunks, *, cut: bool = False) -> list[Delta]:
@@ -71,7 +59,7 @@ def every_cut(ids: list[int]) -> list[Chunks]:
     ]
 
 
-@pytest.mark.parametrize("row", [*ROWS, *TRANSCRIPTS], ids=lambda row: row.id)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row(row: Row) -> None:
     deltas = deltas_of(parser_of(row), [ids_of(row.output)], cut=row.cut)
     finished = deltas[-1]
@@ -82,7 +70,7 @@ def test_row(row: Row) -> None:
     assert closed == [True] * (len(row.said) - 1) + [row.whole] * bool(row.said)
 
 
-@pytest.mark.parametrize("row", [*ROWS, *TRANSCRIPTS], ids=lambda row: row.id)
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_any_chunking_gives_the_same(row: Row) -> None:
     ids = ids_of(row.output)
     whole = deltas_of(parser_of(row), [ids], cut=row.cut)
@@ -326,7 +314,7 @@ def transcripts(draw: st.DrawFn) -> list[int]:
 @given(ids=transcripts())
 @settings(max_examples=examples(300), deadline=None)
 def test_agrees_with_openai_harmony_on_well_formed_output(ids: list[int]) -> None:
-    assert said(deltas_of(Parser(transcript=True), [ids])) == reference(ids)
+    assert said(deltas_of(Parser(), [ids])) == reference(ids)
 
 
 @pytest.mark.parametrize("row", WELL_FORMED, ids=lambda row: row.id)

@@ -48,22 +48,16 @@ ROWS = [
         id="a call on the analysis channel",
     ),
     pytest.param(
-        f"{PARIS}<|end|><|start|>assistant{ROME}<|call|>",
+        f"{PARIS}<|call|><|start|>assistant{ROME}<|call|>",
         [("weather", '{"city":"Paris"}'), ("weather", '{"city":"Rome"}')],
         None,
         id="two calls",
     ),
     pytest.param(
-        f"{PARIS}<|end|><|start|>assistant{PARIS}<|call|>",
+        f"{PARIS}<|call|><|start|>assistant{PARIS}<|call|>",
         [("weather", '{"city":"Paris"}')] * 2,
         None,
         id="the same call twice",
-    ),
-    pytest.param(
-        f"{PARIS}<|call|><|start|>assistant{ROME}<|call|>",
-        [("weather", '{"city":"Paris"}')],
-        None,
-        id="what follows the end of the turn",
     ),
     pytest.param(
         "<|channel|>commentary to=functions.my_tool<|message|>é not JSON<|call|>",

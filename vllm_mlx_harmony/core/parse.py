@@ -11,9 +11,8 @@ A message is a header, ``<|message|>``, a body and a terminator. The parser is i
 (https://github.com/python-hyper/h11/blob/master/h11/_state.py), what a sign leads to is a table,
 `TRANSITIONS`, and its effects are code, `Parser._act`:
 
-    HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>, <|call|>──▶ ENDED
-
-In a transcript, a turn ends in ``BETWEEN`` instead, from which ``<|start|>`` leads to ``HEADER``.
+    HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>──▶ ENDED
+                             └────<|call|>──▶ CALLED ──<|start|>──▶ HEADER   (a transcript)
 
 Four transitions are triggered by text instead, and are made where that text is read: a header with
 so much loose text that it must be the message (to ``BODY``), an author other than the assistant
@@ -46,7 +45,8 @@ no longer than a header can be (`LOOSE_LIMIT`).
 **The model may write as another author.** After ``<|start|>`` it can write `user` or a tool's name,
 and continue in that role. The turn ends before that ``<|start|>``: `done_at` is then less than the
 number of generated ids, and the ids after it are not part of the conversation. In a transcript,
-others really have written; their messages are skipped (``RESULT``).
+where ids follow a ``<|call|>``, tools really have answered; their messages are skipped
+(``RESULT``).
 
 **The same ids give the same deltas and the same usage, however they are split.** The bytes of a
 body are decoded once per feed. With stop strings they are decoded id by id: otherwise the ids after
@@ -89,9 +89,9 @@ class State(Enum):
 
     HEADER = auto()
     BODY = auto()
+    CALLED = auto()  # after <|call|>; only a transcript continues, with <|start|>
     RESULT = auto()  # in a message of a tool, or of any other author, in a transcript
-    BETWEEN = auto()  # after the end of a turn, in a transcript
-    ENDED = auto()  # after <|return|> or <|call|>, a stop string, the only call, another role
+    ENDED = auto()  # after <|return|>, a stop string, the call that ends the turn, another role
 
 
 class Sign(Enum):
@@ -124,7 +124,7 @@ TRANSITIONS: dict[State, dict[Sign, State]] = {
     State.HEADER: {
         **dict.fromkeys(Sign, State.HEADER),
         Sign.MESSAGE: State.BODY,
-        Sign.CALL: State.ENDED,
+        Sign.CALL: State.CALLED,
         Sign.RETURN: State.ENDED,
     },
     State.BODY: {
@@ -132,17 +132,21 @@ TRANSITIONS: dict[State, dict[Sign, State]] = {
         Sign.START: State.HEADER,
         Sign.CHANNEL: State.HEADER,
         Sign.END: State.HEADER,
-        Sign.CALL: State.ENDED,
+        Sign.CALL: State.CALLED,
+        Sign.RETURN: State.ENDED,
+    },
+    State.CALLED: {
+        **dict.fromkeys(Sign, State.CALLED),
+        Sign.START: State.HEADER,
         Sign.RETURN: State.ENDED,
     },
     State.RESULT: {
         **dict.fromkeys(Sign, State.RESULT),
         Sign.START: State.HEADER,
         Sign.END: State.HEADER,
-        Sign.CALL: State.ENDED,
+        Sign.CALL: State.CALLED,
         Sign.RETURN: State.ENDED,
     },
-    State.BETWEEN: {**dict.fromkeys(Sign, State.BETWEEN), Sign.START: State.HEADER},
     State.ENDED: dict.fromkeys(Sign, State.ENDED),
 }
 
@@ -328,10 +332,10 @@ class Parser:
                 self._another_speaks(self._header.author)
         before, self.state = self.state, TRANSITIONS[self.state][sign]
         self._act(before, sign)
-        if self.state is State.ENDED:
+        if self.state in (State.CALLED, State.ENDED):
             self._end_turn(self.ended_at)
-            if self._transcript:
-                self.state = State.BETWEEN
+        if self._transcript and self.state is State.ENDED:
+            self.state = State.CALLED  # a transcript continues after every end, with <|start|>
 
     def _act(  # noqa: C901 - one case per transition
         self, before: State, sign: Sign
@@ -376,7 +380,7 @@ class Parser:
 
     def _another_speaks(self, author: str) -> None:
         self.author = author
-        if self._transcript:
+        if self._transcript or (author == "tool" and self.done):
             self.state = State.RESULT
         else:
             self.state = State.ENDED
