@@ -15,11 +15,16 @@ import pytest
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.host import engine as host_engine
+from vllm_mlx_harmony.host import engine_routes
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import sampling
@@ -525,6 +530,28 @@ def test_started_twice_at_once_it_loads_one_model(
     finally:
         for each in made:
             each.close()
+
+
+def test_a_model_may_be_loaded_while_health_is_reported(
+    monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    engines = [HarmonyEngine(str(number)) for number in range(3)]
+    first, *others = engines
+    adding = iter(others)
+
+    async def forward(_: Any) -> Response:
+        return Response()
+
+    def is_healthy(_: HarmonyEngine) -> bool:
+        for each in adding:
+            host_engine._loaded[id(each)] = each
+        return True
+
+    monkeypatch.setattr(engine_routes, "forward_to_host", forward)
+    monkeypatch.setattr(HarmonyEngine, "is_healthy", is_healthy)
+    host_engine._loaded[id(first)] = first
+    assert run(engine_routes.health(Request({"type": "http"}))).status_code == 200
+    assert len(host_engine.loaded()) >= 3
 
 
 def test_a_model_that_is_nowhere_has_no_known_window() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import traceback
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,23 @@ async def _for(seconds: float, waiting: Awaitable[None]) -> None:
         await asyncio.wait_for(waiting, seconds)
     except asyncio.TimeoutError:
         return
+
+
+def test_what_fails_as_a_lease_ends_does_not_stop_the_rest() -> None:
+    ended: list[int] = []
+
+    async def ending(number: int) -> None:
+        ended.append(number)
+        if number < 2:
+            raise OSError("a bug")
+
+    lease = Lease(None, "", Deadline(1.0, 1.0), lambda: ending(0))
+    for number in (1, 2):
+        lease.on_release(partial(ending, number))
+    with pytest.raises(OSError, match="a bug"):
+        asyncio.run(lease.release())
+    asyncio.run(lease.release())
+    assert ended == [0, 1, 2]
 
 
 def test_a_host_may_wait_for_a_websockets_disconnection() -> None:

@@ -115,6 +115,8 @@ def test_a_limit_is_a_length(host: Alone) -> None:
         ({"settings": {**SETTINGS, "prediction": [5, 2**31]}}, "settings.prediction"),
         ({"settings": {**SETTINGS, "prediction": [-1]}}, "settings.prediction"),
         ({"settings": {**SETTINGS, "prediction": [5] * 131_073}}, "settings.prediction"),
+        ({"settings": {**SETTINGS, "logit_bias": [[1.5, 1.0]]}}, "settings.logit_bias[0][0]"),
+        ({"settings": {**SETTINGS, "logit_bias": [[1]]}}, "settings.logit_bias[0][1]"),
         ({"messages": []}, "messages"),
         ({"grammar": "start: ("}, "grammar"),
         ({"model": "nobody"}, "model"),

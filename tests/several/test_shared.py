@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from gateway.fake_engines import until
@@ -22,14 +23,16 @@ from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.limits import DAY, Limits
 from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
-from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.server import encryption
+from vllm_mlx_harmony.server.answer import PING_VARIABLE
 from vllm_mlx_harmony.server.errors import StoreError
+from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
-from vllm_mlx_harmony.server.peers.answers import Command, Directory
+from vllm_mlx_harmony.server.peers.answers import Beat, Command, Directory
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
 from vllm_mlx_harmony.server.replay import SharedTurns
-from vllm_mlx_harmony.server.responses import store
+from vllm_mlx_harmony.server.responses import lookup, store
 from vllm_mlx_harmony.server.responses.store import SharedStore
 from vllm_mlx_harmony.server.responses.stored import StoredResponse
 
@@ -79,7 +82,7 @@ def test_keys_say_nothing_and_expire(own: RedisServer, monkeypatch: pytest.Monke
     SharedStore(connection).put(KEPT)
     Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
     directory, response = Directory(connection), ("resp_1", "alice")
-    directory.beat([], {response: [DONE]})
+    directory.beat([], {response: {0: DONE}})
 
     async def while_sending() -> dict[str, int]:
         sending = asyncio.ensure_future(directory.send(response, Command.CANCEL, 30.0))
@@ -91,7 +94,7 @@ def test_keys_say_nothing_and_expire(own: RedisServer, monkeypatch: pytest.Monke
 
     lifetimes = asyncio.run(while_sending())
     kinds = {name.split(":")[1] for name in lifetimes}
-    assert kinds == {"encryption-key", "response", "turn", "run", "events", "command"}
+    assert kinds == {"encryption-key", "response", "turn", "run", "log", "command"}
     for name in lifetimes:
         assert "alice" not in name and "resp_1" not in name
         if not name.endswith("encryption-key"):
@@ -178,7 +181,7 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
     seed = ("0a1b", "alice")
     first = [Event('{"n":0}', "response.created"), Event('{"n":1}', "response.queued")]
     assert not there.runs(run)
-    assert here.beat([seed], {run: first, second: []}) == {}
+    assert here.beat([seed], {run: dict(enumerate(first)), second: {}}) == {}
     assert there.runs(run) and not there.runs(("resp_1", "bob"))
     assert there.events(run, 0) == first
 
@@ -188,7 +191,7 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
             asyncio.ensure_future(there.send(seed, Command.CANCEL, 30.0)),
         ]
         await asyncio.sleep(0.2)
-        commands = here.beat([seed], {run: [DONE], second: []})
+        commands = here.beat([seed], {run: {2: DONE}, second: {}})
         assert commands == {second: Command.DELETE, seed: Command.CANCEL}
         here.forget(second)
         here.ended(seed)
@@ -199,10 +202,126 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
     assert there.events(run, 1) == [first[1], DONE]
     here.ended(run)
     assert not there.runs(run) and there.events(run, 2) == [DONE]
-    assert here.beat([seed], {second: []}) == {}
+    assert here.beat([seed], {second: {}}) == {}
     assert there.events(second, 0) == []
     here.forget(second)
     here.forget(run)
+    assert not there.has(run)
+
+
+class Generated:
+    """A background response with its first events, and the last one if it is ``done``."""
+
+    def __init__(self, key: str, *, done: bool) -> None:
+        self.id, self.tenant, self.done, self.deleted = key, "alice", done, False
+        self.events = [Event(f'{{"n":{n}}}', "response.created") for n in range(3)]
+        self.events += [DONE] * done
+
+
+@pytest.mark.parametrize("lost", ["beat", "ended"])
+def test_events_are_stored_once_although_a_reply_is_lost(server: RedisServer, lost: str) -> None:
+    """Redis carries the command out, but the server does not know."""
+    generated: list[Any] = [Generated(f"resp_{n}", done=lost == "ended") for n in range(2)]
+    names = [(each.id, each.tenant) for each in generated]
+
+    class Lossy(Directory):
+        def beat(self, *given: Any) -> Any:
+            found = super().beat(*given)
+            if lost == "beat":
+                raise PeersError("timed out")
+            return found
+
+        def ended(self, name: Any) -> None:
+            raise PeersError("timed out")
+
+    known, beat = Directory(Connection(server.url)), Beat()
+    beat._sent = dict.fromkeys(generated, 0)
+    with pytest.raises(PeersError):
+        asyncio.run(beat._beat(Lossy(Connection(server.url)), []))
+    asyncio.run(beat._beat(known, []))
+    for each, name in zip(generated, names, strict=True):
+        assert known.events(name, 0) == each.events
+        assert known.runs(name) == (not each.done)
+        known.forget(name)
+
+
+class CountingStore(SharedStore):
+    reads = 0
+
+    def get(self, key: str, tenant: str) -> StoredResponse | None:
+        self.reads += 1
+        return super().get(key, tenant)
+
+
+@pytest.mark.parametrize("seconds", [1, 0])
+def test_who_follows_at_another_server_gets_heartbeats(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, seconds: int
+) -> None:
+    """And while nothing is generated, the response is not read again and again."""
+    known, stored = Directory(Connection(server.url)), CountingStore(Connection(server.url))
+    name = KEPT.id, KEPT.tenant
+    created = Event('{"n":0}', "response.created")
+    monkeypatch.setenv(PING_VARIABLE, str(seconds))
+    monkeypatch.setattr(peers_answers, "ALIVE", 3600)  # however slow the machine is
+    monkeypatch.setattr(lookup, "directory", lambda: known)
+    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(name))
+    monkeypatch.setattr(lookup, "server_store", lambda: stored)
+    stored.put(replace(KEPT, document={**KEPT.document, "status": "in_progress"}))
+
+    async def following() -> list[Event]:
+        known.beat([], {name: {0: created}})
+        events = await lookup.follow(*name, 0)
+        assert events is not None
+        found = [await anext(events)]
+        more = asyncio.ensure_future(anext(events))
+        for _ in range(8):
+            known.beat([], {name: {}})
+            await asyncio.sleep(0.25)
+        if seconds:
+            found.append(await more)
+            more = asyncio.ensure_future(anext(events))
+        known.beat([], {name: {1: DONE}})
+        while DONE not in found:
+            found.append(await more)
+            more = asyncio.ensure_future(anext(events))
+        with pytest.raises(StopAsyncIteration):
+            await more
+        return found
+
+    found = asyncio.run(following())
+    heartbeats = [HEARTBEAT] * found.count(HEARTBEAT)
+    assert found == [created, *heartbeats, DONE] and bool(heartbeats) == bool(seconds)
+    assert stored.reads == 0
+    known.forget(name)
+
+
+@pytest.mark.parametrize(
+    ("status", "last"), [("completed", None), ("failed", "response.failed"), (None, "error")]
+)
+def test_who_follows_what_ended_without_its_last_events(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch, status: str | None, last: str | None
+) -> None:
+    known, stored = Directory(Connection(server.url)), SharedStore(Connection(server.url))
+    name = f"resp_{status}", KEPT.tenant
+    created = Event('{"n":0}', "response.created")
+    monkeypatch.setattr(lookup, "directory", lambda: known)
+    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(name))
+    monkeypatch.setattr(lookup, "server_store", lambda: stored)
+    known.beat([], {name: {0: created}})
+    known.ended(name)
+    if status:
+        document = {**KEPT.document, "status": status}
+        stored.put(replace(KEPT, id=name[0], document=document))
+
+    async def followed() -> list[Event]:
+        events = await lookup.follow(*name, 0)
+        assert events is not None
+        return [event async for event in events]
+
+    found = asyncio.run(followed())
+    assert found[0] == created and found[-1] == DONE
+    assert [event.name for event in found[1:-1]] == ([last] if last else [])
+    known.forget(name)
 
 
 # --- Rate limits

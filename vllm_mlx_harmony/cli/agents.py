@@ -3,7 +3,8 @@
 A row configures an agent for one run with a server: by arguments, environment variables and files
 in a directory of this project. All other settings of the agent still apply, and none of them is
 changed. Keys are not written to files: agents read them from the environment, from `VLLM_API_KEY`
-or from a variable of their own.
+or from a variable of their own. Only Cline gets its key as an argument, which other users of the
+machine can see in the list of processes.
 """
 
 from __future__ import annotations

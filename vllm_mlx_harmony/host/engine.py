@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakValueDictionary
 
 import mlx.core as mx
 from vllm_mlx.api.utils import clean_output_text
@@ -66,15 +66,19 @@ class NotHarmony(HostError):
         )
 
 
-loaded: WeakSet[HarmonyEngine] = WeakSet()
-"""The engines whose model is loaded."""
+_loaded: WeakValueDictionary[int, HarmonyEngine] = WeakValueDictionary()
+
+
+def loaded() -> list[HarmonyEngine]:
+    """The engines whose model is loaded; other threads may be loading and unloading some."""
+    return [each for found in _loaded.valuerefs() if (each := found()) is not None]
 
 
 def serving() -> list[tuple[str, MlxEngine, Budget]]:
     """The engines of the models that are loaded, with their names and budgets."""
     return [
         (each.model_name, each.engine, each.engine.budget)
-        for each in sorted(loaded, key=lambda each: each.model_name)
+        for each in sorted(loaded(), key=lambda each: each.model_name)
         if each.engine is not None and each.engine.budget is not None
     ]
 
@@ -153,7 +157,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
                 engine.close()
                 raise
             self.engine = engine
-            loaded.add(self)
+            _loaded[id(self)] = self
         metrics.show()
         status_line.start(lambda: [(name, engine.status()) for name, engine, _ in serving()])
 
@@ -180,7 +184,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     async def stop(self) -> None:
         """Ends all requests and frees the model: it can be started again."""
         engine, self.engine = self.engine, None
-        loaded.discard(self)
+        _loaded.pop(id(self), None)
         if engine is not None:
             await end_of(asyncio.ensure_future(asyncio.to_thread(engine.close)))
             give_back()

@@ -66,7 +66,7 @@ async def status(_: Request) -> Response:
 async def health(request: Request) -> Response:
     """``GET /health``: 503 while the thread of any loaded engine is dead."""
     response = await forward_to_host(request)
-    if all(engine.is_healthy() for engine in loaded):
+    if all(engine.is_healthy() for engine in loaded()):
         return response
     sent: list[Message] = []
 

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
@@ -84,11 +85,9 @@ class Lease:
     async def release(self) -> None:
         if not self._released:
             self._released = True
-            try:
-                await self._give_back()
-            finally:
-                for ending in self._endings:
-                    await ending()
+            async with AsyncExitStack() as stack:  # each runs even if another fails
+                for ending in reversed((self._give_back, *self._endings)):
+                    stack.push_async_callback(ending)
 
 
 class Context(Protocol):

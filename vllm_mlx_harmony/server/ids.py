@@ -25,7 +25,7 @@ from functools import cache, partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, Strict
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -85,9 +85,7 @@ class IdSettings(Wire):
     min_p: float = Field(default=0.0, ge=0, le=1)
     presence_penalty: float = 0.0
     repetition_penalty: float = Field(default=1.0, gt=0)
-    logit_bias: list[Annotated[list[float], Field(min_length=2, max_length=2)]] = Field(
-        default_factory=list
-    )
+    logit_bias: list[Annotated[tuple[int, float], Strict(False)]] = Field(default_factory=list)
     frequency_penalty: float = 0.0
     seed: Seed | None = None
     origins: bool = False
@@ -95,9 +93,8 @@ class IdSettings(Wire):
     prediction: list[int] = Field(default_factory=list, max_length=WINDOW)
 
     def resolved(self) -> Settings:
-        bias = tuple((int(token), value) for token, value in self.logit_bias)
-        given = {**self.model_dump(), "logit_bias": bias, "prediction": tuple(self.prediction)}
-        return Settings(**given)
+        bias, prediction = tuple(self.logit_bias), tuple(self.prediction)
+        return Settings(**{**self.model_dump(), "logit_bias": bias, "prediction": prediction})
 
 
 class IdRequest(Wire):

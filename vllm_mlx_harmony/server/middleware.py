@@ -48,7 +48,7 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 def error_at(path: str) -> ErrorResponse:
     """Makes the responses for errors at ``path``: in OpenAI's format but for Messages."""
-    return messages.error if path.startswith("/v1/messages") else openai_error
+    return messages.error if f"{path}/".startswith("/v1/messages/") else openai_error
 
 
 async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:

@@ -57,7 +57,7 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
         async def shutdown(self, sockets: list[socket] | None = None) -> None:
             now = time.monotonic()
             until = (now if self._signalled is None else self._signalled) + limit()
-            if getattr(self, "_captured_signals", ()):  # it runs by itself, not within another
+            if self._signalled is not None:  # it runs by itself, not within another
                 timer = threading.Timer(until + GRACE - now, _end_process)
                 timer.daemon = True
                 timer.start()

@@ -9,6 +9,7 @@ import logging
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -374,16 +375,29 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     asynchronous(test)
 
 
-def test_silence_is_broken(turns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While nothing is generated, for each of its readers."""
-    monkeypatch.setattr("vllm_mlx_harmony.server.responses.background.DEFAULT_PING_SECONDS", 0.01)
+@pytest.mark.parametrize(("variable", "default"), [("", 0.01), ("1", 60), ("0", 0.01)])
+def test_silence_is_broken(
+    turns: Callable[[Any], None],
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    default: float,
+) -> None:
+    """While nothing is generated, for each of its readers, unless the variable is 0."""
+    monkeypatch.setattr(
+        "vllm_mlx_harmony.server.responses.background.DEFAULT_PING_SECONDS", default
+    )
+    monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", variable)
     turns(no_turn)
 
     async def test() -> None:
         running = Background().start(job(answer(background=True)))
         for events in (running.follow(), running.follow(100)):
-            found = [await anext(events) for _ in range(5)]
-            assert found[-2:] == [HEARTBEAT] * 2
+            event, others = Event(""), 0
+            with suppress(asyncio.TimeoutError):
+                while event != HEARTBEAT:
+                    event = await asyncio.wait_for(anext(events), 0.2 if variable == "0" else 60)
+                    others += event != HEARTBEAT
+            assert (event == HEARTBEAT) == (variable != "0") and others <= 3
             assert HEARTBEAT not in running.events
         await running.cancel()
 

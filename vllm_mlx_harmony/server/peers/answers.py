@@ -5,7 +5,7 @@ Redis, and waits until the command is gone. Every ``BEAT`` seconds each server r
 for its running answers. It deletes a command when it has carried it out.
 
 With the same beat a server renews the entry of each background response that it generates, and
-appends the new events. If the entry expires, after ``ALIVE`` seconds, the response is lost: its
+adds the new events. If the entry expires, after ``ALIVE`` seconds, the response is lost: its
 server has died.
 """
 
@@ -65,11 +65,12 @@ class Directory:
         self._call = connection.call
 
     def beat(
-        self, running: Sequence[Name], background: Mapping[Name, Sequence[Event]]
+        self, running: Sequence[Name], background: Mapping[Name, Mapping[int, Event]]
     ) -> dict[Name, Command]:
         """The commands for ``running`` answers and ``background`` responses.
 
-        Renews the entries of the latter, and appends their new events.
+        Renews the entries of the latter, and adds their new events, by their numbers: if Redis
+        received them but its reply was lost, the next beat sends them again.
         """
         names = [*running, *background]
         if not names:
@@ -80,8 +81,9 @@ class Directory:
             for name, events in background.items():
                 pipe.set(_key("run", name), b"1", ex=ALIVE)
                 if events:
-                    pipe.rpush(_key("events", name), *(dumps(event) for event in events))
-                    pipe.expire(_key("events", name), EVENTS_SECONDS)
+                    log = {dumps((number, *event)): number for number, event in events.items()}
+                    pipe.zadd(_key("log", name), log)
+                    pipe.expire(_key("log", name), EVENTS_SECONDS)
             pipe.mget([_key("command", name) for name in names])
             commands: list[bytes | None] = pipe.execute()[-1]
             return commands
@@ -96,17 +98,21 @@ class Directory:
     def forget(self, name: Name) -> None:
         """Removes everything about an answer."""
         self._call(
-            lambda redis: redis.delete(*(_key(kind, name) for kind in ("run", "command", "events")))
+            lambda redis: redis.delete(*(_key(kind, name) for kind in ("run", "command", "log")))
         )
 
     def runs(self, name: Name) -> bool:
         """Whether any server generates the background response."""
         return bool(self._call(lambda redis: redis.exists(_key("run", name))))
 
+    def has(self, name: Name) -> bool:
+        """Whether any server generates the background response, or its events are stored."""
+        return bool(self._call(lambda redis: redis.exists(_key("run", name), _key("log", name))))
+
     def events(self, name: Name, start: int) -> list[Event]:
         """The stored events of the background response from number ``start`` on."""
-        found = self._call(lambda redis: redis.lrange(_key("events", name), start, -1))
-        return [Event(*loads(event)) for event in found]
+        found = self._call(lambda redis: redis.zrangebyscore(_key("log", name), start, "+inf"))
+        return [Event(*loads(event)[1:]) for event in found]
 
     async def send(self, name: Name, command: Command, patience: float) -> bool:
         """Whether a server has carried out ``command`` within ``patience`` seconds."""
@@ -192,7 +198,10 @@ class Beat:
 
     async def _beat(self, known: Directory, running: Sequence[Name]) -> None:
         background = {(each.id, each.tenant): each for each in self._sent}
-        new = {name: each.events[self._sent[each] :] for name, each in background.items()}
+        new = {
+            name: dict(enumerate(each.events[(sent := self._sent[each]) :], sent))
+            for name, each in background.items()
+        }
         commands = await asyncio.to_thread(known.beat, running, new)
         for name, command in commands.items():
             if name not in self._executing:
@@ -200,6 +209,7 @@ class Beat:
                 self._executing[name] = asyncio.ensure_future(work)
         for name, each in background.items():
             self._sent[each] += len(new[name])
+        for name, each in background.items():
             if each.deleted or (each.done and self._sent[each] == len(each.events)):
                 await asyncio.to_thread(known.forget if each.deleted else known.ended, name)
                 del self._sent[each]

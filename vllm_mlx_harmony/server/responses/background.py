@@ -16,7 +16,7 @@ from pydantic_core import from_json
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event, encode_slowly
-from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, Answer
+from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, PING_VARIABLE, Answer
 from vllm_mlx_harmony.server.errors import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
@@ -83,18 +83,16 @@ class Running:
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
         """Yields the events from number ``start`` to the last as they arrive, and heartbeats."""
-        loop = asyncio.get_running_loop()
+        pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
         while True:
             while start < len(self.events):
                 yield self.events[start]
                 start += 1
             if self.done:
                 return
-            silent_until = loop.time() + DEFAULT_PING_SECONDS
-            timer = loop.call_at(silent_until, self._wake)
-            await self._more.wait()
-            timer.cancel()
-            if loop.time() >= silent_until:
+            try:
+                await asyncio.wait_for(self._more.wait(), pings_after or None)
+            except asyncio.TimeoutError:
                 yield HEARTBEAT
 
     async def cancel(self) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 from contextlib import suppress
 from dataclasses import replace
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
-from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import resource
+from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, PING_VARIABLE
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.peers.answers import (
@@ -24,6 +26,7 @@ from vllm_mlx_harmony.server.responses.background import Running
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter
 from vllm_mlx_harmony.server.responses.store import server_store
 from vllm_mlx_harmony.server.responses.stored import StoredResponse
+from vllm_mlx_harmony.server.settings import number
 
 # --- For the server that generates a response
 
@@ -37,7 +40,7 @@ async def announce(response: StoringEmitter) -> None:
     running = replace(stored, document={**stored.document, "status": "in_progress"})
     with suppress(StoreError):  # then only this server can find it until it ends
         await in_thread(server_store().put, running)
-        await asyncio.to_thread(known.beat, [], {(stored.id, stored.tenant): ()})
+        await asyncio.to_thread(known.beat, [], {(stored.id, stored.tenant): {}})
 
 
 async def withdraw(response: StoringEmitter) -> None:
@@ -92,8 +95,7 @@ async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, Non
     known = directory()
     if known is None:
         return None
-    last = await asyncio.to_thread(known.events, (key, tenant), -1)
-    if not (last or await _runs(key, tenant)):
+    if not await asyncio.to_thread(known.has, (key, tenant)):
         stored = await _read(key, tenant)
         if not resource.is_running(stored.document):  # or its server died before the first event
             return None
@@ -103,8 +105,10 @@ async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, Non
 async def _events(
     known: Directory, key: str, tenant: str, start: int
 ) -> AsyncGenerator[Event, None]:
+    pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
+    silent_since = time.monotonic()
+    ended = False
     try:
-        ending = False
         while True:
             events = await asyncio.to_thread(known.events, (key, tenant), start)
             for event in events:
@@ -112,14 +116,22 @@ async def _events(
             start += len(events)
             if DONE in events[-1:]:
                 return
-            if not events:
+            if events or await _runs(key, tenant):
+                ended = False
+                silent_since = time.monotonic() if events else silent_since
+                if pings_after and time.monotonic() - silent_since >= pings_after:
+                    yield HEARTBEAT
+                    silent_since = time.monotonic()
+            elif not ended:
+                ended = True  # its last events may have come since they were read
+                continue
+            else:
                 stored = await find(key, tenant)
-                if stored.document.get("status") == "failed" and not await _runs(key, tenant):
+                if stored.document.get("status") == "failed":
                     yield resource.failed_event(stored.document, start)
                     break
-                if ending and not resource.is_running(stored.document):
-                    break  # it has ended, and its last events were never sent
-                ending = not resource.is_running(stored.document)
+                if not resource.is_running(stored.document):
+                    break  # its last events were never sent
             await asyncio.sleep(BEAT)
     except HarmonyFailure as failure:
         yield resource.error_event(failure, start)
