@@ -245,7 +245,10 @@ def _loosened_grammar(
         except (NotCompiled, Unchecked):
             continue
         if isinstance(found, Compiled):
-            _note(f"the arguments of {count} of {len(tools)} tools are not enforced: {problem}")
+            if tools:
+                _note(f"the arguments of {count} of {len(tools)} tools are not enforced: {problem}")
+            elif requested is not None:
+                _note(f"the response format is not enforced: {problem}")
             return found
     if turn.tool_choice.required:
         raise RequestError(f"tool_choice cannot be enforced: {problem}", param="tool_choice")
