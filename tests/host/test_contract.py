@@ -23,7 +23,14 @@ from fastapi.testclient import TestClient
 
 from vllm_mlx_harmony import host
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host import contract, entry_points, mount, patching, server_globals
+from vllm_mlx_harmony.host import (
+    activation,
+    contract,
+    entry_points,
+    mount,
+    patching,
+    server_globals,
+)
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import NotHarmony
 from vllm_mlx_harmony.host.mount import Route
@@ -183,12 +190,12 @@ def test_without_the_flag_not_one_attribute_differs(
 ) -> None:
     before = vars(flags("MODEL", *arguments))
     host.install()
-    assert host.status().hooked
+    assert vllm_mlx.cli.serve_command in [hook for _, _, hook in activation._hooks]
     assert vllm_mlx.cli.serve_command(flags("MODEL", *arguments)) == "served"
     assert served.changed == []
     assert vars(served.calls[0]) == before
-    assert not host.status().hooked
-    assert not host.status().active
+    assert not activation._hooks
+    assert not contract.changes()
 
 
 OPEN = [
@@ -227,7 +234,7 @@ def test_with_several_models_the_others_keep_their_flags(served: Served, table: 
     vllm_mlx.cli.serve_command(flags("--models-config", "x.yaml", "--tool-call-parser=harmony"))
     (args,) = served.calls
     assert (args.enable_auto_tool_choice, args.reasoning_parser) == (False, None)
-    assert host.status().active
+    assert contract.changes()
 
 
 def test_installing_twice_is_once(served: Served, table: object) -> None:
@@ -373,7 +380,7 @@ def test_an_optional_row_that_does_not_fit_is_one_warning(
         assert vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser=harmony")) == "served"
         (warning,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
         assert name in warning.getMessage()
-        applied = host.status().requirements
+        applied = contract.changes()
         assert "POST /v1/chat/completions" in applied
         assert name not in applied
         host.uninstall()
@@ -482,7 +489,7 @@ def test_importing_the_gate_imports_nothing_of_the_host() -> None:
     import subprocess
 
     source = (
-        "from vllm_mlx_harmony import host; host.status(); host.install({'serve_command': print});"
+        "from vllm_mlx_harmony import host; host.install({'serve_command': print});"
         "heavy = {'vllm_mlx', 'fastapi', 'starlette', 'mlx', 'openai_harmony', 'pydantic'};"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -601,10 +608,9 @@ def test_a_replacement_may_be_named() -> None:
 def test_the_real_table_fits_the_real_host(name: str) -> None:
     before = snapshot()
     contract.activate(name)
-    status = host.status()
-    assert status.versions["vllm-mlx"].startswith("0.6.")
-    assert "POST /v1/chat/completions" in status.requirements
-    assert status.parts[entry_points.PROMPT_RENDERERS]
+    assert entry_points.versions()["vllm-mlx"].startswith("0.6.")
+    assert "POST /v1/chat/completions" in contract.changes()
+    assert entry_points.in_use().sources[entry_points.PROMPT_RENDERERS]
     assert differences(before) != []
     host.uninstall()
     assert differences(before) == []

@@ -27,8 +27,7 @@ from vllm_mlx_harmony.core.turn import Defaults, Effort
 from vllm_mlx_harmony.host import contract, warmup
 from vllm_mlx_harmony.host import engine as host_engine
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.engine import HarmonyEngine
-from vllm_mlx_harmony.host.prompts import prompt_ids
+from vllm_mlx_harmony.host.engine import HarmonyEngine, prompt_ids
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.defaults import (
     ATTACHMENTS_VARIABLE,

@@ -252,9 +252,9 @@ class MlxEngine:
                     cached=progress.cached,
                     computed=progress.processed,
                     generated=each.generated,
-                    seconds=now - each.since,
-                    speed=speed,
-                    expected=expected,
+                    seconds=round(now - each.since, 3),
+                    speed=round(speed, 3),
+                    expected=None if expected is None else round(expected, 3),
                 )
             )
         return found

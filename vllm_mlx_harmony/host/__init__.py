@@ -6,6 +6,6 @@ Importing this package imports and changes nothing of vllm-mlx; `install()` adds
 
 from __future__ import annotations
 
-from vllm_mlx_harmony.host.activation import Status, install, status, uninstall
+from vllm_mlx_harmony.host.activation import install, uninstall
 
-__all__ = ["Status", "install", "status", "uninstall"]
+__all__ = ["install", "uninstall"]

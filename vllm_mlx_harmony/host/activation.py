@@ -11,34 +11,15 @@ import functools
 import importlib
 import logging
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.entry_points import FLAGS, in_use, versions
+from vllm_mlx_harmony.host.entry_points import FLAGS
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 COMMAND_LINE = "vllm_mlx.cli"
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """What this plugin does in this process.
-
-    `hooked`: the hook is in front of `serve_command`. `requirements` are the changes of vllm-mlx
-    that are in force, by name, `parts` the source of each part by entry-point group; both are empty
-    when not `active`.
-    """
-
-    hooked: bool
-    versions: dict[str, str]
-    requirements: tuple[str, ...] = ()
-    parts: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def active(self) -> bool:
-        return bool(self.requirements)
 
 
 Namespace = dict[str, object]
@@ -90,12 +71,6 @@ def remove_hooks() -> None:
         namespace, command, hook = _hooks.pop()
         if namespace.get("serve_command") is hook:
             namespace["serve_command"] = command
-
-
-def status() -> Status:
-    contract = sys.modules.get(f"{__package__}.contract")
-    changes = contract.changes() if contract else ()
-    return Status(bool(_hooks), versions(), changes, in_use().sources if changes else {})
 
 
 def _activate(args: argparse.Namespace) -> None:

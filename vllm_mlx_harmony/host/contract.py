@@ -1,11 +1,11 @@
 """The table: every name of vllm-mlx and mlx-lm that is used or replaced, and supported versions.
 
-vllm-mlx has no interface for what this package does: functions of it are replaced, and more are
-called. None of them is promised to stay. A change must not be noticed in the middle of a request,
-so every name is a row, with the parameters it must take and what it is for, and the whole table is
-checked before anything is changed. If a required row does not fit, nothing is changed and the start
-ends with an error that names it. An optional row that does not fit is left out with a warning.
-``vllm-mlx-harmony doctor --verbose`` prints all rows.
+vllm-mlx has no interface for what this package does, and none of these names is promised to stay. A
+change must not be noticed in the middle of a request, so every name is a row, with the parameters
+it must take and what it is for, and the whole table is checked before anything is changed. If a
+required row does not fit, nothing is changed and the start ends with an error that names it. An
+optional row that does not fit is left out with a warning. ``vllm-mlx-harmony doctor --verbose``
+prints all rows.
 
 **Invariants.** Changes are made in order and reverted in reverse, all or none; activating twice
 changes nothing. When they are reverted, every attribute is the very object that it was before.
@@ -118,11 +118,7 @@ NAMES: tuple[Name, ...] = (
         Name(f"mlx_lm.models.cache:{name}", why, parameters)
         for name, why, parameters in (
             ("make_prompt_cache", "makes the KV caches of a request", ("model", OTHERS)),
-            (
-                "RotatingKVCache._temporal_order",
-                "a window in the order of its tokens",
-                ("self", "v"),
-            ),
+            ("RotatingKVCache._temporal_order", "orders the tokens of a window", ("self", "v")),
             ("KVCache.merge", "makes a batch", ("caches",)),
             ("RotatingKVCache.merge", "makes a batch", ("caches",)),
             ("BatchKVCache.extend", "adds rows to a batch", ("self", "other")),
@@ -139,7 +135,7 @@ NAMES: tuple[Name, ...] = (
             ("KVCache", "state of a layer with full attention", "keys values offset nbytes"),
             (
                 "RotatingKVCache",
-                "state of a layer with a sliding window",
+                "state of a window",
                 "keys values offset nbytes keep max_size _idx",
             ),
             ("BatchKVCache", "state of a batch", "keys values nbytes left_padding _idx"),

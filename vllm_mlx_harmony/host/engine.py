@@ -12,20 +12,22 @@ import gc
 import threading
 import time
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
 import mlx.core as mx
+from fastapi import HTTPException
+from pydantic import BaseModel
 from vllm_mlx.api.utils import clean_output_text
 from vllm_mlx.engine.base import BaseEngine, GenerationOutput
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import device
@@ -34,8 +36,10 @@ from vllm_mlx_harmony.engine.engine import MlxEngine, Options, Totals
 from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
-from vllm_mlx_harmony.host import metrics, resources, status_line
-from vllm_mlx_harmony.host.prompts import Json, Messages, prompt_ids
+from vllm_mlx_harmony.host import entry_points, metrics, resources, status_line
+from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.garbage import give_back
 from vllm_mlx_harmony.server.generation import end_of
@@ -52,6 +56,9 @@ CLEARED = {NAME: True}
 _GB = 1e9
 
 _Decoder = getincrementaldecoder("utf-8")
+
+Json: TypeAlias = Mapping[str, object]
+Messages: TypeAlias = Sequence[Json | BaseModel]
 
 
 class NotHarmony(HostError):
@@ -83,20 +90,34 @@ def serving() -> list[tuple[str, MlxEngine, Budget]]:
     ]
 
 
-def shown(engine: MlxEngine) -> list[dict[str, object]]:
-    """The requests of an engine, with rounded numbers."""
-    return [
-        {
-            name: round(value, 3) if isinstance(value, float) else value
-            for name, value in asdict(request).items()
-        }
-        for request in engine.status()
-    ]
-
-
 def engine_of(engine: object) -> MlxEngine | None:
     """The `MlxEngine` in vllm-mlx's ``engine``; ``None`` if that is not Harmony, or not loaded."""
     return engine.engine if isinstance(engine, HarmonyEngine) else None
+
+
+def prompt_ids(
+    messages: Messages, tools: Sequence[Json] | None, options: Json | None
+) -> tuple[int, ...]:
+    """The prompt of vllm-mlx's ``messages`` and ``tools``, rendered as our routes render them;
+    ``options`` are its template options.
+
+    Raises HTTPException 400, which vllm-mlx's routes return, for an invalid message.
+    """
+    known = ("reasoning_effort", "model_identity", "builtin_tools")
+    body = {
+        "model": "host",
+        "messages": [
+            each.model_dump(exclude_none=True) if isinstance(each, BaseModel) else each
+            for each in messages
+        ],
+        "tools": tools or None,
+        "chat_template_kwargs": {name: (options or {}).get(name) for name in known},
+    }
+    given = defaults.read(server()._default_chat_template_kwargs or {})
+    try:
+        return entry_points.in_use().renderer(chat.read(body, given).turn).ids
+    except RequestError as error:
+        raise HTTPException(status_code=error.status, detail=error.message) from error
 
 
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
@@ -261,35 +282,26 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         """``stream_generate``, as one output."""
         return await _last(self.stream_generate(prompt, *args, **keywords))
 
-    async def stream_chat(  # noqa: PLR0917 - vllm-mlx's own signature
-        self,
-        messages: Messages,
-        max_tokens: int = 256,
-        temperature: float = 0.7,
-        top_p: float = 0.9,
-        tools: Sequence[Json] | None = None,
-        images: Sequence[str] | None = None,
-        videos: Sequence[str] | None = None,
-        **others: Any,
+    async def stream_chat(
+        self, messages: Messages, tools: Sequence[Json] | None = None, **others: Any
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """What the model says to ``messages``, rendered as our routes render them."""
+        """What the model says to ``messages``; vllm-mlx passes all arguments by name."""
         options = others.pop("chat_template_kwargs", None)
         prompt = await in_thread(prompt_ids, messages, tools, options)
-        outputs = self.stream_generate(prompt, max_tokens, temperature, top_p, **others)
-        async with aclosing(outputs):
+        async with aclosing(self.stream_generate(prompt, **others)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def chat(self, messages: Messages, *args: Any, **keywords: Any) -> GenerationOutput:
+    async def chat(self, **keywords: Any) -> GenerationOutput:
         """``stream_chat``, as one output, cleaned as vllm-mlx cleans it."""
-        last = await _last(self.stream_chat(messages, *args, **keywords))
+        last = await _last(self.stream_chat(**keywords))
         return replace(last, text=clean_output_text(last.text))
 
     # --- What vllm-mlx shows
 
     def get_stats(self) -> dict[str, object]:
         """For ``/v1/status`` and the metrics."""
-        requests = [] if self.engine is None else shown(self.engine)
+        requests = [] if self.engine is None else [asdict(each) for each in self.engine.status()]
         running = sum(each["place"] == 0 for each in requests)
         totals = Totals() if self.engine is None else self.engine.totals
         return {

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +19,7 @@ from starlette.types import Message
 
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.host import resources
-from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, loaded, serving, shown
+from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, loaded, serving
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server.endpoint import Endpoint
@@ -59,7 +60,8 @@ async def status(_: Request) -> Response:
             "accepted_prediction_tokens": engine.totals.drafts_accepted,
             "rejected_prediction_tokens": engine.totals.drafts_rejected,
         }
-        models.append({"model": name, "memory": memory, "steps": steps, "requests": shown(engine)})
+        requests = [asdict(each) for each in engine.status()]
+        models.append({"model": name, "memory": memory, "steps": steps, "requests": requests})
     return JSONResponse({"models": models})
 
 

@@ -32,10 +32,6 @@ SPECULATE_VARIABLE = "VLLM_MLX_HARMONY_SPECULATE"
 Given = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
 
-BYTES_PER_MB = 1 << 20
-"""The unit of vllm-mlx's flags."""
-
-
 IDLE: Mapping[str, tuple[str, ...]] = {
     "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)": (
         "prefix_cache_size",
@@ -121,7 +117,7 @@ def budget(flags: Given) -> int | None:
         return 0
     megabytes = flags.get("cache_memory_mb", flags.get("prefix_trie_cache_memory_mb"))
     if megabytes is not None:
-        return max(0, int(megabytes)) * BYTES_PER_MB
+        return max(0, int(megabytes)) << 20
     share = flags.get("cache_memory_percent")
     if share is None:
         return None
@@ -140,6 +136,10 @@ def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) 
         value = getattr(args, name, None)
         return otherwise if value is None else max(least, value)
 
+    speculate = os.environ.get(SPECULATE_VARIABLE, "").strip().lower() or default.speculate
+    if speculate not in (known := get_args(Speculate)):
+        problem = f"{speculate!r} is not one of {', '.join(known)}"
+        raise HostError(f"{SPECULATE_VARIABLE}: {problem}")
     return replace(
         default,
         limits=Limits(
@@ -152,16 +152,8 @@ def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) 
         ),
         utilization=getattr(args, "gpu_memory_utilization", default.utilization),
         interval=of("stream_interval", default.interval),
-        speculate=_speculate(default.speculate),
+        speculate=cast("Speculate", speculate),
     )
-
-
-def _speculate(default: Speculate) -> Speculate:
-    word = os.environ.get(SPECULATE_VARIABLE, "").strip().lower() or default
-    if word not in get_args(Speculate):
-        known = ", ".join(get_args(Speculate))
-        raise HostError(f"{SPECULATE_VARIABLE}: {word!r} is not one of {known}")
-    return cast("Speculate", word)
 
 
 def without_effect(flags: Given, *, enabled: bool) -> list[str]:

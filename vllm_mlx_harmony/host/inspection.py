@@ -14,37 +14,28 @@ def status() -> list[Section]:
     for name, engine, budget in serving():
         requests = engine.status()
         waiting = sum(each.place > 0 for each in requests)
-        sections.append(
-            (
-                name,
-                [
-                    ("weights", engine.weights, "bytes"),
-                    ("in use", device.used(), "bytes"),
-                    ("limit", budget.limit, "bytes"),
-                    ("longest request", engine.context_length, "tokens"),
-                    ("waiting", waiting, ""),
-                    ("answering", len(requests) - waiting, ""),
-                    ("steps", engine.totals.steps, ""),
-                ],
-            )
-        )
-    counters, disk = resources.tree().counters(), resources.disk
-    cache: Section = (
-        "Prefix cache",
-        [
-            ("in memory", counters.nbytes, "bytes"),
-            ("limit in memory", counters.budget, "bytes"),
-            ("evictions", counters.evictions, ""),
-        ],
-    )
-    if disk is not None:
-        held = disk.counters()
-        cache[1].extend(
-            [
-                ("on disk", held.nbytes, "bytes"),
-                ("limit on disk", held.budget, "bytes"),
-                ("read from disk", held.bytes_read, "bytes"),
-                ("hits on disk", held.hits, ""),
-            ]
-        )
-    return [*sections, cache]
+        rows = [
+            ("weights", engine.weights, "bytes"),
+            ("in use", device.used(), "bytes"),
+            ("limit", budget.limit, "bytes"),
+            ("longest request", engine.context_length, "tokens"),
+            ("waiting", waiting, ""),
+            ("answering", len(requests) - waiting, ""),
+            ("steps", engine.totals.steps, ""),
+        ]
+        sections.append((name, rows))
+    memory = resources.tree().counters()
+    cache = [
+        ("in memory", memory.nbytes, "bytes"),
+        ("limit in memory", memory.budget, "bytes"),
+        ("evictions", memory.evictions, ""),
+    ]
+    if resources.disk is not None:
+        disk = resources.disk.counters()
+        cache += [
+            ("on disk", disk.nbytes, "bytes"),
+            ("limit on disk", disk.budget, "bytes"),
+            ("read from disk", disk.bytes_read, "bytes"),
+            ("hits on disk", disk.hits, ""),
+        ]
+    return [*sections, ("Prefix cache", cache)]

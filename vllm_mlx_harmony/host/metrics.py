@@ -4,32 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import Counter, Metric
+from prometheus_client import CollectorRegistry, Counter, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from vllm_mlx_harmony.host import resources, tools
 from vllm_mlx_harmony.host.server_globals import server
 
+_COUNTERS = CollectorRegistry()
+
 REASONING_ENDED = Counter(
     "vllm_mlx_harmony_reasoning_ended",
     "Answers whose reasoning was cut short, by reason.",
     ["reason"],
-    registry=None,
+    registry=_COUNTERS,
 )
 
 GENERATED = Counter(
     "vllm_mlx_harmony_generation_tokens",
     "Generated tokens: in reasoning, in calls, and content, which includes all headers.",
     ["channel"],
-    registry=None,
+    registry=_COUNTERS,
 )
 
 PREDICTED = Counter(
     "vllm_mlx_harmony_prediction_tokens",
     "Guessed tokens that were computed ahead, by whether they were accepted or rejected.",
     ["result"],
-    registry=None,
+    registry=_COUNTERS,
 )
 
 DISK = "vllm_mlx_harmony_prefix_disk"
@@ -40,12 +42,7 @@ OF_DISK = (
     (GaugeMetricFamily, "turns", "turns", "Generated turns on disk."),
     (GaugeMetricFamily, "written_today_bytes", "written_today", "Bytes written since midnight."),
     (GaugeMetricFamily, "waiting_bytes", "waiting", "Bytes to be written."),
-    (
-        GaugeMetricFamily,
-        "paused",
-        "paused",
-        "1 while writing is suspended: a fault, or the day's limit.",
-    ),
+    (GaugeMetricFamily, "paused", "paused", "1 while writing is suspended."),
     (CounterMetricFamily, "hits", "hits", "Prompts that continued from the disk."),
     (CounterMetricFamily, "misses", "misses", "Prompts with no more on disk than in memory."),
     (CounterMetricFamily, "read_bytes", "bytes_read", "Bytes read."),
@@ -62,9 +59,7 @@ class _Ours(Collector):
     """Reasoning that was cut short, tokens, tool calls and the disk, whenever Prometheus asks."""
 
     def collect(self) -> Iterator[Metric]:
-        yield from REASONING_ENDED.collect()
-        yield from GENERATED.collect()
-        yield from PREDICTED.collect()
+        yield from _COUNTERS.collect()
         if tools.running is not None:
             yield from tools.running.collect()
         if resources.disk is not None:

@@ -24,29 +24,16 @@ logger = logging.getLogger("vllm_mlx_harmony")
 VARIABLE = "VLLM_MLX_HARMONY_CACHE"
 """Environment variable: size of the prefix cache in memory (``512M``, ``2G``), 0 for none."""
 
-MEMORY_DIVISOR = 16
-"""The default size is this fraction of the machine's memory: 1 GiB of 16."""
-
-BYTES_PER_GB = 1 << 30
-"""The unit of ``--ssd-cache-max-gb``."""
-
 PER_DAY = "VLLM_MLX_HARMONY_SSD_WRITES"
-"""Environment variable: bytes that may be written to the disk in a day, 0 for no limit."""
-
-DEFAULT_PER_DAY = 100 << 30
-"""Some 4 million new tokens of gpt-oss-20b. An SSD of 256 GB endures it for about four years."""
+"""Environment variable: bytes that may be written to the disk in a day, 0 for no limit. The default
+is 100 GiB: some 4 million new tokens of gpt-oss-20b, every day for about four years until an SSD of
+256 GB is worn out."""
 
 COSTS = "step-costs.json"
 """The file in the directory of the disk cache that `Options.costs` names."""
 
-LAST = 5.0
-"""Seconds to write what is pending when the process exits."""
-
 options = Options()
-"""Options of all engines."""
-
 disk: DiskCache | None = None
-"""The prefix cache on disk, if any."""
 
 _budget: int | None = None
 
@@ -60,10 +47,9 @@ def use(given: Options, budget: int | None) -> None:
 
 
 def budget() -> int:
-    """Size of the prefix cache in bytes: by flags, the environment, or the machine's memory."""
-    if _budget is not None:
-        return _budget
-    return number(VARIABLE, device.machine() // MEMORY_DIVISOR)
+    """Size of the prefix cache in bytes: by flags, the environment, or else a sixteenth of the
+    machine's memory."""
+    return number(VARIABLE, device.machine() // 16) if _budget is None else _budget
 
 
 @lru_cache(maxsize=1)
@@ -80,12 +66,11 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
         raise HostError(f"--ssd-cache-max-gb must be greater than 0, not {gigabytes:g}")
     path = Path(directory).expanduser()
     try:
-        per_day = number(PER_DAY, DEFAULT_PER_DAY)
-        found = DiskCache(path, int(gigabytes * BYTES_PER_GB), budget(), per_day)
+        found = DiskCache(path, int(gigabytes * (1 << 30)), budget(), number(PER_DAY, 100 << 30))
     except Failed as error:
         logger.warning("prefix cache: not on disk: %s cannot be used (%s)", path, error)
         return None
-    atexit.register(found.close, LAST)
+    atexit.register(found.close, 5.0)  # seconds to write what is pending
     return found
 
 

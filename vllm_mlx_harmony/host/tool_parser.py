@@ -36,18 +36,15 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
     REQUIRES_EAGER_STREAMING = True
     """vllm-mlx passes every piece, not only those after the first call."""
 
-    def __init__(self, tokenizer: object = None) -> None:
-        super().__init__(tokenizer)
-        self._stream: _Stream | None = None
+    _answer: _Answer | None = None
 
     def extract_tool_calls(
         self, model_output: str, request: object = None
     ) -> ExtractedToolCallInformation:
         """The calls and the content (None if there is none) of a whole answer."""
-        parser, emitter = Parser(_names(request)), _emitter(stream=False)
-        for delta in (*parser.feed(_encode(model_output)), *parser.close("stop")):
-            emitter.feed(delta)
-        message = emitter.result()["choices"][0]["message"]
+        answer = _Answer(request, stream=False)
+        answer.feed(_encode(model_output), ends=True)
+        message = answer.emitter.result()["choices"][0]["message"]
         calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", ())]
         return ExtractedToolCallInformation(bool(calls), calls, message["content"] or None)
 
@@ -66,28 +63,29 @@ class HarmonyToolParser(ToolParser):  # type: ignore[misc]
         The first delta of a call has its id and name, the others parts of the arguments. Only
         ``delta_text`` is read, or ``delta_token_ids`` if given.
         """
-        if self._stream is None or not previous_text:
-            self._stream = _Stream(request)
+        if self._answer is None or not previous_text:
+            self._answer = _Answer(request, stream=True)
             delta_text = current_text
-        return self._stream.feed(delta_token_ids or self._stream.encode(delta_text))
+        return self._answer.feed(delta_token_ids or self._answer.encode(delta_text))
 
     def finalize_streaming(self, current_text: str) -> dict[str, Any] | None:
         """The last delta, at the end of the answer."""
-        stream, self._stream = self._stream, None
-        return None if stream is None else stream.feed(_encode(stream.pending), ends=True)
+        answer, self._answer = self._answer, None
+        return None if answer is None else answer.feed(_encode(answer.pending), ends=True)
 
     def reset(self) -> None:
         super().reset()
-        self._stream = None
+        self._answer = None
 
 
-class _Stream:
+class _Answer:
     """The parser of one answer, whose pieces are Chat's deltas."""
 
-    def __init__(self, request: object) -> None:
+    def __init__(self, request: object, *, stream: bool) -> None:
         self._parser = Parser(_names(request))
-        self._emitter = _emitter(stream=True)
-        self.pending = ""
+        info = ResponseInfo(uuid4().hex, 0, "")
+        self.emitter = Emitter(info, stream=stream, shows_reasoning=False)
+        self.stream, self.pending = stream, ""
 
     def encode(self, text: str) -> list[int]:
         """Ids of the next piece; a part of a control token waits for the rest of it."""
@@ -99,15 +97,11 @@ class _Stream:
     def feed(self, ids: Sequence[int], *, ends: bool = False) -> dict[str, Any] | None:
         deltas = [*self._parser.feed(ids), *(self._parser.close("stop") if ends else ())]
         joined: dict[str, Any] = {}
-        shown = (delta for delta in deltas if not isinstance(delta, Finished))
-        for event in (event for delta in shown for event in self._emitter.feed(delta)):
+        shown = (delta for delta in deltas if not (self.stream and isinstance(delta, Finished)))
+        for event in (event for delta in shown for event in self.emitter.feed(delta)):
             for field, value in json.loads(event.data)["choices"][0]["delta"].items():
                 joined[field] = joined[field] + value if field in joined else value
         return joined or None
-
-
-def _emitter(*, stream: bool) -> Emitter:
-    return Emitter(ResponseInfo(uuid4().hex, 0, ""), stream=stream, shows_reasoning=False)
 
 
 def _encode(text: str) -> list[int]:

@@ -14,8 +14,7 @@ from fastapi import HTTPException
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
-from vllm_mlx_harmony.host.engine import engine_of
-from vllm_mlx_harmony.host.prompts import Messages, prompt_ids
+from vllm_mlx_harmony.host.engine import Messages, engine_of, prompt_ids
 from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ LONGEST_LOGIN = 4_096
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-Section: TypeAlias = "tuple[str, list[tuple[str, float | str | None, str]]]"
+Section: TypeAlias = "tuple[str, Sequence[tuple[str, float | str | None, str]]]"
 """A title, and names with their values and units (``bytes``, ``tokens`` or empty)."""
 
 Status: TypeAlias = Callable[[], Sequence[Section]]
