@@ -1,9 +1,8 @@
 """The answers that are being generated: each is a row of a batch and gets one id or more per step.
 
-mlx-lm's caches come in two kinds: of one sequence, and of a batch, whose rows are padded on the
-left to the longest. A step of a padded batch computes the padding, too, and masks it. So a single
-answer has caches of one sequence, those that its prompt was computed with, and is decoded as
-``mlx_lm.stream_generate`` does it; and rows share a batch only if their lengths are similar
+A single answer has the caches of one sequence that its prompt was computed with, and is decoded as
+``mlx_lm.stream_generate`` does it. mlx-lm's caches of a batch are padded on the left to the longest
+row, and a step computes the padding, too. So rows share a batch only if their lengths are similar
 (`memory.may_be_padded`): a short one beside one of 100,000 ids would take as much memory.
 
 Steps run one ahead: while Python looks at the ids of one step, the device computes the next. The
@@ -14,15 +13,13 @@ one id; several cost little more. An answer that is alone in its batch computes,
 next id,
 
 - *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
-- a *draft*: ids that it may copy (`drafts`). The next id is drawn at each place as if all before
-  it were right, with masks, penalties and random numbers of that place (`sampler.draw_ahead`). Up
-  to the first place where another id is drawn than the draft has, that is what would have been
-  drawn one by one: a draft that is one id for certain is accepted exactly as often as the model
-  draws it (Leviathan et al., https://arxiv.org/abs/2211.17192), and the same seed gives the same
-  answer. The caches forget what was wrong.
+- a *draft*: ids that it may copy (`drafts`). The next id is drawn at each place as if all before it
+  were right (`sampler.draw_ahead`). Up to the first place where another id is drawn than the draft
+  has, that is what would have been drawn one by one (Leviathan et al.,
+  https://arxiv.org/abs/2211.17192). The caches forget what was wrong.
 
-With a draft, Python has to know the next id before the step, so the device waits for Python. It
-does so only where a draft is likely to pay for it, or few ids are allowed, as in headers.
+With a draft, Python has to know the next id before the step, so the device waits for Python: only
+where a draft is likely to pay for it, or few ids are allowed, as in headers.
 
 `join` and `remove` take the rows out first: when one of them fails, some layers are changed and
 others are not, and a batch without rows is not used any more.
@@ -96,21 +93,16 @@ class Batch:
                 if request.drafts is not None:
                     request.drafts.extend((token,))
                 request.take_logprob(token)
-            self._score(logits)
+            asked = [at for at, each in enumerate(self.rows) if each.top_logprobs is not None]
+            if asked:  # of the ids of the next step
+                chosen, most = mx.array(asked), max(self.rows[at].top_logprobs or 0 for at in asked)
+                scores = log_probabilities(logits[chosen], self.pending[chosen], most)
+                mx.async_eval(scores)
+                for row, at in enumerate(asked):
+                    self.rows[at].scores = [each[row] for each in scores]
         for request in self.rows:
             request.joined = True
         return found
-
-    def _score(self, logits: mx.array) -> None:
-        """Computes the log probabilities of the ids of the next step, where they are requested."""
-        asked = [at for at, each in enumerate(self.rows) if each.top_logprobs is not None]
-        if not asked:
-            return
-        rows, most = mx.array(asked), max(self.rows[at].top_logprobs or 0 for at in asked)
-        scores = log_probabilities(logits[rows], self.pending[rows], most)
-        mx.async_eval(scores)
-        for row, at in enumerate(asked):
-            self.rows[at].scores = [each[row] for each in scores]
 
     def _knows_next(self, costs: Costs) -> bool:
         """Whether the next id of a single row is known, or worth waiting for.

@@ -1,9 +1,8 @@
 """What a step of several ids costs on this machine, with this model: measured when it is loaded.
 
-How much longer a wider step takes depends on the model and the device. Weights that are read for
-one id are not read again for the next, but the experts of a mixture are others for each id, and a
-device without a fast product of matrices gains nothing at all. So nothing is assumed: whether a
-draft pays (`drafts.Costs.length`) depends on these measurements alone.
+Weights that are read for one id are not read again for the next, but the experts of a mixture are
+others for each id, and a device without a fast product of matrices gains nothing at all. So nothing
+is assumed: whether a draft pays (`drafts.Costs.length`) depends on these measurements alone.
 """
 
 from __future__ import annotations

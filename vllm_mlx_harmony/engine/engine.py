@@ -236,7 +236,7 @@ class MlxEngine:
         found = []
         expected: float | None = 0.0
         for place, each in sorted(requests, key=lambda one: one[0]):
-            progress = each.progress(now)
+            progress = each.progress()
             rest = scheduler.seconds(each.number) if place <= len(places) else None
             expected = None if expected is None or rest is None else expected + rest
             speed = 0.0
@@ -387,9 +387,6 @@ class MlxEngine:
                     self._fail((), error)
         self._batches = [batch for batch in self._batches if batch.rows]
 
-    def _report(self, request: Request, place: int = 0) -> None:
-        self._put(request, Step((), progress=request.progress(time.perf_counter(), place)))
-
     def _put(self, request: Request, item: Item) -> None:
         self._out[request.loop].append((request, item))
 
@@ -448,12 +445,17 @@ class MlxEngine:
                             self._compute(request, request.layers, ids, self.cache)
                     except Exception as error:  # noqa: BLE001 - of the model, whatever it is
                         self._fail([request], error)
+                    self._computed += ids
                 case NextStep():
                     self._step(self.cache)
+                    self._computed += STEP_COUNTS
+            if self._computed >= FREED:
+                self._computed = 0
+                mx.clear_cache()
             if time.perf_counter() - self._reported >= REPORTED:
                 self._reported = time.perf_counter()
                 for place, key in enumerate(self._scheduler.order(), start=1):
-                    self._report(self._requests[key], place)
+                    self._put(self._requests[key], self._requests[key].report(place))
             self._deliver()
         if decision is not None:
             return 0
@@ -498,7 +500,7 @@ class MlxEngine:
         last = len(request.prompt) - 1
         request.marks = deque(boundaries(request.prompt, known)) if cache.enabled else deque([last])
         request.begun, request.at, request.cached = started, known, known
-        self._report(request)
+        self._put(request, request.report())
         self._scheduler.begin(request.number, last - known)
         self._scheduler.computed(request.number, 0, time.perf_counter() - started)
         if known == last:
@@ -519,10 +521,9 @@ class MlxEngine:
             request.marks.popleft()
             cache.store(request.prompt[:end], layers, request.tenant)
         request.at = end
-        self._release(len(chunk))
         self._scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
         if request.marks:
-            self._report(request)
+            self._put(request, request.report())
         else:
             self._join(request, layers)
 
@@ -533,7 +534,7 @@ class MlxEngine:
             self._forget(request)
             return
         request.at = len(request.prompt)
-        self._report(request)
+        self._put(request, request.report())
         self._scheduler.answers(request.number)
         request.layers, request.ids = None, list(request.prompt)
         if self.options.speculate == "auto" and request.top_logprobs is None:
@@ -575,11 +576,4 @@ class MlxEngine:
                 batch.rows = []  # its caches may be broken
                 self._fail((), error)
         self.totals.steps += 1
-        self._release(STEP_COUNTS)
         self._scheduler.stepped(time.perf_counter() - started)
-
-    def _release(self, computed: int) -> None:
-        self._computed += computed
-        if self._computed >= FREED:
-            self._computed = 0
-            mx.clear_cache()

@@ -3,8 +3,7 @@
 A layer keeps either every token (`KVCache`) or the tokens of a sliding window (`RotatingKVCache`).
 gpt-oss alternates the two, with one window of 128; in other models the window differs by layer. A
 piece therefore has one buffer for each window size, with its last tokens, at most as many as the
-window holds. A long window makes a piece no larger than keeping every token would: the state at the
-end of a piece takes what is missing from the pieces before it.
+window holds. What a window is missing at the end of a piece comes from the pieces before it.
 
 Everything here runs on the thread that owns the model.
 """
@@ -62,13 +61,11 @@ class Piece:
     def last(self, tokens: int) -> Piece:
         if tokens == self.tokens:
             return self
-        return Piece(
-            tokens,
-            {
-                window: mx.contiguous(part[:, :, -min(tokens, part.shape[2]) :])
-                for window, part in self.parts.items()
-            },
-        )
+        parts = {
+            window: mx.contiguous(part[:, :, -min(tokens, part.shape[2]) :])
+            for window, part in self.parts.items()
+        }
+        return Piece(tokens, parts)
 
 
 def windows(model: Module) -> Windows | None:
@@ -100,9 +97,8 @@ def cut(cache: Layers, start: int, end: int, row: int = 0) -> Piece:
             part = slice(keys.shape[2] - min(end - start, window), None)
         cuts.setdefault(window, []).extend((keys[:, :, part], values[:, :, part]))
     # One buffer instead of two per layer: Metal limits the number of buffers as well.
-    return Piece(
-        end - start, {window: mx.concatenate(cuts[window], axis=0) for window in sorted(cuts)}
-    )
+    parts = {window: mx.concatenate(cuts[window], axis=0) for window in sorted(cuts)}
+    return Piece(end - start, parts)
 
 
 def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:

@@ -98,13 +98,16 @@ class Request:
             top = tuple(zip(ids, found, strict=True))[: self.top_logprobs]
             self.logprobs.append(TokenLogprob(token, own, top))
 
-    def progress(self, now: float, place: int = 0) -> Progress:
+    def progress(self, place: int = 0) -> Progress:
         """How much of the prompt is computed. Before it begins: what is cached, and its place."""
         total = len(self.prompt)
         if not self.begun:
             known = 0 if self.match is None else min(self.match.cached, total - 1)
             return Progress(total, known, known, place=place)
-        return Progress(total, self.cached, self.at, now - self.begun)
+        return Progress(total, self.cached, self.at, time.perf_counter() - self.begun)
+
+    def report(self, place: int = 0) -> Step:
+        return Step((), progress=self.progress(place))
 
     def step(self, finish: Finish | None = None) -> Step:
         """The ids that have not been sent, which are no longer held."""

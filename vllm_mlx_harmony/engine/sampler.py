@@ -7,14 +7,13 @@ beside the logits; what a row does not ask for costs it nothing. In this order:
 1. The sequence's *processor*, if it has one: a grammar, as a mask.
 2. ``logit_bias``, then the penalties, over the text generated so far: not the prompt, and not
    headers, where a penalty on a word used before would make the model misspell its own format. The
-   device counts how often each id was generated, one addition per step; the history is not read
-   again. As in vLLM, a repetition penalty divides what is positive and multiplies what is negative,
-   then frequency and presence are subtracted (OpenAI's definition).
+   device counts how often each id was generated. As in vLLM, a repetition penalty divides what is
+   positive and multiplies what is negative, then frequency and presence are subtracted.
 3. ``top_p``, ``min_p`` and ``top_k``. Each leaves the ids whose probability reaches a threshold,
    so that ids of equal probability stay or go together, and the likeliest always stays. Sorting
-   201,088 floats to find the threshold takes longer than everything else together (and on Metal a
-   partition is a sort). But positive floats are ordered as their bits are, as integers: 30
-   halvings of the range find the very float, with nothing read back from the device.
+   201,088 floats to find it takes longer than everything else together (and on Metal a partition
+   is a sort). But positive floats are ordered as their bits are, as integers: 30 halvings of the
+   range find the very float, with nothing read back from the device.
 4. The draw, as an argmax over logits with Gumbel noise. Each sequence has random keys of its own,
    one per step: the same seed draws the same from the same logits, whatever runs beside it.
    Temperature comes after the filters, as in mlx-lm.
@@ -196,9 +195,8 @@ def draw_ahead(
 def accepted(draft: Sequence[int], drawn: Sequence[int]) -> int:
     """How many ids of ``draft`` are right: those before the first place where another is drawn.
 
-    A draft proposes one id for certain. Rejection sampling accepts it with the probability ``p``
-    that the sampler gives it, and draws from the other ids instead with ``1 - p``: that is what
-    drawing from all of them does, and comparing.
+    A draft proposes one id for certain. Rejection sampling accepts it with the probability that the
+    sampler gives it, and else draws another: just as drawing from all of them and comparing does.
     """
     pairs = zip(draft, drawn, strict=False)
     return next((at for at, (one, other) in enumerate(pairs) if one != other), len(draft))

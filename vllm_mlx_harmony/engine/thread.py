@@ -1,7 +1,6 @@
 """The thread that loads a model, computes with it and frees it.
 
-Arrays and caches of mlx belong to the stream of the thread that created them, so a model is loaded,
-computed with and freed on one thread
+Arrays of mlx belong to the stream of the thread that created them
 (https://ml-explore.github.io/mlx/build/html/usage/using_streams.html). Other threads post calls,
 which run between two pieces of the engine's own work.
 """
@@ -37,10 +36,7 @@ class EngineThread:
     """
 
     def __init__(
-        self,
-        name: str,
-        work: Callable[[], float | None],
-        died: Callable[[BaseException], None],
+        self, name: str, work: Callable[[], float | None], died: Callable[[BaseException], None]
     ) -> None:
         self._work, self._died = work, died
         self._calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]

@@ -28,7 +28,7 @@ from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import entry_points, patching, server_globals
 from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
-from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Name, Patch, Requirement, Undo
+from vllm_mlx_harmony.host.patching import Attribute, Name, Patch, Requirement, Undo
 
 HOST = "vllm-mlx"
 SUPPORTED = SpecifierSet(">=0.6,<0.7")
@@ -37,96 +37,89 @@ SUPPORTED = SpecifierSet(">=0.6,<0.7")
 _OURS = "vllm_mlx_harmony.host"
 
 NAMES: tuple[Name, ...] = (
-    Name("vllm_mlx.cli:serve_command", "runs the server; receives the flags first", ("args",)),
+    Name("vllm_mlx.cli:serve_command", "runs the server; receives the flags first", "args"),
     Patch(
         "vllm_mlx.server:load_model",
         "makes our engine for the only model, a Harmony model; prints what is served",
-        ("model_name", "use_batching", OTHERS),
+        "model_name use_batching ...",
         replacement=f"{_OURS}.loading:load_model",
     ),
     Patch(
         "vllm_mlx.server:_build_engine",
         "makes our engine for a model that is loaded on demand",
-        ("spec",),
+        "spec",
         replacement=f"{_OURS}.loading:build_engine",
     ),
     Patch(
         "vllm_mlx.model_registry:ModelManager._instantiate_model",
         "makes our engine for one of several models",
-        ("self", "entry", "resolved_source"),
+        "self entry resolved_source",
         replacement=f"{_OURS}.loading:instantiate_model",
     ),
     Patch(
         "vllm_mlx.server:init_mcp",
         "starts the tool servers of --mcp-config, whose tools the model can call",
-        ("config_path",),
+        "config_path",
         replacement=f"{_OURS}.tools:init_mcp",
     ),
     Patch(
         "vllm_mlx.prompt_warmup:warm_prefix_cache",
         "computes --warm-prompts as requests render them",
-        ("engine", "prompts", "max_tokens"),
+        "engine prompts max_tokens",
         required=False,
         replacement=f"{_OURS}.warmup:warm_prefix_cache",
     ),
     Patch(
         "uvicorn.main:Server",
         "lets running answers finish at shutdown; closes WebSockets with an error",
-        ("config",),
+        "config",
         replacement=f"{_OURS}.adapter:draining",
     ),
-    Name("uvicorn.server:Server.shutdown", "running answers end first", ("self", "sockets")),
+    Name("uvicorn.server:Server.shutdown", "running answers end first", "self sockets"),
     Name(
         "uvicorn.server:Server.handle_exit",
         "notes when SIGTERM came; a second one ends the process",
-        ("self", "sig", "frame"),
+        "self sig frame",
         required=False,
     ),
     *server_globals.names(),
-    Name("vllm_mlx.cli:create_parser", "tells flags that were given from defaults", ()),
+    Name("vllm_mlx.cli:create_parser", "tells flags that were given from defaults", ""),
     Name(
         "vllm_mlx.memory_cache:MemoryCacheConfig",
         "--cache-memory-percent",
-        ("max_memory_percent", OTHERS),
+        "max_memory_percent ...",
     ),
-    Name("vllm_mlx.engine.base:BaseEngine", "the base class of our engine", ()),
+    Name("vllm_mlx.engine.base:BaseEngine", "the base class of our engine", ""),
     Name(
         "vllm_mlx.engine.base:GenerationOutput",
         "an output in text form",
-        (
-            *("text", "tokens", "prompt_tokens", "completion_tokens", "finish_reason", "new_text"),
-            *("finished", OTHERS),
-        ),
+        "text tokens prompt_tokens completion_tokens finish_reason new_text finished ...",
     ),
-    Name("vllm_mlx.api.utils:clean_output_text", "cleans the text of an output", ("text",)),
+    Name("vllm_mlx.api.utils:clean_output_text", "cleans the text of an output", "text"),
     Name(
         "vllm_mlx.tool_parsers.abstract_tool_parser:ToolParser",
         "the base class of our tool parser",
-        ("tokenizer", OTHERS),
+        "tokenizer ...",
     ),
     Name(
         "vllm_mlx.tool_parsers.abstract_tool_parser:ExtractedToolCallInformation",
         "the tool calls and the content of an answer",
-        ("tools_called", "tool_calls", "content"),
+        "tools_called tool_calls content",
     ),
-    Name(
-        "mlx_lm.utils:load",
-        "loads a model",
-        ("path_or_hf_repo", "tokenizer_config", "lazy", OTHERS),
-    ),
+    Name("mlx_lm.utils:load", "loads a model", "path_or_hf_repo tokenizer_config lazy ..."),
     *(
         Name(f"mlx_lm.models.cache:{name}", why, parameters)
         for name, why, parameters in (
-            ("make_prompt_cache", "makes the KV caches of a request", ("model", OTHERS)),
-            ("RotatingKVCache._temporal_order", "orders the tokens of a window", ("self", "v")),
-            ("KVCache.merge", "makes a batch", ("caches",)),
-            ("RotatingKVCache.merge", "makes a batch", ("caches",)),
-            ("BatchKVCache.extend", "adds rows to a batch", ("self", "other")),
-            ("BatchKVCache.filter", "removes rows from a batch", ("self", "batch_indices")),
-            ("BatchKVCache.extract", "reads a row of a batch", ("self", "idx")),
-            ("BatchRotatingKVCache.extend", "adds rows to a batch", ("self", "other")),
-            ("BatchRotatingKVCache.filter", "removes rows from a batch", ("self", "batch_indices")),
-            ("BatchRotatingKVCache.extract", "reads a row of a batch", ("self", "idx")),
+            ("make_prompt_cache", "makes the KV caches of a request", "model ..."),
+            ("RotatingKVCache._temporal_order", "orders the tokens of a window", "self v"),
+            ("KVCache.merge", "makes a batch", "caches"),
+            ("RotatingKVCache.merge", "makes a batch", "caches"),
+            ("BatchKVCache.extend", "adds rows to a batch", "self other"),
+            ("BatchKVCache.filter", "removes rows from a batch", "self batch_indices"),
+            ("BatchKVCache.extract", "reads a row of a batch", "self idx"),
+            ("BatchRotatingKVCache.extend", "adds rows to a batch", "self other"),
+            ("BatchRotatingKVCache.filter", "removes rows from a batch", "self batch_indices"),
+            ("BatchRotatingKVCache.extract", "reads a row of a batch", "self idx"),
         )
     ),
     *(

@@ -55,10 +55,7 @@ def versions() -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Extensions:
-    """The parts of an installation.
-
-    `sources` has the origin of each, by group: `distribution version (object)`.
-    """
+    """The parts. `sources` has the origin of each, by group: `distribution version (object)`."""
 
     tool_parser: type
     renderer: Callable[..., Rendered]

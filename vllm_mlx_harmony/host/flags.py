@@ -32,44 +32,33 @@ SPECULATE_VARIABLE = "VLLM_MLX_HARMONY_SPECULATE"
 Given = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
 
-IDLE: Mapping[str, tuple[str, ...]] = {
+IDLE = {
     "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)": (
-        "prefix_cache_size",
-        "no_memory_aware_cache",
+        "prefix_cache_size no_memory_aware_cache"
     ),
     "gpt-oss has attention sinks, which do not support quantized keys and values": (
-        "kv_cache_quantization",
-        "kv_cache_quantization_bits",
-        "kv_cache_quantization_group_size",
-        "kv_cache_min_quantize_tokens",
+        "kv_cache_quantization kv_cache_quantization_bits kv_cache_quantization_group_size "
+        "kv_cache_min_quantize_tokens"
     ),
     "the prefix cache shares what prompts have in common without blocks": (
-        "use_paged_cache",
-        "paged_cache_block_size",
-        "max_cache_blocks",
+        "use_paged_cache paged_cache_block_size max_cache_blocks"
     ),
     "the prefix cache is always a tree (--cache-memory-mb bounds it)": (
-        "prefix_trie_cache",
-        "prefix_trie_cache_size",
+        "prefix_trie_cache prefix_trie_cache_size"
     ),
     "it leaves tokens of the prompt out; the model gets the exact prompt": (
-        "specprefill",
-        "specprefill_threshold",
-        "specprefill_keep_pct",
-        "specprefill_backbone_pct",
-        "specprefill_draft_model",
+        "specprefill specprefill_threshold specprefill_keep_pct specprefill_backbone_pct "
+        "specprefill_draft_model"
     ),
     "gpt-oss has no heads for multi-token prediction": (
-        "enable_mtp",
-        "mtp_num_draft_tokens",
-        "mtp_optimistic",
+        "enable_mtp mtp_num_draft_tokens mtp_optimistic"
     ),
-    "gpt-oss takes text only": ("mllm_prefill_step_size",),
-    "gpt-oss sees its whole context; memory is admitted before it is used": ("max_kv_size",),
+    "gpt-oss takes text only": "mllm_prefill_step_size",
+    "gpt-oss sees its whole context; memory is admitted before it is used": "max_kv_size",
 }
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
 
-OF_DISK = ("ssd_cache_dir", "ssd_cache_max_gb")
+OF_DISK = "ssd_cache_dir ssd_cache_max_gb"
 """Flags without effect if there is no prefix cache."""
 
 
@@ -164,7 +153,7 @@ def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     sentences = []
     idle = IDLE if enabled else {"the prefix cache is off": OF_DISK, **IDLE}
     for why, names in idle.items():
-        if found := [f"--{name.replace('_', '-')}" for name in names if name in flags]:
+        if found := [f"--{name.replace('_', '-')}" for name in names.split() if name in flags]:
             sentences.append(f"{', '.join(found)}: {why}")
     given = flags.get("default_chat_template_kwargs") or ()
     if options := [name for name in given if name not in OPTIONS]:

@@ -133,7 +133,7 @@ class Addition:
 
     def problem(self) -> str | None:
         names = ("state", "router", "user_middleware", "middleware_stack")
-        return next(filter(None, (find_problem(f"{APP}.{name}", None) for name in names)), None)
+        return next(filter(None, (find_problem(f"{APP}.{name}") for name in names)), None)
 
     def apply(self) -> Undo:
         return self.add(locate(APP))

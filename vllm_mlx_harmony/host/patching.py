@@ -42,24 +42,23 @@ class Requirement(Protocol):
     def required(self) -> bool: ...
 
     def problem(self) -> str | None:
-        """Why this host does not meet the requirement, or None. Changes nothing."""
+        """Why this host does not meet the requirement, or None."""
 
     def apply(self) -> Undo | None:
-        """Makes the row's change, if it has one, and returns a function that restores the same
-        objects."""
+        """Makes the row's change, if any; returns a function that restores the same objects."""
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
     """A function, class or global that is used as it is: `package.module:Object.attribute`.
 
-    `parameters` are those of the function, in order, or the ones that are passed by name and
-    `OTHERS`; None if it is not called.
+    `parameters` are those of the function, in order and separated by spaces, or the ones that are
+    passed by name and `OTHERS`; None if it is not called.
     """
 
     target: str
     why: str
-    parameters: tuple[str, ...] | None = None
+    parameters: str | None = None
     required: bool = True
 
     @property
@@ -80,17 +79,14 @@ class Attribute(Name):
 
     def problem(self) -> str | None:
         path, _, name = self.target.rpartition(".")
-        if missing := find_problem(path, None):
+        if missing := find_problem(path):
             return missing
         found = locate(path)
-        used = [
-            name
-            for each in found.__mro__
-            if (code := getattr(vars(each).get("__init__"), "__code__", None))
-            for name in code.co_names  # includes those that it sets
-        ]
-        annotated = (inspect.get_annotations(each) for each in found.__mro__)
-        there = hasattr(found, name) or name in used or any(name in each for each in annotated)
+        there = hasattr(found, name)
+        for each in found.__mro__:
+            set_by = getattr(vars(each).get("__init__"), "__code__", None)
+            there |= name in inspect.get_annotations(each)
+            there |= set_by is not None and name in set_by.co_names
         return None if there else f"{path} has no {name}"
 
 
@@ -156,7 +152,7 @@ def locate(target: str) -> Any:
     return reduce(getattr, filter(None, path.split(".")), importlib.import_module(module))
 
 
-def find_problem(target: str, parameters: tuple[str, ...] | None) -> str | None:
+def find_problem(target: str, parameters: str | None = None) -> str | None:
     """What is wrong with a target: it is missing, or does not take these parameters."""
     try:
         found = locate(target)
@@ -168,13 +164,12 @@ def find_problem(target: str, parameters: tuple[str, ...] | None) -> str | None:
         actual = inspect.signature(found).parameters
     except (TypeError, ValueError):
         return f"{target} is not a function"
-    if OTHERS in parameters:
-        others = [each for name, each in actual.items() if name not in (*parameters, "self")]
-        optional = all(
+    wanted = parameters.split()
+    fits = wanted == [*actual]
+    if OTHERS in wanted:
+        others = [each for name, each in actual.items() if name not in (*wanted, "self")]
+        fits = {*wanted} - {OTHERS} <= {*actual} and all(
             each.default is not each.empty or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
             for each in others
         )
-        fits = {*parameters} - {OTHERS} <= {*actual} and optional
-    else:
-        fits = parameters == tuple(actual)
-    return None if fits else f"{target} takes ({', '.join(actual)}), not ({', '.join(parameters)})"
+    return None if fits else f"{target} takes ({', '.join(actual)}), not ({', '.join(wanted)})"

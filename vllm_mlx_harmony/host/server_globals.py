@@ -132,5 +132,5 @@ def names() -> Iterator[Name]:
             yield row(f"{owner}{name}", hint.__metadata__[0])
         for name, function in inspect.getmembers(specification, inspect.isfunction):
             if not name.startswith("__"):
-                parameters = list(inspect.signature(function).parameters)[1:]
-                yield Name(f"{owner}{name}", inspect.getdoc(function) or "", (*parameters, OTHERS))
+                parameters = " ".join([*inspect.signature(function).parameters, OTHERS][1:])
+                yield Name(f"{owner}{name}", inspect.getdoc(function) or "", parameters)

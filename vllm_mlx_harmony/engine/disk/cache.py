@@ -3,8 +3,7 @@
 Threads:
 
 - The engine's thread offers pieces (`DiskCache.offer`): keys and where their bytes are, no copies.
-- The writer writes them, one at a time. While the engine computes, it uses ``SHARE`` of a
-  processor's time.
+- The writer writes them, one at a time; slowly (``SHARE``) while the engine computes.
 - A thread reads (`DiskCache.load`) before the engine's turn: it verifies every byte and leaves them
   in plain memory. When more was read than may wait, the next prompt waits.
 - The event loop waits for none of them. It reads turns, which are rows, on a connection of its own.
@@ -12,16 +11,14 @@ Threads:
 **No failure here fails a request.** A file that differs from what was written is removed, with all
 pieces that continue it, and computed again. When the disk fails as a whole (full, read-only,
 removed), or a file cannot be read for another reason, one warning is logged; after a failed write,
-nothing is written for ``PAUSE`` seconds. The cache in memory continues.
+nothing is written for ``PAUSE`` seconds.
 
 **Flash memory wears out by being written.** When all processes together have written ``per_day``
-bytes, nothing more is written until midnight, local time; what is there is still read.
+bytes, nothing more is written until midnight, local time.
 
-**The process may end at any moment.** A file is written first, then its row, in one transaction; a
-later process removes files without a row. What waits to be written is lost.
-
-Several processes may share the directory: SQLite orders their transactions, the names of files are
-unique, and a piece whose file another process has removed counts as unknown.
+**The process may end at any moment.** A file is written first, then its row; a later process
+removes files without a row. Several processes may share the directory: SQLite orders their
+transactions, the names of files are unique, and a piece whose file is gone counts as unknown.
 """
 
 from __future__ import annotations
@@ -68,9 +65,6 @@ PAUSE = 30.0
 
 RETRY = 0.05
 """Seconds after which a prompt checks again whether it may be read."""
-
-ABANDONED = 600.0
-"""Seconds after which a file without a row is removed: another process may be writing it."""
 
 _FILES = "[0-9a-f]" * 32 + "-" + "[0-9a-f]" * 8 + ".safetensors"
 
@@ -132,9 +126,8 @@ class _Job:
 class DiskCache:
     """Pieces and turns in ``directory``, at most ``budget`` bytes of them.
 
-    ``buffer``: bytes that may wait to be written, and bytes that may be read ahead. ``per_day``:
-    bytes after which nothing more is written on that day, 0 for no limit. Creation raises
-    ``OSError`` and ``sqlite3.Error``. No other call does.
+    ``buffer``: bytes that may wait to be written, and bytes that may be read ahead. ``per_day``: 0
+    for no limit. Creation raises ``OSError`` and ``sqlite3.Error``. No other call does.
     """
 
     def __init__(
@@ -142,6 +135,7 @@ class DiskCache:
     ) -> None:
         self.directory, self.budget = directory, budget
         self._home = directory / DIRECTORY
+        self._pieces = self._home / PIECES
         self._buffer = buffer
         self._counters = Counters(directory=str(directory), budget=budget, per_day=per_day)
         self._failing = False
@@ -358,7 +352,7 @@ class DiskCache:
         if row.start and not self._index.has(row.parent):
             self._written.clear()
             return
-        path, gone = self._home / PIECES / row.file, None
+        path, gone = self._pieces / row.file, None
         try:
             size, crc = self._write_file(path, tensors, row)
             with self._changing:
@@ -405,14 +399,18 @@ class DiskCache:
         for name in gone:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
             with suppress(OSError):  # a later `_sweep` removes it
-                (self._home / PIECES / name).unlink()
+                (self._pieces / name).unlink()
         self._found = self._index.found()
 
+    def _remove(self, key: bytes, name: str | None) -> None:
+        self._changed(self._index.remove(key, name))
+
     def _sweep(self) -> None:
-        """Removes files that a process left behind when it ended."""
+        """Removes files that a process left behind when it ended. Those of the last ten minutes
+        may be in the works."""
         known = self._index.files()
-        since = time.time() - ABANDONED
-        for path in (self._home / PIECES).glob(_FILES):
+        since = time.time() - 600
+        for path in self._pieces.glob(_FILES):
             with suppress(OSError):  # another process may do the same
                 if path.name not in known and path.lstat().st_mtime < since:
                     path.unlink()
@@ -471,7 +469,7 @@ class DiskCache:
         began, piece = time.perf_counter(), None
         with self._trying("reading"):
             try:
-                content = verified(self._home / PIECES / row.file, row.size, row.crc)
+                content = verified(self._pieces / row.file, row.size, row.crc)
                 piece = Loaded(row.start, row.end, content)
                 self._recent[row.key] = piece  # prompts that come together share it
                 self._counters.read_seconds += time.perf_counter() - began
@@ -484,7 +482,7 @@ class DiskCache:
                     logger.warning(problem, row.file, error)
                 self._written.discard(row.key)
                 self._follow()
-                self._changed(self._index.remove(row.key, row.file))
+                self._remove(row.key, row.file)
         return piece
 
     # --- Generated turns: a `core.replay.Archive`, on the event loop, where nothing may wait
@@ -522,11 +520,8 @@ class DiskCache:
             if content is not None and found[-1] is None:
                 self._turns.discard(key)
                 self._counters.damaged += 1
-                self._queue.put(_Job(partial(self._remove_turn, key)))
+                self._queue.put(_Job(partial(self._remove, key, None)))
         return found
-
-    def _remove_turn(self, key: bytes) -> None:
-        self._changed(self._index.remove(key, None))
 
     def use(self, key: bytes) -> None:
         if key in self._turns:
@@ -547,7 +542,7 @@ class DiskCache:
                 for path in self._home.glob(f"{NAME}*"):
                     path.unlink()
                 self._follow()
-            self._changed([path.name for path in (self._home / PIECES).glob(_FILES)])
+            self._changed([path.name for path in self._pieces.glob(_FILES)])
 
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""
@@ -557,10 +552,8 @@ class DiskCache:
 
     def flush(self, patience: float) -> bool:
         """Waits until everything is written, at most ``patience`` seconds; whether it is."""
-        with self._queue.all_tasks_done:
-            return self._queue.all_tasks_done.wait_for(
-                lambda: not self._queue.unfinished_tasks, patience
-            )
+        with (done := self._queue.all_tasks_done):
+            return done.wait_for(lambda: not self._queue.unfinished_tasks, patience)
 
     def close(self, patience: float = 0.0) -> None:
         """Writes for ``patience`` seconds what still waits, at full speed, and ends."""

@@ -2,11 +2,10 @@
 
 The key that a look-up begins with is a digest of everything that makes a piece valid:
 
-- The weights: `config.json`, which has shapes and types, and of each file its name, size,
-  modification time and parts of its content: the whole safetensors header, and ``SAMPLES`` blocks
-  spread evenly from the first byte to the last. This tells a fine-tune from the original of the
-  same shapes, even if a copy or an archive has set its times. Hashing all of 65 GB would take
-  longer than the cache saves; these reads take milliseconds.
+- The weights: `config.json`, and of each file its name, size, modification time, safetensors header
+  and ``SAMPLES`` blocks from the first byte to the last. This tells a fine-tune from the original
+  of the same shapes, even if a copy or an archive has set its times. Hashing all of 65 GB would
+  take longer than the cache saves; these reads take milliseconds.
 - The layout of a piece: which windows the layers have, the format of the files.
 - mlx-lm, whose caches pieces are cut from: it has no version of their format, so its own version
   counts, up to the second number.
@@ -44,9 +43,6 @@ SAMPLES = 16
 BLOCK = 1 << 12
 """Bytes of a block."""
 
-LONGEST_HEADER = 1 << 24
-"""Bytes of a safetensors header that are read; gpt-oss-120b's largest has under 64 KiB."""
-
 
 def of_weights(model: str) -> bytes | None:
     """A digest of a model directory, or of a repository in the Hugging Face cache.
@@ -77,7 +73,7 @@ def _content(path: Path) -> Iterator[bytes]:
         yield f"{path.name} {state.st_size} {state.st_mtime_ns}".encode()
         if path.suffix == ".safetensors":
             (length,) = struct.unpack("<Q", os.pread(opened, 8, 0).ljust(8, b"\0"))
-            yield os.pread(opened, min(length, LONGEST_HEADER), 8)
+            yield os.pread(opened, min(length, 1 << 24), 8)  # gpt-oss-120b's largest: 64 KiB
         last = max(0, state.st_size - BLOCK)
         for place in sorted({last * n // (SAMPLES - 1) for n in range(SAMPLES)}):
             yield os.pread(opened, BLOCK, place)

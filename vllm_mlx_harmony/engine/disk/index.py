@@ -153,12 +153,9 @@ class Index(Database):
             parent, start, path = left.pop()
             if start > (best[-1].end if best else 0):
                 best = path
-            for (tokens,) in self.read(
-                "SELECT DISTINCT tokens FROM entries WHERE parent = ?", parent
-            ):
+            lengths = "SELECT DISTINCT tokens FROM entries WHERE parent = ? AND tokens <= ?"
+            for (tokens,) in self.read(lengths, parent, limit - start):
                 end = start + tokens
-                if end > limit:
-                    continue
                 key = key_of(parent, ids[start * WIDTH : end * WIDTH])
                 columns = "key, parent, tokens, start, file, size, crc"
                 rows = self.read(f"SELECT {columns} FROM entries WHERE key = ?", key)

@@ -1,9 +1,9 @@
 """Writes a piece as a safetensors file out of plain memory, and reads the file back, verified.
 
 The format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes,
-the header in JSON, the tensors one after the other. It is written here because of which thread may
-wait: ``mx.save_safetensors`` takes arrays, which belong to the engine's thread, and keeps it until
-the last byte is written; the library copies each tensor. ``mx.load`` reads it (`pieces.imported`).
+the header in JSON, the tensors one after the other. ``mx.save_safetensors`` would keep the engine's
+thread, to which arrays belong, until the last byte is written; the library copies each tensor.
+``mx.load`` reads it (`pieces.imported`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 from zlib import crc32
-
-SLICE = 1 << 20
-"""Bytes that are written in one go."""
 
 _DAMAGED = (errno.EIO, errno.EISDIR, errno.ELOOP)
 """Errors that prove that a file is not what was written, or will never be read again."""
@@ -42,7 +39,7 @@ Tensors: TypeAlias = Mapping[str, Tensor]
 
 
 def encoded(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[memoryview]:
-    """The bytes of the file, in slices. Tensors are not copied."""
+    """The bytes of the file, in slices of a megabyte. Tensors are not copied."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     at = 0
     for name, tensor in tensors.items():
@@ -53,8 +50,8 @@ def encoded(tensors: Tensors, metadata: Mapping[str, str]) -> Iterator[memoryvie
     text += b" " * (-len(text) % 8)  # tensors begin at an aligned address
     yield memoryview(struct.pack("<Q", len(text)) + text)
     for tensor in tensors.values():
-        for start in range(0, tensor.data.nbytes, SLICE):
-            yield tensor.data[start : start + SLICE]
+        for start in range(0, tensor.data.nbytes, 1 << 20):
+            yield tensor.data[start : start + (1 << 20)]
 
 
 def verified(path: Path, size: int, crc: int) -> bytes:
