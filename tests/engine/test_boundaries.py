@@ -7,10 +7,10 @@ from itertools import pairwise
 import pytest
 from rows import ids
 
-pytest.importorskip("openai_harmony")
+pytest.importorskip("mlx_lm")
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.engine.boundaries import boundaries
+from vllm_mlx_harmony.engine.prefix_cache import boundaries
 
 LONG = " word" * 40
 SYSTEM = f"<|start|>system<|message|>You are ChatGPT.{LONG}<|end|>"

@@ -100,7 +100,7 @@ def test_what_was_written_is_read_by_another_process(open_disk: Open, pieces: li
     read = load(again)
     assert [(piece.start, piece.end) for piece in read] == ALL
     for loaded, piece in zip(read, pieces, strict=True):
-        assert same(imported(loaded.end - loaded.start, loaded.content), piece)
+        assert same(imported(loaded, loaded.start, loaded.end), piece)
     counters = again.counters()
     assert (counters.hits, counters.misses, counters.tokens_read) == (1, 0, 600)
     assert counters.bytes_read == counters.nbytes == sum(map(os.path.getsize, files(again)))
@@ -120,7 +120,7 @@ def test_files_are_safetensors_of_every_type(
     expected = {"whole": dtype, "window.128": dtype}
     assert {name: part.dtype for name, part in loaded.items()} == expected
     assert mx.array_equal(loaded["whole"], piece.parts[WHOLE])
-    assert same(imported(one.tokens, path.read_bytes()), piece)
+    assert same(imported(Loaded(0, one.tokens, path.read_bytes()), 0, one.tokens), piece)
 
 
 def test_nobody_else_may_read_it(disk: DiskCache, pieces: list[Piece]) -> None:

@@ -19,6 +19,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from vllm_mlx_harmony.engine.disk.cache import Loaded
 from vllm_mlx_harmony.engine.disk.safetensors import encoded
 from vllm_mlx_harmony.engine.pieces import (
     Misaligned,
@@ -160,7 +161,7 @@ def test_a_cache_that_holds_one_token_more(model: Any, length: int, chunk: int, 
 def test_bytes_of_a_piece_are_those_of_this_model(model: Any, length: int) -> None:
     piece = cut(fed(model.make_cache(), 0, length, 50), 0, length)
     content = b"".join(encoded(exported(piece), {}))
-    assert same(join(model, [imported(length, content)]), length)
+    assert same(join(model, [imported(Loaded(0, length, content), 0, length)]), length)
 
 
 @pytest.mark.parametrize("end", [98, 101, 200])

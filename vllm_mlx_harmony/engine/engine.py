@@ -36,12 +36,11 @@ from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import costs, device
 from vllm_mlx_harmony.engine.batch import Batch
-from vllm_mlx_harmony.engine.boundaries import boundaries
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
-from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache, boundaries
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Item, Request, hand_over
 from vllm_mlx_harmony.engine.sampler import Sampler

@@ -26,6 +26,7 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
 )
 
+from vllm_mlx_harmony.engine.disk.cache import Loaded
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layer, Layers, evaluate
 
@@ -151,14 +152,19 @@ def exported(piece: Piece) -> dict[str, Tensor]:
     }
 
 
-def imported(tokens: int, content: bytes) -> Piece:
-    """The piece in the ``content`` of a safetensors file, copied."""
-    tensors: Any = mx.load(BytesIO(content), format="safetensors")
+def imported(loaded: Loaded, start: int, end: int) -> Piece:
+    """The ids from ``start`` to ``end`` of a piece that was read and ends there, copied.
+
+    Raises ``Misaligned`` if it begins later: what it continues was evicted.
+    """
+    if start < loaded.start:
+        raise Misaligned("what the piece continues was evicted")
+    tensors: Any = mx.load(BytesIO(loaded.content), format="safetensors")
     parts = {
         WHOLE if name == "whole" else int(name.rpartition(".")[2]): part
         for name, part in tensors.items()
     }
-    return Piece(tokens, parts)
+    return Piece(loaded.end - loaded.start, parts).last(end - start)
 
 
 def join(model: Module, pieces: Sequence[Piece], headroom: int = 0) -> Layers:

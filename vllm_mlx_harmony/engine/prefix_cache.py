@@ -1,8 +1,7 @@
 """The prefix cache of one loaded model, which computes the beginning of a prompt only once.
 
-In memory it is a tree of pieces (`prefix_tree`, `pieces`). With a cache directory, pieces are also
-written to disk in the background (`disk.cache`); pieces found only there are loaded before the
-prompt's turn. See docs/reuse.md.
+In memory it is a tree of pieces (`prefix_tree`, `pieces`). With a cache directory, they are also
+written to disk in the background (`disk.cache`). See docs/reuse.md.
 
 A prompt takes four steps::
 
@@ -43,6 +42,35 @@ logger = logging.getLogger(__name__)
 EVERYBODY = "*"
 """The tenant whose prompts all others may continue: prompts that the operator warmed up at start
 (`--warm-prompts`)."""
+
+SHORTEST = 32
+"""Fewest ids of a piece, as a rule: each piece costs a pass of its own."""
+
+
+def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
+    """Where a prompt is cut, ascending: the places behind ``after``, up to before its last id.
+
+    Behind the system and developer messages, which conversations share; before the last message of
+    the user, which may be edited; before the last id, so that the prompt can be repeated, and since
+    a later turn may drop the reasoning that follows (semantics A6). No piece is too short to be
+    worth a pass, except that the one after the system and developer messages may be.
+    """
+    last, place = len(ids) - 1, -1
+    messages: list[tuple[int, int]] = []  # where each begins, and the first id of its role
+    with suppress(ValueError):  # no message is left
+        while True:
+            place = ids.index(vocab.START, place + 1, last)
+            messages.append((place, ids[place + 1]))
+    system, developer, user = (vocab.encode(role)[0] for role in ("system", "developer", "user"))
+    preamble = next((place for place, role in messages if role not in (system, developer)), 0)
+    asked = max((place for place, role in messages if role == user), default=0)
+    found, before = [], after
+    for place in sorted({preamble, asked}):
+        rest = 1 if place == preamble else SHORTEST
+        if before + SHORTEST <= place <= last - rest:
+            found.append(place)
+            before = place
+    return [*found, last] if last > after else found
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +136,8 @@ class PrefixCache:
     def lookup(self, ids: Iterable[int], tenant: str) -> Match:
         """How much of a prompt is cached. Never its last id: something must be left to compute.
 
-        Touches no buffers. About 1.4 ms for 130,000 ids in 400 pieces in memory; a disk's index
-        takes some ms more, and may have to wait for another process.
+        About 1.4 ms for 130,000 ids in 400 pieces in memory; a disk's index takes some ms more, and
+        may have to wait for another process.
         """
         match = Match(pack(ids), self._owners(tenant))
         if self.enabled:
@@ -129,13 +157,12 @@ class PrefixCache:
     async def load(self, match: Match) -> Match:
         """Reads the part of the prompt that is on disk and not in memory; the result holds it.
 
-        Waits while too much data read ahead for other prompts is still unused.
-        What memory has of the prompt counts as used: it is evicted last.
+        Waits while too much data read ahead for other prompts is still unused. What memory has of
+        the prompt counts as used.
         """
         if not self.enabled:
             return match
-        loaded: tuple[Loaded, ...] = ()
-        in_memory = match.in_memory
+        loaded, in_memory = match.loaded, match.in_memory
         with _logged("a prompt could not be read from the disk"):
             if self._disk is not None:
                 known = partial(self._tree.reach, match.owners, match.sequence)
@@ -148,8 +175,7 @@ class PrefixCache:
 
         The layers are a copy, with space for ``capacity`` ids in all; new ones if nothing is known.
         """
-        layers: Layers | None = None
-        cached = 0
+        layers, cached = None, 0
         if self.enabled:
             with _logged("a prefix could not be reused"):
                 known, found = self._tree.find(match.owners, match.sequence)
@@ -157,7 +183,7 @@ class PrefixCache:
                     with suppress(Misaligned):  # raised if the piece before them was evicted
                         for piece in match.loaded:
                             sequence = match.sequence[: piece.end * WIDTH]
-                            cut = partial(_cut_from, piece)
+                            cut = partial(pieces.imported, piece)
                             if not self._tree.add(match.owners, sequence, cut):
                                 break
                     known, found = self._tree.find(match.owners, match.sequence)
@@ -226,10 +252,3 @@ def _logged(problem: str) -> Iterator[None]:
         yield
     except Exception:
         logger.exception(problem)
-
-
-def _cut_from(piece: Loaded, start: int, end: int) -> Piece:
-    """The ids from ``start`` to ``end`` of a piece that was read and ends there."""
-    if start < piece.start:
-        raise Misaligned("what the piece continues was evicted")
-    return pieces.imported(piece.end - piece.start, piece.content).last(end - start)

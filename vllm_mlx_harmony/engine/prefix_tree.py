@@ -1,27 +1,24 @@
 """Token sequences as a tree of pieces, within a budget of bytes; evicts the least recently used.
 
-Keys and values of a token depend only on it and on the tokens before it. What was computed for a
-prompt therefore serves every prompt with the same beginning, and a tree finds the longest one, as
-in RadixAttention (https://arxiv.org/abs/2312.07104, section 3) or by hashes of blocks in vLLM
-(https://docs.vllm.ai/en/latest/design/prefix_caching.html). Two differences:
+Keys and values of a token depend only on it and on the tokens before it. So what was computed for a
+prompt serves every prompt with the same beginning, and a tree finds the longest one, as in
+RadixAttention (https://arxiv.org/abs/2312.07104, section 3). Two differences:
 
-- *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`): after the
-  system message, before the last message of the user, before what a later turn drops. It holds up
-  to a whole sliding window at its end: short pieces would keep every token of the layers with
-  windows, too. A node is never split; prompts that diverge within a piece share what is before it.
+- *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`). It holds up to
+  a whole sliding window at its end: short pieces would keep every token of the layers with windows,
+  too. A node is never split; prompts that diverge within a piece share what is before it.
 - *Owners.* Each piece belongs to a tenant, and no other tenant finds it: the time that a prompt
   takes shows whether its beginning is cached, which others may not learn (SECURITY.md). A look-up
-  names the owners whose pieces it may find, the tenant and the operator, who had some computed for
-  all; below those, pieces of a tenant may continue.
+  names the owners whose pieces it may find: the tenant, and the operator, who had some computed for
+  all. A tenant's pieces may continue those.
 
 **Order.** Using a node uses all nodes before it, and counts them as used after it. So
 the least recently used node is always a leaf, and no eviction orphans another node.
 
-**Invariants.** The bytes of all values are within the budget. A child begins where its parent ends,
-and no two children of one node and one owner have the same ids. Evicting a value that was returned
-leaves it whole. Sequences are packed, 4 bytes an id, so that comparing two is one
-comparison of memory and a look-up is linear in the prompt. The lock is held for no longer than
-that, never while something is copied or computed.
+**Invariants.** The bytes of all values are within the budget. No two children of one node and one
+owner have the same ids. Evicting a value that was returned leaves it whole. Sequences are packed, 4
+bytes an id, so that a look-up is linear in the prompt. The lock is held for no longer than that,
+never while something is copied or computed.
 """
 
 from __future__ import annotations
@@ -34,11 +31,9 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """The value of a piece."""
-
     @property
     def nbytes(self) -> int:
-        """Its size in bytes."""
+        """The size of a piece's value in bytes."""
 
 
 T = TypeVar("T", bound=Sized)

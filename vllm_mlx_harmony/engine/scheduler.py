@@ -136,6 +136,7 @@ class Scheduler:
     def add(self, request: int, ids: int, tenant: str, now: float) -> None:
         """A prompt with ``ids`` ids to compute has arrived."""
         self._prompts[request] = _Prompt(request, tenant, ids, now)
+        self._tenants.setdefault(tenant, _Tenant())
 
     def begin(self, request: int, rest: int) -> None:
         """The prompt has its own caches from now on; ``rest`` of its ids are left to compute."""
@@ -146,7 +147,7 @@ class Scheduler:
         prompt = self._prompts[request]
         prompt.rest -= ids
         self._turn += 1
-        tenant = self._tenants.setdefault(prompt.tenant, _Tenant())
+        tenant = self._tenants[prompt.tenant]
         tenant.turn = self._turn
         if prompt is self._oldest()[prompt.tenant]:
             tenant.owed = max(tenant.owed - seconds, -seconds)
@@ -225,8 +226,7 @@ class Scheduler:
         """Drops tenants with no waiting prompt whose last turn precedes that of every waiting
         tenant; a fresh entry would rank the same."""
         waiting = {each.tenant for each in self._prompts.values()}
-        turns = [self._tenants[each].turn if each in self._tenants else 0 for each in waiting]
-        first = min(turns, default=self._turn + 1)
+        first = min((self._tenants[each].turn for each in waiting), default=self._turn + 1)
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()
@@ -235,16 +235,14 @@ class Scheduler:
 
     def _oldest(self) -> dict[str, _Prompt]:
         """Each tenant's oldest prompt."""
-        prompts = sorted(
-            self._prompts.values(), key=lambda each: (each.since, each.request), reverse=True
-        )
+        prompts = sorted(self._prompts.values(), key=lambda each: (-each.since, -each.request))
         return {each.tenant: each for each in prompts}
 
     def _ranked(self) -> list[_Prompt]:
         oldest = self._oldest()
 
         def rank(prompt: _Prompt) -> tuple[int, bool, int, int]:
-            tenant = self._tenants.get(prompt.tenant, _Tenant())
+            tenant = self._tenants[prompt.tenant]
             by_age = tenant.owed > 0 and prompt is oldest.get(prompt.tenant)
             return tenant.turn, not by_age, prompt.rest, prompt.request
 

@@ -38,7 +38,6 @@ class VllmMlx:
 
     @property
     def model_name(self) -> str | None:
-        """The name of the only model; ``None`` if there are several."""
         vllm = server()
         return None if vllm._model_manager is not None else str(vllm._model_name or "")
 
@@ -109,15 +108,12 @@ class VllmMlx:
 
     @property
     def requires_key(self) -> bool:
-        """Whether ``--api-key`` was given."""
         return bool(server()._api_key)
 
     def is_key(self, text: str) -> bool:
-        """Whether it is that of ``--api-key``."""
         return secrets.compare_digest(text.encode(), str(server()._api_key).encode())
 
     async def authenticate(self, connection: HTTPConnection) -> None:
-        """vllm-mlx's check."""
         reject_odd_key(connection)
         vllm = server()
         await vllm.verify_api_key(await vllm.security(connection))
@@ -126,7 +122,6 @@ class VllmMlx:
         await server().check_rate_limit(connection)
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        """vllm-mlx's metrics of a request, and counters of ours."""
         return _Tracker(server()._metrics.track_inference(api, stream=stream))
 
     @property

@@ -162,7 +162,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
     With `several` models, the tool parsers stay those of vllm-mlx: they are looked up by name, for
     any of the models. Imports modules that need `NAMES`: check those first.
     """
-    from vllm_mlx_harmony.host import engine_routes, inspection
+    from vllm_mlx_harmony.host import engine_routes
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import Addition, Route, front_end
     from vllm_mlx_harmony.server.app import ENDPOINTS
@@ -175,7 +175,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
     pages = Addition(
         f"GET {inspector.PAGE}",
         "shows the inspector, which was switched on",
-        partial(inspector.install, status=inspection.status),
+        partial(inspector.install, status=engine_routes.inspected),
     )
     return (
         *NAMES,

@@ -1,8 +1,7 @@
 """vllm-mlx's engine for a Harmony model: its `BaseEngine` over an engine of our own.
 
-`HarmonyEngine` is what vllm-mlx sees; its ``engine``, an `MlxEngine`, is what computes. Our routes
-use that, which takes and returns ids. Everything else in vllm-mlx that uses an engine calls the
-methods here: raw completions, its own chat path, warm-up, metrics, status, caches, loading.
+Its ``engine``, an `MlxEngine`, is what computes, and what our routes use. All else in vllm-mlx that
+uses an engine calls the methods here: raw completions, its own chat path, status, caches.
 """
 
 from __future__ import annotations

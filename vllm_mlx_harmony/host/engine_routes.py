@@ -1,4 +1,4 @@
-"""Routes for the state of engines: their caches, requests and health.
+"""The state of engines: their caches, requests and health, as routes and for the inspector.
 
 vllm-mlx's `/v1/cache/stats` and `DELETE /v1/cache` import mlx_vlm, and torch with it, on the event
 loop, which blocks all requests for seconds. A Harmony model has nothing in the caches of mlx_vlm:
@@ -22,6 +22,7 @@ from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, loaded, serving
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server.endpoint import Endpoint
 
 VISION = "mlx_vlm.utils"
@@ -78,6 +79,39 @@ async def health(request: Request) -> Response:
     await response(request.scope, request.receive, keep)
     content = b"".join(message.get("body", b"") for message in sent)
     return JSONResponse({**json.loads(content), "status": "unhealthy"}, 503)
+
+
+def inspected() -> list[Section]:
+    """For the inspector: memory and the queue of each model, and what the prefix cache holds."""
+    sections: list[Section] = []
+    for name, engine, budget in serving():
+        requests = engine.status()
+        waiting = sum(each.place > 0 for each in requests)
+        rows = [
+            ("weights", engine.weights, "bytes"),
+            ("in use", device.used(), "bytes"),
+            ("limit", budget.limit, "bytes"),
+            ("longest request", engine.context_length, "tokens"),
+            ("waiting", waiting, ""),
+            ("answering", len(requests) - waiting, ""),
+            ("steps", engine.totals.steps, ""),
+        ]
+        sections.append((name, rows))
+    memory = resources.tree().counters()
+    cache = [
+        ("in memory", memory.nbytes, "bytes"),
+        ("limit in memory", memory.budget, "bytes"),
+        ("evictions", memory.evictions, ""),
+    ]
+    if resources.disk is not None:
+        disk = resources.disk.counters()
+        cache += [
+            ("on disk", disk.nbytes, "bytes"),
+            ("limit on disk", disk.budget, "bytes"),
+            ("read from disk", disk.bytes_read, "bytes"),
+            ("hits on disk", disk.hits, ""),
+        ]
+    return [*sections, ("Prefix cache", cache)]
 
 
 _CACHES = "vllm-mlx's own route imports mlx_vlm on the event loop"

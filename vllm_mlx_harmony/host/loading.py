@@ -1,8 +1,7 @@
 """Where vllm-mlx makes and loads engines: for a Harmony model, ours is made in place of its own.
 
-Each function takes the original and gives its replacement. The only model of a server is a Harmony
-model, as ``load_model`` checks. Of several models, others have the engines of vllm-mlx, whose
-classes are not touched.
+Each function takes the original and returns its replacement. The engines of other models are not
+touched.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from vllm_mlx_harmony.server.model_files import is_harmony_model
 def load_model(original: Callable[..., object]) -> Callable[..., object]:
     """Replaces ``load_model``, which loads a server's only model: it has to be a Harmony model.
 
-    ``use_batching`` is always set: without it the host would load an engine of its own. With it,
-    the host makes one that is loaded at its start, and ours takes its place. The model is loaded
-    here, so that one that cannot be loaded ends the start; it is left out of garbage collection
-    from then on (`server.garbage`). Raises ``NotHarmony``.
+    ``use_batching`` is always set: without it the host would load an engine of its own. The model
+    is loaded here, so that one that cannot be loaded ends the start; it is left out of garbage
+    collection from then on (`server.garbage`). Raises ``NotHarmony``.
     """
 
     @wraps(original)

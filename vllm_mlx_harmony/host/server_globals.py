@@ -1,8 +1,8 @@
 """What is used of ``vllm_mlx.server`` and other objects of vllm-mlx, as types.
 
-vllm-mlx's server is one module, whose globals change as models are loaded and unloaded; they are
-looked up at each use, through ``server()``. The protocols below are their specification, and each
-attribute is a row: mypy checks our calls against it, and `contract` the installed host.
+The globals of vllm-mlx's server change as models are loaded and unloaded; they are looked up at
+each use, through ``server()``. Each attribute of the protocols below is a row: mypy checks our
+calls against it, and `contract` the installed host.
 """
 
 from __future__ import annotations
