@@ -79,8 +79,6 @@ REPORTED = 0.5
 """Seconds between two progress reports of prompts that wait."""
 
 Load: TypeAlias = "Callable[[], tuple[Module, Any]]"
-"""Loads a model and its tokenizer."""
-
 MakeCache: TypeAlias = "Callable[[Module], PrefixCache]"
 
 Speculate: TypeAlias = Literal["off", "forced", "auto"]

@@ -27,19 +27,14 @@ Layer: TypeAlias = "KVCache | RotatingKVCache | BatchKVCache | BatchRotatingKVCa
 Layers: TypeAlias = "list[Layer]"
 """A cache for each layer of a model."""
 
-
 AT_ONCE = 1 << 28
 """Bytes of weights that are read between two steps of the progress bar."""
 
 
 def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
-    """The model in ``path``, a directory or a repository, and its tokenizer.
-
-    Shows a progress bar on standard error while it reads the weights.
-    """
+    """The model in ``path``, a directory or a repository, and its tokenizer. Shows its progress."""
     trust = {"trust_remote_code": trust_remote_code}
-    known = "trust_remote_code" in inspect.signature(utils.load).parameters
-    more = trust if known else {}
+    more = trust if "trust_remote_code" in inspect.signature(utils.load).parameters else {}
     module, tokenizer = utils.load(path, tokenizer_config=trust, lazy=True, **more)[:2]
     weights = [array for _, array in tree_flatten(module.parameters())]
     total, pending = sum(array.nbytes for array in weights), 0

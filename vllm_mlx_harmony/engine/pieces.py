@@ -103,10 +103,7 @@ def cut(cache: Layers, start: int, end: int, row: int = 0) -> Piece:
 
 
 def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
-    """Keys and values of one row in the order of their tokens, and the layer's window.
-
-    Those of a window end at ``end``.
-    """
+    """Keys and values of one row up to ``end``, in the order of their tokens, and the window."""
     padding = 0
     if isinstance(layer, BatchKVCache):
         padding = int(layer.left_padding[row].item())
@@ -140,10 +137,7 @@ _NAMES = {mx.bfloat16: "BF16", mx.float16: "F16", mx.float32: "F32"}
 
 
 def exported(piece: Piece) -> dict[str, Tensor]:
-    """The bytes of a piece, without a copy; they stay valid as long as the result does.
-
-    Raises ``KeyError`` for elements of a type that the files do not have.
-    """
+    """The bytes of a piece, not copied. Raises ``KeyError`` for a type that files do not have."""
     return {
         "whole" if window == WHOLE else f"window.{window}": Tensor(
             _NAMES[part.dtype], tuple(part.shape), memoryview(np.frombuffer(part, "B"))
@@ -168,11 +162,8 @@ def imported(loaded: Loaded, start: int, end: int) -> Piece:
 
 
 def join(model: Module, pieces: Sequence[Piece], headroom: int = 0) -> Layers:
-    """A new cache for ``model`` that holds what the pieces do, one after another.
-
-    Using it changes nothing in them. There is room for ``headroom`` more tokens before the layers
-    that keep everything have to grow.
-    """
+    """A new cache for ``model`` with copies of the pieces, one after another, and room for
+    ``headroom`` more tokens before the layers that keep everything have to grow."""
     cache: Layers = make_prompt_cache(model)
     used = dict.fromkeys(pieces[0].parts, 0)  # rows of each window's buffers
     for layer in cache:

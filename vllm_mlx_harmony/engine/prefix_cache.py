@@ -226,9 +226,7 @@ class PrefixCache:
 
     def evict(self, nbytes: int) -> int:
         """Evicts the least recently used pieces, of any model, from memory; returns their bytes.
-
-        Those that are being written are freed when that is done. Pieces on disk stay there.
-        """
+        Those that are being written are freed when that is done."""
         return self._tree.evict(nbytes)
 
     def close(self) -> None:

@@ -101,10 +101,8 @@ class PrefixTree(Generic[T]):
         return Counters(self._evictions, self._refused, segments, self._nbytes, self._budget)
 
     def find(self, owners: Sequence[Hashable], sequence: bytes) -> tuple[int, tuple[T, ...]]:
-        """The longest known beginning of ``sequence`` that is shorter than it is.
-
-        Returns its length in ids and the values of its pieces, first to last.
-        """
+        """The length in ids of the longest known beginning that is shorter than ``sequence``, and
+        the values of its pieces, first to last."""
         with self._lock:
             node = self._deepest(owners, sequence, len(sequence) // WIDTH - 1)
             self._use(node)
@@ -150,20 +148,15 @@ class PrefixTree(Generic[T]):
                 return node.pieces()
 
     def evict(self, nbytes: int) -> int:
-        """Evicts the least recently used pieces, ``nbytes`` bytes of them if there are so many.
-
-        Returns the bytes that were evicted.
-        """
+        """Evicts the least recently used pieces, at least ``nbytes`` bytes; returns how many."""
         with self._lock:
             before = self._nbytes
             self._evict_to(max(0, before - nbytes))
             return before - self._nbytes
 
     def forget(self, gone: Callable[[Hashable], bool]) -> None:
-        """Removes what the owners have for which ``gone`` is true. Counts no evictions.
-
-        What others continue from that is found no longer, and evicted in its turn.
-        """
+        """Removes what the owners have for which ``gone`` is true. What others continue from that
+        is found no longer, and evicted in its turn."""
         with self._lock:
             for node in [each for each in self._order if gone(each.owner)]:
                 self._remove(node)

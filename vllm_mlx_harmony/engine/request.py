@@ -25,8 +25,7 @@ Item: TypeAlias = "Step | HarmonyFailure"
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """The first group never changes, ``match`` excepted; the second belongs to the engine's thread,
-    the third to the event loop."""
+    """The second group of fields belongs to the engine's thread, the third to the event loop."""
 
     number: int
     prompt: tuple[int, ...]
@@ -41,9 +40,9 @@ class Request:
     # On the engine's thread. ``begun`` is when the prompt was given ``layers``, its caches. While
     # it is computed, they hold its first ``at`` ids. They are stored whenever they hold as many as
     # the next of ``marks``. The first ``cached`` ids were found in the prefix cache. ``ids`` are
-    # prompt and answer, once it is a row of a batch. The layers of the batch hold them, or will
-    # after the step that is being computed. ``joined`` becomes true with the first step of the row.
-    # ``first`` is when the first id came. ``held`` are ids that have not been sent.
+    # prompt and answer, once it is a row of a batch, whose layers hold them, or will after the step
+    # that is being computed. ``joined``: the row has made a step. ``first`` is when the first id
+    # came. ``held`` are ids that have not been sent.
     begun: float = 0.0
     others: int = -1
     """Bytes of everything else when it last found no memory; it fails if they are the same at

@@ -182,11 +182,8 @@ class Scheduler:
     # --- What to do
 
     def next(self, now: float, fits: Callable[[int], bool] = lambda request: True) -> Decision:
-        """A chunk or a step; ``None`` when there is nothing to do now.
-
-        ``fits`` says of a prompt that has not begun whether there is memory for it; it may call
-        ``remove``.
-        """
+        """A chunk or a step; ``None`` when there is nothing to do now. ``fits`` says whether there
+        is memory for a prompt that has not begun; it may call ``remove``."""
         if self._answers and self._owed > 0:
             return Step()
         limits = self.limits
@@ -204,17 +201,12 @@ class Scheduler:
         return Step() if self._answers else None
 
     def order(self) -> list[int]:
-        """Those that wait, in the order in which they would be served if nothing else came.
-
-        From any thread, as is ``seconds``.
-        """
+        """Those that wait, in the order in which they would be served; called from any thread."""
         return [each.request for each in self._ranked()]
 
     def seconds(self, request: int) -> float | None:
-        """How long the rest of a prompt takes beside the answers that run, by the speed so far.
-
-        ``None`` as long as there is no speed.
-        """
+        """How long the rest of a prompt takes beside the answers that run, by the speed so far, if
+        any; called from any thread."""
         prompt = self._prompts.get(request)
         if prompt is None or not prompt.rest:
             return 0.0
@@ -223,8 +215,8 @@ class Scheduler:
         return prompt.rest * pace / (1 - share) if pace else None
 
     def _forget_tenants(self) -> None:
-        """Drops tenants with no waiting prompt whose last turn precedes that of every waiting
-        tenant; a fresh entry would rank the same."""
+        """Drops tenants without prompts whose last turn precedes that of every waiting tenant; a
+        fresh entry would rank the same."""
         waiting = {each.tenant for each in self._prompts.values()}
         first = min((self._tenants[each].turn for each in waiting), default=self._turn + 1)
         self._tenants = {

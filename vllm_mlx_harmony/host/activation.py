@@ -21,7 +21,6 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 COMMAND_LINE = "vllm_mlx.cli"
 
-
 Namespace = dict[str, object]
 Command = Callable[[argparse.Namespace], object]
 
@@ -111,10 +110,7 @@ def _activate(args: argparse.Namespace) -> None:
 
 def _check(args: argparse.Namespace) -> None:
     """Raises HostError for options that no request could be served with, an unusable store, and
-    unusable settings of tool servers.
-
-    With several models, the template options may be those of another model.
-    """
+    unusable settings of tool servers."""
     from vllm_mlx_harmony.server import defaults, enforcement
     from vllm_mlx_harmony.server.responses import store
     from vllm_mlx_harmony.server.tools import config
@@ -122,7 +118,7 @@ def _check(args: argparse.Namespace) -> None:
 
     store.server_store()
     enforcement.read()
-    if not getattr(args, "models_config", None):
+    if not getattr(args, "models_config", None):  # else the options may be another model's
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
         if getattr(args, "mllm", False):
             raise HostError("--mllm is not supported: gpt-oss takes text only")

@@ -114,8 +114,8 @@ class Patch(Name):
 def apply_all(requirements: Sequence[Requirement]) -> list[tuple[str, Undo]]:
     """Makes all changes or none, and returns their names with the functions that revert them.
 
-    Raises HostError, before anything is changed, if a required row has a problem; an optional one
-    that has one is left out with a warning. Reverts the changes made so far if one of them raises.
+    Raises HostError if a required row has a problem; an optional one that has one is left out with
+    a warning.
     """
     check(requirements)
     applied: list[tuple[str, Undo]] = []

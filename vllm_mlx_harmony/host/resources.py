@@ -39,8 +39,7 @@ _budget: int | None = None
 
 
 def use(given: Options, budget: int | None) -> None:
-    """Sets the options and the size of the prefix cache in bytes, ``None`` for the default size,
-    and empties it."""
+    """Sets the options and the bytes of the prefix cache, ``None`` by default, and empties it."""
     global options, _budget
     options, _budget = given, budget
     tree.cache_clear()
@@ -58,10 +57,8 @@ def tree() -> PrefixTree[Piece]:
 
 
 def opened(directory: str, gigabytes: float) -> DiskCache | None:
-    """Opens the cache in ``directory``; returns ``None``, with a warning, if it cannot be used.
-
-    Raises ``HostError`` for an invalid size.
-    """
+    """The cache in ``directory``; ``None``, with a warning, if it cannot be used. Raises
+    ``HostError`` for an invalid size."""
     if not gigabytes > 0:
         raise HostError(f"--ssd-cache-max-gb must be greater than 0, not {gigabytes:g}")
     path = Path(directory).expanduser()
