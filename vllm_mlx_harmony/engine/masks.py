@@ -69,7 +69,13 @@ class LogitsMask:
     def advance(self, *tokens: int) -> None:
         """Consumes the ids that have been drawn."""
         if self._origins and tokens:
-            self.origin = self._origin()
+            mask, likeliest = self._next(), self.likeliest[0] if self.likeliest else None
+            if mask is not None and self.choices == 1:
+                self.origin = FORCED
+            elif mask is None or likeliest is None or int(likeliest.item()) in mask:
+                self.origin = DRAWN
+            else:
+                self.origin = MASKED
         self.likeliest = self.likeliest[len(tokens) :][:1]
         for token in tokens:
             self._guarded(partial(self._started().consume, token))
@@ -99,16 +105,6 @@ class LogitsMask:
         if self._origins:
             self.likeliest.append(None if mask is None else mx.argmax(logits, axis=-1))
         return logits if mask is None else _masked(mx.array(mask.words), logits)
-
-    def _origin(self) -> str:
-        """How the next id comes about."""
-        mask = self._next()
-        if mask is None:
-            return DRAWN
-        if self.choices == 1:
-            return FORCED
-        likeliest = self.likeliest[0] if self.likeliest else None
-        return DRAWN if likeliest is None or int(likeliest.item()) in mask else MASKED
 
     def _next(self) -> Mask | None:
         """The ids that may come next; ``None`` if all may."""

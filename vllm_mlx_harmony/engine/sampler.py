@@ -227,6 +227,14 @@ def _drawn(
         return mx.argmax(logits, axis=-1).astype(mx.uint32)
     logits = logits.astype(mx.float32)
     scaled = logits * _column(1 / each.settings.temperature for each in samplers)
+    if any(samplers[0].filters):
+        scaled = mx.where(_allowed(samplers, logits), scaled, -mx.inf)
+    categorical = mx.vmap(lambda row, key: mx.random.categorical(row, key=key))
+    return categorical(scaled, mx.array(keys, dtype=mx.uint32))
+
+
+def _allowed(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
+    """Which ids (rows, vocabulary) the filters leave."""
     # The likeliest id has weight 1 exactly, so it always stays.
     weights = mx.exp(logits - mx.max(logits, axis=-1, keepdims=True))
     bits = weights.view(mx.uint32)
@@ -242,10 +250,7 @@ def _drawn(
     if by_rank:
         wanted = mx.array([[each.settings.top_k] for each in samplers])
         lowest = mx.maximum(lowest, _threshold(bits, None, wanted))
-    if any(samplers[0].filters):
-        scaled = mx.where(bits >= lowest, scaled, -mx.inf)
-    categorical = mx.vmap(lambda row, key: mx.random.categorical(row, key=key))
-    return categorical(scaled, mx.array(keys, dtype=mx.uint32))
+    return bits >= lowest
 
 
 _ONE = 0x3F80_0000
