@@ -15,7 +15,7 @@ next id,
 - *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
 - a *draft*: ids that it may copy (`drafts`). The next id is drawn at each place as if all before it
   were right (`sampler.draw_ahead`). Up to the first place where another id is drawn than the draft
-  has, that is what would have been drawn one by one (Leviathan et al.,
+  has, that is what would have been drawn one by one, with the same seed, too (Leviathan et al.,
   https://arxiv.org/abs/2211.17192). The caches forget what was wrong.
 
 With a draft, Python has to know the next id before the step, so the device waits for Python: only

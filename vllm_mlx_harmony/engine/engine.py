@@ -442,10 +442,8 @@ class MlxEngine:
                             self._compute(request, request.layers, ids, self.cache)
                     except Exception as error:  # noqa: BLE001 - of the model, whatever it is
                         self._fail([request], error)
-                    self._computed += ids
                 case NextStep():
                     self._step(self.cache)
-                    self._computed += STEP_COUNTS
             if self._computed >= FREED:
                 self._computed = 0
                 mx.clear_cache()
@@ -518,6 +516,7 @@ class MlxEngine:
             request.marks.popleft()
             cache.store(request.prompt[:end], layers, request.tenant)
         request.at = end
+        self._computed += len(chunk)
         self._scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
         if request.marks:
             self._put(request, request.report())
@@ -573,4 +572,5 @@ class MlxEngine:
                 batch.rows = []  # its caches may be broken
                 self._fail((), error)
         self.totals.steps += 1
+        self._computed += STEP_COUNTS
         self._scheduler.stepped(time.perf_counter() - started)

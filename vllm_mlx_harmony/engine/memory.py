@@ -1,7 +1,8 @@
 """The memory that a request needs until its end, and whether there is enough: arithmetic, no mlx.
 
 A Mac on which mlx allocates more than Metal can keep in memory swaps, kills the process, or panics
-(https://github.com/ml-explore/mlx/issues/2312, https://github.com/ml-explore/mlx-lm/issues/883):
+(https://github.com/ml-explore/mlx/issues/2312, https://github.com/ml-explore/mlx-lm/issues/883).
+So nothing is computed that would not fit:
 
     what is in use, without the caches of requests        weights, prefix cache, other models
     + of each request, its keys and values to its end     layers that keep all: every id;

@@ -148,7 +148,8 @@ class PrefixTree(Generic[T]):
                 return node.pieces()
 
     def evict(self, nbytes: int) -> int:
-        """Evicts the least recently used pieces, at least ``nbytes`` bytes; returns how many."""
+        """Evicts the least recently used pieces, ``nbytes`` bytes or more if there are so many;
+        returns their bytes."""
         with self._lock:
             before = self._nbytes
             self._evict_to(max(0, before - nbytes))

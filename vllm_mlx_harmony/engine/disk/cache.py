@@ -406,8 +406,8 @@ class DiskCache:
         self._changed(self._index.remove(key, name))
 
     def _sweep(self) -> None:
-        """Removes files that a process left behind when it ended. Those of the last ten minutes
-        may be in the works."""
+        """Removes files that a process left behind when it ended. Another process may be writing
+        those of the last ten minutes."""
         known = self._index.files()
         since = time.time() - 600
         for path in self._pieces.glob(_FILES):
