@@ -284,16 +284,16 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     async def stream_chat(
         self, messages: Messages, tools: Sequence[Json] | None = None, **others: Any
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """What the model says to ``messages``; vllm-mlx passes all arguments by name."""
+        """What the model says to ``messages``; vllm-mlx passes all else by name."""
         options = others.pop("chat_template_kwargs", None)
         prompt = await in_thread(prompt_ids, messages, tools, options)
         async with aclosing(self.stream_generate(prompt, **others)) as outputs:
             async for output in outputs:
                 yield output
 
-    async def chat(self, **keywords: Any) -> GenerationOutput:
+    async def chat(self, messages: Messages, **keywords: Any) -> GenerationOutput:
         """``stream_chat``, as one output, cleaned as vllm-mlx cleans it."""
-        last = await _last(self.stream_chat(**keywords))
+        last = await _last(self.stream_chat(messages, **keywords))
         return replace(last, text=clean_output_text(last.text))
 
     # --- What vllm-mlx shows
