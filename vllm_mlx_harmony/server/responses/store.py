@@ -273,7 +273,7 @@ class SharedStore:
 
 
 _UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"
-_REMEDY = f"Set {STORE_VARIABLE} to another file, move this one away, or unset the variable"
+_REMEDY = f"Use another file, move this one away, or unset {STORE_VARIABLE}"
 
 _opening = threading.Lock()
 
