@@ -213,6 +213,7 @@ def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(asyncio.wait_for(application(host)(scope, receive, send), 60))
     assert sent[0]["status"] == 408
     assert b"was not received within 0.05 seconds" in sent[1]["body"]
+    assert b"request_timeout" in sent[1]["body"]
 
 
 def test_a_prompt_that_is_too_long_costs_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,24 +244,36 @@ def test_the_failure_of_a_shutdown_does_not_grow(monkeypatch: pytest.MonkeyPatch
 
 
 class Transport:
-    """What a stream asks of a connection."""
+    """What a stream asks of a connection. As uvloop's, it raises once it is closed."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls_before_closed: int = 100) -> None:
         self.limits: list[int | None] = []
+        self._left = calls_before_closed
+
+    def is_closing(self) -> bool:
+        return self._left == 0
 
     def set_write_buffer_limits(self, high: int | None = None) -> None:
+        if self.is_closing():
+            raise RuntimeError("unable to perform operation; the handler is closed")
+        self._left -= 1
         self.limits.append(high)
 
 
-def test_a_stream_leaves_a_connection_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later answer on it, which has no time limit for its reader, would wait for each write."""
-    transport = Transport()
+@pytest.mark.parametrize(("calls_before_closed", "limits"), [(100, [0, None]), (1, [0]), (0, [])])
+def test_a_stream_leaves_a_connection_as_it_was(
+    calls_before_closed: int, limits: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later answer on it, which has no time limit for its reader, would wait for each write.
+
+    A connection that the client has closed is left alone, and its engine is freed all the same.
+    """
+    transport = Transport(calls_before_closed)
     monkeypatch.setattr(streams.client, "transport", lambda _: transport)
-    got = client(Alone(ScriptedEngine(SCRIPTS))).post(
-        "/v1/chat/completions", json={**CHAT, "stream": True}
-    )
+    host = Alone(ScriptedEngine(SCRIPTS))
+    got = client(host).post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert got.text.endswith("data: [DONE]\n\n")
-    assert transport.limits == [0, None]
+    assert (transport.limits, host.lent) == (limits, 0)
 
 
 class Fails:

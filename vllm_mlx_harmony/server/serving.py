@@ -211,7 +211,7 @@ async def serve(
             body = await request.body()
     except TimeoutError as error:
         problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
-        raise RequestError(problem, status=408, code="timeout") from error
+        raise RequestError(problem, status=408, code="request_timeout") from error
     document = await parse_body(body, api.more_values)
     async with leased(api, request, document) as lease:
         if lease.engine is None:

@@ -47,7 +47,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         transport = client.transport(self._request)
-        if transport is not None:
+        if transport is not None and not transport.is_closing():  # uvloop's raises when closed
             # Each write waits until the previous one has left the process. Otherwise the end of an
             # answer would be in asyncio's own buffer, which nothing waits for.
             transport.set_write_buffer_limits(high=0)
@@ -57,12 +57,12 @@ class EventStream(StreamingResponse):
         except OSError as error:  # from servers of ASGI 2.4 or later, for a client that has gone
             raise ClientDisconnect from error
         finally:
-            if transport is not None:
-                transport.set_write_buffer_limits()  # a later response may use this connection
             # A separate task, because this one may be cancelled together with what it awaits.
             closing = asyncio.ensure_future(self._close())
             _closing.add(closing)
             closing.add_done_callback(_closing.discard)
+            if transport is not None and not transport.is_closing():
+                transport.set_write_buffer_limits()  # a later response may use this connection
 
     async def _close(self) -> None:
         await self._frames.aclose()
