@@ -252,6 +252,18 @@ def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
     assert fetch(disk) == ALL
 
 
+def test_a_use_that_overtakes_its_writing_is_no_loss(open_disk: Open, pieces: list[Piece]) -> None:
+    """The keys of all uses until the first is noted go together, before what is queued later."""
+    disk = open_disk()
+    write(disk, pieces[:1])
+    with disk._changing:  # the writer waits
+        disk.offer(ROOT, pack(IDS[:150]), *offered(pieces[:1], PLACES[:1]))
+        disk.offer(ROOT, pack(IDS), *offered(pieces))
+    assert disk.flush(10)
+    assert len(disk._written) == 3  # nothing is offered a second time
+    assert fetch(disk) == ALL
+
+
 def test_turns_live_within_the_budget(open_disk: Open) -> None:
     nbytes = len(written(TURN))
     disk = open_disk(budget=10 * nbytes)

@@ -647,7 +647,7 @@ def test_a_model_that_leaves_no_room_is_not_loaded(
 ) -> None:
     monkeypatch.setattr(device, "memory", lambda: 20_000_000)
     engine = MlxEngine(str(tiny))
-    with pytest.raises(HostError, match=r"bytes, which leaves no room .* in the 18,000,000"):
+    with pytest.raises(HostError, match=r"of the 18,000,000 bytes .* leaves no memory"):
         engine.load(partial(load, tiny))
     engine.close()
     assert not engine.loaded

@@ -7,9 +7,9 @@ import os
 import shutil
 from contextlib import aclosing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("mlx_lm")
@@ -32,7 +32,7 @@ def filled(directory: Path) -> DiskCache:
     """A disk with one conversation of three pieces."""
     disk = DiskCache(directory, 1 << 30)
     tensor = Tensor("F32", (4,), memoryview(bytes(16)))
-    piece = SimpleNamespace(nbytes=16)
+    piece = np.zeros(16, np.uint8)
     offered = [(end, piece) for end in (1, 2, 3)]
     disk.offer(b"root", pack([7, 8, 9]), offered, lambda _: {"whole": tensor})
     assert disk.flush(10)

@@ -145,7 +145,7 @@ class DiskCache:
         self._waiting = 0
         self._jobs: set[_Job] = set()
         """Jobs with the ``_waiting`` bytes."""
-        self._used: dict[bytes, None] = {}
+        self._used: set[bytes] = set()
         """Keys of pieces and turns that were used, in this order."""
         self._written: set[bytes] = set()
         """Keys of pieces that are on the disk or in the queue, as far as this process knows. When
@@ -300,13 +300,15 @@ class DiskCache:
     def _use(self, key: bytes) -> None:
         with self._lock:
             first = not self._used
-            self._used[key] = None
+            self._used.add(key)
         if first:  # it takes all keys that are added before it runs
             self._queue.put(_Job(self._touch))
 
     def _touch(self) -> None:
         with self._lock:
-            used, self._used = self._used, {}
+            # What is not written yet will count as used when it is.
+            used = self._used - {job.key for job in self._jobs}
+            self._used = set()
         if not self._index.touch(used):
             self._written.clear()
 
@@ -326,7 +328,7 @@ class DiskCache:
                 self._waiting -= job.nbytes
                 self._jobs.discard(job)
                 if not done:
-                    self._used = {}
+                    self._used = set()
                     self._written.discard(job.key)
                     self._turns.discard(job.key)
                     self._counters.dropped += bool(job.key)
