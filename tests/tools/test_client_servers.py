@@ -263,12 +263,12 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (("http://*:9",), {"server_url": "not a url"}, "tools[0].server_url", VARIABLE),
     (("http://*:9",), {"server_url": "http://[::1"}, "tools[0].server_url", "not a URL"),
     (("http://*:9",), {"server_url": "http://a@127.0.0.1:9/mcp"}, "tools[0].server_url", VARIABLE),
-    (("http://*:9",), {"server_label": "weather"}, "tools[0].server_url", "the operator's"),
+    (("http://*:9",), {"server_label": "weather"}, "tools[0].server_url", "by the operator"),
     (("http://*:9",), {"headers": {"Host": "x"}}, "tools[0].headers", "of the connection"),
-    (("http://*:9",), {"headers": {"A": "b\r\nc: d"}}, "tools[0].headers", "an invalid name"),
+    (("http://*:9",), {"headers": {"A": "b\r\nc: d"}}, "tools[0].headers", "an invalid header name"),
     (("http://*:9",), {"headers": ["A"]}, "tools[0].headers", "an object"),
     (("http://*:9",), {"authorization": "a\nb"}, "tools[0].authorization", "ASCII"),
-    (("http://*:9",), {"connector_id": "c"}, "tools[0].connector_id", "configured"),
+    (("http://*:9",), {"connector_id": "c"}, "tools[0].connector_id", "is not supported"),
 ]
 
 
@@ -431,7 +431,7 @@ def test_the_url_of_an_operators_server_is_told_to_nobody(
     assert f"tool server there: {said}" in caplog.text
     assert SECRET not in caplog.text
     if (how, path) == ("sse", "sse"):
-        assert said == "it answers 401 Unauthorized"
+        assert said == "it responds with 401 Unauthorized"
 
 
 def test_a_private_address_is_for_a_pattern_that_names_it() -> None:
