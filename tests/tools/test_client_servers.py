@@ -265,7 +265,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
     (("http://*:9",), {"server_url": "http://a@127.0.0.1:9/mcp"}, "tools[0].server_url", VARIABLE),
     (("http://*:9",), {"server_label": "weather"}, "tools[0].server_url", "by the operator"),
     (("http://*:9",), {"headers": {"Host": "x"}}, "tools[0].headers", "of the connection"),
-    (("http://*:9",), {"headers": {"A": "b\r\nc: d"}}, "tools[0].headers", "an invalid header name"),
+    (("http://*:9",), {"headers": {"A": "b\r\nc: d"}}, "tools[0].headers", "an invalid header"),
     (("http://*:9",), {"headers": ["A"]}, "tools[0].headers", "an object"),
     (("http://*:9",), {"authorization": "a\nb"}, "tools[0].authorization", "ASCII"),
     (("http://*:9",), {"connector_id": "c"}, "tools[0].connector_id", "is not supported"),
