@@ -312,6 +312,7 @@ def test_without_a_helper_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(grammar_checks, "_PROGRAM", "raise SystemExit(3)")
+    monkeypatch.setattr(grammar_checks, "FIRST_PAUSE", 0.0)
     checks = GrammarChecks()
     with pytest.raises(Unchecked, match="cannot be started"):
         GrammarCheck(checks, "t")('start: "a"')
@@ -319,6 +320,32 @@ def test_without_a_helper_nothing_is_known(
     monkeypatch.undo()
     try:
         assert GrammarCheck(checks, "t")('start: "a"') == ""
+    finally:
+        checks.close()
+
+
+def test_a_helper_that_does_not_start_is_started_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monotonic, program, skipped = time.monotonic, grammar_checks._PROGRAM, 0.0
+    monkeypatch.setattr(grammar_checks.time, "monotonic", lambda: monotonic() + skipped)
+    monkeypatch.setattr(grammar_checks, "_PROGRAM", "raise SystemExit(3)")
+    checks = GrammarChecks()
+    with pytest.raises(Unchecked):
+        GrammarCheck(checks, "t")('start: "a"')
+    for pause in (2, 4, 8, 16, 32, 60, 60):
+        for seconds, starts in ((pause - 1.5, 0), (1.6, 1)):
+            skipped += seconds
+            caplog.clear()
+            with pytest.raises(Unchecked, match="cannot be started"):
+                GrammarCheck(checks, "t")('start: "a"')
+            assert len(caplog.records) == starts
+    monkeypatch.setattr(grammar_checks, "_PROGRAM", program)
+    skipped += 61
+    try:
+        assert GrammarCheck(checks, "t")('start: "a"') == ""
+        os.kill(helper(checks), signal.SIGKILL)
+        assert GrammarCheck(checks, "t")('start: "b"') == "", "no pause after a start"
     finally:
         checks.close()
 

@@ -58,6 +58,10 @@ PATIENCE = 1.5
 START = 20.0
 """Seconds within which the helper process must be ready."""
 
+FIRST_PAUSE, MAX_PAUSE = 2.0, 60.0
+"""Seconds without another attempt after the helper process has failed to start; the pause doubles
+with each failure."""
+
 POLL = 0.05
 """Seconds between two checks whether a request still waits."""
 
@@ -182,7 +186,7 @@ class GrammarChecks:
         self.writing, self.compiling = _Turns(1), _Turns(1)
 
     def start(self) -> None:
-        """Starts the helper process unless it runs. Raises ``OSError``."""
+        """Starts the helper process unless it runs. Raises ``OSError`` and ``Unchecked``."""
         self._helper.start()
 
     def close(self) -> None:
@@ -399,20 +403,24 @@ class _Lane(_Turns):
 
 
 class _Helper:
-    """The helper process, which is started when it is needed, and again if it has died."""
+    """The helper process, which is started when it is needed, and again if it has died.
+
+    Methods raise ``OSError`` if it fails to start, and ``Unchecked`` during the pause after that.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
+        self._pause, self._paused_until = 0.0, 0.0
 
     def start(self) -> None:
-        """Starts it unless it runs. Raises ``OSError``."""
+        """Starts it unless it runs."""
         with self._lock:
             self._running()
 
     def worker(self) -> socket.socket:
-        """A socket to a new worker. Raises ``OSError``."""
+        """A socket to a new worker."""
         with self._lock:
             for left in (True, False):
                 control = self._running()
@@ -422,12 +430,14 @@ class _Helper:
                         socket.send_fds(control, [grammar_process.FORK], [theirs.fileno()])
                     ours.settimeout(CLOCK)
                     if ours.recv(1) == grammar_process.READY:
+                        self._pause = 0.0
                         return ours
                     raise ConnectionError("a new worker of the helper process has died")
                 except OSError:
                     ours.close()
                     self._end()
                     if not left:
+                        self._pause_after_failure()
                         raise
         raise AssertionError("unreachable")
 
@@ -435,7 +445,22 @@ class _Helper:
         if self._control is not None and self._process is not None and self._process.poll() is None:
             return self._control
         self._end()
+        if time.monotonic() < self._paused_until:
+            raise Unchecked("the helper process cannot be started")
+        try:
+            return self._started()
+        except OSError:
+            self._end()
+            self._pause_after_failure()
+            raise
+
+    def _pause_after_failure(self) -> None:
+        self._pause = min(2 * self._pause or FIRST_PAUSE, MAX_PAUSE)
+        self._paused_until = time.monotonic() + self._pause
+
+    def _started(self) -> socket.socket:
         ours, theirs = socket.socketpair()
+        self._control = ours
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)],
@@ -444,12 +469,10 @@ class _Helper:
                 stderr=subprocess.DEVNULL,  # a panic message quotes the grammar
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
-        self._control = ours
         atexit.register(self.close)
         ours.settimeout(START)
         message = ours.recv(1_000)
         if message != grammar_process.READY:
-            self._end()
             raise OSError(f"the helper process did not start: {message.decode() or 'it ended'}")
         return ours
 
