@@ -44,7 +44,7 @@ from pydantic_core import to_json
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
-from vllm_mlx_harmony.core.deltas import TokenLogprob
+from vllm_mlx_harmony.core.deltas import Progress, TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import with_compact_json
 from vllm_mlx_harmony.gateway.engines.dialect import (
@@ -186,46 +186,30 @@ class HttpEngine:
         # The engine itself follows the grammar: its version of llguidance may differ from ours.
         matcher = None if constraint is None else constraint.start(grammar=False)
         turn = _Turn(matcher, settings)
-        so_far = Step(())
         for number in range(MOST_CONTINUATIONS):
             finish: Finish | None = None
-            taken, before = ACCEPTED, so_far
+            taken = ACCEPTED
             async with aclosing(self.stream(request)) as steps:
                 async for step in steps:
-                    so_far = Step(
-                        (),
-                        cached_tokens=max(so_far.cached_tokens, step.cached_tokens),
-                        accepted=max(so_far.accepted, before.accepted + step.accepted),
-                        rejected=max(so_far.rejected, before.rejected + step.rejected),
-                    )
                     finish = finish or step.finish
-                    taken = turn.take(step) if settings.max_tokens else ACCEPTED
+                    taken = turn.take(step)
                     if turn.forced:
                         break  # other ids must follow than those of this stream
-                    progress = None if turn.ids else step.progress
-                    if taken.ids or progress or (step is ACCEPTED and number == 0):
-                        yield replace(
-                            so_far,
-                            ids=taken.ids,
-                            progress=progress,
-                            origins=taken.origins,
-                            logprobs=taken.logprobs,
-                        )
+                    if taken.ids or taken.progress or (step is ACCEPTED and number == 0):
+                        yield taken
                     if turn.ended and finish is None:
-                        cached = max(so_far.cached_tokens, await _cached_at_end(steps))
-                        so_far = replace(so_far, cached_tokens=cached)
+                        turn.count(cached=await _cached_at_end(steps))
                         break
             if turn.ended or (finish is not None and not turn.forced):
                 finish = finish if settings.max_tokens else "length"
-                yield replace(so_far, finish="stop" if turn.ended else finish)
+                yield turn.step(finish="stop" if turn.ended else finish)
                 return
             if not turn.forced:
                 raise OutputError("the engine's response ended before the answer was complete")
-            forced = turn.force(taken)
-            yield replace(so_far, ids=forced.ids, origins=forced.origins, logprobs=forced.logprobs)
+            yield turn.force(taken)
             count = len(turn.ids)
             if settings.max_tokens <= count:
-                yield replace(so_far, finish="length")
+                yield turn.step(finish="length")
                 return
             if grammar is not None and constraint is not None and constraint.spec.grammar:
                 grammar = self._written(constraint.spec.grammar.grammar.without_analysis)
@@ -340,21 +324,44 @@ async def _cached_at_end(steps: Steps) -> int:
 
 
 class _Turn:
-    """The ids of one turn: where it ends, and which ids are forced."""
+    """One turn: its ids, where it ends, which ids are forced, and the counts of all its streams."""
 
     def __init__(self, matcher: ConstraintMatcher | None, settings: Settings) -> None:
         self._matcher, self._settings = matcher, settings
+        self._cached = self._accepted = self._rejected = 0
+        self._accepted_before = self._rejected_before = 0
+        """The drafted ids of earlier streams."""
         self.ids: list[int] = []
         self.ended = False
         self.forced: tuple[int, ...] = ()
         """The ids that have to follow now, in place of the engine's."""
 
+    def count(self, cached: int, accepted: int = 0, rejected: int = 0) -> None:
+        """Notes the counts of the current stream."""
+        self._cached = max(self._cached, cached)
+        self._accepted = max(self._accepted, self._accepted_before + accepted)
+        self._rejected = max(self._rejected, self._rejected_before + rejected)
+
+    def step(
+        self,
+        ids: tuple[int, ...] = (),
+        finish: Finish | None = None,
+        origins: str = "",
+        logprobs: tuple[TokenLogprob, ...] = (),
+        progress: Progress | None = None,
+    ) -> Step:
+        """A step of the turn, with its counts."""
+        counts = self._accepted, self._rejected
+        return Step(ids, finish, self._cached, progress, origins, *counts, logprobs)
+
     def take(self, step: Step) -> Step:
         """The ids of ``step`` that belong to the turn: up to its end or to forced ids.
 
-        Raises ``OutputError`` if log probabilities were requested and some are missing.
+        None if the turn has no room for any. Raises ``OutputError`` if log probabilities were
+        requested and some are missing.
         """
-        ids, matcher = step.ids, self._matcher
+        self.count(step.cached_tokens, step.accepted, step.rejected)
+        ids, matcher = step.ids if self._settings.max_tokens else (), self._matcher
         reasoning = None if matcher is None else matcher.reasoning
         for at, token in enumerate(ids):
             if reasoning is not None and token in reasoning.banned:
@@ -378,11 +385,13 @@ class _Turn:
             if len(step.logprobs) < len(ids):
                 raise OutputError("the engine did not return every log probability")
             logprobs = [replace(each, top=each.top[:most]) for each in step.logprobs[: len(ids)]]
-        return Step(ids, origins=origins, logprobs=tuple(logprobs))
+        progress = None if self.ids else step.progress
+        return self.step(ids, None, origins, tuple(logprobs), progress)
 
     def force(self, taken: Step) -> Step:
         """``taken`` with the forced ids, which now belong to the turn."""
         forced, self.forced = self.forced, ()
+        self._accepted_before, self._rejected_before = self._accepted, self._rejected
         if self._matcher is not None:
             for token in forced:
                 self._matcher.consume(token)
@@ -392,7 +401,7 @@ class _Turn:
             origins += FORCED * len(forced)
         if self._settings.top_logprobs is not None:  # no content: they are not shown
             logprobs += tuple(TokenLogprob(token, 0.0) for token in forced)
-        return Step(taken.ids + forced, origins=origins, logprobs=logprobs)
+        return self.step(taken.ids + forced, None, origins, logprobs)
 
 
 def _salt(tenant: str) -> str:
@@ -416,6 +425,9 @@ async def _steps(content: StreamReader, dialect: Dialect) -> AsyncGenerator[list
                     seen += len(steps[-1].ids)
             except HarmonyFailure as error:
                 failure = error
+            if len(steps) == 1 and failure is None:
+                yield steps  # the usual case, and the faster one
+                continue
             progress = [Step((), progress=each.progress) for each in steps if each.progress][-1:]
             ids = tuple(token for each in steps for token in each.ids)
             logprobs = tuple(one for each in steps for one in each.logprobs)
