@@ -233,6 +233,10 @@ class Registry:
         self.lent = 0
         self.most = 0
         self.acquired: list[str] = []
+        self._loaded: dict[str, object] = {}
+        self._registry = {
+            name: SimpleNamespace(source=f"/models/{name}") for name in self.registered_model_names
+        }
 
     def has_model(self, name: str) -> bool:
         return name in self.registered_model_names
@@ -277,6 +281,38 @@ def test_without_a_model_nothing_is_loaded(
     response = send(asked(**fields))
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
     assert registry.acquired == []
+
+
+@pytest.mark.usefixtures("_active")
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (PATH, {"messages": []}),
+        (PATH, {"messages": [{"role": "user", "content": "Hi"}], "temperature": "hot"}),
+        (RESP, {"input": "Hi", "previous_response_id": "resp_0"}),
+        ("/v1/responses/input_tokens", {"input": [{"type": "unknown"}]}),
+        ("/v1/messages", {"messages": [], "max_tokens": 1}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("harmony", "loaded", "loads"),
+    [(True, False, False), (True, True, True), (False, False, True), (None, False, True)],
+)
+def test_no_model_is_loaded_for_an_invalid_request(
+    registry: Registry,
+    path: str,
+    fields: dict[str, Any],
+    harmony: bool | None,
+    loaded: bool,
+    loads: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """If it is a Harmony model; vllm-mlx has rules of its own for others."""
+    monkeypatch.setattr(adapter, "_is_harmony_model", lambda source: harmony)
+    registry._loaded = {"other": object()} if loaded else {}
+    response = send(json.dumps({"model": "other", **fields}).encode(), path)
+    assert loads or response.status_code in (400, 404)
+    assert bool(registry.acquired) is loads
 
 
 # --- Errors, in the shape of the API, also where the host raises them.

@@ -150,6 +150,10 @@ class Alone:
         entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nobody"}
         return {"object": "list", "data": [entry]}
 
+    async def must_load(self, model: str) -> bool:
+        """It is loaded."""
+        return False
+
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:

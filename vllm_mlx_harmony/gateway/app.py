@@ -121,6 +121,9 @@ class Gateway:
             entry["max_model_len"] = self.fleet.context_length
         return {"object": "list", "data": [entry]}
 
+    async def must_load(self, model: str) -> bool:
+        return False
+
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:

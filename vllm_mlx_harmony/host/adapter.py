@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import uvicorn
@@ -24,7 +25,12 @@ from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
-from vllm_mlx_harmony.server.model_files import GENERATION, configuration, length_of
+from vllm_mlx_harmony.server.model_files import (
+    GENERATION,
+    configuration,
+    is_harmony_model,
+    length_of,
+)
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 
@@ -54,6 +60,13 @@ class VllmMlx:
             if length is not None:
                 entry["max_model_len"] = length
         return listed
+
+    async def must_load(self, model: str) -> bool:
+        manager = server()._model_manager
+        if manager is None or model in manager._loaded or model not in manager._registry:
+            return False
+        source = manager._registry[model].source
+        return bool(await asyncio.to_thread(_is_harmony_model, source))
 
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
@@ -131,6 +144,10 @@ class VllmMlx:
     @property
     def context(self) -> Callable[..., Context]:
         return entry_points.in_use().context
+
+
+_is_harmony_model = lru_cache(maxsize=64)(is_harmony_model)
+"""Remembered, because reading a tokenizer takes a second."""
 
 
 class _Tracker:

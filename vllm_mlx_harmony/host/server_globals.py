@@ -8,7 +8,7 @@ calls against it, and `contract` the installed host.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast, get_type_hints
 
 from starlette.requests import HTTPConnection, Request
@@ -36,12 +36,20 @@ class ResolvedModelConfig(Protocol):
     gpu_memory_utilization: Annotated[float, "a setting of one model"]
 
 
+class RegisteredModel(Protocol):
+    """One of several models, loaded or not."""
+
+    source: Annotated[str, "the directory or the repository of one of several models"]
+
+
 class ModelManager(Protocol):
     """The models of ``--models-config``."""
 
     _engine_factory: Annotated[
         Callable[[ResolvedModelConfig], object] | None, "makes the engine of one of several models"
     ]
+    _loaded: Annotated[Mapping[str, object], "which of several models are loaded"]
+    _registry: Annotated[Mapping[str, RegisteredModel], "the models by name"]
 
 
 class InferenceTracker(Protocol):
@@ -126,6 +134,7 @@ def names() -> Iterator[Name]:
         (InferenceTracker, "vllm_mlx.metrics:InferenceTracker.", Name),
         (ModelSpec, "vllm_mlx.lifecycle:ModelSpec.", Attribute),
         (ResolvedModelConfig, "vllm_mlx.model_registry:ResolvedModelConfig.", Attribute),
+        (RegisteredModel, "vllm_mlx.model_registry:RegisteredModel.", Attribute),
         (ModelManager, "vllm_mlx.model_registry:ModelManager.", Attribute),
     ):
         for name, hint in get_type_hints(specification, include_extras=True).items():

@@ -155,6 +155,12 @@ class Host(Protocol):
     async def models(self) -> dict[str, Any]:
         """The document of ``GET /v1/models``, with ``max_model_len`` where it is known."""
 
+    async def must_load(self, model: str) -> bool:
+        """Whether ``acquire`` would first load ``model``, which is known to be a Harmony model.
+
+        If so, its requests are checked before it is loaded.
+        """
+
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:

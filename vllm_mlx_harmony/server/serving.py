@@ -247,11 +247,12 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
     """
     host = host_of(request)
     model, timeout = _routing(document.value)
-    if model is None and host.model_name is None:  # there are several models
-        # Any other error of the request is reported first: reading it raises that.
-        await read(api, document, host.defaults(None), tenant_of(request))
-        raise RequestError("model must be a string", param="model")
     own = None if model is None else own_name(model, host.model_name)
+    if own is None and host.model_name is None:  # there are several models
+        await reject_invalid(api, request, document)
+        raise RequestError("model must be a string", param="model")
+    if own is not None and await host.must_load(own):
+        await reject_invalid(api, request, document)
     lease = await host.acquire(request, own, host.deadline(timeout))
     if lease is None:
         raise ClientDisconnect
@@ -277,18 +278,30 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     return model if isinstance(model, str) else None, timeout if valid else None
 
 
+async def reject_invalid(api: Api, request: Request, document: Document) -> None:
+    """Raises the error of an invalid request, so that no model is loaded for it.
+
+    Requests that name tool servers by URL are not checked, because that connects to the servers.
+    """
+    host, tenant = host_of(request), tenant_of(request)
+    defaults = host.defaults(None)
+    if (toolbox := host.toolbox) is not None:
+        if api.servers(document.value, toolbox.labels):
+            return
+        defaults = with_tools(defaults, toolbox, ())
+    await read(api, document, defaults, tenant)
+
+
 async def parse(received: Received) -> Parsed:
     """Reads the request in a document. Raises ``RequestError``."""
     api, host, lease = received.api, received.host, received.lease
     servers: Sequence[ToolServer] = ()
     defaults = host.defaults(lease.engine)
-    if host.toolbox is not None:
-        labels = [each.label for each in host.toolbox.servers]
-        if requested := api.servers(received.document.value, labels):
-            clients = host.toolbox.clients
-            servers = await clients.connected(requested, lease.tenant)
-            lease.on_release(partial(clients.stop, servers))
-        defaults = with_tools(defaults, host.toolbox, servers)
+    if (toolbox := host.toolbox) is not None:
+        if requested := api.servers(received.document.value, toolbox.labels):
+            servers = await toolbox.clients.connected(requested, lease.tenant)
+            lease.on_release(partial(toolbox.clients.stop, servers))
+        defaults = with_tools(defaults, toolbox, servers)
     request = await read(api, received.document, defaults, lease.tenant)
     return Parsed(received, request, replace(request.turn, tenant=lease.tenant), defaults, servers)
 

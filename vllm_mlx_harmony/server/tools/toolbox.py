@@ -82,11 +82,7 @@ class Toolbox:
         self.counts: dict[tuple[str, str], Counts] = {}
         """By label and tool name."""
         self._free = asyncio.Semaphore(self.config.max_concurrent_calls)
-        repeated = [
-            label
-            for label, times in Counter(each.label for each in self.servers).items()
-            if times > 1
-        ]
+        repeated = [label for label, times in Counter(self.labels).items() if times > 1]
         if repeated:
             raise ValueError(f"two tool servers are named {repeated[0]!r}")
         reserved = set(_RESERVED)
@@ -119,6 +115,10 @@ class Toolbox:
 
     async def stop(self) -> None:
         await asyncio.gather(*(each.stop() for each in self.servers), return_exceptions=True)
+
+    @property
+    def labels(self) -> list[str]:
+        return [each.label for each in self.servers]
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
