@@ -17,7 +17,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import sampler as module
 from vllm_mlx_harmony.engine.sampler import Sampler, draw
-from vllm_mlx_harmony.server.sampling import SMALLEST, Settings
+from vllm_mlx_harmony.server.sampling import EPSILON, Settings
 
 KINDS = ["bfloat16", "float16", "float32"]
 
@@ -44,7 +44,7 @@ def noise(seed: int, rows: int, columns: int, scale: float = 3.0) -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("top_p", [0.9, 0.49, 0.1, 0.01, SMALLEST])
+@pytest.mark.parametrize("top_p", [0.9, 0.49, 0.1, 0.01, EPSILON])
 def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(
     kind: str, top_p: float
 ) -> None:

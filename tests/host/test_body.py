@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.server import body
-from vllm_mlx_harmony.server.body import LARGE, MOST_VALUES, bounded, parse_body
+from vllm_mlx_harmony.server.body import DEFAULT_MAX_VALUES, LARGE, bounded, parse_body
 
 
 def request(*chunks: bytes, **headers: str) -> tuple[Request, list[bytes]]:
@@ -37,14 +37,14 @@ def refused(what: Any) -> RequestError:
 def test_what_comes_beyond_the_limit_is_not_read(
     monkeypatch: pytest.MonkeyPatch, length: str | None
 ) -> None:
-    monkeypatch.setenv(body.VARIABLE, "1K")
+    monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
     sent, left = request(*[b"x" * 500] * 9, **({"content_length": length} if length else {}))
     error = refused(bounded(sent).body())
     assert (error.status, error.code, len(left)) == (413, "request_too_large", 6)
 
 
 def test_what_says_that_it_is_too_large_is_not_read_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(body.VARIABLE, "1K")
+    monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
     sent, left = request(b"{}", content_length="1025")
     with pytest.raises(RequestError):
         bounded(sent)
@@ -62,18 +62,20 @@ def test_what_is_within_the_limit_can_be_read_again() -> None:
     [("", 2**25), ("64M", 2**26), ("2g", 2**31), ("10", 10), ("8 M", 2**23), ("x", 2**25)],
 )
 def test_the_setting(monkeypatch: pytest.MonkeyPatch, given: str, bytes_: int) -> None:
-    monkeypatch.setenv(body.VARIABLE, given)
-    assert body.limit() == bytes_
+    monkeypatch.setenv(body.MAX_BODY_VARIABLE, given)
+    assert body.max_body() == bytes_
 
 
 TOO_MANY = {
-    "lists": b"[" + b",".join([b"[]"] * MOST_VALUES) + b"]",
-    "numbers": b"[" + b",".join([b"1"] * (MOST_VALUES + 1)) + b"]",
-    "keys": json.dumps({str(at): at for at in range(MOST_VALUES)}).encode(),
-    "depth": b"[" * (MOST_VALUES + 1),
-    "white space": b"[" + b" " * (MOST_VALUES * body.BARE_EACH) + b"]",
-    "escapes": b'"' + b"\\n" * (MOST_VALUES * body.ESCAPES_EACH + 1) + b'"',
-    "a script of its own": b'"' + "я".encode() * (MOST_VALUES * body.WIDE_EACH // 2 + 1) + b'"',
+    "lists": b"[" + b",".join([b"[]"] * DEFAULT_MAX_VALUES) + b"]",
+    "numbers": b"[" + b",".join([b"1"] * (DEFAULT_MAX_VALUES + 1)) + b"]",
+    "keys": json.dumps({str(at): at for at in range(DEFAULT_MAX_VALUES)}).encode(),
+    "depth": b"[" * (DEFAULT_MAX_VALUES + 1),
+    "white space": b"[" + b" " * (DEFAULT_MAX_VALUES * body.UNQUOTED_PER_VALUE) + b"]",
+    "escapes": b'"' + b"\\n" * (DEFAULT_MAX_VALUES * body.ESCAPES_PER_VALUE + 1) + b'"',
+    "a script of its own": b'"'
+    + "я".encode() * (DEFAULT_MAX_VALUES * body.NON_ASCII_PER_VALUE // 2 + 1)
+    + b'"',
 }
 
 
@@ -81,9 +83,9 @@ TOO_MANY = {
 def test_too_many_values(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     error = refused(parse_body(sent))
     assert (error.status, error.code) == (413, "request_too_large")
-    assert body.VALUES in error.message
+    assert body.MAX_VALUES_VARIABLE in error.message
     if not sent.startswith(b"[[[["):  # too deep, whatever may be sent
-        monkeypatch.setenv(body.VALUES, "200k")
+        monkeypatch.setenv(body.MAX_VALUES_VARIABLE, "200k")
         assert asyncio.run(parse_body(sent)).large
 
 
@@ -111,7 +113,7 @@ def conversation() -> dict[str, Any]:
 def test_what_agents_send_is_far_below(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = json.dumps(conversation()).encode()
     assert len(sent) > 1_000_000
-    monkeypatch.setenv(body.VALUES, str(MOST_VALUES * 3 // 4))
+    monkeypatch.setenv(body.MAX_VALUES_VARIABLE, str(DEFAULT_MAX_VALUES * 3 // 4))
     assert asyncio.run(parse_body(sent)).value == conversation()
 
 
@@ -119,13 +121,13 @@ def test_what_cannot_be_mended_soon_is_refused() -> None:
     half = '{"a": "\ud800"}'.encode("utf-8", "surrogatepass")
     assert asyncio.run(parse_body(half + b" " * body.LARGE)).value == {"a": "\ufffd"}
     with pytest.raises(RequestError, match="not valid JSON"):
-        asyncio.run(parse_body(half.replace(b"a", b"a" * body.MOST_MENDED)))
+        asyncio.run(parse_body(half.replace(b"a", b"a" * body.MAX_REPAIRED)))
 
 
 FINE = {
-    "text that looks like values": ["[{,]" * MOST_VALUES],
-    "text of quotes": ['",' * MOST_VALUES],
-    "text of backslashes": ["\\" * MOST_VALUES, 1],
+    "text that looks like values": ["[{,]" * DEFAULT_MAX_VALUES],
+    "text of quotes": ['",' * DEFAULT_MAX_VALUES],
+    "text of backslashes": ["\\" * DEFAULT_MAX_VALUES, 1],
     "half a pair": ["\ud83d" + "x" * LARGE],  # read as U+FFFD, which can be encoded again
 }
 

@@ -446,7 +446,7 @@ def test_what_leaves_one_id_is_the_likeliest(
     temperature: float, top_p: float, expected: float
 ) -> None:
     settled = sampling.resolve(Sampling(temperature=temperature, top_p=top_p), Limits(), any_number)
-    assert settled.temperature == expected and settled.top_p >= sampling.SMALLEST
+    assert settled.temperature == expected and settled.top_p >= sampling.EPSILON
 
 
 @pytest.mark.parametrize(("asked", "got"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])

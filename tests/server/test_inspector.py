@@ -137,7 +137,7 @@ def test_a_background_response_that_is_not_begun_is_no_request(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only requests that have ended are dropped, so it would be there for ever."""
-    monkeypatch.setattr(background.BACKGROUND, "_most_running", -1)
+    monkeypatch.setattr(background.BACKGROUND, "_max_running", -1)
     assert site.ask("responses", background=True).status_code == 503
     assert site.rows == []
 
@@ -193,7 +193,7 @@ def test_a_silent_stream_has_comments(site: Site, monkeypatch: pytest.MonkeyPatc
     looks = iter([None] * 5)
     monkeypatch.setattr(routes, "rejection", lambda: next(looks, "down"))
     monkeypatch.setattr(routes, "SECONDS", 0.01)
-    monkeypatch.setattr(routes, "LONGEST_SILENCE", 0.02)
+    monkeypatch.setattr(routes, "MAX_SILENCE", 0.02)
     assert site.get("events").text == "event: all\ndata: []\n\n" + ": \n\n" * 2
 
 
@@ -465,11 +465,11 @@ def test_a_body_is_shown_as_it_was_sent() -> None:
 def test_the_log_is_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     running = log.observe(observed("running"))
-    for number in range(record.MOST + 50):
+    for number in range(record.MAX_RECORDS + 50):
         log.observe(observed(str(number))).ended("success", Usage(), None)
-    assert len(list(log.of(None))) == record.MOST
+    assert len(list(log.of(None))) == record.MAX_RECORDS
     assert log.find("running", None) is running and log.find("0", None) is None
-    monkeypatch.setattr(record, "MOST_BYTES", 100_000)
+    monkeypatch.setattr(record, "MAX_BYTES", 100_000)
     for number in range(20):
         last = log.observe(observed(f"long {number}"))
         last.prompt(tuple(range(5000)), None)
@@ -479,8 +479,8 @@ def test_the_log_is_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_long_answers_and_bodies_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "LONGEST_ANSWER", 1000)
-    monkeypatch.setattr(record, "LONGEST_BODY", 10)
+    monkeypatch.setattr(record, "MAX_ANSWER", 1000)
+    monkeypatch.setattr(record, "MAX_BODY", 10)
     seen = Log().observe(observed(raw=b"x" * 11))
     assert seen.body is None
     for _ in range(100):

@@ -8,42 +8,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_mlx_harmony.core.turn import Tool
-from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
+from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult
 
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 CODE = {"type": "object", "properties": {"code": {"type": "string"}}, "required": ["code"]}
 SECONDS = {"type": "object", "properties": {"seconds": {"type": "number"}}}
 
-Run = Callable[..., Awaitable[Answer]]
+Run = Callable[..., Awaitable[ToolResult]]
 
 
-async def now(city: str) -> Answer:
-    return Answer(f"{city}: 20 °C")
+async def now(city: str) -> ToolResult:
+    return ToolResult(f"{city}: 20 °C")
 
 
-async def fails() -> Answer:
-    return Answer("It is broken.", failed=True)
+async def fails() -> ToolResult:
+    return ToolResult("It is broken.", failed=True)
 
 
-async def dies() -> Answer:
+async def dies() -> ToolResult:
     raise ToolError("the server has died")
 
 
-async def sleep(seconds: float = 3600.0) -> Answer:
+async def sleep(seconds: float = 3600.0) -> ToolResult:
     await asyncio.sleep(seconds)
-    return Answer("slept")
+    return ToolResult("slept")
 
 
-async def python(code: str) -> Answer:
-    return Answer(repr(eval(code, {"__builtins__": {}})))
+async def python(code: str) -> ToolResult:
+    return ToolResult(repr(eval(code, {"__builtins__": {}})))
 
 
-async def search(query: str) -> Answer:
-    return Answer(f"[0] Results for {query}")
+async def search(query: str) -> ToolResult:
+    return ToolResult(f"[0] Results for {query}")
 
 
-async def page(**_: Any) -> Answer:
-    return Answer("[1] A page")
+async def page(**_: Any) -> ToolResult:
+    return ToolResult("[1] A page")
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Local:
     async def stop(self) -> None:
         """It stays."""
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs the function."""
         self.called.append((tool, arguments))
         self.running += 1

@@ -28,7 +28,7 @@ from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.responses import store
 from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
-from vllm_mlx_harmony.server.tools.tool_server import Answer
+from vllm_mlx_harmony.server.tools.tool_server import ToolResult
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 FIRST = (
@@ -198,8 +198,8 @@ FOUND = (
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("included", [True, False])
 def test_the_sources_of_a_search(included: bool, stream: bool) -> None:
-    async def search(query: str) -> Answer:
-        return Answer(FOUND)
+    async def search(query: str) -> ToolResult:
+        return ToolResult(FOUND)
 
     found = browser()
     found.runs["search"] = (None, search)

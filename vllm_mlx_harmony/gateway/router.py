@@ -43,7 +43,7 @@ NOT_FOUND = "not found yet"
 BUSY_SECONDS = 1
 """Seconds without requests for a full engine that sent no ``Retry-After``."""
 
-MOST_TRIES = 3
+MAX_TRIES = 3
 """The most engines that try one request."""
 
 SHORT_SECONDS = 1.0
@@ -332,7 +332,7 @@ class FleetEngine:
             while True:
                 backend, engine = fleet.choose(key, tried)
                 tried.append(backend)
-                last = len(tried) >= min(MOST_TRIES, len(fleet.backends))
+                last = len(tried) >= min(MAX_TRIES, len(fleet.backends))
                 running = _Try(backend, key, len(prompt), time.monotonic())
                 backend.in_flight += 1
                 fleet.requests.labels(backend.name).inc()

@@ -76,7 +76,7 @@ DIGEST = "sha256:"
 
 DIGEST_BYTES = 32
 
-SHORTEST_KEY = 8
+MIN_KEY_LENGTH = 8
 """Characters: a shorter API key is easily guessed."""
 
 
@@ -198,8 +198,8 @@ def _digest(given: object, called: str) -> bytes:
             if len(found := bytes.fromhex(key.removeprefix(DIGEST))) == DIGEST_BYTES:
                 return found
         raise ValueError(f"{called} is not {DIGEST} and {2 * DIGEST_BYTES} hexadecimal digits")
-    if len(key.rstrip("=")) < SHORTEST_KEY:
-        raise ValueError(f"{called} is shorter than {SHORTEST_KEY} characters")
+    if len(key.rstrip("=")) < MIN_KEY_LENGTH:
+        raise ValueError(f"{called} is shorter than {MIN_KEY_LENGTH} characters")
     return digest(key)
 
 
@@ -207,13 +207,13 @@ def _limit(name: str, value: object, called: str) -> int:
     known = [each.name for each in fields(Limits)]
     if name not in known:
         raise ValueError(f"{name!r}, at {called}, is not one of key, {', '.join(known)}")
-    if type(value) is not int or not 0 <= value <= MOST:
-        raise ValueError(f"{name}, at {called}, is not a number from 0 to {MOST}")
+    if type(value) is not int or not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{name}, at {called}, is not a number from 0 to {MAX_COUNT}")
     return value
 
 
-MOST = 10**12
-Count: TypeAlias = Annotated[int, BeforeValidator(_not_boolean), Field(ge=0, le=MOST)]
+MAX_COUNT = 10**12
+Count: TypeAlias = Annotated[int, BeforeValidator(_not_boolean), Field(ge=0, le=MAX_COUNT)]
 Number: TypeAlias = Annotated[float, BeforeValidator(_not_boolean), Field(ge=0, le=10**9)]
 Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 

@@ -172,5 +172,5 @@ class _Tracker:
 def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's server, which ends after our answers: they have at most ``--timeout`` seconds."""
     return shutdown.draining(
-        original, lambda: min(shutdown.LONGEST, float(server()._default_timeout))
+        original, lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout))
     )

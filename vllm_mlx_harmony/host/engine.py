@@ -43,7 +43,7 @@ from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.garbage import give_back
 from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.model_files import is_harmony
-from vllm_mlx_harmony.server.sampling import SMALLEST, Settings, capped
+from vllm_mlx_harmony.server.sampling import EPSILON, Settings, capped
 from vllm_mlx_harmony.standin import is_standin
 
 NAME = "harmony_prefix_reuse"
@@ -241,8 +241,8 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         ids = tuple(await in_thread(encode, prompt) if isinstance(prompt, str) else prompt)
         settings = Settings(
             max_tokens=max_tokens,
-            temperature=0.0 if min(temperature, top_p or 1.0) < SMALLEST else temperature,
-            top_p=max(top_p or 1.0, SMALLEST),
+            temperature=0.0 if min(temperature, top_p or 1.0) < EPSILON else temperature,
+            top_p=max(top_p or 1.0, EPSILON),
             top_k=top_k if top_k is not None and 0 < top_k < VOCAB_SIZE else 0,
             min_p=min_p or 0.0,
             presence_penalty=presence_penalty or 0.0,

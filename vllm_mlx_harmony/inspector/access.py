@@ -27,8 +27,8 @@ from vllm_mlx_harmony.server.errors import admit
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 
 SECONDS = 12 * 3600
-MOST_SESSIONS = 100
-LONGEST_KEY = 1_000
+MAX_SESSIONS = 100
+MAX_KEY_LENGTH = 1_000
 PATH = "/harmony"
 
 SECURITY = {
@@ -55,11 +55,11 @@ class Sessions:
 
     async def open(self, request: Request, key: str, response: Response) -> None:
         """Sets a cookie for ``key``. Raises ``HTTPException`` 401 if it is not a valid one."""
-        if not (key.isascii() and key.isprintable() and len(key) <= LONGEST_KEY):
+        if not (key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH):
             raise HTTPException(401, "Invalid API key")
         header = b"Bearer " + key.strip().encode()
         await admit(_with_key(request, header))
-        while len(self._keys) >= MOST_SESSIONS:
+        while len(self._keys) >= MAX_SESSIONS:
             del self._keys[next(iter(self._keys))]
         token = secrets.token_urlsafe(32)
         self._keys[token] = header, time.monotonic() + SECONDS

@@ -16,7 +16,7 @@ from vllm_mlx_harmony.inspector.record import Failure, Log
 from vllm_mlx_harmony.server.host import tenant_of
 
 PATHS = ("/v1/", "/harmony/v1/")
-LONGEST = 4_000
+MAX_LENGTH = 4_000
 ERROR = 400
 
 
@@ -55,4 +55,4 @@ def _message(body: bytes) -> str:
         text = str(error["message"] if isinstance(error, dict) else error)
     except (ValueError, AttributeError, KeyError):
         text = body.decode("utf-8", "replace")
-    return text[:LONGEST]
+    return text[:MAX_LENGTH]

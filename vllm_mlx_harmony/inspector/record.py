@@ -23,19 +23,19 @@ from vllm_mlx_harmony.server.engine import UNKNOWN, Step
 from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.observer import Observed
 
-MOST = 200
+MAX_RECORDS = 200
 """Requests in the log."""
 
-MOST_BYTES = 64 * 2**20
+MAX_BYTES = 64 * 2**20
 """Bytes of all requests in the log. The oldest ones that have ended are dropped first."""
 
-LONGEST_BODY = 8 * 2**20
+MAX_BODY = 8 * 2**20
 """Bytes of a request body; a longer one is left out."""
 
-LONGEST_ANSWER = 2 * 2**20
+MAX_ANSWER = 2 * 2**20
 """Characters of an answer in the shape of its API; the rest is left out."""
 
-MOST_FAILURES = 50
+MAX_FAILURES = 50
 
 MINUTES = 60
 """Minutes of which the number of generated tokens is kept."""
@@ -114,7 +114,7 @@ class Record:
     def events(self, events: Sequence[Event]) -> None:
         """Events as they are sent."""
         for event in events:
-            if self._characters > LONGEST_ANSWER:
+            if self._characters > MAX_ANSWER:
                 self.dropped += 1
             else:
                 self._characters += len(event.data)
@@ -123,7 +123,7 @@ class Record:
     def whole(self, document: dict[str, Any]) -> None:
         """The answer, if it is not streamed."""
         text = dumps(document)
-        if len(text) <= LONGEST_ANSWER:
+        if len(text) <= MAX_ANSWER:
             self._whole, self._characters = text, len(text)
         else:
             self.dropped = 1
@@ -225,7 +225,7 @@ class Record:
 def _without_secrets(observed: Observed) -> bytes | None:
     """The body of the request; ``None`` if it is too long."""
     document, raw = observed.document.value, observed.document.raw
-    if len(raw) > LONGEST_BODY:
+    if len(raw) > MAX_BODY:
         return None
     if not isinstance(document, dict):
         return raw
@@ -263,7 +263,7 @@ class Log:
 
     def __init__(self) -> None:
         self.version = 0
-        self.failures: deque[Failure] = deque(maxlen=MOST_FAILURES)
+        self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         self.finished = self.prompt_tokens = self.cached_tokens = 0
         self._records: dict[str, Record] = {}
         self._minutes: deque[tuple[float, int]] = deque(maxlen=MINUTES)
@@ -321,7 +321,7 @@ class Log:
     def _trim(self) -> None:
         held = sum(record.nbytes for record in self._records.values())
         for key, record in list(self._records.items()):
-            if len(self._records) <= MOST and held <= MOST_BYTES:
+            if len(self._records) <= MAX_RECORDS and held <= MAX_BYTES:
                 return
             if record.result:
                 held -= record.nbytes

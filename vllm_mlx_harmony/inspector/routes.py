@@ -35,12 +35,12 @@ BELOW = f"{PATH}/inspector"
 SECONDS = 0.25
 """Between two looks for changes of the list."""
 
-LONGEST_SILENCE = 15.0
+MAX_SILENCE = 15.0
 """Seconds after which a comment shows proxies that the connection is alive."""
 
-MOST_STREAMS = 32
+MAX_STREAMS = 32
 
-LONGEST_LOGIN = 4_096
+MAX_LOGIN = 4_096
 """Bytes of the body of a login."""
 
 TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -88,7 +88,7 @@ class Pages:
         body = b""
         async for part in request.stream():
             body += part
-            if len(body) > LONGEST_LOGIN:
+            if len(body) > MAX_LOGIN:
                 raise HTTPException(413, "this is not a key")
         try:
             key = loads(body)["key"]
@@ -112,7 +112,7 @@ class Pages:
 
     async def _events(self, request: Request) -> Response:
         owner = await self._sessions.owner(request)
-        if self._streams >= MOST_STREAMS:
+        if self._streams >= MAX_STREAMS:
             raise HTTPException(503, "too many pages of the inspector are open")
         return EventStream(request, self._changes(owner))
 
@@ -128,7 +128,7 @@ class Pages:
                     rows = encode([each.summary() for each in changed])
                     yield Event(rows, "all" if seen < 0 else "")
                     seen, silent = version, 0.0
-                elif silent >= LONGEST_SILENCE:
+                elif silent >= MAX_SILENCE:
                     yield Event("", comment=True)
                     silent = 0.0
                 await asyncio.sleep(SECONDS)

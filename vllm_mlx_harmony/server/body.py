@@ -24,34 +24,34 @@ from vllm_mlx_harmony.protocols.validation import mended
 from vllm_mlx_harmony.server.garbage import without_collections
 from vllm_mlx_harmony.server.settings import number
 
-VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
+MAX_BODY_VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
 """Environment variable: maximum size of a request body, such as ``32M``."""
 
-VALUES = "VLLM_MLX_HARMONY_MAX_VALUES"
+MAX_VALUES_VARIABLE = "VLLM_MLX_HARMONY_MAX_VALUES"
 """Environment variable: maximum number of JSON values in a request body, such as ``200000``.
 
 The other limits below are proportional to it."""
 
-DEFAULT = 32 * 2**20
+DEFAULT_MAX_BODY = 32 * 2**20
 
 LARGE = 32_768
 """A body of this many bytes, or a conversation of this many characters, is processed in a
 thread."""
 
-MOST_VALUES = 50_000
+DEFAULT_MAX_VALUES = 50_000
 """JSON values in a body. Parsing this many takes 10 to 15 ms, and a garbage collection that visits
 the resulting objects about 15."""
 
-BARE_EACH = 80
+UNQUOTED_PER_VALUE = 80
 """Bytes outside strings, per allowed value: a parser takes 6 ms for a megabyte of digits."""
 
-ESCAPES_EACH = 40
+ESCAPES_PER_VALUE = 40
 """Backslashes, per allowed value: a parser takes up to 16 ms for a million."""
 
-WIDE_EACH = 240
+NON_ASCII_PER_VALUE = 240
 """Bytes beyond ASCII, per allowed value: a parser takes 2 ms for a megabyte."""
 
-MOST_MENDED = 8 * 2**20
+MAX_REPAIRED = 8 * 2**20
 """Bytes of a body that contains a lone surrogate: ``json`` takes 2 ms for a megabyte."""
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
@@ -70,14 +70,14 @@ class Document:
     raw: bytes = b""
 
 
-def limit() -> int:
+def max_body() -> int:
     """The maximum size of a body in bytes."""
-    return number(VARIABLE, DEFAULT)
+    return number(MAX_BODY_VARIABLE, DEFAULT_MAX_BODY)
 
 
-def most_values() -> int:
+def max_values() -> int:
     """The maximum number of JSON values in a body."""
-    return number(VALUES, MOST_VALUES)
+    return number(MAX_VALUES_VARIABLE, DEFAULT_MAX_VALUES)
 
 
 def bounded(request: Request) -> Request:
@@ -86,7 +86,7 @@ def bounded(request: Request) -> Request:
     Raises it at once for a ``Content-Length`` above the limit.
     """
     declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:18]) > limit():
+    if declared.isascii() and declared.isdigit() and int(declared[:18]) > max_body():
         raise too_large()
     size = 0
 
@@ -94,7 +94,7 @@ def bounded(request: Request) -> Request:
         nonlocal size
         message = await request.receive()
         size += len(message.get("body", b""))
-        if size > limit():
+        if size > max_body():
             raise too_large()
         return message
 
@@ -102,7 +102,7 @@ def bounded(request: Request) -> Request:
 
 
 def too_large() -> RequestError:
-    problem = f"the request body exceeds {limit()} bytes, the limit set by {VARIABLE}"
+    problem = f"the request body exceeds {max_body()} bytes, the limit set by {MAX_BODY_VARIABLE}"
     return RequestError(problem, status=413, code="request_too_large")
 
 
@@ -111,11 +111,11 @@ async def parse_body(body: bytes, more_values: int = 0) -> Document:
 
     ``more_values`` is added to the number of JSON values that a body may have.
     """
-    if len(body) > limit():
+    if len(body) > max_body():
         raise too_large()
     if len(body) < LARGE:
         return Document(_parse(body), raw=body)
-    document = await in_thread(_parse_large, body, most_values() + more_values)
+    document = await in_thread(_parse_large, body, max_values() + more_values)
     return Document(document, large=True, raw=body)
 
 
@@ -127,41 +127,43 @@ def _parse(body: bytes) -> object:
     return mended(document) if _SURROGATE.search(body) else document
 
 
-def _parse_large(body: bytes, most: int) -> object:
-    values = bare = escapes = wide = 0
+def _parse_large(body: bytes, limit: int) -> object:
+    """The document in ``body``, which may have ``limit`` values."""
+
+    def check(count: int, maximum: int, what: str, instead: str) -> None:
+        if count > maximum:
+            problem = f"the request body has more than {maximum} {what}: {instead}"
+            raise RequestError(
+                f"{problem}, or increase {MAX_VALUES_VARIABLE}",
+                status=413,
+                code="request_too_large",
+            )
+
+    values, unquoted, escapes, non_ascii = 1, 0, 0, 0
     for at in range(0, len(body), _SLICE):
         part = body[at : at + _SLICE]
         escapes += part.count(b"\\")
-        wide += 0 if part.isascii() else len(part.translate(None, _ASCII))
-    if escapes > most * ESCAPES_EACH:
-        raise _too_much(f"{most * ESCAPES_EACH} backslashes", "send text as UTF-8, not escaped")
-    if wide > most * WIDE_EACH:
-        raise _too_much(f"{most * WIDE_EACH} bytes that are not ASCII", "send less text")
-    for outside in _outside_strings(body):
-        values += outside.count(b",") + outside.count(b"[") + outside.count(b"{")
-        bare += len(outside)
-        if values >= most:
-            raise _too_much(f"{most} JSON values", "send fewer messages, tools or other values")
-        if bare > most * BARE_EACH:
-            raise _too_much(
-                f"{most * BARE_EACH} bytes outside its strings", "send less white space"
-            )
+        non_ascii += 0 if part.isascii() else len(part.translate(None, _ASCII))
+    advice = "send text as UTF-8, not escaped"
+    check(escapes, limit * ESCAPES_PER_VALUE, "backslashes", advice)
+    check(non_ascii, limit * NON_ASCII_PER_VALUE, "bytes that are not ASCII", "send less text")
+    for part in _outside_strings(body):
+        values += part.count(b",") + part.count(b"[") + part.count(b"{")
+        unquoted += len(part)
+        check(values, limit, "JSON values", "send fewer messages, tools or other values")
+        advice = "send less white space"
+        check(unquoted, limit * UNQUOTED_PER_VALUE, "bytes outside its strings", advice)
     try:
         # Many times as fast as `json` for long strings, but it rejects lone surrogates.
         document: object = from_json(body, allow_inf_nan=True, cache_strings="none")
     except ValueError as error:
-        if len(body) > MOST_MENDED:
+        if len(body) > MAX_REPAIRED:
             raise RequestError(f"the request body is not valid JSON: {error}") from error
         return _parse(body)
     return document
 
 
 _ASCII = bytes(range(128))
-
-
-def _too_much(what: str, instead: str) -> RequestError:
-    problem = f"the request body has more than {what}: {instead}, or increase {VALUES}"
-    return RequestError(problem, status=413, code="request_too_large")
 
 
 async def in_thread(function: Callable[..., _R], *arguments: object) -> _R:

@@ -240,7 +240,7 @@ def _loosened_grammar(
                 found = grammar and _checked(grammar, turn, check)
             else:  # it contains no text of the client but names, so it need not be tried
                 grammar = grammar_of(loose_turn, names)
-                small = grammar is not None and len(grammar.text) <= LONGEST
+                small = grammar is not None and len(grammar.text) <= MAX_LOOSE_GRAMMAR
                 found = compiled(grammar, turn.tenant) if grammar and small else None
         except (NotCompiled, Unchecked):
             continue
@@ -256,7 +256,7 @@ def _loosened_grammar(
     return None
 
 
-LONGEST = 2**20
+MAX_LOOSE_GRAMMAR = 2**20
 """Maximum characters of a grammar that has tools without their schemas."""
 
 

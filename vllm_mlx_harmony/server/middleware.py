@@ -122,7 +122,7 @@ class OriginCheck:
                 "API key"
             )
         if problem is not None:
-            if problem not in self._logged and len(self._logged) < _MOST_LOGGED:
+            if problem not in self._logged and len(self._logged) < _MAX_LOGGED:
                 self._logged.add(problem)
                 logger.warning("rejected: %s", problem)
             failure = RequestError(problem, status=403, code="origin_not_allowed")
@@ -158,7 +158,7 @@ class OriginCheck:
         )
 
 
-_MOST_LOGGED = 100
+_MAX_LOGGED = 100
 """Maximum number of distinct rejections to log: their texts contain what clients send."""
 
 

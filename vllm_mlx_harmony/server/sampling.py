@@ -12,7 +12,7 @@ from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
 from vllm_mlx_harmony.protocols.validation import invalid
 
-SMALLEST = 1e-6
+EPSILON = 1e-6
 """A smaller temperature or ``top_p`` always selects the likeliest id, and might underflow in
 float32."""
 
@@ -67,8 +67,8 @@ def resolve(
             raise RequestError(f"token id {token} is out of range", param="logit_bias")
     return Settings(
         max_tokens=most,
-        temperature=0.0 if min(temperature, top_p) < SMALLEST else temperature,
-        top_p=max(top_p, SMALLEST),
+        temperature=0.0 if min(temperature, top_p) < EPSILON else temperature,
+        top_p=max(top_p, EPSILON),
         top_k=top_k if 0 < top_k < VOCAB_SIZE else 0,
         min_p=value("min_p", 0.0),
         presence_penalty=value("presence_penalty", 0.0),

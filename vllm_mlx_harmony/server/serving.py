@@ -62,13 +62,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LONGEST = 1e9
+MAX_TIMEOUT = 1e9
 """Maximum timeout of a request in seconds: timers cannot be set much further ahead."""
 
 UPLOAD_SECONDS = 300
 """Maximum seconds until the body of a request has arrived: until then, it takes up memory."""
 
-LONGEST_NAME = 4_096
+MAX_MODEL_NAME = 4_096
 """Maximum length of a model's name, which may be a path."""
 
 
@@ -271,10 +271,10 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     if not isinstance(document, dict):
         return None, None
     model, timeout = document.get("model"), document.get("timeout")
-    if isinstance(model, str) and len(model) > LONGEST_NAME:
-        problem = f"model must have at most {LONGEST_NAME} characters"
+    if isinstance(model, str) and len(model) > MAX_MODEL_NAME:
+        problem = f"model must have at most {MAX_MODEL_NAME} characters"
         raise RequestError(problem, param="model", code="model_not_found", status=404)
-    valid = isinstance(timeout, (int, float)) and 0 < timeout < LONGEST
+    valid = isinstance(timeout, (int, float)) and 0 < timeout < MAX_TIMEOUT
     return model if isinstance(model, str) else None, timeout if valid else None
 
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
-LONGEST = 30.0
+MAX_GRACE = 30.0
 """Maximum grace period in seconds. The host's ``--timeout`` may make it shorter."""
 
 LAST_WORDS = 0.8

@@ -61,7 +61,7 @@ from vllm_mlx_harmony.server.responses.routes import COMPACT
 from vllm_mlx_harmony.server.responses.store import MemoryStore
 from vllm_mlx_harmony.server.responses.stored import StoredResponse
 from vllm_mlx_harmony.server.responses.websocket import (
-    MOST_WAITING,
+    MAX_WAITING,
     Conversation,
     converse,
 )
@@ -565,7 +565,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
-        background = Background(most_events=20)
+        background = Background(max_events=20)
         for number in range(4):
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
@@ -582,7 +582,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
     turns(at_once)
 
     async def test() -> None:
-        background = Background(most_bytes=300_000)
+        background = Background(max_bytes=300_000)
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
@@ -876,8 +876,8 @@ def test_a_connection_does_not_last_for_ever() -> None:
 @pytest.mark.parametrize(
     ("messages", "code"),
     [
-        (["{}"] * MOST_WAITING, None),
-        (["{}"] * (MOST_WAITING + 1), 1013),
+        (["{}"] * MAX_WAITING, None),
+        (["{}"] * (MAX_WAITING + 1), 1013),
         ([" " * 4000] * 2, None),
         ([" " * 4000] * 3, 1013),
         (["\U0001f600" * 1000] * 3, 1013),
@@ -888,7 +888,7 @@ def test_a_connection_does_not_last_for_ever() -> None:
 def test_a_flood_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, messages: list[str], code: int | None
 ) -> None:
-    monkeypatch.setattr(websocket, "limit", lambda: 10_000)
+    monkeypatch.setattr(websocket, "max_body", lambda: 10_000)
 
     async def test() -> None:
         socket: Any = Socket(*messages, hangs_up=True)
@@ -985,7 +985,7 @@ def test_answers_in_the_background_are_bounded_in_all(
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
             return background.start(job(kept))
 
-        background = Background(most_running=None if by_environment else 100_000)
+        background = Background(max_running=None if by_environment else 100_000)
         first = another(1)
         second = another(2)
         with pytest.raises(HostError) as full:

@@ -62,7 +62,7 @@ KEEP_ALIVE_SECONDS = 4.0
 """How long an idle connection is kept. uvicorn, which serves vLLM and SGLang, closes it after 5
 seconds, and a request sent at that moment would be lost."""
 
-LONGEST_ERROR = 65_536
+MAX_ERROR_BYTES = 65_536
 """Bytes of an error's body that are read."""
 
 FAILURES = (ClientError, OSError, asyncio.TimeoutError, ValueError)
@@ -81,7 +81,7 @@ END_SECONDS = 3.0
 ACCEPTED = Step(())
 """The engine has accepted the request."""
 
-MOST_CONTINUATIONS = 4
+MAX_CONTINUATIONS = 4
 """The most requests that make up one turn: each after the first follows forced ids."""
 
 
@@ -186,7 +186,7 @@ class HttpEngine:
         # The engine itself follows the grammar: its version of llguidance may differ from ours.
         matcher = None if constraint is None else constraint.start(grammar=False)
         turn = _Turn(matcher, settings)
-        for number in range(MOST_CONTINUATIONS):
+        for number in range(MAX_CONTINUATIONS):
             finish: Finish | None = None
             taken = ACCEPTED
             async with aclosing(self.stream(request)) as steps:
@@ -478,7 +478,7 @@ async def _check(response: ClientResponse) -> None:
         with suppress(*FAILURES):  # the status is enough
             async for piece in response.content.iter_any():
                 content += piece
-                if len(content) > LONGEST_ERROR:
+                if len(content) > MAX_ERROR_BYTES:
                     break
         text = content.decode("utf-8", "replace")
         message = text[:200]

@@ -42,7 +42,7 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
 )
 from vllm_mlx_harmony.server.engine import Step
 
-MOST_LOGPROBS = 20
+MAX_LOGPROBS = 20
 """The default of ``--max-logprobs``."""
 
 
@@ -66,7 +66,7 @@ def _generate(request: EngineRequest) -> Json:
     sampling = {**_sampling(request), "detokenize": False}
     if request.settings.top_logprobs is not None:
         # The id itself counts as one of them, even if it is not among the likeliest.
-        sampling["logprobs"] = min(request.settings.top_logprobs + 1, MOST_LOGPROBS)
+        sampling["logprobs"] = min(request.settings.top_logprobs + 1, MAX_LOGPROBS)
     return {
         **_common(request),
         "token_ids": request.prompt,

@@ -22,10 +22,10 @@ from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.settings import number
 
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 """Maximum events of ended responses in memory. The oldest responses are dropped first."""
 
-MOST_BYTES = 64 * 1024 * 1024
+MAX_BYTES = 64 * 1024 * 1024
 """The same in bytes, as four events of each response repeat its instructions and tools."""
 
 RUNNING_VARIABLE = "VLLM_MLX_HARMONY_BACKGROUND_BYTES"
@@ -137,12 +137,12 @@ class Background:
 
     def __init__(
         self,
-        most_events: int = MOST_EVENTS,
-        most_bytes: int = MOST_BYTES,
-        most_running: int | None = None,
+        max_events: int = MAX_EVENTS,
+        max_bytes: int = MAX_BYTES,
+        max_running: int | None = None,
     ) -> None:
-        self._most_events, self._most_bytes = most_events, most_bytes
-        self._most_running = most_running
+        self._max_events, self._max_bytes = max_events, max_bytes
+        self._max_running = max_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
     def start(self, job: Job, written: str | None = None) -> Running:
@@ -154,10 +154,10 @@ class Background:
         for ended in [each for each in reversed(self._all.values()) if each.done]:
             if not ended.deleted:
                 events, size = events + len(ended.events), size + ended.bytes
-            if ended.deleted or events > self._most_events or size > self._most_bytes:
+            if ended.deleted or events > self._max_events or size > self._max_bytes:
                 del self._all[ended.id]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
-        limit = self._most_running
+        limit = self._max_running
         if bytes_taken > (number(RUNNING_VARIABLE, DEFAULT_RUNNING) if limit is None else limit):
             raise HostError(
                 "background responses already use all the memory reserved for them; "

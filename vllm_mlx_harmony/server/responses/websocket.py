@@ -27,7 +27,7 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
 from vllm_mlx_harmony.server import client
 from vllm_mlx_harmony.server.answer import Answer, counted_as_unread, rejection
-from vllm_mlx_harmony.server.body import Document, limit, parse_body
+from vllm_mlx_harmony.server.body import Document, max_body, parse_body
 from vllm_mlx_harmony.server.errors import (
     admit,
     failure_of,
@@ -47,9 +47,9 @@ LIFETIME = 3600.0
 """Maximum duration of a connection in seconds, as in the specification. A running response is
 completed first."""
 
-MOST_WAITING = 32
+MAX_WAITING = 32
 """Maximum messages that wait on a connection. Several together are limited to the maximum size of a
-body (`body.limit`)."""
+body (`body.max_body`)."""
 
 UNSENT_SECONDS = 0.05
 """Seconds between two checks whether the client has read everything."""
@@ -78,7 +78,7 @@ class Conversation:
         self._socket = socket
         self._transport = client.transport(socket)
         self._until = time.monotonic() + lifetime
-        self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MOST_WAITING)
+        self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING)
         self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
         self._send: Callable[[str], Awaitable[None]] = self._write
@@ -126,7 +126,7 @@ class Conversation:
             text = message.get("text")
             self._waiting_bytes += sys.getsizeof(text)
             several = not self._waiting.empty()  # a single long message has its own error
-            if self._waiting.full() or (several and self._waiting_bytes > limit()):
+            if self._waiting.full() or (several and self._waiting_bytes > max_body()):
                 await self._socket.close(_TOO_MUCH, "too many messages are waiting")
                 return
             self._waiting.put_nowait(text)

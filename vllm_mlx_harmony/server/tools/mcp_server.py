@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.server.tools.config import ServerConfig
 from vllm_mlx_harmony.server.tools.mcp_messages import accept_half_surrogates, malformed_tools
-from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError
+from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult
 
 if TYPE_CHECKING:
     import httpx2
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.5, 60.0
+FIRST_PAUSE, MAX_PAUSE = 0.5, 60.0
 """Seconds before the first attempt to reconnect, and the most before any later one; the pause
 doubles each time."""
 
@@ -47,7 +47,7 @@ STEADY = 30.0
 STARTING = 60.0
 """Seconds within which a server must be ready. Its command may download it first."""
 
-MOST_PAGES = 100
+MAX_PAGES = 100
 """Maximum pages of a list of tools, in case it never ends."""
 
 
@@ -127,7 +127,7 @@ class McpServer:
             task.cancel()
             await asyncio.wait({task})
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         from mcp import MCPError
 
         client = self._client
@@ -141,7 +141,7 @@ class McpServer:
         except Exception as error:
             self._check.set()
             raise ToolError(self._without_urls(_reason(error))) from error
-        return Answer(text_of(result), bool(result.is_error))
+        return ToolResult(text_of(result), bool(result.is_error))
 
     def _without_urls(self, text: str) -> str:
         return text if self._own_urls is None else self._own_urls.sub("its URL", text)
@@ -177,7 +177,7 @@ class McpServer:
             message = "tool server %s: %s; reconnecting in %.1f s"
             logger.log(self._warning, message, self.label, self._problem, pause)
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, MAX_PAUSE)
 
     async def _connected(self) -> None:
         """One connection, until it is lost."""
@@ -299,7 +299,7 @@ class McpServer:
         """All tools of the server that the operator allows."""
         tools: list[Tool] = []
         cursor: str | None = None
-        for _ in range(MOST_PAGES):
+        for _ in range(MAX_PAGES):
             page = await client.list_tools(cursor=cursor)
             tools += [
                 Tool(

@@ -17,7 +17,7 @@ GROUP = "vllm_mlx_harmony.tools"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ToolResult:
     """The result of a call. ``failed``: ``text`` is an error message of the tool."""
 
     text: str
@@ -48,7 +48,7 @@ class ToolServer(Protocol):
     async def stop(self) -> None:
         """Ends every task and process that it has started."""
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         """Runs the tool. The call is cancelled when its client has gone.
 
         Raises ``ToolError`` with a message for the model when there is no answer.

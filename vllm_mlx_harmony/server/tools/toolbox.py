@@ -46,7 +46,7 @@ CODE = "code"
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CallResult:
     """The result of a call for the model, and why it failed, if it did."""
 
     text: str
@@ -181,7 +181,7 @@ class Toolbox:
         seconds: float,
         room: int,
         given: Sequence[ToolServer] = (),
-    ) -> Answered:
+    ) -> CallResult:
         """Runs ``call`` of a turn that has ``namespaces``, some of them of ``given`` servers.
 
         Takes ``seconds`` at most. The result has ``room`` tokens at most.
@@ -199,36 +199,36 @@ class Toolbox:
         counted = GIVEN if namespace.given else (label, name)
         counts = self.counts.setdefault(counted, Counts())
         counts.calls += 1
-        answered: Answered | None = None
+        result: CallResult | None = None
         try:
             arguments = _arguments(call.arguments, namespace, tool)
             if isinstance(arguments, str):
-                answered = _failed(call, arguments)
-                return answered
+                result = _failed(call, arguments)
+                return result
             logger.debug("%s: %s %s", call.id, call.name, call.arguments)
-            answered = await self._answered(server, name, arguments, seconds)
-            answered = await self._cut(answered, room)
-            logger.debug("%s: %s", call.id, answered.text)
-            return answered
+            result = await self._call(server, name, arguments, seconds)
+            result = await self._cut(result, room)
+            logger.debug("%s: %s", call.id, result.text)
+            return result
         finally:
-            failed = answered is None or answered.failure is not None
+            failed = result is None or result.failure is not None
             counts.errors += failed
             took = time.monotonic() - began
             counts.seconds += took
-            outcome = "cancelled" if answered is None else "failed" if failed else "answered"
+            outcome = "cancelled" if result is None else "failed" if failed else "answered"
             logger.info("%s: %s %s in %.2f s", call.id, call.name, outcome, took)
 
-    async def _answered(
+    async def _call(
         self, server: ToolServer, name: str, arguments: Mapping[str, Any], seconds: float
-    ) -> Answered:
+    ) -> CallResult:
         limit = min(server.timeout, seconds)
 
-        async def running() -> Answered:
+        async def running() -> CallResult:
             async with self._free:
                 answer = await server.call(name, arguments)
             text = str(mended(answer.text)) if answer.text.strip() else NOTHING
             failure = ToolFailure(text, by_tool=True) if answer.failed else None
-            return Answered(text, failure)
+            return CallResult(text, failure)
 
         try:
             return await asyncio.wait_for(running(), limit)
@@ -239,28 +239,28 @@ class Toolbox:
         except Exception:
             logger.exception("a tool server failed")
             text = "the tool failed"
-        return Answered(f"Error: {text}", ToolFailure(text))
+        return CallResult(f"Error: {text}", ToolFailure(text))
 
-    async def _cut(self, answered: Answered, room: int) -> Answered:
-        """``answered``, truncated to the limits of bytes and tokens."""
+    async def _cut(self, result: CallResult, room: int) -> CallResult:
+        """``result``, truncated to the limits of bytes and tokens."""
         tokens = max(0, min(self.config.max_output_tokens, room))
-        text = answered.text
+        text = result.text
         if len(text) <= min(
             tokens, self.config.max_output_bytes // 4
         ):  # a token has at least one byte, a character at most four
-            return answered
+            return result
         start = await in_thread(_truncated, text, self.config.max_output_bytes, tokens)
         if len(start) == len(text):
-            return answered
+            return result
         note = f"[… {len(text) - len(start)} more characters were cut off]"
         text = f"{start}\n{note}" if start else note
-        failure = answered.failure
-        return Answered(text, None if failure is None else replace(failure, text=text))
+        failure = result.failure
+        return CallResult(text, None if failure is None else replace(failure, text=text))
 
 
-def _failed(call: ServerCall, text: str) -> Answered:
+def _failed(call: ServerCall, text: str) -> CallResult:
     logger.debug("%s: %s", call.id, text)
-    return Answered(f"Error: {text}", ToolFailure(text))
+    return CallResult(f"Error: {text}", ToolFailure(text))
 
 
 GIVEN = ("(of a request)", "")
@@ -270,16 +270,16 @@ NOTHING = "[the tool returned nothing]"
 """The text of an empty result."""
 
 
-def _truncated(text: str, most_bytes: int, most_tokens: int) -> str:
-    start = text.encode("utf-8", "replace")[:most_bytes].decode("utf-8", "ignore")
-    start = start[: most_tokens * _LONGEST_TOKEN]
+def _truncated(text: str, max_bytes: int, max_tokens: int) -> str:
+    start = text.encode("utf-8", "replace")[:max_bytes].decode("utf-8", "ignore")
+    start = start[: max_tokens * _MAX_TOKEN_LENGTH]
     ids = vocab.encode(start)
-    if len(ids) <= most_tokens:
+    if len(ids) <= max_tokens:
         return start
-    return b"".join(map(vocab.token_bytes, ids[:most_tokens])).decode("utf-8", "ignore")
+    return b"".join(map(vocab.token_bytes, ids[:max_tokens])).decode("utf-8", "ignore")
 
 
-_LONGEST_TOKEN = 128
+_MAX_TOKEN_LENGTH = 128
 """Maximum characters of a token of the vocabulary."""
 
 

@@ -15,12 +15,12 @@ from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.tools.config import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
-from vllm_mlx_harmony.server.tools.toolbox import Answered, Toolbox
+from vllm_mlx_harmony.server.tools.toolbox import CallResult, Toolbox
 
 LEFT_FOR_THE_ANSWER = 512
 """Tokens of the model's context that are reserved for the answer."""
 
-MOST_REFUSED = 3
+MAX_REJECTED = 3
 """Calls beyond the limit that are rejected before the turn is ended."""
 
 
@@ -56,7 +56,7 @@ class TurnTools:
     @property
     def over(self) -> bool:
         """Whether the model keeps calling although no more calls are run."""
-        return self._refused >= MOST_REFUSED
+        return self._refused >= MAX_REJECTED
 
     @property
     def pauses(self) -> bool:
@@ -65,14 +65,14 @@ class TurnTools:
 
     async def run(
         self, call: ServerCall, prompt_tokens: int, context_length: int | None
-    ) -> Answered:
+    ) -> CallResult:
         """Runs ``call`` in a conversation of ``prompt_tokens``."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.toolbox.config.max_seconds
         if self.exhausted:
             self._refused += 1
-            return Answered(f"Error: {_NO_MORE}", ToolFailure(_NO_MORE))
+            return CallResult(f"Error: {_NO_MORE}", ToolFailure(_NO_MORE))
         self._calls += 1
         room = self.toolbox.config.max_output_tokens
         if context_length is not None:

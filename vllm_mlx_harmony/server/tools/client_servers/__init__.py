@@ -26,7 +26,7 @@ from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, invalid
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.config import ServerConfig, Use
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
-from vllm_mlx_harmony.server.tools.tool_server import Answer, ToolError, ToolServer
+from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult, ToolServer
 
 if TYPE_CHECKING:
     import httpx2
@@ -187,7 +187,7 @@ class ConnectedServer:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(server.stop(), CLOSING)
 
-    async def call(self, tool: str, arguments: Mapping[str, Any]) -> Answer:
+    async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
         return await (await self._connection()).call(tool, arguments)
 
     async def _connection(self) -> McpServer:

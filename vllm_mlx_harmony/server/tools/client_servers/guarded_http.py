@@ -12,8 +12,8 @@ https://owasp.org/www-community/attacks/Server_Side_Request_Forgery). Therefore:
 - Addresses that are not public are rejected, unless the pattern names the host exactly.
 - All requests of a connection go to the allowed origin; redirects elsewhere are not followed.
 - Proxies and ``.netrc`` are ignored.
-- At most ``MOST`` bytes are read, and none that are compressed: they could expand a thousandfold in
-  memory before they are counted.
+- At most ``MAX_TOTAL_BYTES`` are read, and no compressed response, which could expand a
+  thousandfold in memory before it is counted.
 
 httpx2, a dependency of the package ``mcp``, is imported when the first URL is used.
 """
@@ -31,7 +31,7 @@ import httpx2
 
 from vllm_mlx_harmony.core.errors import HostError
 
-MOST, MOST_AT_ONCE = 64 * 2**20, 8 * 2**20
+MAX_TOTAL_BYTES, MAX_RESPONSE_BYTES = 64 * 2**20, 8 * 2**20
 """Maximum bytes of all responses of a connection, and of one response."""
 
 CONNECTING, READING = 5.0, 300.0
@@ -122,7 +122,7 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
         super().__init__()
         self._origin = _origin(url)
         self._private = private
-        self._left = MOST
+        self._left = MAX_TOTAL_BYTES
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         """Connects to the checked addresses in turn, until one accepts."""
@@ -178,7 +178,9 @@ class _Bounded(httpx2.AsyncByteStream):
         async for part in self._response.stream:
             size += len(part)
             self._transport.count(len(part))
-            if size > MOST_AT_ONCE and not streams:  # the events of a stream are bounded one by one
+            if (
+                size > MAX_RESPONSE_BYTES and not streams
+            ):  # the events of a stream are bounded one by one
                 raise httpx2.ReadError("its response is too long")
             yield part
 
