@@ -349,7 +349,7 @@ def seconds(pairs: Sequence[tuple[str, str, str]], count: int, most: int) -> Ite
             for edit in pairs:
                 prompt, answer = vocab.encode(edit[1]), write(*edit)[:most]
                 for at, engine in enumerate(engines):
-                    engine.module.script = [*prompt, *answer]  # type: ignore[union-attr]
+                    engine.module.script = [*prompt, *answer]
                     ids, time_taken = asyncio.run(generated(engine, prompt, len(answer)))
                     assert ids == tuple(answer)
                     taken[at] += time_taken
@@ -400,7 +400,6 @@ def greedy(count: int, most: int = 60) -> Iterator[Row]:
 
 def gap_after(engine: MlxEngine, ids: Sequence[int]) -> float:
     """The difference of the two best logits after ``ids``."""
-    assert engine.module is not None
     logits = engine.module(mx.array([ids]), cache=make_prompt_cache(engine.module))[0, -1]
     best = mx.sort(logits.astype(mx.float32))[-2:].tolist()
     return float(best[1] - best[0])

@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options, no_cache
+from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
 from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
@@ -48,7 +48,7 @@ def load(directory: Path) -> tuple[Any, Any]:
 
 
 def opened(directory: Path, **options: Any) -> MlxEngine:
-    cache = options.pop("cache", no_cache)
+    cache = options.pop("cache", PrefixCache)
     engine = MlxEngine(str(directory), Options(**options))
     engine.load(partial(load, directory), cache)
     return engine
@@ -608,7 +608,6 @@ def test_what_would_not_fit_waits_until_it_does(tiny: Path, run: Run) -> None:
     engine = opened(tiny)
     try:
         budget = engine.budget
-        assert budget is not None
         one = budget.layout.nbytes(1000 + 40)
         room = device.used() + budget.work + int(one * 1.5)
         engine.budget = type(budget)(room, budget.layout, budget.work)
@@ -634,7 +633,6 @@ def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
     try:
         assert engine.context_length == 131_072
         budget = engine.budget
-        assert budget is not None
         room = device.weights() + budget.work + budget.layout.nbytes(5000)
         engine.budget = type(budget)(room, budget.layout, budget.work)
         assert engine.context_length is not None and 4600 < engine.context_length <= 5120
@@ -661,7 +659,6 @@ def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weig
     try:
         assert first.weights == second.weights == (device.weights() - before) // 2 > 10**6
         budget = first.budget
-        assert budget is not None
         room = device.weights() + budget.work + budget.layout.nbytes(5120) + weights
         first.budget = type(budget)(room, budget.layout, budget.work)
         alone = first.context_length
@@ -681,7 +678,6 @@ def waiting_for_memory(engine: MlxEngine, missing: int, since: float) -> Request
     engine._requests[99] = request
     engine._scheduler.add(99, 199, "", request.since)
     budget = engine.budget
-    assert budget is not None
     room = device.used() + budget.needed([request.end]) - missing
     engine.budget = type(budget)(room, budget.layout, budget.work)
     return request
@@ -722,11 +718,10 @@ def test_the_prefix_cache_is_evicted_only_if_that_makes_the_room(
         engine = opened(tiny, cache=reusing())
         try:
             await answer(engine, words(1, 300), max_tokens=2)
-            assert engine.cache is not None
-            held = engine.cache.nbytes
+            held = engine.cache.status().nbytes
             waiting_for_memory(engine, missing, 0.0)
             assert held and engine._thread.call(partial(engine._fits, 99)).result() == evicted
-            assert (engine.cache.nbytes < held) == evicted
+            assert (engine.cache.status().nbytes < held) == evicted
         finally:
             engine.close()
 
@@ -750,17 +745,16 @@ def test_no_more_is_evicted_while_what_was_is_being_written(
         try:
             for seed in range(5):
                 await answer(engine, words(seed, 300), max_tokens=2)
-            assert engine.cache is not None
             waiting_for_memory(engine, 1, 0.0)
             fits = partial(engine._thread.call, partial(engine._fits, 99))
             for _ in range(5):
                 assert not fits().result()
                 assert engine.cache.status().evictions == 1
-                assert engine.cache.evicted > 0
+                assert disk.evicted > 0
             held.set()
             assert disk.flush(60)
             assert fits().result()
-            assert engine.cache.status().evictions == 1 and engine.cache.evicted == 0
+            assert engine.cache.status().evictions == 1 and disk.evicted == 0
         finally:
             held.set()
             engine.close()
@@ -823,7 +817,6 @@ def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
             while not (await anext(running)).ids:
                 pass
             budget = engine.budget
-            assert budget is not None
             room = device.used() + budget.needed([1000])
             engine.budget = type(budget)(room, budget.layout, budget.work)
             waiting = [
@@ -939,8 +932,8 @@ def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
     try:
         run(answer(engine, words(1, 2000), max_tokens=2))
         budget, cache = engine.budget, engine.cache
-        assert budget is not None and cache is not None and cache.status().nbytes > 0
-        room = device.used() - cache.nbytes + budget.work + budget.layout.nbytes(2100)
+        assert cache.status().nbytes > 0
+        room = device.used() - cache.status().nbytes + budget.work + budget.layout.nbytes(2100)
         engine.budget = type(budget)(room, budget.layout, budget.work)
         assert len(run(answer(engine, words(2, 2000), max_tokens=2))) == 2
         assert run(engine.reusable_tokens(words(1, 2000), "")) == 0

@@ -20,7 +20,7 @@ from engine_models import load_module
 
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB, TokenLogprob
 from vllm_mlx_harmony.engine import batch
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options, no_cache
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.sampler import log_probabilities
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.sampling import Settings
@@ -41,7 +41,7 @@ CHANGED: dict[str, Any] = {
 @pytest.fixture(scope="module", params=["off", "auto"])
 def engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MlxEngine]:
     engine = MlxEngine(str(tiny), Options(speculate=request.param))
-    engine.load(partial(lambda path: (load_module(path), None), tiny), no_cache)
+    engine.load(partial(lambda path: (load_module(path), None), tiny))
     yield engine
     engine.close()
 
@@ -56,7 +56,6 @@ def of_the_model(engine: MlxEngine, prompt: tuple[int, ...], ids: tuple[int, ...
     """The log probabilities of all ids where each of ``ids`` was generated, computed at once."""
 
     def scores() -> Any:
-        assert engine.module is not None
         logits = engine.module(mx.array([[*prompt, *ids]]))[0, len(prompt) - 1 : -1]
         logits = logits.astype(mx.float32)
         return (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
@@ -109,7 +108,7 @@ def test_beside_others_that_do_not_ask(engine: MlxEngine, run: Run) -> None:
 
 def test_several_ids_in_a_step_keep_theirs(tiny: Path, run: Run) -> None:
     engine = MlxEngine(str(tiny), Options(interval=5))
-    engine.load(lambda: (load_module(tiny), None), no_cache)
+    engine.load(lambda: (load_module(tiny), None))
     try:
         steps = run(generated(engine, PROMPT, top_logprobs=2))
         assert max(len(step.ids) for step in steps) > 1

@@ -363,7 +363,7 @@ def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
             await closing
 
     run(asked())
-    assert engine.module is None and not engine._requests
+    assert not engine.loaded and not engine._requests
 
 
 def test_what_follows_a_drafted_answer_is_cached_right(

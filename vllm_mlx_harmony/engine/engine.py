@@ -41,7 +41,6 @@ from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache, boundaries
-from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Item, Request, hand_over
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
@@ -134,16 +133,12 @@ class Totals:
     drafts_rejected: int = 0
 
 
-def no_cache(model: Module) -> PrefixCache:
-    """A prefix cache without room."""
-    return PrefixCache(model, PrefixTree(0))
-
-
 class MlxEngine:
     """A model on a thread of its own, as `server.engine.Engine`.
 
-    Not loaded until ``load``; closed for good by ``close``. ``model`` is its directory or the name
-    of its repository. ``module`` is the model itself, for the engine's thread alone.
+    Closed for good by ``close``. ``model`` is its directory or the name of its repository.
+    ``module`` is the model itself, for the engine's thread alone. Unless it is loaded, ``module``,
+    ``cache`` and ``budget`` are empty.
     """
 
     remote = False
@@ -152,10 +147,10 @@ class MlxEngine:
     def __init__(self, model: str, options: Options | None = None) -> None:
         self.model = model
         self.options = options or Options()
-        self.module: Module | None = None
-        self.tokenizer: Any = None
-        self.cache: PrefixCache | None = None
-        self.budget: Budget | None = None
+        self.loaded = False
+        self.module, self.tokenizer = Module(), None
+        self.cache = PrefixCache(self.module)
+        self.budget = Budget(0, Layout(), 0)
         self.weights = 0
         self.totals = Totals()
         self._batches: list[Batch] = []
@@ -173,10 +168,6 @@ class MlxEngine:
         self._thread = EngineThread(f"engine of {model}", self._work, self._abandon)
 
     # --- From any thread
-
-    @property
-    def loaded(self) -> bool:
-        return self.module is not None
 
     @property
     def healthy(self) -> bool:
@@ -200,12 +191,12 @@ class MlxEngine:
         """Maximum ids of prompt and answer together: what the model can attend to, or what fits in
         memory while a request is alone, if that is less."""
         known = length_of(self.model)
-        if self.budget is None:
+        if not self.loaded:
             return known
         longest = self.budget.longest(device.weights())
         return longest if known is None else min(known, longest)
 
-    def load(self, load: Load, cache: MakeCache = no_cache) -> None:
+    def load(self, load: Load, cache: MakeCache = PrefixCache) -> None:
         """Loads the model and makes its prefix cache, on the engine's thread.
 
         Raises what ``load`` raises, and ``HostError`` if the model does not fit.
@@ -279,9 +270,8 @@ class MlxEngine:
         # Registered before the first wait, so that it ends when the engine does.
         self._requests[request.number] = request
         try:
-            if self.cache is not None:
-                match = await self.cache.find(request.prompt, request.tenant)
-                request.match = await self.cache.load(match)
+            match = await self.cache.find(request.prompt, request.tenant)
+            request.match = await self.cache.load(match)
             try:
                 await asyncio.wrap_future(self._thread.call(partial(self._admit, request)))
             except Stopped:
@@ -298,7 +288,7 @@ class MlxEngine:
                     await end_of(asyncio.ensure_future(asyncio.wrap_future(forgetting)))
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        return 0 if self.cache is None else (await self.cache.find(prompt, tenant)).cached
+        return (await self.cache.find(prompt, tenant)).cached
 
     # --- On the thread: loading and freeing
 
@@ -307,7 +297,7 @@ class MlxEngine:
         self.weights = tree_reduce(
             lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
         )
-        self.module = module
+        self.module, self.loaded = module, True
         device.add_weights(self.weights)
         limit = int(device.memory() * self.options.utilization)
         layers = make_prompt_cache(module)
@@ -337,10 +327,9 @@ class MlxEngine:
         """Ends all requests and unloads in one call; a request arriving between two calls would
         never end."""
         self._abandon()
-        if self.cache is not None:
-            self.cache.close()
-        self.cache = self.budget = None
-        self.module = self.tokenizer = None
+        self.cache.close()
+        self.module, self.tokenizer, self.loaded = Module(), None, False
+        self.cache = PrefixCache(self.module)
         device.add_weights(-self.weights)
         self.weights = 0
         mx.clear_cache()
@@ -420,15 +409,12 @@ class MlxEngine:
             self._put(request, failure)
             self._forget(request)
         if exhausted:
-            if self.cache is not None:
-                self.cache.evict(1 << 62)
+            self.cache.evict(1 << 62)
             mx.clear_cache()
 
     # --- On the thread: work
 
     def _work(self) -> float | None:
-        if self.cache is None:
-            return None
         self._too_long = inf
         with self.cache.computing():
             decision = self._scheduler.next(time.perf_counter(), self._fits)
@@ -437,13 +423,13 @@ class MlxEngine:
                     request = self._requests[key]
                     try:
                         if request.layers is None:
-                            self._begin(request, self.cache)
+                            self._begin(request)
                         else:
-                            self._compute(request, request.layers, ids, self.cache)
+                            self._compute(request, request.layers, ids)
                     except Exception as error:  # noqa: BLE001 - of the model, whatever it is
                         self._fail([request], error)
                 case NextStep():
-                    self._step(self.cache)
+                    self._step()
             if self._computed >= FREED:
                 self._computed = 0
                 mx.clear_cache()
@@ -462,7 +448,6 @@ class MlxEngine:
         Evicts cached pieces if that suffices, and fails the request if it is hopeless (`HOPELESS`).
         """
         budget, request = self.budget, self._requests[key]
-        assert budget is not None
         if request.end >= self._too_long:
             request.others = -1  # others run: it is not hopeless
             return False
@@ -472,8 +457,7 @@ class MlxEngine:
         ends = [*(each.end for each in running), request.end]
         others, now = device.used() - own, time.perf_counter()
         missing = budget.missing(others, ends)
-        if self.cache is not None and 0 < missing - self.cache.evicted <= self.cache.nbytes:
-            self.cache.evict(missing - self.cache.evicted)
+        if self.cache.make_room(missing):
             mx.clear_cache()
             others = device.used() - own
             missing = budget.missing(others, ends)
@@ -485,15 +469,16 @@ class MlxEngine:
             self._fail([request], MemoryError(f"{missing} bytes are missing"))
         return not missing
 
-    def _begin(self, request: Request, cache: PrefixCache) -> None:
+    def _begin(self, request: Request) -> None:
         """Makes the request's caches, with as much of the prompt as is cached."""
         started = time.perf_counter()
         match, request.match = request.match, None
         assert match is not None
         room = len(request.prompt) + min(request.settings.max_tokens, HEADROOM)
-        request.layers, known = cache.restore(match, room)
+        request.layers, known = self.cache.restore(match, room)
         last = len(request.prompt) - 1
-        request.marks = deque(boundaries(request.prompt, known)) if cache.enabled else deque([last])
+        cut = boundaries(request.prompt, known) if self.cache.enabled else [last]
+        request.marks = deque(cut)
         request.begun, request.at, request.cached = started, known, known
         self._put(request, request.report())
         self._scheduler.begin(request.number, last - known)
@@ -501,10 +486,9 @@ class MlxEngine:
         if known == last:
             self._join(request, request.layers)
 
-    def _compute(self, request: Request, layers: Layers, ids: int, cache: PrefixCache) -> None:
+    def _compute(self, request: Request, layers: Layers, ids: int) -> None:
         """Computes up to ``ids`` ids of the prompt, stopping at the next boundary, where the prefix
         is stored."""
-        assert self.module is not None
         # Waits for the step that is being computed, so that its time does not count as the chunk's.
         mx.eval([batch.pending for batch in self._batches])
         end = min(request.at + ids, request.marks[0])
@@ -514,7 +498,7 @@ class MlxEngine:
         evaluate(layers)
         if end == request.marks[0]:
             request.marks.popleft()
-            cache.store(request.prompt[:end], layers, request.tenant)
+            self.cache.store(request.prompt[:end], layers, request.tenant)
         request.at = end
         self._computed += len(chunk)
         self._scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
@@ -541,10 +525,9 @@ class MlxEngine:
                 return
         self._batches.append(Batch(request, layers, self.costs))
 
-    def _step(self, cache: PrefixCache) -> None:
+    def _step(self) -> None:
         """An id or more for every answer. A finished answer is stored before its last ids are sent,
         so that an immediate follow-up request finds it cached."""
-        assert self.module is not None
         started = time.perf_counter()
         for batch in list(self._batches):
             ended: dict[Request, Finish] = {}
@@ -562,7 +545,7 @@ class MlxEngine:
                 self._deliver()
                 for request, finish in ended.items():
                     row = batch.rows.index(request)
-                    cache.store(request.ids, batch.layers, request.tenant, row)
+                    self.cache.store(request.ids, batch.layers, request.tenant, row)
                     self._put(request, request.step(finish))
                 if ended:
                     batch.remove(ended)

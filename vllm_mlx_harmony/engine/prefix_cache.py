@@ -109,21 +109,22 @@ class PrefixCache:
     """What ``model`` computed, in ``tree`` and, if its ``weights`` are known, on ``disk``.
 
     ``weights`` is `identity.of_weights` of the files that the model was loaded from. ``tree`` and
-    ``disk`` belong to the caller, who may share them between models. ``restore`` and ``store`` run
-    on the thread that owns the model, everything else on any.
+    ``disk`` belong to the caller, who may share them between models; without a tree, nothing is
+    stored. ``restore`` and ``store`` run on the thread that owns the model, everything else on any.
     """
 
     def __init__(
         self,
         model: Module,
-        tree: PrefixTree[Piece],
+        tree: PrefixTree[Piece] | None = None,
         disk: DiskCache | None = None,
         weights: bytes | None = None,
     ) -> None:
-        self._model, self._tree = model, tree
+        self._model = model
+        self._tree = PrefixTree(0) if tree is None else tree
         self._id = object()
         """Identifies the model in the tree; a reference to the model itself would keep it alive."""
-        windows = pieces.windows(model) if tree.counters().budget else None
+        windows = pieces.windows(model) if self._tree.counters().budget else None
         self.enabled = windows is not None
         """Whether there is any room, and all of the model's layers can be cut."""
         self._disk: DiskCache | None = None
@@ -214,15 +215,12 @@ class PrefixCache:
         """While the engine computes: the disk writes slowly."""
         return nullcontext() if self._disk is None else self._disk.computing()
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all models that can be evicted from memory."""
-        return self._tree.counters().nbytes
-
-    @property
-    def evicted(self) -> int:
-        """Bytes of all models that were evicted and are freed as soon as they are written."""
-        return 0 if self._disk is None else self._disk.evicted
+    def make_room(self, nbytes: int) -> bool:
+        """Evicts as many pieces as it takes to free ``nbytes`` bytes, or none if all together are
+        too few; whether it evicted any. Bytes that are freed once they are written count as
+        free."""
+        left = nbytes - (0 if self._disk is None else self._disk.evicted)
+        return 0 < left <= self._tree.counters().nbytes and self.evict(left) > 0
 
     def evict(self, nbytes: int) -> int:
         """Evicts the least recently used pieces, of any model, from memory; returns their bytes.

@@ -98,7 +98,7 @@ class Sampler:
         if self._counts is None or self._in_text is None:
             self._counts = mx.zeros((size,), dtype=mx.float32)
             self._in_text = mx.array([self._opens_with_text])
-        elif self._steps:
+        else:
             heads = (last[:, None] == mx.array(_HEADER, dtype=last.dtype)).any(axis=-1)
             self._in_text = mx.where(heads, False, self._in_text | (last == vocab.MESSAGE))
             counted = self._in_text & (last < vocab.CONTROL.start)

@@ -32,7 +32,6 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options, Totals
-from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.host import entry_points, metrics, resources, status_line
@@ -80,13 +79,11 @@ def loaded() -> list[HarmonyEngine]:
     return [each for found in _loaded.valuerefs() if (each := found()) is not None]
 
 
-def serving() -> list[tuple[str, MlxEngine, Budget]]:
-    """The engines of the models that are loaded, with their names and budgets."""
-    return [
-        (each.model_name, each.engine, each.engine.budget)
-        for each in sorted(loaded(), key=lambda each: each.model_name)
-        if each.engine is not None and each.engine.budget is not None
-    ]
+def serving() -> list[tuple[str, MlxEngine]]:
+    """The engines of the models that are loaded, with their names."""
+    named = [(each.model_name, each.engine) for each in loaded()]
+    found = [(name, engine) for name, engine in named if engine is not None]
+    return sorted(found, key=lambda one: one[0])
 
 
 def engine_of(engine: object) -> MlxEngine | None:
@@ -157,10 +154,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     # --- Loaded and unloaded
 
     @property
-    def _loaded(self) -> bool:
-        return self.engine is not None and self.engine.loaded
-
-    @property
     def tokenizer(self) -> Any:
         """Of the model that is loaded; ``None`` before."""
         return None if self.engine is None else self.engine.tokenizer
@@ -168,7 +161,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     def prepare_for_start(self) -> None:
         """Loads the model; blocks. Raises ``NotHarmony`` for any other model."""
         with self._loading:
-            if self._loaded:
+            if self.engine is not None:
                 return
             engine = MlxEngine(self.path, self._options)
             try:
@@ -179,7 +172,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             self.engine = engine
             _loaded[id(self)] = self
         metrics.show()
-        status_line.start(lambda: [(name, engine.status()) for name, engine, _ in serving()])
+        status_line.start(lambda: [(name, engine.status()) for name, engine in serving()])
 
     def _load(self) -> tuple[Any, Any]:
         trusted = self._trust_remote_code or is_standin(Path(self.path))
@@ -307,8 +300,8 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             "engine_type": "harmony",
             "model_name": self.model_name,
             "uptime_seconds": time.time() - self._since,
-            "loaded": self._loaded,
-            "running": self._loaded and self.is_healthy(),
+            "loaded": self.engine is not None,
+            "running": self.engine is not None and self.engine.healthy,
             "num_running": running,
             "num_waiting": len(requests) - running,
             "metal_active_memory_gb": round(device.used() / _GB, 2),
@@ -322,10 +315,9 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         }
 
     def get_cache_stats(self) -> dict[str, object]:
-        cache = None if self.engine is None else self.engine.cache
-        if cache is None:
+        if self.engine is None:
             return {NAME: asdict(resources.tree().counters())}
-        counters = asdict(cache.status())
+        counters = asdict(self.engine.cache.status())
         return {NAME: {name: value for name, value in counters.items() if value is not None}}
 
     async def clear_runtime_caches(self) -> dict[str, bool]:

@@ -46,9 +46,9 @@ async def caches(request: Request) -> Response:
 async def status(_: Request) -> Response:
     """``GET /harmony/status``: all requests, with the progress of their prompts, and the steps."""
     models = []
-    for name, engine, budget in serving():
+    for name, engine in serving():
         memory = {
-            "limit": budget.limit,
+            "limit": engine.budget.limit,
             "used": device.used(),
             "weights": engine.weights,
             "longest_request": engine.context_length,
@@ -84,13 +84,13 @@ async def health(request: Request) -> Response:
 def inspected() -> list[Section]:
     """For the inspector: memory and the queue of each model, and what the prefix cache holds."""
     sections: list[Section] = []
-    for name, engine, budget in serving():
+    for name, engine in serving():
         requests = engine.status()
         waiting = sum(each.place > 0 for each in requests)
         rows = [
             ("weights", engine.weights, "bytes"),
             ("in use", device.used(), "bytes"),
-            ("limit", budget.limit, "bytes"),
+            ("limit", engine.budget.limit, "bytes"),
             ("longest request", engine.context_length, "tokens"),
             ("waiting", waiting, ""),
             ("answering", len(requests) - waiting, ""),

@@ -47,7 +47,7 @@ def of_model(path: str, engine: MlxEngine | None) -> None:
     window = length_of(path)
     context = "unknown: no config.json" if window is None else f"{window:,} tokens"
     facts = [("model", str(name) if name == given else f"{name} ({given})")]
-    if engine is None or engine.budget is None:
+    if engine is None:
         facts.append(("engine", "loaded on demand"))
     else:
         limits = engine.options.limits

@@ -171,11 +171,7 @@ class Index(Database):
         ``None`` if it is known already, or the piece before it is not: the caller removes its file.
         """
         with self.writing() as file:
-            known = "SELECT COUNT(*) FROM entries WHERE key = ?"
-            (there,), (before,) = (
-                file.execute(known, (key,)).fetchone() for key in (row.key, row.parent)
-            )
-            if there or (row.start and not before):
+            if self.has(row.key) or (row.start and not self.has(row.parent)):
                 return None
             (used,) = file.execute(_NEXT).fetchone()
             file.execute(_ADD, (*astuple(row), used, None))
