@@ -164,6 +164,10 @@ class SchemaReader:
         self._identified: dict[str, object] | None = None
         self.dropped: dict[str, None] = {}
 
+    def drop(self, what: str) -> None:
+        """Notes that ``what`` is not enforced."""
+        self.dropped[what] = None
+
     def root(self, of_object: bool) -> Schema:
         """The copy of the whole schema."""
         copy = self.schema(self._root)
@@ -185,10 +189,10 @@ class SchemaReader:
         if isinstance(value, bool):
             return value
         if not isinstance(value, Mapping):
-            self.dropped["a schema that is neither object nor boolean"] = None
+            self.drop("a schema that is neither object nor boolean")
             return True
         if depth >= MAX_DEPTH or self._left < 0:
-            self.dropped["a schema that is too large"] = None
+            self.drop("a schema that is too large")
             return True
         copy: Schema = {}
         items = list(value.items())
@@ -203,13 +207,13 @@ class SchemaReader:
             if key == "format" and content not in FORMATS:
                 continue
             if key in _UNSUPPORTED:
-                self.dropped[key] = None
+                self.drop(key)
             elif key in _KEYWORDS:
                 try:
                     copy[key] = _KEYWORDS[key](self, content, depth + 1)
                 except _Malformed:
                     what = "a $ref that leads nowhere" if key == "$ref" else f"a malformed {key}"
-                    self.dropped[what] = None
+                    self.drop(what)
         if value.get("nullable") is True and value is not self._root:
             return {"anyOf": [copy, {"type": "null"}]}
         return copy

@@ -1,0 +1,439 @@
+"""JSON Schema in a normal form: the alternatives from which `unordered` makes its rules.
+
+A schema is a conjunction of keywords, some of which are conjunctions and disjunctions of schemas.
+`Expander` brings it into a disjunction of `Alternative` values, whose keywords each concern a
+single JSON type: ``allOf``, ``$ref`` and the keywords next to them are merged; ``anyOf``,
+``oneOf`` and ``enum`` multiply the alternatives. The schemas of items and properties are not
+expanded. All that apply to the same item or property are another conjunction.
+
+What the form cannot express is left out, which only ever accepts more, and reported
+(`SchemaReader.drop`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from decimal import Decimal
+from itertools import combinations, product
+from typing import NamedTuple, TypeVar
+
+from vllm_mlx_harmony.core.grammar import numbers, property_names
+from vllm_mlx_harmony.core.grammar.json_schema import EVALUATING_NOTHING, SchemaReader
+from vllm_mlx_harmony.core.grammar.property_names import AnySchema, Schema
+
+MAX_DEPTH = 64
+"""Schemas within schemas that are expanded, along references."""
+
+MAX_ALTERNATIVES = 200
+MAX_PAIRS = 2000
+"""Pairs of alternatives that are compared, of the branches of one ``oneOf``."""
+
+MAX_ORDER = 30
+"""Powers of ten of bounds of numbers, to either side."""
+
+TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+
+_Value = TypeVar("_Value")
+
+
+class Count(NamedTuple):
+    """A range of counts: at least, and at most (``None``: any number)."""
+
+    least: int = 0
+    most: int | None = None
+
+    def both(self, other: Count) -> Count:
+        """The range that lies in both."""
+        most = [each for each in (self.most, other.most) if each is not None]
+        return Count(max(self.least, other.least), min(most, default=None))
+
+    def less(self, taken: int) -> Count:
+        """The range for the rest, after ``taken`` of them."""
+        most = None if self.most is None else max(self.most - taken, 0)
+        return Count(max(self.least - taken, 0), most)
+
+    @property
+    def is_empty(self) -> bool:
+        return self.most is not None and self.least > self.most
+
+    def times(self, part: str) -> str:
+        """The expression for ``part``, this many times."""
+        if self == ANY_NUMBER:
+            return f"({part})*"
+        return "" if self.most == 0 else f"({part}){{{self.least},{self.most or ''}}}"
+
+    def listed(self, member: str) -> str:
+        """The same, separated by commas; for a range that contains 1 or more."""
+        listed = f"{member} {self.less(1).times(f'JSON_COMMA {member}')}".rstrip()
+        return listed if self.least else f"({listed})?"
+
+
+ANY_NUMBER = Count()
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """``properties``, ``patternProperties`` and ``additionalProperties`` (``rest``) of one schema.
+
+    ``is_open``: it has no ``additionalProperties``.
+    """
+
+    names: Mapping[str, AnySchema] = field(default_factory=dict)
+    patterns: Mapping[str, AnySchema] = field(default_factory=dict)
+    rest: AnySchema = True
+    is_open: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """``prefixItems`` and ``items`` (``rest``) of one schema."""
+
+    prefix: Sequence[AnySchema] = ()
+    rest: AnySchema = True
+
+
+class Bound(NamedTuple):
+    """A ``minimum`` or ``maximum``, exclusive if ``strictly``."""
+
+    value: Decimal
+    strictly: bool
+    is_least: bool
+
+    def allows(self, value: Decimal) -> bool:
+        if value == self.value:
+            return not self.strictly
+        return (value > self.value) == self.is_least
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """A conjunction of keywords that do not combine schemas (as ``allOf`` and ``anyOf`` do).
+
+    ``listed_strings`` and ``listed_numbers`` are those of an ``enum``, ``steps`` the values of
+    ``multipleOf``, ``name_schemas`` those of ``propertyNames``.
+    """
+
+    types: frozenset[str] = TYPES
+    is_integer: bool = False
+    booleans: frozenset[bool] = frozenset({False, True})
+    listed_strings: tuple[str, ...] | None = None
+    listed_numbers: tuple[Decimal, ...] | None = None
+    length: Count = ANY_NUMBER
+    patterns: tuple[str, ...] = ()
+    bounds: tuple[Bound, ...] = ()
+    steps: tuple[Decimal, ...] = ()
+    items: tuple[Items, ...] = ()
+    item_count: Count = ANY_NUMBER
+    members: tuple[Members, ...] = ()
+    required: tuple[str, ...] = ()
+    name_schemas: tuple[AnySchema, ...] = ()
+    member_count: Count = ANY_NUMBER
+    in_any_of: bool = False
+    """Whether it is a branch of an ``anyOf``: other branches may hold as well, and evaluate other
+    properties."""
+
+    @classmethod
+    def of(cls, schema: Schema) -> Alternative:
+        """The keywords of ``schema`` that do not combine schemas, except for its literals."""
+        types = schema.get("type", list(TYPES))
+        named = {types} if isinstance(types, str) else set(types)
+        bounds = []
+        for keyword, is_least in (("minimum", True), ("maximum", False)):
+            exclusive = schema.get(f"exclusive{keyword.capitalize()}")  # in draft 4, a boolean
+            for limit, strictly in ((schema.get(keyword), exclusive is True), (exclusive, True)):
+                value = numbers.decimal(limit)
+                if value is not None:
+                    bounds.append(Bound(value, strictly, is_least))
+        step = numbers.decimal(schema.get("multipleOf"))
+        items: tuple[Items, ...] = ()
+        if isinstance(schema.get("items"), list):  # of drafts before 2020-12
+            items = (Items(schema["items"], schema.get("additionalItems", True)),)
+        elif "items" in schema or "prefixItems" in schema:
+            items = (Items(schema.get("prefixItems", ()), schema.get("items", True)),)
+        members: tuple[Members, ...] = ()
+        if {"properties", "patternProperties", "additionalProperties"} & schema.keys():
+            members = (
+                Members(
+                    schema.get("properties", {}),
+                    schema.get("patternProperties", {}),
+                    schema.get("additionalProperties", True),
+                    "additionalProperties" not in schema,
+                ),
+            )
+        return cls(
+            types=frozenset("number" if each == "integer" else each for each in named),
+            is_integer="integer" in named and "number" not in named,
+            length=Count(schema.get("minLength", 0), schema.get("maxLength")),
+            patterns=(schema["pattern"],) if "pattern" in schema else (),
+            bounds=tuple(bounds),
+            steps=(abs(step),) if step else (),
+            items=items,
+            item_count=Count(schema.get("minItems", 0), schema.get("maxItems")),
+            members=members,
+            required=tuple(dict.fromkeys(schema.get("required", ()))),
+            name_schemas=(schema["propertyNames"],) if "propertyNames" in schema else (),
+            member_count=Count(schema.get("minProperties", 0), schema.get("maxProperties")),
+        )
+
+    def merged(self, other: Alternative) -> Alternative:
+        """The conjunction of both."""
+        return Alternative(
+            types=self.types & other.types,
+            is_integer=self.is_integer or other.is_integer,
+            booleans=self.booleans & other.booleans,
+            listed_strings=_in_both(self.listed_strings, other.listed_strings),
+            listed_numbers=_in_both(self.listed_numbers, other.listed_numbers),
+            length=self.length.both(other.length),
+            patterns=_union(self.patterns, other.patterns),
+            bounds=_union(self.bounds, other.bounds),
+            steps=_union(self.steps, other.steps),
+            items=self.items + other.items,
+            item_count=self.item_count.both(other.item_count),
+            members=self.members + other.members,
+            required=_union(self.required, other.required),
+            name_schemas=self.name_schemas + other.name_schemas,
+            member_count=self.member_count.both(other.member_count),
+            in_any_of=self.in_any_of or other.in_any_of,
+        )
+
+    def allows_string(self, text: str) -> bool:
+        if "string" not in self.types:
+            return False
+        if self.listed_strings is not None and text not in self.listed_strings:
+            return False
+        if self.length.both(Count(len(text), len(text))).is_empty:
+            return False
+        return all(is_found(pattern, text) for pattern in self.patterns)
+
+    @property
+    def strings(self) -> tuple[str, ...] | None:
+        """The strings of its ``enum`` that satisfy the other keywords."""
+        if self.listed_strings is None:
+            return None
+        return tuple(filter(self.allows_string, self.listed_strings))
+
+    @property
+    def numbers(self) -> tuple[Decimal, ...] | None:
+        """The numbers of its ``enum`` that satisfy the other keywords."""
+        if self.listed_numbers is None:
+            return None
+        return tuple(
+            value
+            for value in self.listed_numbers
+            if all(bound.allows(value) for bound in self.bounds)
+            and not (self.is_integer and value % 1)
+            and not any(value % step for step in self.steps)
+        )
+
+    def schemas_of(self, name: str) -> Iterator[AnySchema]:
+        """All schemas that apply to the member ``name``."""
+        for each in self.members:
+            found = [each.names[name]] if name in each.names else []
+            found += [rest for pattern, rest in each.patterns.items() if is_found(pattern, name)]
+            yield from found or [each.rest]
+
+
+def _in_both(
+    one: tuple[_Value, ...] | None, other: tuple[_Value, ...] | None
+) -> tuple[_Value, ...] | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return tuple(value for value in one if value in other)
+
+
+def _union(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, ...]:
+    return tuple(dict.fromkeys((*one, *other)))
+
+
+def is_found(pattern: str, text: str) -> bool:
+    """Whether ``pattern`` matches anywhere in ``text``; true if Python cannot read it."""
+    try:
+        return re.search(pattern, text) is not None
+    except re.error:
+        return True
+
+
+class Expander:
+    """Expands the schemas below one ``root`` that ``reader`` has copied."""
+
+    def __init__(self, root: Schema, reader: SchemaReader) -> None:
+        self._root = root
+        self._drop = reader.drop
+        # Whether all keywords that evaluate properties are in the copy.
+        self._knows_evaluated = reader.dropped.keys() <= EVALUATING_NOTHING
+        self._expanded: dict[int, tuple[Alternative, ...]] = {}
+        self._expanding: set[int] = set()
+        self._constants: dict[str, Schema] = {}
+
+    def conjunction(self, schemas: Iterable[AnySchema]) -> tuple[Alternative, ...]:
+        """The alternatives of all ``schemas`` together; none if they accept nothing."""
+        found: tuple[Alternative, ...] = (Alternative(),)
+        for schema in schemas:
+            found = self.both(found, self.alternatives(schema))
+        return found
+
+    def both(
+        self, some: Sequence[Alternative], others: Sequence[Alternative]
+    ) -> tuple[Alternative, ...]:
+        if len(some) * len(others) > MAX_ALTERNATIVES:
+            self._drop("a schema with too many combinations of alternatives")
+            return tuple(some if len(some) < len(others) else others)
+        merged = (one.merged(other) for one, other in product(some, others))
+        return tuple(each for each in merged if each.types)
+
+    def alternatives(  # noqa: C901, PLR0912 - one case per keyword
+        self, schema: AnySchema
+    ) -> tuple[Alternative, ...]:
+        if isinstance(schema, bool):
+            return (Alternative(),) if schema else ()
+        key = id(schema)
+        if key in self._expanded:
+            return self._expanded[key]
+        if key in self._expanding:
+            self._drop("a $ref to a schema that contains it")
+            return (Alternative(),)
+        if len(self._expanding) >= MAX_DEPTH:
+            self._drop("a schema that is nested too deeply")
+            return (Alternative(),)
+        self._expanding.add(key)
+        found: tuple[Alternative, ...] = (Alternative.of(schema),)
+        if "const" in schema:
+            found = self.both(found, tuple(self.literals([schema["const"]])))
+        if "enum" in schema:
+            found = self.both(found, tuple(self.literals(schema["enum"])))
+        for member in schema.get("allOf", ()):
+            found = self.both(found, self.alternatives(member))
+        if "$ref" in schema:
+            target = property_names.target(self._root, schema["$ref"])
+            found = self.both(found, self.alternatives(target))
+        for keyword in ("anyOf", "oneOf"):
+            if keyword not in schema:
+                continue
+            branches = [self.alternatives(branch) for branch in schema[keyword]]
+            union = [each for branch in branches for each in branch]
+            if keyword == "anyOf":
+                union = [replace(each, in_any_of=len(branches) > 1) for each in union]
+            elif not self.are_disjoint(branches):
+                self._drop("oneOf")
+            found = self.both(found, [*{repr(each): each for each in union}.values()])
+        if "unevaluatedProperties" in schema:
+            found = tuple(self.unevaluated(found, schema["unevaluatedProperties"]))
+        self._expanding.discard(key)
+        self._expanded[key] = found
+        return found
+
+    def literals(self, listed: Sequence[object]) -> Iterator[Alternative]:
+        """An ``enum``: one alternative for all scalars, and one for each array and object."""
+        types, strings, values, booleans = set(), [], [], set()
+        for literal in listed:
+            if literal is None:
+                types.add("null")
+            elif isinstance(literal, bool):
+                types.add("boolean")
+                booleans.add(literal)
+            elif isinstance(literal, str):
+                types.add("string")
+                strings.append(literal)
+            elif isinstance(literal, (int, float)):
+                number = numbers.decimal(literal)
+                if number is not None and (not number or abs(number.adjusted()) <= MAX_ORDER):
+                    types.add("number")
+                    values.append(number)
+                else:
+                    self._drop("a number that is too large")
+                    yield Alternative(types=frozenset({"number"}))
+            elif isinstance(literal, list):
+                yield Alternative(
+                    types=frozenset({"array"}),
+                    items=(Items([self.constant(each) for each in literal], False),),
+                    item_count=Count(len(literal), len(literal)),
+                )
+            elif isinstance(literal, dict):
+                names = {name: self.constant(each) for name, each in literal.items()}
+                yield Alternative(
+                    types=frozenset({"object"}),
+                    members=(Members(names, {}, False, False),),
+                    required=tuple(names),
+                )
+        if types:
+            yield Alternative(
+                types=frozenset(types),
+                booleans=frozenset(booleans),
+                listed_strings=tuple(dict.fromkeys(strings)),
+                listed_numbers=tuple(dict.fromkeys(values)),
+            )
+
+    def constant(self, value: object) -> Schema:
+        """The schema of ``value``: the same object for equal values, as schemas are keys by id."""
+        schema = {"const": value}
+        return self._constants.setdefault(json.dumps(schema, sort_keys=True), schema)
+
+    def unevaluated(self, found: Sequence[Alternative], rest: AnySchema) -> Iterator[Alternative]:
+        """Each alternative with ``rest`` as ``unevaluatedProperties``."""
+        if rest in (True, {}):
+            every = Members(is_open=False)
+            yield from (replace(each, members=(*each.members, every)) for each in found)
+            return
+        if not self._knows_evaluated:
+            self._drop("unevaluatedProperties")
+            yield from found
+            return
+        # Of the branches of an `anyOf`, more than one may hold: together, they evaluate all names.
+        branches = [each for each in found if each.in_any_of]
+        names = [{name for part in each.members for name in part.names} for each in branches]
+        if any(each != names[0] for each in names):
+            self._drop("unevaluatedProperties")
+        for each in found:
+            holding = branches if each.in_any_of else [each]
+            members = [part for branch in holding for part in branch.members]
+            if any(not part.is_open for part in members):
+                yield each
+                continue
+            evaluated = Members(
+                {name: True for part in members for name in part.names},
+                {pattern: True for part in members for pattern in part.patterns},
+                rest,
+                False,
+            )
+            yield replace(each, members=(*each.members, evaluated))
+
+    def are_disjoint(self, branches: Sequence[Sequence[Alternative]]) -> bool:
+        """Whether no value satisfies two of ``branches``, as far as that is obvious."""
+        pairs = sum(len(one) * len(other) for one, other in combinations(branches, 2))
+        return pairs <= MAX_PAIRS and all(
+            self.is_empty(one.merged(other), levels=3)
+            for some, others in combinations(branches, 2)
+            for one, other in product(some, others)
+        )
+
+    def is_empty(self, alternative: Alternative, levels: int) -> bool:
+        """Whether it obviously accepts nothing. ``levels`` is how deep to look into nested
+        objects."""
+        bounds = alternative.bounds
+        lower = [bound for bound in bounds if bound.is_least]
+        upper = [bound for bound in bounds if not bound.is_least]
+        is_empty = {
+            "boolean": not alternative.booleans,
+            "string": alternative.strings == () or alternative.length.is_empty,
+            "number": alternative.numbers == ()
+            or any(
+                low.value > high.value
+                or (low.value == high.value and (low.strictly or high.strictly))
+                for low, high in product(lower, upper)
+            ),
+            "array": alternative.item_count.is_empty,
+        }
+        if not all(is_empty.get(kind) for kind in alternative.types - {"object"}):
+            return False
+        if "object" not in alternative.types:
+            return True
+        return levels > 0 and any(
+            all(
+                self.is_empty(each, levels - 1)
+                for each in self.conjunction(alternative.schemas_of(name))
+            )
+            for name in alternative.required
+        )
