@@ -48,7 +48,7 @@ def begin(
     """Starts a server; all use one disk, and on all of them every draft is worth trying: the costs
     that the first one has measured are replaced."""
     place = tmp_path_factory.mktemp("ssd")
-    flags = (*FLAG, "--ssd-cache-dir", str(place))
+    flags = (*FLAG, "--speculate", "auto", "--ssd-cache-dir", str(place))
     start(*flags, model=model, command=HARMONY).stop()
     (measured,) = place.rglob("step-costs.json")
     found = json.loads(measured.read_text())
