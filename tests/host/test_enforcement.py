@@ -694,7 +694,7 @@ def test_what_cannot_be_expressed_is_an_error_when_strict_and_else_one_line_in_t
 def test_words_that_cannot_be(monkeypatch: pytest.MonkeyPatch, variable: str, word: str) -> None:
     monkeypatch.setenv(variable, word)
     with pytest.raises(HostError, match=variable):
-        enforcement.read()
+        enforcement.read_settings()
 
 
 def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
@@ -764,8 +764,8 @@ def test_ended_reasoning_is_counted(
     found = run(said(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):
         tracker = VllmMlx().tracker("chat_completions", stream=False)
-        generation.account(found.constraint, "key", tracker)
-        generation.account(found.constraint, "key", tracker)
+        generation.report_reasoning_ended(found.constraint, "key", tracker)
+        generation.report_reasoning_ended(found.constraint, "key", tracker)
     assert any("key: reasoning cut short (budget)" in each for each in caplog.messages)
     page = collector.render_metrics(engine=None, mcp_manager=None)[0].decode()
     assert 'vllm_mlx_harmony_reasoning_ended_total{reason="budget"} 2.0' in page

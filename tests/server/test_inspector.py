@@ -273,7 +273,7 @@ def test_a_session_ends_with_its_key_and_after_a_time(
 
 
 def test_sessions_are_bounded(site: Site) -> None:
-    for _ in range(inspector.access.MOST_SESSIONS + 5):
+    for _ in range(inspector.access.MAX_SESSIONS + 5):
         site.log_in()
     assert site.browser.get("/harmony/inspector/requests").status_code == 200
     assert site.browser.post("/harmony/inspector/login", content=b"x" * 5000).status_code == 413

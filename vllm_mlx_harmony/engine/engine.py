@@ -47,10 +47,10 @@ from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
-from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.model_files import length_of
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.tasks import wait_until_done
 
 logger = logging.getLogger(__name__)
 
@@ -285,7 +285,7 @@ class MlxEngine:
                 except Stopped:
                     self._requests.pop(request.number, None)
                 else:
-                    await end_of(asyncio.ensure_future(asyncio.wrap_future(forgetting)))
+                    await wait_until_done(asyncio.ensure_future(asyncio.wrap_future(forgetting)))
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         return (await self.cache.find(prompt, tenant)).cached

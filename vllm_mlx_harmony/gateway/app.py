@@ -52,9 +52,9 @@ from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.garbage import set_aside
-from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shutdown import draining
+from vllm_mlx_harmony.server.tasks import cancel_and_wait
 from vllm_mlx_harmony.server.tools import config as tools
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -286,7 +286,7 @@ class _Outer:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # of a worker
-        enforcement.get_ready()
+        enforcement.warm_up()
         async with contextlib.AsyncExitStack() as stack:
             http = await stack.enter_async_context(engine_http.client())
             if (toolbox := self.host.toolbox) is not None:
@@ -298,7 +298,7 @@ class _Outer:
                     self.host.metrics.registry.register(toolbox)
             stack.push_async_callback(self.host.limiter.close)
             for task in (watch(http, self.host.fleet), self.host.limiter.renew()):
-                stack.push_async_callback(stopped, asyncio.ensure_future(task))
+                stack.push_async_callback(cancel_and_wait, asyncio.ensure_future(task))
             # Engines are detected before it listens, so that first requests need no retry.
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._all_probed(), timeout=10.0)

@@ -29,9 +29,9 @@ from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, Why, conversation
 from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.tasks import cancel_and_wait
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -378,7 +378,7 @@ class FleetEngine:
                 await asyncio.wait({coming}, timeout=left)
         finally:
             if not coming.done():
-                await stopped(coming)
+                await cancel_and_wait(coming)
         return coming.result()
 
     def _may_be_silent(self, running: _Try) -> float:

@@ -93,7 +93,7 @@ def _activate(args: argparse.Namespace) -> None:
         several = bool(getattr(args, "models_config", None))
         contract.activate(args.tool_call_parser, several=several)
         _apply(args)
-        enforcement.get_ready()
+        enforcement.warm_up()
         # Flags that belong to the given one, for vllm-mlx's own code. Not with several models:
         # there they would change the answers of those that are not Harmony models.
         if not several:
@@ -117,7 +117,7 @@ def _check(args: argparse.Namespace) -> None:
     from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
     store.server_store()
-    enforcement.read()
+    enforcement.read_settings()
     if not getattr(args, "models_config", None):  # else the options may be another model's
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
         if getattr(args, "mllm", False):

@@ -183,7 +183,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
         front_end(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
-        *((pages,) if inspector.switched_on() else ()),
+        *((pages,) if inspector.is_enabled() else ()),
     )
 
 

@@ -40,9 +40,9 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.garbage import give_back
-from vllm_mlx_harmony.server.generation import end_of
 from vllm_mlx_harmony.server.model_files import is_harmony
 from vllm_mlx_harmony.server.sampling import EPSILON, Settings, capped
+from vllm_mlx_harmony.server.tasks import wait_until_done
 from vllm_mlx_harmony.standin import is_standin
 
 NAME = "harmony_prefix_reuse"
@@ -191,7 +191,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     async def start(self) -> None:
         """Loads the model in a thread. If cancelled, waits for loading to finish before raising."""
         loading = asyncio.ensure_future(asyncio.to_thread(self.prepare_for_start))
-        await end_of(loading)
+        await wait_until_done(loading)
         loading.result()
 
     async def stop(self) -> None:
@@ -199,7 +199,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         engine, self.engine = self.engine, None
         _loaded.pop(id(self), None)
         if engine is not None:
-            await end_of(asyncio.ensure_future(asyncio.to_thread(engine.close)))
+            await wait_until_done(asyncio.ensure_future(asyncio.to_thread(engine.close)))
             give_back()
             gc.collect()
 

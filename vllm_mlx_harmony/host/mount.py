@@ -30,34 +30,34 @@ APP = "vllm_mlx.server:app"
 
 
 class Mounted(EndpointRoute, APIRoute):
-    """A route of ours. `behind` is the one of vllm-mlx that it stands in front of, if any.
+    """A route of ours, in front of `original`, if vllm-mlx has one for the same path.
 
-    Requests pass the dependencies of `model` (API key, rate limit).
+    Requests pass the dependencies (API key, rate limit) of `guard`, a route of vllm-mlx.
     """
 
     def __init__(
-        self, endpoint: Endpoint, original: APIRoute | None, model: APIRoute | None
+        self, endpoint: Endpoint, original: APIRoute | None, guard: APIRoute | None
     ) -> None:
         APIRoute.__init__(
             self,
             endpoint.path,
-            endpoint.answer,
+            endpoint.handler,
             methods=list(endpoint.methods),
-            dependencies=model.dependencies if model else None,
-            dependency_overrides_provider=model.dependency_overrides_provider if model else None,
+            dependencies=guard.dependencies if guard else None,
+            dependency_overrides_provider=guard.dependency_overrides_provider if guard else None,
             response_model=None,
             include_in_schema=False,  # vllm-mlx's own entry keeps describing the path
         )
         self.behind = original and without_dependencies(original)
         self.endpoint_error = endpoint.error
-        behind_key = self.get_route_handler()
+        guarded = self.get_route_handler()
 
-        async def answer(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             reject_odd_key(request)
-            return await behind_key(request)
+            return await guarded(request)
 
         # Errors without a format of ours stay those of vllm-mlx.
-        handler = behind_key if endpoint.error is None else answer
+        handler = guarded if endpoint.error is None else handle
         self.app = request_response(endpoint.with_errors(handler))
 
 
@@ -91,17 +91,17 @@ class Route:
 
     def problem(self) -> str | None:
         try:
-            original, model = self._originals(locate(APP).router.routes)
+            original, guard = self._originals(locate(APP).router.routes)
         except (ImportError, AttributeError, TypeError) as error:
             return f"{APP} has no routes ({error})"
         wanted = "{1} {0}".format(*like) if (like := self.endpoint.like) else self.label
-        return None if original or model else f"{APP} has no route {wanted}"
+        return None if original or guard else f"{APP} has no route {wanted}"
 
     def apply(self) -> Undo:
         application = locate(APP)
         present: list[BaseRoute] = application.router.routes
-        original, model = self._originals(present)
-        mounted = Mounted(self.endpoint, original, model)
+        original, guard = self._originals(present)
+        mounted = Mounted(self.endpoint, original, guard)
         present.insert(len(present) if original is None else present.index(original), mounted)
         return partial(present.remove, mounted)
 

@@ -80,7 +80,7 @@ def _common() -> Iterator[tuple[str, str]]:
         held = f"{size(found.nbytes)}, {conversations}, from {disk.directory}"
         yield "", f"up to {size(disk.budget)} on disk: {held}"
     yield "access", _access
-    if inspector.switched_on():
+    if inspector.is_enabled():
         yield "inspector", f"{inspector.PAGE} shows prompts and answers to whoever has access"
     yield from (("no effect", sentence) for sentence in _idle)
     yield "next", _next

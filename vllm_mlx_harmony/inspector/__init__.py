@@ -20,13 +20,13 @@ from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.inspector.routes import PAGE, Pages, Status
 from vllm_mlx_harmony.server import observer
 
-__all__ = ["PAGE", "VARIABLE", "install", "switched_on"]
+__all__ = ["PAGE", "VARIABLE", "install", "is_enabled"]
 
 VARIABLE = "VLLM_MLX_HARMONY_INSPECT"
 """Environment variable: ``1`` switches the inspector of vllm-mlx's server on."""
 
 
-def switched_on() -> bool:
+def is_enabled() -> bool:
     """Whether the variable is set."""
     return os.environ.get(VARIABLE, "").strip() == "1"
 

@@ -23,7 +23,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.server.errors import admit
 from vllm_mlx_harmony.server.host import host_of, tenant_of
 
 SECONDS = 12 * 3600
@@ -58,7 +57,8 @@ class Sessions:
         if not (key.isascii() and key.isprintable() and len(key) <= MAX_KEY_LENGTH):
             raise HTTPException(401, "Invalid API key")
         header = b"Bearer " + key.strip().encode()
-        await admit(_with_key(request, header))
+        connection = _with_key(request, header)
+        await host_of(connection).authenticate(connection)
         while len(self._keys) >= MAX_SESSIONS:
             del self._keys[next(iter(self._keys))]
         token = secrets.token_urlsafe(32)
@@ -91,7 +91,7 @@ class Sessions:
             if time.monotonic() >= until:
                 raise HTTPException(401, "this server has an API key: log in")
             connection = _with_key(request, key)
-        await admit(connection)
+        await host_of(connection).authenticate(connection)
         return tenant_of(connection)
 
 

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias
 
@@ -35,9 +35,10 @@ from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usag
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
+from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.choices import run_choices
 from vllm_mlx_harmony.server.errors import failure_of
-from vllm_mlx_harmony.server.generation import Deltas, Job, end_of, run
+from vllm_mlx_harmony.server.generation import Deltas, Job, run
 from vllm_mlx_harmony.server.host import TIMED_OUT
 from vllm_mlx_harmony.server.observer import notify
 from vllm_mlx_harmony.server.settings import number
@@ -129,7 +130,7 @@ class Answer:
         self._buffered = keep is None and job.stream
         if self._buffered:
             _being_read.add(self)
-        self._task = _referenced(self._run())
+        self._task = tasks.start(self._run())
 
     # --- For the reader
 
@@ -204,7 +205,7 @@ class Answer:
         """
         self.close(result)
         if not self._read:
-            await end_of(self._task)
+            await tasks.wait_until_done(self._task)
 
     def _taken(self) -> Event:
         event = self._unread.popleft()
@@ -244,7 +245,7 @@ class Answer:
         """Ends the answer with ``failure``, which the reader gets at once."""
         if not (self._stopped or self._ended):
             self._stop()
-            _referenced(self._conclude(failure))
+            tasks.start(self._conclude(failure))
 
     # --- The task
 
@@ -424,18 +425,8 @@ _running: dict[tuple[str, str], Answer] = {}
 _being_read: set[object] = set()
 """The answers that have not been read to their ends."""
 
-_tasks: set[asyncio.Future[None]] = set()
-"""All tasks of answers, because asyncio refers to tasks only weakly."""
-
 _rejection: HarmonyFailure | None = None
 """The failure of all answers that have not begun, during a shutdown."""
-
-
-def _referenced(work: Coroutine[Any, Any, None]) -> asyncio.Future[None]:
-    task: asyncio.Future[None] = asyncio.ensure_future(work)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-    return task
 
 
 def cancel(id_seed: str, tenant: str) -> bool:

@@ -20,8 +20,9 @@ from vllm_mlx_harmony.core.deltas import (
     Started,
     Usage,
 )
-from vllm_mlx_harmony.server.generation import Deltas, Job, end_of, run
+from vllm_mlx_harmony.server.generation import Deltas, Job, run
 from vllm_mlx_harmony.server.host import Tracker
+from vllm_mlx_harmony.server.tasks import wait_until_done
 
 _Groups: TypeAlias = "asyncio.Queue[tuple[int, list[Delta] | Exception | None]]"
 """Groups of deltas with the index of their answer; at its end its error, or ``None``."""
@@ -61,7 +62,7 @@ async def run_choices(job: Job, tracker: Tracker) -> Deltas:
     finally:
         for task in tasks:
             task.cancel()
-        await end_of(asyncio.gather(*tasks, return_exceptions=True))
+        await wait_until_done(asyncio.gather(*tasks, return_exceptions=True))
 
 
 async def _queue(index: int, job: Job, tracker: Tracker, groups: _Groups) -> None:

@@ -10,7 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from vllm_mlx_harmony.server.generation import stopped
+from vllm_mlx_harmony.server.tasks import cancel_and_wait
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def transport(connection: HTTPConnection) -> asyncio.WriteTransport | None:
     return found
 
 
-async def unless_gone(
+async def unless_disconnected(
     coming: Awaitable[T], request: Request, seconds: float | None = None, total: float = 0.0
 ) -> T | None:
     """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
@@ -45,7 +45,7 @@ async def unless_gone(
     is such a limit. Its message names ``total``.
     """
     task = asyncio.ensure_future(coming)
-    gone = asyncio.ensure_future(_gone(request))
+    gone = asyncio.ensure_future(_disconnected(request))
     ends: set[asyncio.Future[Any]] = {task, gone}
     try:
         await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -57,10 +57,10 @@ async def unless_gone(
     finally:
         gone.cancel()
         if not task.done():
-            await stopped(task)
+            await cancel_and_wait(task)
 
 
-async def _gone(request: Request) -> None:
+async def _disconnected(request: Request) -> None:
     """Returns once the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

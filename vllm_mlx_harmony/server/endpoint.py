@@ -25,20 +25,19 @@ ErrorResponse: TypeAlias = "Callable[[Exception], Response]"
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An HTTP endpoint, served in place of any route that the server itself has at ``path``.
+    """An HTTP endpoint, served in place of any route that the host itself has at ``path``.
 
-    ``answer`` takes the request, and the path parameters by name. It runs behind the dependencies
-    (API key, rate limit) of the server's own route for the same path and methods. Where the server
-    has none, ``like`` names the route, by path and method, whose dependencies apply. ``error``
-    turns every exception into a response, including those of the dependencies and 405 for other
-    methods; without it, the server handles them. ``before`` is called first with every request, if
-    there is an ``error``. ``open``: no key is required. ``why`` is a short reason, for the log and
-    ``doctor``.
+    ``handler`` is called with the request and the path parameters, after the dependencies (API key,
+    rate limit) of the host's own route for the same path and methods, or else of the route that
+    ``like`` names by path and method. ``error`` turns every exception into a response, including
+    those of the dependencies and 405 for other methods; without it, the host handles them.
+    ``before`` is called first with every request, if there is an ``error``. ``open``: no key is
+    required. ``why`` is a short reason, for the log and ``doctor``.
     """
 
     path: str
     methods: Collection[str]
-    answer: Callable[..., Any]
+    handler: Callable[..., Any]
     why: str = ""
     like: tuple[str, str] | None = None
     error: ErrorResponse | None = None
@@ -46,16 +45,15 @@ class Endpoint:
     open: bool = False
 
     def with_errors(self, guarded: Handler) -> Handler:
-        """``guarded``, wrapped so that ``error`` answers every exception.
+        """``guarded``, the handler behind its dependencies, with ``error`` for its exceptions.
 
-        ``guarded`` is the endpoint behind its dependencies. Exception handlers of the application
-        would also catch errors of the host's other routes.
+        Exception handlers of the application would also catch errors of the host's other routes.
         """
         error, before = self.error, self.before
         if error is None:
             return guarded
 
-        async def answering(request: Request) -> Response:
+        async def handle(request: Request) -> Response:
             try:
                 if before is not None:
                     await before(request)
@@ -63,7 +61,7 @@ class Endpoint:
             except Exception as raised:  # noqa: BLE001 - every error gets the API's shape
                 return error(raised)
 
-        return answering
+        return handle
 
 
 OpenAIEndpoint = partial(Endpoint, error=openai_error)
@@ -89,16 +87,16 @@ class EndpointRoute(Route):
 def guarded(endpoint: Endpoint) -> EndpointRoute:
     """The route of ``endpoint`` behind the host's checks of API key and rate limit."""
 
-    async def answer(request: Request) -> Response:
+    async def handle(request: Request) -> Response:
         host = host_of(request)
         if not endpoint.open:
             await host.authenticate(request)
             await host.check_rate_limit(request)
-        response: Response = await endpoint.answer(request, **request.path_params)
+        response: Response = await endpoint.handler(request, **request.path_params)
         return response
 
     methods = list(endpoint.methods)
-    route = EndpointRoute(endpoint.path, endpoint.with_errors(answer), methods=methods)
+    route = EndpointRoute(endpoint.path, endpoint.with_errors(handle), methods=methods)
     route.endpoint_error = endpoint.error
     return route
 

@@ -73,7 +73,7 @@ class Enforcement:
     repetitions: int = REPETITIONS
 
 
-def read() -> Enforcement:
+def read_settings() -> Enforcement:
     """The settings in the environment. Raises ``HostError`` for invalid values."""
     policy = choice(GRAMMAR_VARIABLE, Policy.AUTO)
     repetitions = _number(REPETITIONS_VARIABLE)
@@ -91,13 +91,13 @@ def _number(variable: str) -> int | None:
     return int(word)
 
 
-def get_ready() -> None:
+def warm_up() -> None:
     """Starts the helper process and prepares llguidance while the model is loaded.
 
     The first request would wait a second or two for it. Raises ``HostError`` if grammars are
     enabled and llguidance cannot be imported.
     """
-    if read().policy is Policy.OFF:
+    if read_settings().policy is Policy.OFF:
         return
     try:
         importlib.import_module("llguidance")
@@ -114,22 +114,25 @@ def get_ready() -> None:
     threading.Thread(target=start, name="harmony-grammar", daemon=True).start()
 
 
-UnlessGone: TypeAlias = "Callable[[Awaitable[Any]], Awaitable[Any]]"
+UnlessDisconnected: TypeAlias = "Callable[[Awaitable[Any]], Awaitable[Any]]"
 """Awaits its argument. If the client disconnects first, cancels it and returns ``None``."""
 
 
 async def constraint_for(
-    turn: Turn, names: Names, by_flag: int | None = None, unless_gone: UnlessGone | None = None
+    turn: Turn,
+    names: Names,
+    by_flag: int | None = None,
+    unless_disconnected: UnlessDisconnected | None = None,
 ) -> Constraint | None:
     """The constraint of the output of ``turn``, rendered with ``names``; ``None`` if unconstrained.
 
     ``by_flag`` is the reasoning budget set by a flag of the server, which overrides the
-    environment's. ``unless_gone`` watches the client while a new grammar is compiled.
+    environment's. ``unless_disconnected`` watches the client while a new grammar is compiled.
 
     Raises ``RequestError`` for what cannot be enforced, ``HostError`` 503 if that cannot be checked
     now, and ``ClientDisconnect``.
     """
-    wanted = read()
+    wanted = read_settings()
     if by_flag is not None:
         wanted = replace(wanted, reasoning_tokens=by_flag)
     limits = turn.limits
@@ -149,7 +152,7 @@ async def constraint_for(
         if grammar is None:
             request = check_for(turn.tenant)
             compiling = partial(_grammar, turn, names, wanted.policy, request)
-            grammar = await _in_thread(compiling, request, unless_gone)
+            grammar = await _in_thread(compiling, request, unless_disconnected)
     budget = limits.reasoning_tokens
     strict = _is_strict(turn, wanted.policy)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
@@ -307,12 +310,12 @@ def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | st
 _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="harmony-grammar")
 """Most of them wait for the helper process, so asyncio's few default threads are not used."""
 
-SOON = 0.1
+WATCH_AFTER = 0.1
 """Seconds after which the client is watched for a disconnect."""
 
 
 async def _in_thread(
-    compiling: Callable[[], _R], check: GrammarCheck, unless_gone: UnlessGone | None
+    compiling: Callable[[], _R], check: GrammarCheck, unless_disconnected: UnlessDisconnected | None
 ) -> _R:
     """Calls ``compiling`` in a thread; cancelling this also cancels ``check``.
 
@@ -322,9 +325,9 @@ async def _in_thread(
     # A cancelled trial may raise when the request is gone; asyncio would log that as unretrieved.
     coming.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
-        done, _ = await asyncio.wait({coming}, timeout=SOON)
-        if not done and unless_gone is not None:
-            await unless_gone(asyncio.wait({coming}))
+        done, _ = await asyncio.wait({coming}, timeout=WATCH_AFTER)
+        if not done and unless_disconnected is not None:
+            await unless_disconnected(asyncio.wait({coming}))
             if not coming.done():
                 raise ClientDisconnect
         return await coming
@@ -332,7 +335,9 @@ async def _in_thread(
         check.cancel()
 
 
-async def checked(text: str, tenant: str, unless_gone: UnlessGone | None = None) -> Compiled:
+async def compile_untrusted(
+    text: str, tenant: str, unless_disconnected: UnlessDisconnected | None = None
+) -> Compiled:
     """Tries and compiles the grammar ``text`` of a gateway.
 
     Raises ``RequestError`` if it cannot be compiled, ``HostError`` 503 if that cannot be checked
@@ -350,7 +355,7 @@ async def checked(text: str, tenant: str, unless_gone: UnlessGone | None = None)
             raise RequestError(f"the grammar cannot be enforced: {found}", param="grammar")
         return found
 
-    return await _in_thread(compile_it, check, unless_gone)
+    return await _in_thread(compile_it, check, unless_disconnected)
 
 
 def _note(note: str) -> None:

@@ -9,7 +9,7 @@ from http import HTTPStatus
 from typing import Any, TypeAlias
 
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import (
@@ -20,7 +20,6 @@ from vllm_mlx_harmony.core.errors import (
     RequestError,
 )
 from vllm_mlx_harmony.protocols.openai_error import error_body
-from vllm_mlx_harmony.server.host import host_of
 
 
 class StoreError(HostError):
@@ -98,8 +97,3 @@ def failure_of(error: Exception, what: str = "a request failed") -> HarmonyFailu
         param=param,
         retry_after=int(retry_after) if retry_after.isdigit() else None,
     )
-
-
-async def admit(connection: HTTPConnection) -> None:
-    """Checks the API key of a request or a WebSocket. Raises ``HTTPException``."""
-    await host_of(connection).authenticate(connection)

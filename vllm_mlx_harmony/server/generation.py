@@ -73,7 +73,7 @@ class Job:
     append: Callable[[Step], list[Delta]] | None = None
 
 
-async def _cached(job: Job) -> int | None:
+async def _reusable_tokens(job: Job) -> int | None:
     if not (job.reports_cached and job.stream):
         return None
     lease, prompt = job.lease, job.context.render_for_completion()
@@ -100,19 +100,19 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
     history = list(approved)
     if history:
         progress.started = True
-        yield context.start(await _cached(job))
+        yield context.start(await _reusable_tokens(job))
     while True:
         if not history:
             async with aclosing(_output(job, tracker, settings, constraint, progress)) as output:
                 async for deltas in output:
                     yield deltas
-        if tools is None or not (calls := _due(context, tools, history)):
+        if tools is None or not (calls := _next_calls(context, tools, history)):
             break
         if tools.pauses:
             ended = "pause"
             break
         earlier = calls[0] in approved
-        answered = _answered(context, tools, calls, length, job.observers(), earlier=earlier)
+        answered = _run_tools(context, tools, calls, length, job.observers(), earlier=earlier)
         async with aclosing(answered) as answers:
             async for deltas in answers:
                 yield deltas
@@ -126,10 +126,10 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
             ended = "length"
             break
         settings, constraint = next_output
-    yield await _finished(job, ended, progress)
+    yield await _finish(job, ended, progress)
 
 
-def _due(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[ServerCall]:
+def _next_calls(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[ServerCall]:
     """The calls to answer next, from ``history`` or by the model; usually one.
 
     Calls of the history that are beyond the limit are answered together: each result renders the
@@ -143,7 +143,7 @@ def _due(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[
     return [] if call is None or tools.over or tools.needs_approval(call) else [call]
 
 
-async def _answered(
+async def _run_tools(
     context: Context,
     tools: TurnTools,
     calls: list[ServerCall],
@@ -168,7 +168,7 @@ async def _answered(
         yield [*closed, finished]
 
 
-async def _finished(job: Job, ended: EndReason, progress: _Progress) -> list[Delta]:
+async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta]:
     """Stores the generated turn, and returns the last deltas."""
     if ended == "stop" and progress.finish is not None:
         ended = progress.finish
@@ -227,7 +227,7 @@ async def _output(
     """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
     engine = job.lease.harmony_engine
-    cached = None if progress.started else await _cached(job)
+    cached = None if progress.started else await _reusable_tokens(job)
     progress.generated, progress.finish = 0, None
     progress.outputs += 1
     accepted, rejected = progress.accepted, progress.rejected
@@ -263,7 +263,7 @@ async def _output(
     finally:
         if constraint is not None and constraint.reasoning_ended_by:
             progress.reasoning_ended_by = constraint.reasoning_ended_by
-            account(constraint, job.id_seed, tracker)
+            report_reasoning_ended(constraint, job.id_seed, tracker)
 
 
 def check(constraint: Constraint | None) -> None:
@@ -272,33 +272,10 @@ def check(constraint: Constraint | None) -> None:
         raise OutputError("the output could not be constrained as requested; see the server's log")
 
 
-def account(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
+def report_reasoning_ended(constraint: Constraint, id_seed: str, tracker: Tracker) -> None:
     """Logs and counts that the server ended the reasoning of the answer ``id_seed``."""
     reason = constraint.reasoning_ended_by
     logger.info(
         "%s: reasoning cut short (%s) after %d tokens", id_seed, reason, constraint.reasoning_tokens
     )
     tracker.reasoning_ended(reason)
-
-
-async def stopped(task: asyncio.Future[Any]) -> None:
-    """Cancels the task and waits for its end. A generator cannot be closed while it runs."""
-    task.cancel()
-    await end_of(task)
-
-
-async def end_of(task: asyncio.Future[Any]) -> None:
-    """Waits for the end of the task, and only then raises a cancellation of the caller."""
-    cancelled: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait({task})
-        except asyncio.CancelledError as error:
-            cancelled = error
-    if not task.cancelled():
-        task.exception()
-    try:
-        if cancelled is not None:
-            raise cancelled
-    finally:
-        del cancelled  # it and this frame would refer to each other

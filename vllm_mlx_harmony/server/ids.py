@@ -207,13 +207,13 @@ def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
 API = Api("ids", _read, more_values=MAX_PROMPT + WINDOW)
 
 
-def switched_on() -> bool:
+def is_enabled() -> bool:
     return os.environ.get(VARIABLE, "") == "1"
 
 
-async def answer_ids(request: Request) -> Response:
+async def generate_from_ids(request: Request) -> Response:
     """``POST /harmony/v1/generate``, and ``GET`` (or ``HEAD``)."""
-    if not switched_on():
+    if not is_enabled():
         problem = f"{PATH} is disabled ({VARIABLE}=1 enables it)"
         raise RequestError(problem, status=404, code="not_found")
     if request.method != "POST":
@@ -229,9 +229,11 @@ async def _generate(received: Received) -> Response:
     prompt = tuple(parsed.prompt)
     grammar = None
     if parsed.grammar is not None:
-        if enforcement.read().policy is Policy.OFF:
+        if enforcement.read_settings().policy is Policy.OFF:
             raise RequestError("grammars are disabled on this server", param="grammar")
-        grammar = await enforcement.checked(parsed.grammar, lease.tenant, received.unless_gone)
+        grammar = await enforcement.compile_untrusted(
+            parsed.grammar, lease.tenant, received.unless_disconnected
+        )
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     constraint = Constraint(spec) if spec else None
     settings = capped(parsed.settings.resolved(), len(prompt), lease.harmony_engine.context_length)
@@ -259,7 +261,7 @@ ENDPOINTS = (
     OpenAIEndpoint(
         PATH,
         ("GET", "POST"),
-        answer_ids,
+        generate_from_ids,
         "token ids for a gateway in front of this server",
         like=("/v1/chat/completions", "POST"),
     ),

@@ -141,7 +141,7 @@ class Received:
     def host(self) -> Host:
         return host_of(self.request)
 
-    async def unless_gone(self, coming: Awaitable[T]) -> T | None:
+    async def unless_disconnected(self, coming: Awaitable[T]) -> T | None:
         """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
 
         Raises ``HostError`` and ``HTTPException`` 504 at the deadline.
@@ -150,7 +150,7 @@ class Received:
             return await coming
         deadline = self.lease.deadline
         seconds = deadline.remaining()
-        return await client.unless_gone(coming, self.request, seconds, deadline.total)
+        return await client.unless_disconnected(coming, self.request, seconds, deadline.total)
 
     def track(self, *, stream: bool) -> Tracker:
         """Starts the metrics of the answer. From now on, other servers can cancel it."""
@@ -340,7 +340,9 @@ async def prepare(received: Received) -> Job:
     names = getattr(context, "names", None) or Names.of(turn)
     prompt_tokens = len(context.render_for_completion())
     settings = sampling.capped(settings, prompt_tokens, lease.harmony_engine.context_length)
-    constraint = await constraint_for(turn, names, host.reasoning_tokens, received.unless_gone)
+    constraint = await constraint_for(
+        turn, names, host.reasoning_tokens, received.unless_disconnected
+    )
     tools = None
     if host.toolbox is not None and turn.namespaces:
         seconds, budget = lease.deadline.total, host.reasoning_tokens
@@ -429,10 +431,12 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
         # one second to do so.
         seconds = deadline.left or 1.0
         if not job.stream:
-            whole = await client.unless_gone(answer.whole(), request, seconds, deadline.total)
+            whole = await client.unless_disconnected(
+                answer.whole(), request, seconds, deadline.total
+            )
             if whole is not None:
                 return JSONResponse(whole)
-        elif await client.unless_gone(answer.begun(), request, seconds, deadline.total):
+        elif await client.unless_disconnected(answer.begun(), request, seconds, deadline.total):
             response = EventStream(request, answer)
             return response
         raise ClientDisconnect

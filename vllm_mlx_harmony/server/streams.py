@@ -1,7 +1,7 @@
 """Server-sent events over HTTP.
 
 A client may stop reading without closing its connection. So every write has a time limit
-(``within``), after which the connection is aborted.
+(``with_timeout``), after which the connection is aborted.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.protocols.events import Event, frame
-from vllm_mlx_harmony.server import client
+from vllm_mlx_harmony.server import client, tasks
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.settings import number
 
@@ -37,7 +37,7 @@ class EventStream(StreamingResponse):
 
     Starlette would leave the iterator to the garbage collector, which may run much later; the
     engine would be busy until then. Its task group, which watches the client, takes several times
-    as long as ``client.unless_gone``.
+    as long as ``client.unless_disconnected``.
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
@@ -51,24 +51,16 @@ class EventStream(StreamingResponse):
             # Each write waits until the previous one has left the process. Otherwise the end of an
             # answer would be in asyncio's own buffer, which nothing waits for.
             transport.set_write_buffer_limits(high=0)
-        sending = within(client_seconds(), send, partial(hang_up, transport))
+        sending = with_timeout(send_timeout(), send, partial(abort_connection, transport))
         try:
-            await client.unless_gone(self.stream_response(sending), self._request)
+            await client.unless_disconnected(self.stream_response(sending), self._request)
         except OSError as error:  # from servers of ASGI 2.4 or later, for a client that has gone
             raise ClientDisconnect from error
         finally:
             # A separate task, because this one may be cancelled together with what it awaits.
-            closing = asyncio.ensure_future(self._close())
-            _closing.add(closing)
-            closing.add_done_callback(_closing.discard)
+            tasks.start(self._frames.aclose())
             if transport is not None and not transport.is_closing():
                 transport.set_write_buffer_limits()  # a later response may use this connection
-
-    async def _close(self) -> None:
-        await self._frames.aclose()
-
-
-_closing: set[asyncio.Future[None]] = set()
 
 
 class Frames:
@@ -91,17 +83,17 @@ class Frames:
             await self._events.aclose()  # type: ignore[attr-defined]
 
 
-def hang_up(transport: asyncio.WriteTransport | None) -> None:
+def abort_connection(transport: asyncio.WriteTransport | None) -> None:
     """Aborts a connection. Unread bytes are lost."""
     if transport is not None:
         transport.abort()
 
 
-def client_seconds() -> float:
+def send_timeout() -> float:
     return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
 
 
-def within(
+def with_timeout(
     seconds: float, send: Callable[[T], Awaitable[None]], give_up: Callable[[], object]
 ) -> Callable[[T], Coroutine[Any, Any, None]]:
     """``send``, which calls ``give_up`` after waiting ``seconds`` for the client."""

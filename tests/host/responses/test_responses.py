@@ -901,7 +901,7 @@ def test_a_flood_ends_the_connection(
 @pytest.mark.usefixtures("_active")
 def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not closed, which would wait until what was written has been read."""
-    monkeypatch.setattr(websocket, "client_seconds", lambda: 0.05)
+    monkeypatch.setattr(websocket, "send_timeout", lambda: 0.05)
     aborted: list[bool] = []
 
     transport = SimpleNamespace(abort=lambda: aborted.append(True))

@@ -54,8 +54,8 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     message_of,
 )
 from vllm_mlx_harmony.server.engine import FORCED, UNKNOWN, Finish, Step, Steps
-from vllm_mlx_harmony.server.generation import stopped
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.tasks import cancel_and_wait
 
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 4.0
@@ -301,7 +301,7 @@ class HttpEngine:
 async def _closed(sending: asyncio.Task[ClientResponse]) -> None:
     """Ends a request, whose response may arrive while it is being cancelled."""
     try:
-        await stopped(sending)
+        await cancel_and_wait(sending)
     finally:
         if not sending.cancelled() and sending.exception() is None:
             sending.result().close()  # no effect if all of it was read

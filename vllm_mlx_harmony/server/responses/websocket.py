@@ -29,17 +29,17 @@ from vllm_mlx_harmony.server import client
 from vllm_mlx_harmony.server.answer import Answer, counted_as_unread, rejection
 from vllm_mlx_harmony.server.body import Document, max_body, parse_body
 from vllm_mlx_harmony.server.errors import (
-    admit,
     failure_of,
     openai_error,
     retry_headers,
 )
-from vllm_mlx_harmony.server.generation import Deltas, Job, stopped
+from vllm_mlx_harmony.server.generation import Deltas, Job
 from vllm_mlx_harmony.server.host import host_of
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.responses.references import RESPONSES, References, read
 from vllm_mlx_harmony.server.serving import Received, leased, prepare
-from vllm_mlx_harmony.server.streams import client_seconds, hang_up, within
+from vllm_mlx_harmony.server.streams import abort_connection, send_timeout, with_timeout
+from vllm_mlx_harmony.server.tasks import cancel_and_wait
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -63,7 +63,7 @@ _TOO_MUCH = 1013  # "try again later"
 async def converse(socket: WebSocket) -> None:
     """``/v1/responses`` as a WebSocket: serves one response after the other until it is closed."""
     try:
-        await admit(socket)
+        await host_of(socket).authenticate(socket)
     except HTTPException as error:
         await socket.send_denial_response(openai_error(error))
         return
@@ -90,15 +90,15 @@ class Conversation:
         listening = asyncio.ensure_future(self._listen())
 
         def give_up() -> None:
-            hang_up(self._transport)
+            abort_connection(self._transport)
             answering.cancel()
 
-        self._send = within(client_seconds(), self._write, give_up)
+        self._send = with_timeout(send_timeout(), self._write, give_up)
         try:
             await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (answering, listening):
-                await stopped(task)
+                await cancel_and_wait(task)
                 error = None if task.cancelled() else task.exception()
                 if error and not isinstance(error, WebSocketDisconnect):
                     logger.error("a WebSocket failed", exc_info=error)
@@ -113,7 +113,7 @@ class Conversation:
         """
         try:
             await self._socket.send_text(text)
-        except RuntimeError as error:  # Starlette raises it after `hang_up`
+        except RuntimeError as error:  # Starlette raises it after `abort_connection`
             raise WebSocketDisconnect from error
         while self._transport is not None and self._transport.get_write_buffer_size():
             await asyncio.sleep(UNSENT_SECONDS)
