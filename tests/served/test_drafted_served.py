@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,9 @@ SCRIPTS = [
     Script("Edit", ANSWER),
 ]
 
+DRAFTS = {"VLLM_MLX_HARMONY_SPECULATE": "auto"}
+"""Whatever the other tests run with."""
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,12 +52,13 @@ def begin(
     """Starts a server; all use one disk, and on all of them every draft is worth trying: the costs
     that the first one has measured are replaced."""
     place = tmp_path_factory.mktemp("ssd")
-    flags = (*FLAG, "--speculate", "auto", "--ssd-cache-dir", str(place))
-    start(*flags, model=model, command=HARMONY).stop()
+    flags = (*FLAG, "--ssd-cache-dir", str(place))
+    begin = partial(start, *flags, model=model, command=HARMONY, env=DRAFTS)
+    begin().stop()
     (measured,) = place.rglob("step-costs.json")
     found = json.loads(measured.read_text())
     measured.write_text(json.dumps({key: [1.0, 1.01, 1.02, 1.03, 1.04] for key in found}))
-    return lambda: start(*flags, model=model, command=HARMONY)
+    return begin
 
 
 @pytest.fixture(scope="module")
