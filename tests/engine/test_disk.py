@@ -763,9 +763,9 @@ def test_turns_are_read_while_all_rows_are_summed(
 
     for connection in (disk._index.file, disk._index.reader):
         connection.create_function("slow", 0, slow)
-    monkeypatch.setattr(index, "_FOUND", "SELECT slow(), 0, 0, 0")
+    monkeypatch.setattr(index, "_CONTENTS", "SELECT slow(), 0, 0, 0")
     with ThreadPoolExecutor(2) as threads:
-        sums = threads.submit(disk._index.found)
+        sums = threads.submit(disk._index.contents)
         assert summing.wait(5)
         try:
             assert threads.submit(disk.find, [b"k"]).result(5) == [TURN]

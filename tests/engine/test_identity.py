@@ -194,7 +194,7 @@ def test_a_model_is_known_by_the_files_that_it_was_loaded_from(
         return "loaded"
 
     with caplog.at_level(logging.WARNING):
-        loaded, known = identity.while_loading(directory, load)
+        loaded, known = identity.load_and_identify(directory, load)
     if when == "afterwards":
         patched(weights, -1, b"x")
     unknown = when in {"while it is loaded", "unreadable"}
@@ -203,4 +203,4 @@ def test_a_model_is_known_by_the_files_that_it_was_loaded_from(
 
 
 def test_a_model_that_is_not_there_has_no_digest(tmp_path: Path) -> None:
-    assert identity.while_loading(str(tmp_path / "nothing"), lambda: 1) == (1, None)
+    assert identity.load_and_identify(str(tmp_path / "nothing"), lambda: 1) == (1, None)

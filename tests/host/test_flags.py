@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -68,12 +69,12 @@ def test_another_command_line_than_the_process_s(
 )
 def test_budget(monkeypatch: pytest.MonkeyPatch, line: str, expected: int | None) -> None:
     monkeypatch.setattr("vllm_mlx.memory_cache._get_available_memory", lambda: 10_000 * MB)
-    assert flags.budget(given(monkeypatch, *line.split())) == expected
+    assert flags.cache_budget(given(monkeypatch, *line.split())) == expected
 
 
 def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostError, match=r"--cache-memory-percent: .*1\.5"):
-        flags.budget(given(monkeypatch, "--cache-memory-percent", "1.5"))
+        flags.cache_budget(given(monkeypatch, "--cache-memory-percent", "1.5"))
 
 
 NAMED = [
@@ -171,20 +172,20 @@ def test_the_start_says_how_large_the_prefix_cache_is(line: str, said: str) -> N
 def test_flags_of_an_engine_reach_it(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = "--max-num-seqs 9 --prefill-batch-size 4 --completion-batch-size 5 --stream-interval 3"
     more = "--chunked-prefill-tokens 64 --prefill-step-size 96 --gpu-memory-utilization 0.5"
-    found = flags.of_engine(parsed(*f"{given} {more} {line}".split()), Options())
+    found = flags.engine_options(parsed(*f"{given} {more} {line}".split()), Options())
     expected = Limits(sequences=9, prompts=4, answers=5, chunk=96, chunk_beside=64)
     assert found == Options(expected, utilization=0.5, interval=3)
-    assert flags.of_engine(parsed(), Options()) == Options()
+    assert flags.engine_options(parsed(), Options()) == Options()
     one = SimpleNamespace(stream_interval=0, prefill_step_size=64, gpu_memory_utilization=0.4)
     limits = replace(found.limits, chunk=64)
-    assert flags.of_engine(one, found) == Options(limits, utilization=0.4, interval=1)
+    assert flags.engine_options(one, found) == Options(limits, utilization=0.4, interval=1)
     monkeypatch.setenv(flags.PAUSE_VARIABLE, "100")
-    assert flags.of_engine(parsed(), Options()) == Options(Limits(pause=0.1))
+    assert flags.engine_options(parsed(), Options()) == Options(Limits(pause=0.1))
     monkeypatch.setenv(flags.SPECULATE_VARIABLE, "Forced")
-    assert flags.of_engine(parsed(), Options()).speculate == "forced"
+    assert flags.engine_options(parsed(), Options()).speculate == "forced"
     monkeypatch.setenv(flags.SPECULATE_VARIABLE, "on")
     with pytest.raises(HostError, match="'on' is not one of off, forced, auto"):
-        flags.of_engine(parsed(), Options())
+        flags.engine_options(parsed(), Options())
 
 
 ELSEWHERE = {
@@ -209,7 +210,9 @@ ELSEWHERE = {
 
 def test_every_flag_of_the_host_was_looked_at() -> None:
     """A flag that is new in the host belongs into one of the two lists."""
-    idle = {name for names in (*flags.IDLE.values(), flags.OF_DISK) for name in names.split()}
+    idle = {
+        name for names in (*flags.WITHOUT_EFFECT.values(), flags.FOR_DISK) for name in names.split()
+    }
     assert idle & ELSEWHERE == set()
     assert set(vars(parsed())) - {"command"} == (idle | ELSEWHERE) - {"help"}
 
@@ -233,5 +236,5 @@ def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> No
     ],
 )
 def test_next_names_an_address_that_the_server_listens_on(host: str, port: int, url: str) -> None:
-    summary.set_flags((), key=False, rate=0, host=host, port=port)
+    summary.set_flags(argparse.Namespace(host=host, port=port), ())
     assert dict(summary._common())["next"] == f"vllm-mlx-harmony launch codex{url}"

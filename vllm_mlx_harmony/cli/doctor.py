@@ -439,7 +439,7 @@ def _server(port: int) -> str:
 def _cache(directory: Path) -> Group:
     """The prefix cache on disk: its content, or why it cannot be used."""
     from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES
-    from vllm_mlx_harmony.engine.disk.index import NAME, looked_at
+    from vllm_mlx_harmony.engine.disk.index import NAME, contents_of
     from vllm_mlx_harmony.server.settings import size
 
     home = directory / DIRECTORY
@@ -454,7 +454,7 @@ def _cache(directory: Path) -> Group:
         message = f"{error.filename or directory} cannot be used: {error.strerror or error}"
         return _one("disk cache", False, message, "use another directory, or change its mode")
     try:
-        found = looked_at(home)
+        found = contents_of(home)
     except (OSError, sqlite3.Error) as error:
         return _one("disk cache", False, _message(error), f"remove {home}: it is created again")
     message = f"nothing in {directory} yet"

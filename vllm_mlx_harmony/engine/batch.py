@@ -8,9 +8,8 @@ row, and a step computes the padding, too. So rows share a batch only if their l
 Steps run one ahead: while Python looks at the ids of one step, the device computes the next. The
 first id of a new row is the last of its prompt. Everything runs on the engine's thread.
 
-**Several ids in one step** (``Options.speculate``). A step reads all weights for
-one id; several cost little more. An answer that is alone in its batch computes, together with its
-next id,
+**Several ids in one step** (``Options.speculate``). A step reads all weights for one id; several
+cost little more. An answer that is alone in its batch computes, together with its next id,
 
 - *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
 - a *draft*: ids that it may copy (`drafts`). The next id is drawn at each place as if all before it

@@ -141,7 +141,7 @@ def _apply(args: argparse.Namespace) -> None:
     from vllm_mlx_harmony.host import flags, resources, summary
 
     given = flags.given(args)
-    resources.use(flags.of_engine(args, Options()), flags.budget(given))
+    resources.use(flags.engine_options(args, Options()), flags.cache_budget(given))
     directory = getattr(args, "ssd_cache_dir", None)
     enabled = resources.budget() > 0
     if directory and enabled:
@@ -149,13 +149,7 @@ def _apply(args: argparse.Namespace) -> None:
     if resources.disk is not None:
         costs = resources.disk.directory / resources.COSTS
         resources.options = replace(resources.options, costs=costs)
-    summary.set_flags(
-        flags.without_effect(given, enabled=enabled),
-        key=bool(getattr(args, "api_key", None)),
-        rate=getattr(args, "rate_limit", 0),
-        host=getattr(args, "host", summary.LOCAL[0]),
-        port=getattr(args, "port", summary.DEFAULT_PORT),
-    )
+    summary.set_flags(args, flags.without_effect(given, enabled=enabled))
     if path := getattr(args, "models_config", None):
         summary.show(("models", f"{path}, loaded on demand"))
 

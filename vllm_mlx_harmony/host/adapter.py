@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.host import entry_points, metrics, resources, tools
 from vllm_mlx_harmony.host.engine import engine_of
-from vllm_mlx_harmony.host.mount import forward_to_host, reject_odd_key
+from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine
@@ -127,7 +127,7 @@ class VllmMlx:
         return secrets.compare_digest(text.encode(), str(server()._api_key).encode())
 
     async def authenticate(self, connection: HTTPConnection) -> None:
-        reject_odd_key(connection)
+        reject_non_ascii_key(connection)
         vllm = server()
         await vllm.verify_api_key(await vllm.security(connection))
 

@@ -180,7 +180,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         if resources.disk is None:
             module, tokenizer = loading()
         else:
-            (module, tokenizer), self._weights = identity.while_loading(self.path, loading)
+            (module, tokenizer), self._weights = identity.load_and_identify(self.path, loading)
         if not is_harmony(tokenizer):
             raise NotHarmony(self.model_name)
         return module, tokenizer

@@ -32,7 +32,7 @@ SPECULATE_VARIABLE = "VLLM_MLX_HARMONY_SPECULATE"
 Given = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
 
-IDLE = {
+WITHOUT_EFFECT = {
     "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)": (
         "prefix_cache_size no_memory_aware_cache"
     ),
@@ -58,7 +58,7 @@ IDLE = {
 }
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
 
-OF_DISK = "ssd_cache_dir ssd_cache_max_gb"
+FOR_DISK = "ssd_cache_dir ssd_cache_max_gb"
 """Flags without effect if there is no prefix cache."""
 
 
@@ -95,7 +95,7 @@ def _parsed(line: list[str], default: str | None) -> Given:
         return {}
 
 
-def budget(flags: Given) -> int | None:
+def cache_budget(flags: Given) -> int | None:
     """Size of the prefix cache in bytes by the given flags; ``None`` if none of them sets it.
 
     A percentage is of the free memory, as in vllm-mlx. Raises ``HostError`` for an invalid one.
@@ -117,7 +117,7 @@ def budget(flags: Given) -> int | None:
     return limit
 
 
-def of_engine(args: argparse.Namespace | ResolvedModelConfig, default: Options) -> Options:
+def engine_options(args: argparse.Namespace | ResolvedModelConfig, default: Options) -> Options:
     """Options of engines, from flags or settings in ``args``, if any, and the environment."""
     limits = default.limits
 
@@ -151,8 +151,8 @@ def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     ``enabled``: whether there is a prefix cache.
     """
     sentences = []
-    idle = IDLE if enabled else {"the prefix cache is off": OF_DISK, **IDLE}
-    for why, names in idle.items():
+    reasons = WITHOUT_EFFECT if enabled else {"the prefix cache is off": FOR_DISK, **WITHOUT_EFFECT}
+    for why, names in reasons.items():
         if found := [f"--{name.replace('_', '-')}" for name in names.split() if name in flags]:
             sentences.append(f"{', '.join(found)}: {why}")
     given = flags.get("default_chat_template_kwargs") or ()

@@ -36,7 +36,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
             engine = HarmonyEngine(model_name, model_path=path, trust_remote_code=trusted)
             engine.prepare_for_start()
             vllm._engine = engine
-        summary.of_model(path, engine_of(vllm._engine))
+        summary.show_model(path, engine_of(vllm._engine))
         gc.freeze()
         return result
 
@@ -61,7 +61,7 @@ def instantiate_model(
         if is_harmony_model(resolved_source):
             manager = copy(manager)
             manager._engine_factory = lambda config: HarmonyEngine(
-                resolved_source, options=flags.of_engine(config, resources.options)
+                resolved_source, options=flags.engine_options(config, resources.options)
             )
         return await original(manager, entry, resolved_source)
 

@@ -53,7 +53,7 @@ class Mounted(EndpointRoute, APIRoute):
         guarded = self.get_route_handler()
 
         async def handle(request: Request) -> Response:
-            reject_odd_key(request)
+            reject_non_ascii_key(request)
             return await guarded(request)
 
         # Errors without a format of ours stay those of vllm-mlx.
@@ -61,7 +61,7 @@ class Mounted(EndpointRoute, APIRoute):
         self.app = request_response(endpoint.with_errors(handler))
 
 
-def reject_odd_key(connection: HTTPConnection) -> None:
+def reject_non_ascii_key(connection: HTTPConnection) -> None:
     """Raises ``HTTPException`` 401 for a key that is not ASCII.
 
     No key is, and vllm-mlx's comparison raises ``TypeError`` for one.

@@ -5,6 +5,7 @@ Printed after the model is known and before the server listens.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator, Sequence
 
 from vllm_mlx_harmony import inspector
@@ -17,31 +18,34 @@ from vllm_mlx_harmony.server.settings import size
 
 WIDTH = 14
 
-_idle: Sequence[str] = ()
+_without_effect: Sequence[str] = ()
 _access = ""
 _next = ""
 
-LOCAL = ("127.0.0.1", "localhost", "::1")
-DEFAULT_PORT = 8000
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_PORT = 8000
 
 
-def set_flags(idle: Sequence[str], *, key: bool, rate: int, host: str, port: int) -> None:
-    """Sets what the flags say: those without effect, the API key, requests per minute, address."""
-    global _idle, _access, _next
-    _idle = idle
-    local = host in LOCAL
+def set_flags(args: argparse.Namespace, without_effect: Sequence[str]) -> None:
+    """Sets what the flags say, and the sentences about those ``without_effect``."""
+    global _without_effect, _access, _next
+    _without_effect = without_effect
+    host, port = getattr(args, "host", _LOCAL[0]), getattr(args, "port", _PORT)
+    rate = getattr(args, "rate_limit", 0)
+    local = host in _LOCAL
     _access = "reachable from this machine" if local else f"reachable from the network ({host})"
+    key = bool(getattr(args, "api_key", None))
     _access += ", API key required" if key else ", open to all clients: no --api-key"
     if rate > 0:
         _access += f", {rate} requests a minute"
-    address = LOCAL[0] if host in (*LOCAL[:2], "0.0.0.0", "::") else host
+    address = _LOCAL[0] if host in (*_LOCAL[:2], "0.0.0.0", "::") else host
     address = f"[{address}]" if ":" in address else address
-    default = (address, port) == (LOCAL[0], DEFAULT_PORT)
+    default = (address, port) == (_LOCAL[0], _PORT)
     url = "" if default else f" --url http://{address}:{port}"
     _next = f"vllm-mlx-harmony launch codex{url}"
 
 
-def of_model(path: str, engine: MlxEngine | None) -> None:
+def show_model(path: str, engine: MlxEngine | None) -> None:
     """Prints the only model, in ``path``, and its ``engine``, None if it is loaded on demand."""
     name, given = server()._model_name, server()._model_path
     window = length_of(path)
@@ -82,5 +86,5 @@ def _common() -> Iterator[tuple[str, str]]:
     yield "access", _access
     if inspector.is_enabled():
         yield "inspector", f"{inspector.PAGE} shows prompts and answers to whoever has access"
-    yield from (("no effect", sentence) for sentence in _idle)
+    yield from (("no effect", sentence) for sentence in _without_effect)
     yield "next", _next

@@ -42,7 +42,7 @@ from zlib import crc32
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.serialization import read, written
-from vllm_mlx_harmony.engine.disk.index import NAME, Found, Index, Row, key_of
+from vllm_mlx_harmony.engine.disk.index import NAME, Contents, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
 from vllm_mlx_harmony.server import settings
@@ -69,6 +69,7 @@ RETRY = 0.05
 _FILES = "[0-9a-f]" * 32 + "-" + "[0-9a-f]" * 8 + ".safetensors"
 
 Failed = (OSError, sqlite3.Error)
+"""What a disk that fails raises."""
 
 T = TypeVar("T", bound=Sized)
 
@@ -83,7 +84,7 @@ class Loaded:
 
 
 @dataclass(slots=True)
-class Counters(Found):
+class Counters(Contents):
     """What the disk did for this process, and what it held when this process last changed it.
 
     ``hits`` and ``misses`` are prompts of which the disk had more, or no more, than memory;
@@ -146,7 +147,7 @@ class DiskCache:
         self._jobs: set[_Job] = set()
         """Jobs with the ``_waiting`` bytes."""
         self._used: set[bytes] = set()
-        """Keys of pieces and turns that were used, in this order."""
+        """Keys of pieces and turns that were used and are not yet marked so in the index."""
         self._written: set[bytes] = set()
         """Keys of pieces that are on the disk or in the queue, as far as this process knows. When
         another process has removed some, it is emptied: all are offered again."""
@@ -158,12 +159,11 @@ class DiskCache:
         self._changing = threading.RLock()
         """Guards which index is open, and clearing it."""
         self._cleared = 0
-        """Generation of the content. A job remembers the one that it was queued in, and writes
-        nothing in a later one."""
+        """How often everything was removed. A job that was queued before that writes nothing."""
         self._closing = False
         self._recent: WeakValueDictionary[bytes, Loaded] = WeakValueDictionary()
         """What was read and is still held by a prompt."""
-        self._line = asyncio.Lock()
+        self._reading = asyncio.Lock()
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._index = self._opened()
         self._queue.put(_Job(self._sweep))
@@ -186,7 +186,7 @@ class DiskCache:
             self._set_index_aside(error)
             index = Index(self._home)
         self._written.clear()
-        self._turns, self._found = index.turns(), index.found()
+        self._turns, self._contents = index.turns(), index.contents()
         return index
 
     def _set_index_aside(self, error: Exception) -> None:
@@ -402,7 +402,7 @@ class DiskCache:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
             with suppress(OSError):  # a later `_sweep` removes it
                 (self._pieces / name).unlink()
-        self._found = self._index.found()
+        self._contents = self._index.contents()
 
     def _remove(self, key: bytes, name: str | None) -> None:
         self._changed(self._index.remove(key, name))
@@ -441,7 +441,7 @@ class DiskCache:
         if not rows:
             self._counters.misses += 1
             return ()
-        async with self._line:
+        async with self._reading:
             while self.read_ahead > self._buffer:
                 await asyncio.sleep(RETRY)
             return await asyncio.to_thread(self._load, rows, known)
@@ -549,7 +549,7 @@ class DiskCache:
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""
         paused = self._spent or time.monotonic() < self._paused_until
-        found = asdict(self._found)
+        found = asdict(self._contents)
         return replace(self._counters, waiting=self._waiting, paused=paused, **found)
 
     def flush(self, patience: float) -> bool:

@@ -81,7 +81,7 @@ def _content(path: Path) -> Iterator[bytes]:
         os.close(opened)
 
 
-def while_loading(model: str, load: Callable[[], T]) -> tuple[T, bytes | None]:
+def load_and_identify(model: str, load: Callable[[], T]) -> tuple[T, bytes | None]:
     """What ``load`` returns, and the digest of the files that it read; ``None`` if that is unknown.
 
     Compares the files before and after: a directory may get other weights at any moment (``hf

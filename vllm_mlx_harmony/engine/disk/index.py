@@ -82,7 +82,7 @@ DELETE FROM entries WHERE key IN (SELECT key FROM (
 ) WHERE nbytes > ?) RETURNING file
 """
 
-_FOUND = f"""
+_CONTENTS = f"""
 SELECT COALESCE(SUM(size), 0), COUNT(file), COUNT(*) - COUNT(file), COALESCE(SUM(
     file IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE parent = one.key)
 ), 0), COALESCE(({_WRITTEN_TODAY}), 0) FROM entries AS one
@@ -107,7 +107,7 @@ class Row:
 
 
 @dataclass(slots=True)
-class Found:
+class Contents:
     """What the directory holds. A conversation is a piece that no other piece continues.
 
     ``written_today``: bytes that all processes have written since midnight, local time.
@@ -226,12 +226,12 @@ class Index(Database):
         ((nbytes,),) = self.read(_WRITTEN_TODAY)
         return nbytes or 0
 
-    def found(self) -> Found:
+    def contents(self) -> Contents:
         with self._lock:  # not on the connection for reading: it reads all rows
-            return Found(*self.file.execute(_FOUND).fetchone())
+            return Contents(*self.file.execute(_CONTENTS).fetchone())
 
 
-def looked_at(directory: Path) -> Found | None:
+def contents_of(directory: Path) -> Contents | None:
     """What a directory holds, without changing it; ``None`` if there is no index, and nothing if
     an earlier version wrote it.
 
@@ -244,8 +244,8 @@ def looked_at(directory: Path) -> Found | None:
     how = "mode=ro" if path.with_name(f"{NAME}-wal").exists() else "immutable=1"
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as file:
         if checked_version(file, VERSION) < VERSION:
-            return Found()
-        return Found(*file.execute(_FOUND).fetchone())
+            return Contents()
+        return Contents(*file.execute(_CONTENTS).fetchone())
 
 
 def _files(removed: Iterable[tuple[str | None]]) -> list[str]:
