@@ -18,7 +18,7 @@ from sizes import examples
 
 from vllm_mlx_harmony.core import pretokens, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong
-from vllm_mlx_harmony.core.pretokens import AT_ONCE, LONGEST, MAX_WORK, pieces
+from vllm_mlx_harmony.core.pretokens import MAX_PIECE, MAX_PRETOKEN, MAX_WORK, pieces
 
 
 def library(text: str) -> list[int]:
@@ -64,8 +64,8 @@ LONG = {
     "Arabic": "نص حكيم له سر قاطع وذو شأن عظيم مكتوب على ثوب أخضر " * 1000,
     "a blob": "QUJDREVGR0hJSktMTU5PUFFSU1RVVldYWVo0x3f9Kd2" * 1000,
     "letters and no spaces": "Aa" * 20_000,
-    "runs of just the limit": ("a" * (LONGEST - 1) + " ") * 20,
-    "nearly a run of white space": (" " * LONGEST + "!") * 20,
+    "runs of just the limit": ("a" * (MAX_PRETOKEN - 1) + " ") * 20,
+    "nearly a run of white space": (" " * MAX_PRETOKEN + "!") * 20,
     "control tokens as text": "<|start|><|end|>" * 3000,
 }
 
@@ -120,9 +120,9 @@ def check(text: str) -> None:
     with patch.multiple(pretokens, _BOUNDARY=boundaries, _PRETOKEN=pretokens_):
         parts = list(pieces(text))
     assert "".join(parts) == text
-    assert max(map(len, parts)) <= AT_ONCE + 2 * LONGEST
+    assert max(map(len, parts)) <= MAX_PIECE + 2 * MAX_PRETOKEN
     assert max(map(work, parts)) <= 2 * MAX_WORK
-    assert len(parts) <= 4 + 3 * len(text) // LONGEST
+    assert len(parts) <= 4 + 3 * len(text) // MAX_PRETOKEN
     assert boundaries.characters + pretokens_.characters <= 3 * len(text)
 
 
@@ -146,7 +146,7 @@ def test_long_runs_of_each_category(category: str) -> None:
     check("".join(random.Random(category).choices(characters, k=SIZE)))
 
 
-RUNS = (1, 2, 7, 300, LONGEST - 1, LONGEST, 5_000)
+RUNS = (1, 2, 7, 300, MAX_PRETOKEN - 1, MAX_PRETOKEN, 5_000)
 
 
 @st.composite
@@ -180,7 +180,7 @@ def test_long_runs_of_several_categories(text: str) -> None:
 def test_runs_of_several_categories_as_the_library(text: str) -> None:
     ids = vocab.encode(text)
     kinds = text.translate(pretokens._KINDS)
-    if max(len(found[0]) for found in _REFERENCE.finditer(kinds)) <= LONGEST:
+    if max(len(found[0]) for found in _REFERENCE.finditer(kinds)) <= MAX_PRETOKEN:
         assert ids == library(text)
     assert vocab.encoding().decode(ids) == vocab.clean(text)
 
@@ -189,7 +189,7 @@ ATTACKS = {
     "letters": "a" * 150_000,
     "marks": "กิ" * 40_000,
     "signs and line ends": "/\n" * 40_000,
-    "white space that ends": (" " * LONGEST + "!") * 2000,
+    "white space that ends": (" " * MAX_PRETOKEN + "!") * 2000,
     "white space and line ends": " \n" * 80_000,
     "line ends and white space": ("\n" + " " * 5000) * 30,
     "signs": "=" * 150_000,

@@ -18,11 +18,11 @@ from vllm_mlx_harmony.core.header import LOOSE_LIMIT
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.reasoning import (
-    ENDLESS,
-    FEWEST,
     GRACE,
-    LONGEST_PERIOD,
-    SHORTEST_LOOP,
+    MAX_LOOP,
+    MAX_PERIOD,
+    MIN_LOOP,
+    MIN_OCCURRENCES,
     Loop,
     ReasoningWatch,
 )
@@ -229,12 +229,12 @@ def test_a_loop_ends_within_3000_tokens(text: str, before: str) -> None:
     endless = vocab.encode(text * (6_000 // len(text) * 5))
     found = looped(vocab.encode(before) + endless)
     assert found is not None
-    assert SHORTEST_LOOP < found < len(vocab.encode(before)) + 3_000 - GRACE
+    assert MIN_LOOP < found < len(vocab.encode(before)) + 3_000 - GRACE
     said = shown(ReasoningWatch(repetitions=OFTEN), ANALYSIS + text * 3_000)
     assert len(ids_of(said)) < 3_000 + 8
 
 
-@pytest.mark.parametrize("period", [1, 9, 48, 90, 100, 580, 1000, LONGEST_PERIOD])
+@pytest.mark.parametrize("period", [1, 9, 48, 90, 100, 580, 1000, MAX_PERIOD])
 @pytest.mark.parametrize("before", [0, 10_000])
 @pytest.mark.parametrize("often", [2, 8, OFTEN, 100])
 def test_how_long_a_loop_has_to_be(period: int, before: int, often: int) -> None:
@@ -242,13 +242,13 @@ def test_how_long_a_loop_has_to_be(period: int, before: int, often: int) -> None
     chance = random.Random(period)
     said = [chance.randrange(1000) for _ in range(before)]
     block = chance.sample(range(1000, 200_000), period)
-    enough = min(often, max(math.ceil(ENDLESS / period), min(often, FEWEST)))
-    bounds = max(SHORTEST_LOOP + period, min(often * period, max(ENDLESS, 5 * period)))
-    found = looped(said + block * (enough + SHORTEST_LOOP), often)
+    enough = min(often, max(math.ceil(MAX_LOOP / period), min(often, MIN_OCCURRENCES)))
+    bounds = max(MIN_LOOP + period, min(often * period, max(MAX_LOOP, 5 * period)))
+    found = looped(said + block * (enough + MIN_LOOP), often)
     assert found is not None
-    if often >= FEWEST:
+    if often >= MIN_OCCURRENCES:
         assert found - before == bounds
-    assert found - before >= max(SHORTEST_LOOP + period, (enough - 1) * period)
+    assert found - before >= max(MIN_LOOP + period, (enough - 1) * period)
 
 
 def test_short_messages_of_reasoning_are_a_loop_too() -> None:
@@ -264,8 +264,8 @@ def test_text_that_does_not_repeat_is_no_loop_and_takes_bounded_memory() -> None
     for _ in range(50_000):
         loop.consume(chance.randrange(100_000))
     assert not loop.found
-    assert len(loop._ids) <= 2 * LONGEST_PERIOD
-    assert len(loop._places) + len(loop._older) <= 2 * LONGEST_PERIOD
+    assert len(loop._ids) <= 2 * MAX_PERIOD
+    assert len(loop._places) + len(loop._older) <= 2 * MAX_PERIOD
 
 
 def test_a_loop_is_ended() -> None:

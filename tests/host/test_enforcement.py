@@ -576,7 +576,7 @@ def test_reasoning_that_goes_in_circles_is_ended(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, document = wanting("a loop", "plain", 1)
-    monkeypatch.setattr(reasoning, "SHORTEST_LOOP", 20)
+    monkeypatch.setattr(reasoning, "MIN_LOOP", 20)
     for word, ends in (("4", True), ("0", False)):
         monkeypatch.setenv(enforcement.REPETITIONS_VARIABLE, word)
         found = run(said(scripted, api, document, replace(FREE, max_tokens=120)))

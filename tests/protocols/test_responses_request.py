@@ -263,7 +263,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
             User("Hello"),
             Preamble("a"),
             MCP_CALLED[0],
-            ServerResult("call_1", "s.f", "[the call was not run to its end]"),
+            ServerResult("call_1", "s.f", "[this call did not finish]"),
             User("b"),
         ],
     ),

@@ -548,7 +548,7 @@ def result(text: str, name: str = "weather.now") -> ServerResult:
     return ServerResult("call_ab12", name, text)
 
 
-NOT_RUN = result("[the call was not run to its end]")
+NOT_RUN = result("[this call did not finish]")
 
 DENIED = result("The user did not approve this call")
 ASKS_MORE = {**ASKS, "id": "mcpr_cd34", "arguments": '{"city": "Oslo"}'}
@@ -1393,7 +1393,7 @@ def test_messages_calls_of_a_history(
     label: str | None, name: str, given: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
     arguments = json.dumps(given)
-    assert messages_tools.call_of(SERVERS, label, name, given, arguments) == expected
+    assert messages_tools.translated_call(SERVERS, label, name, given, arguments) == expected
 
 
 SHOWN: list[tuple[Any, str]] = [

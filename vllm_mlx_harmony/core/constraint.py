@@ -134,10 +134,10 @@ class ConstraintMatcher:
         return self._mask if written or banned else None
 
     def after(self, allowed: Mask | None, draft: Sequence[int]) -> list[Mask | None]:
-        """What ``mask`` would return after each id of ``draft``, a text; nothing is consumed.
+        """The results of ``mask`` after each id of ``draft``, a text. Nothing is consumed.
 
-        ``allowed`` is what it has returned for the first id. The list ends before the first id that
-        is not allowed, or where reasoning may be cut short.
+        ``allowed`` is its last result. The list ends before the first id that is not allowed, or
+        where reasoning may be cut short.
         """
         found: list[Mask | None] = []
         if self.error or (self.reasoning and not self.reasoning.idle_for(len(draft))):

@@ -10,7 +10,7 @@ from reprlib import Repr
 from typing import Any
 
 INTERNAL = "internal error: see the server's log"
-"""What clients are told about an unexpected error."""
+"""The message of an unexpected error, for clients."""
 
 
 def quoted(value: object) -> str:
@@ -20,7 +20,7 @@ def quoted(value: object) -> str:
     """
     if not isinstance(value, str):
         return _BRIEF.repr(value)
-    return f"{value[:_LONGEST_QUOTED]!r}…" if len(value) > _LONGEST_QUOTED else repr(value)
+    return f"{value[:_MAX_QUOTED]!r}…" if len(value) > _MAX_QUOTED else repr(value)
 
 
 class _Brief(Repr):
@@ -32,7 +32,7 @@ class _Brief(Repr):
 _BRIEF = _Brief()
 _BRIEF.maxlevel = 3
 
-_LONGEST_QUOTED, _LONGEST = 200, 4_000
+_MAX_QUOTED, _MAX_MESSAGE = 200, 4_000
 """The most characters of a quoted value, and of a whole message."""
 
 
@@ -56,8 +56,8 @@ class HarmonyFailure(Exception):
         status: int | None = None,
         retry_after: int | None = None,
     ) -> None:
-        if len(message) > _LONGEST:
-            message = f"{message[:_LONGEST]}…"
+        if len(message) > _MAX_MESSAGE:
+            message = f"{message[:_MAX_MESSAGE]}…"
         super().__init__(message)
         self.message = message
         self.param = param

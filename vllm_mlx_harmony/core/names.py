@@ -25,8 +25,8 @@ from vllm_mlx_harmony.core.turn import TRAINED, AdditionalTools, Call, Tool, Tur
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
 _CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
-_LONGEST = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
-_NUMBER = 8
+_MAX_NAME = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
+_SUFFIX = 8
 """Characters reserved at the end of an alias for a number, which makes it unique."""
 _UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
 _LIKE_TRAINED = frozenset({"bash"})
@@ -194,11 +194,11 @@ def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
     similar names would try all earlier numbers.
     """
     stem = name if _is_carryable(name) else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
-    alias, start = stem[:_LONGEST], stem[: _LONGEST - _NUMBER]
+    alias, start = stem[:_MAX_NAME], stem[: _MAX_NAME - _SUFFIX]
     while alias in taken:
         numbers[start] = number = numbers.get(start, 1) + 1
         end = f"_{number}"
-        alias = stem[: _LONGEST - len(end)] + end
+        alias = stem[: _MAX_NAME - len(end)] + end
     taken.add(alias)
     return alias
 
@@ -209,4 +209,4 @@ def carryable(name: str, taken: set[str]) -> str:
 
 
 def _is_carryable(name: str) -> bool:
-    return len(name) <= _LONGEST and _CARRYABLE.fullmatch(name) is not None
+    return len(name) <= _MAX_NAME and _CARRYABLE.fullmatch(name) is not None

@@ -23,9 +23,10 @@ looks ahead, so the one exception is white space (except a line end) with someth
 
 - Some pairs of adjacent characters always have such a cut between them, such as the end of a word
   and a space. Ordinary text has one every few characters, and is cut there.
-- Where there is none for ``LONGEST`` characters, the expression itself finds the pre-tokens. ``re``
-  has no ``\\p{L}``, so it runs over kinds of characters. Each of its repetitions is limited to
-  ``LONGEST``, which bounds the time of a step and still finds all pre-tokens that are no longer.
+- Where there is none for ``MAX_PRETOKEN`` characters, the expression itself finds the pre-tokens.
+  ``re`` has no ``\\p{L}``, so it runs over kinds of characters. Each of its repetitions is limited
+  to ``MAX_PRETOKEN``, which bounds the time of a step and still finds all pre-tokens that are no
+  longer.
 - **The difference**: a longer pre-token is encoded in parts, which may give it and its successor
   other tokens. Near such a run, characters that are newer than this Python's Unicode count as
   signs.
@@ -37,17 +38,17 @@ import re
 import unicodedata
 from collections.abc import Iterator
 
-LONGEST = 1024
-"""Characters of a pre-token that is encoded whole."""
+MAX_PRETOKEN = 1024
+"""Characters of the longest pre-token that is encoded whole."""
 
-AT_ONCE = 16_384
+MAX_PIECE = 16_384
 """Characters of the largest piece: 3 ms of ordinary text."""
 
-MAX_WORK = (4 * LONGEST) ** 2
+MAX_WORK = (4 * MAX_PRETOKEN) ** 2
 """The greatest sum of the squared sizes in bytes of a piece's pre-tokens. A single longest
 pre-token of four-byte characters reaches it, and takes about 5 ms."""
 
-_STEP = LONGEST // 4
+_STEP = MAX_PRETOKEN // 4
 
 _BOUNDARY = re.compile(
     r"\S(?=[ \t])"  # no alternative continues with a blank after a non-blank
@@ -65,7 +66,7 @@ def pieces(text: str) -> Iterator[str]:
         return
     start = at = work = 0
     for end, more in _spans(text):
-        if start < at and (end - start > AT_ONCE or work + more > MAX_WORK):
+        if start < at and (end - start > MAX_PIECE or work + more > MAX_WORK):
             yield text[start:at]
             start, work = at, 0
         at, work = end, work + more
@@ -90,17 +91,17 @@ _UTF8_AT_ONCE = 2**20
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """The positions where ``text`` may be cut, each with the work since the one before."""
     at = 0
-    while len(text) - at > LONGEST:
-        boundary = _BOUNDARY.search(text, at + _STEP, at + LONGEST)
+    while len(text) - at > MAX_PRETOKEN:
+        boundary = _BOUNDARY.search(text, at + _STEP, at + MAX_PRETOKEN)
         if boundary is not None:
             yield boundary.end(), _work(text[at : boundary.end()])
             at = boundary.end()
         else:
             end = len(text)
-            for start in range(at + LONGEST - 1, len(text), AT_ONCE):
+            for start in range(at + MAX_PRETOKEN - 1, len(text), MAX_PIECE):
                 # A search holds the lock, so it is made in steps, each with one more character,
                 # which the expression only looks at.
-                boundary = _BOUNDARY.search(text, start, start + AT_ONCE + 1)
+                boundary = _BOUNDARY.search(text, start, start + MAX_PIECE + 1)
                 if boundary is not None:
                     end = boundary.end()
                     break
@@ -110,17 +111,17 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def _long_span(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
-    """As ``_spans``, between two boundaries that are far apart."""
+    """Like ``_spans``, between two boundaries that are far apart."""
     kinds = "".join(
-        text[at : min(at + AT_ONCE, end)].translate(_KINDS) for at in range(start, end, AT_ONCE)
+        text[at : min(at + MAX_PIECE, end)].translate(_KINDS) for at in range(start, end, MAX_PIECE)
     )
     work = 0
     for found in _PRETOKEN.finditer(kinds):
         at = found.start()
-        for cut in range(at + LONGEST, found.end(), LONGEST):
+        for cut in range(at + MAX_PRETOKEN, found.end(), MAX_PRETOKEN):
             yield start + cut, MAX_WORK
             at, work = cut, 0
-        whole = found.end() - at < LONGEST  # else it may go on: what follows is another piece
+        whole = found.end() - at < MAX_PRETOKEN  # else it may go on: what follows is another piece
         work += _work(text[start + at : start + found.end()]) if whole else MAX_WORK
         if not _BEFORE_MORE.match(kinds, found.end() - 1):
             yield start + found.end(), work
@@ -168,7 +169,7 @@ class _Kinds(dict[int, str]):
 
 _KINDS = _Kinds()
 
-_ONE, _ANY = f"{{1,{LONGEST}}}", f"{{0,{LONGEST}}}"
+_ONE, _ANY = f"{{1,{MAX_PRETOKEN}}}", f"{{0,{MAX_PRETOKEN}}}"
 _BEHIND = "(?:'(?:[sStTmMdD]|[rRvV][eE]|[lL][lL]))?"
 _PRETOKEN = re.compile(
     rf"[\^ \t/'!]?[A-Z@^]{_ANY}[a-z@^]{_ONE}{_BEHIND}"

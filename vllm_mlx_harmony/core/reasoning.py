@@ -1,7 +1,7 @@
 """Limits on reasoning: a budget in tokens, and loops.
 
-A ``ReasoningWatch`` reads every id of a turn. Its parser tells which of them are reasoning
-(semantics B), and the watch says which id is forced, or which ids are banned, next (C5).
+A ``ReasoningWatch`` reads every id of a turn, finds those that are reasoning with a parser
+(semantics B), and decides which id is forced, or which ids are banned, next (C5).
 
 This is not part of the grammar: a budget is not a property of a text, llguidance's own
 ``max_tokens`` disables its rollback, and reasoning has to be limited even if the grammar is off.
@@ -14,9 +14,9 @@ freely, except that it can no longer choose the channel ``analysis``.
 reason to write the same ids over and over. A model that is stuck does so without end. Only the
 length distinguishes the two:
 
-- at least ``SHORTEST_LOOP`` ids repeat those one period before them, and
+- at least ``MIN_LOOP`` ids repeat those one period before them, and
 - the repeated text occurs as often as the server's setting says (32 times), or it takes up
-  ``ENDLESS`` ids and occurs ``FEWEST`` times.
+  ``MAX_LOOP`` ids and occurs ``MIN_OCCURRENCES`` times.
 
 So a grid of 32 by 32 zeros is a table, and a loop with a period of up to 580 ids ends within 3,000.
 In 69 million ids of 29,000 files (source, JSON, CSV, markup, text) there is no loop; with 8
@@ -34,19 +34,19 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser, State
 
 GRACE = 32
-"""Ids that may follow after the budget is used up, until a word ends."""
+"""Ids that may follow a limit until a word ends."""
 
-LONGEST_PERIOD = 2048
+MAX_PERIOD = 2048
 """The greatest period of a loop, in ids."""
 
-SHORTEST_LOOP = 1_500
-"""The least number of ids that repeat earlier ones."""
+MIN_LOOP = 1_500
+"""The minimum length of a loop, in ids that repeat earlier ones."""
 
-ENDLESS = 2_900
-"""The number of ids after which a loop with a long period ends; ``GRACE`` may follow."""
+MAX_LOOP = 2_900
+"""The length of a loop with a long period when it is detected, in ids."""
 
-FEWEST = 5
-"""How often the text of such a loop must occur."""
+MIN_OCCURRENCES = 5
+"""The minimum number of times that the text of such a loop occurs."""
 
 _GRAM = 8
 """The number of ids that identify an earlier position."""
@@ -143,7 +143,7 @@ class Loop:
     def __init__(self, repetitions: int) -> None:
         self.found = False
         self._repetitions = max(repetitions, 2)
-        self._ids: list[int] = []  # the last ones, at least LONGEST_PERIOD of them
+        self._ids: list[int] = []  # the last ones, at least MAX_PERIOD of them
         self._dropped = 0  # how many came before them
         # Where each of the last grams ended. There are two generations, so that old grams can be
         # dropped all at once.
@@ -155,7 +155,7 @@ class Loop:
 
     def away_by(self, tokens: int) -> bool:
         """Whether a loop is more than ``tokens`` ids away."""
-        missing = self._enough - self._run if self._period else SHORTEST_LOOP - _GRAM
+        missing = self._enough - self._run if self._period else MIN_LOOP - _GRAM
         return not self.found and missing > tokens
 
     def consume(self, token: int) -> None:
@@ -170,18 +170,18 @@ class Loop:
         else:
             place = self._places.get(gram) or self._older.get(gram)
             self._period = 0
-            if place is not None and at - place <= LONGEST_PERIOD:
+            if place is not None and at - place <= MAX_PERIOD:
                 self._period, self._run = at - place, _GRAM
-                fewest = (min(FEWEST, self._repetitions) - 1) * self._period
-                long = max(ENDLESS - self._period, fewest)
+                fewest = (min(MIN_OCCURRENCES, self._repetitions) - 1) * self._period
+                long = max(MAX_LOOP - self._period, fewest)
                 repeated = min((self._repetitions - 1) * self._period, long)
-                self._enough = max(SHORTEST_LOOP, repeated)
+                self._enough = max(MIN_LOOP, repeated)
         self._places[gram] = at
-        if len(self._places) >= LONGEST_PERIOD:
+        if len(self._places) >= MAX_PERIOD:
             self._places, self._older = {}, self._places
-        if len(ids) > 2 * LONGEST_PERIOD:
-            self._dropped += len(ids) - LONGEST_PERIOD - 1
-            del ids[: -LONGEST_PERIOD - 1]
+        if len(ids) > 2 * MAX_PERIOD:
+            self._dropped += len(ids) - MAX_PERIOD - 1
+            del ids[: -MAX_PERIOD - 1]
 
 
 @lru_cache(maxsize=1)

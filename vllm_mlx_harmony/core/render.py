@@ -153,11 +153,11 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
             header, heading = _header(tenant, form.role, form.channel), form.heading
         end = (vocab.CALL if kind is Call else vocab.END,)
         ids = shared(chain(header, vocab.encode(heading + text), end))
-        _messages.put(key, ids, getsizeof(ids) + getsizeof(text) + _ENTRY)
+        _messages.put(key, ids, getsizeof(ids) + getsizeof(text) + _OVERHEAD)
     return ids
 
 
-_ENTRY = 512
+_OVERHEAD = 512
 """The approximate size of a cached message, without its ids and its text."""
 
 # --- headers ---
@@ -207,7 +207,7 @@ def _header(tenant: str, role: str, channel: str = "", content_type: str = "") -
         if content_type:
             ids += [vocab.CONSTRAIN, *vocab.encode(content_type)]
         header = (*ids, vocab.MESSAGE)
-        _headers.put(key, header, getsizeof(header) + sum(map(getsizeof, key)) + _ENTRY)
+        _headers.put(key, header, getsizeof(header) + sum(map(getsizeof, key)) + _OVERHEAD)
     return header
 
 
@@ -445,7 +445,7 @@ def _tools(
     text = typescript.section(namespace, declared, vocab.clean(description))
     if key is not None:
         taken = before.characters - budget.characters, before.schemas - budget.schemas
-        _sections.put((tenant, key), (text, *taken), len(key) + getsizeof(text) + _ENTRY)
+        _sections.put((tenant, key), (text, *taken), len(key) + getsizeof(text) + _OVERHEAD)
     return text
 
 

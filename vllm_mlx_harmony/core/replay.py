@@ -120,7 +120,7 @@ class Archive(Protocol):
 
 
 class Replay:
-    """Up to ``limit`` bytes of generated turns, and those of the ``archive``. Thread-safe."""
+    """A cache of generated turns, of ``limit`` bytes, in front of the ``archive``. Thread-safe."""
 
     def __init__(self, limit: int, archive: Archive | None = None) -> None:
         self._turns: lru.ByteLRU[_Key, GeneratedTurn] = lru.ByteLRU(limit)
@@ -207,7 +207,7 @@ class ReplayScope:
 
 
 def _unedited(found: GeneratedTurn | None, sent: Sequence[Message]) -> GeneratedTurn | None:
-    """``found``, if it equals what a client sent."""
+    """``found``, unless a client edited the turn that it ``sent``."""
     if found is None:
         return None
     content, calls = visible(sent)
@@ -271,7 +271,7 @@ def history_hash(messages: Iterable[Message]) -> int:
 
 
 def _extended(history: blake2b, runs: Iterable[tuple[bool, Sequence[Message]]]) -> int:
-    """Adds `runs_of` to ``history``, and returns the `history_hash` of all of them.
+    """Adds ``runs`` to ``history``, and returns the `history_hash` of all of them.
 
     Python's own hash differs in every process.
     """
@@ -371,19 +371,19 @@ _shared = _Shared()
 def shared(ids: Iterable[int]) -> tuple[int, ...]:
     """``ids`` as a tuple for storage, whose objects are shared with all other such tuples.
 
-    It is made in steps, between which other threads can run: millions of ids take 100 ms.
+    Copied in chunks, between which other threads can run: millions of ids take 100 ms.
     """
     remaining = iter(ids)
     stored: list[int] = []
-    while step := list(islice(remaining, _STEP)):
-        stored += map(_shared.__getitem__, step)
+    while chunk := list(islice(remaining, _CHUNK)):
+        stored += map(_shared.__getitem__, chunk)
     return tuple(stored)
 
 
-_STEP = 65_536
-"""The number of ids in one step."""
+_CHUNK = 65_536
+"""Ids that are copied before other threads get a chance to run."""
 
-_EACH = 256
+_OVERHEAD = 256
 """The approximate size of a turn, a span or a call, without its ids and texts."""
 
 
@@ -391,4 +391,4 @@ def _size(remembered: GeneratedTurn, key: _Key) -> int:
     texts = (remembered.content, *(call.arguments for call in remembered.calls), key[0])
     objects = 1 + len(remembered.spans) + len(remembered.calls)
     ids = sum(map(getsizeof, remembered.spans))
-    return ids + sum(map(getsizeof, texts)) + objects * _EACH
+    return ids + sum(map(getsizeof, texts)) + objects * _OVERHEAD

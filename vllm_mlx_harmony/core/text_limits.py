@@ -16,8 +16,8 @@ WINDOW = 131_072
 """Tokens of the context of gpt-oss. An engine with little memory has a shorter one."""
 
 MAX_PROMPT_TOKENS = 8 * WINDOW
-"""Tokens that are counted: the prompt cannot fit any model. The garbage collector, which stops all
-threads, takes 10 ms to traverse so many."""
+"""Tokens of a prompt up to which they are counted: no model accepts as many. The garbage collector,
+which stops all threads, takes 10 ms to traverse them."""
 
 
 def is_quick_to_parse(text: str) -> bool:

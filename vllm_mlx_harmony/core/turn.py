@@ -429,7 +429,7 @@ class Defaults:
     tools_for_all: bool = False
     attachments: Attachments = Attachments.OMIT
 
-    def unasked(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
+    def default_namespaces(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
         """The tools that the server runs for a request that does not ask for any.
 
         A client with tools of its own does not want similar ones of the server: a namespace is left

@@ -29,7 +29,7 @@ class ClientServer:
     unreachable: Callable[[str], RequestError] = field(default=RequestError, repr=False)
 
 
-MOST_SERVERS = 20
+MAX_SERVERS = 20
 """Maximum per request, the same as in Anthropic's API."""
 
 
@@ -47,7 +47,7 @@ def headers_of(
         if not (isinstance(name, str) and _NAME.fullmatch(name) and _is_value(value)):
             problem = f"{where} contains an invalid header name or value"
             raise invalid(where, problem)
-        if name.lower() in _OF_THE_CONNECTION:
+        if name.lower() in _CONNECTION_HEADERS:
             problem = f"{where}: {name} cannot be set: it is a header of the connection"
             raise invalid(where, problem)
         headers[name.lower()] = value
@@ -57,19 +57,19 @@ def headers_of(
                 f"{token_where} must be a string of printable ASCII characters", param=token_where
             )
         headers["authorization"] = f"Bearer {token}"
-    if len(headers) > _MOST:
-        raise RequestError(f"{where} has more than {_MOST} headers", param=where)
+    if len(headers) > _MAX_HEADERS:
+        raise RequestError(f"{where} has more than {_MAX_HEADERS} headers", param=where)
     return tuple(headers.items())
 
 
 _NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}")
-_MOST, _LONGEST = 64, 16_384
-_OF_THE_CONNECTION = frozenset(
+_MAX_HEADERS, _MAX_VALUE = 64, 16_384
+_CONNECTION_HEADERS = frozenset(
     {"host", "content-length", "transfer-encoding", "connection", "upgrade", "te", "trailer"}
 )
 
 
 def _is_value(value: object) -> bool:
-    if not isinstance(value, str) or len(value) > _LONGEST:
+    if not isinstance(value, str) or len(value) > _MAX_VALUE:
         return False
     return value.isascii() and value.isprintable()

@@ -18,7 +18,7 @@ Models make two mistakes here, which are handled as follows:
   Arguments that do not begin with ``{"input": "`` are passed on unchanged.
 - They forget to escape a quote in a long text. A quote ends the string only where the object can
   end behind it, or another member begin; any other one is part of the text. That takes what follows
-  the quote, so that a quote waits for up to ``_LONGEST`` characters.
+  the quote, so that a quote waits for up to ``_MAX_HELD`` characters.
 
 **Invariants.** Any cut of the arguments gives the same text. ``unwrapped(wrap(text)) == text``.
 Never raises; holds no more than an escape, or what may become the opening or the end.
@@ -71,7 +71,7 @@ _OPENING_BEGUN = re.compile(
     r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?|\s*\{\s*\}\s*'
 )
 _EMPTY = re.compile(r"\s*\{\s*\}\s*")
-_LONGEST = 256  # characters of the opening or the end: white space may stand anywhere in them
+_MAX_HELD = 256  # characters of the opening or the end: white space may stand anywhere in them
 _MEMBER = re.compile(r'"\s*,\s*"[^"\\]*"\s*:')
 _OBJECT_END = re.compile(r'"\s*\}\s*')
 _MAY_END = re.compile(r'"\s*(?:\}\s*|,\s*(?:"[^"\\]*(?:"\s*)?)?)?')
@@ -113,9 +113,9 @@ class FreeformInput:
         self._pending += text
         if self._state is _State.OPENING:
             opening = _OPENING.match(self._pending)
-            if opening and opening.end() <= _LONGEST:
+            if opening and opening.end() <= _MAX_HELD:
                 self._state, self._pending = _State.STRING, self._pending[opening.end() :]
-            elif len(self._pending) <= _LONGEST and _OPENING_BEGUN.fullmatch(self._pending):
+            elif len(self._pending) <= _MAX_HELD and _OPENING_BEGUN.fullmatch(self._pending):
                 return ""
             else:
                 self._state = _State.WHOLE
@@ -140,13 +140,13 @@ class FreeformInput:
             if match is None:
                 if piece == "\\":  # more of the escape may come
                     break
-                limit = at + _LONGEST + 1  # how far it could have been waited for
+                limit = at + _MAX_HELD + 1  # how far it could have been waited for
                 is_end = len(pending) >= limit and _OBJECT_END.fullmatch(pending, at, limit)
                 if is_end or _MEMBER.match(pending, at, limit):
                     self._state = _State.ENDED
                     out.append(self._units.decode(b"", final=True))
                     break
-                if len(pending) - at <= _LONGEST and _MAY_END.fullmatch(pending, at):
+                if len(pending) - at <= _MAX_HELD and _MAY_END.fullmatch(pending, at):
                     break
             at += len(piece)
             if piece[0] == "\\" and len(piece) == _UNICODE:

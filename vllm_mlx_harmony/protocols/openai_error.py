@@ -16,8 +16,8 @@ _ERRORS: dict[int, tuple[str, str | None]] = {
 
 def error_body(error: HarmonyFailure) -> Document:
     """``error`` in OpenAI's format, with the ``type`` that api.openai.com sends for its status."""
-    is_callers = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
-    other = "invalid_request_error" if is_callers else "server_error"
+    is_client_error = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    other = "invalid_request_error" if is_client_error else "server_error"
     kind, code = _ERRORS.get(error.status, (other, None))
     body = {"message": error.message, "type": kind, "param": error.param}
     return {"error": {**body, "code": error.code or code}}

@@ -14,8 +14,8 @@ from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.turn import PYTHON, Message, Namespace, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import quote
 
-NOT_RUN = "[the call was not run to its end]"
-"""What the model reads where a history has no answer to a call."""
+NOT_RUN = "[this call did not finish]"
+"""What the model reads in place of a result that the history does not have."""
 
 
 def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
@@ -31,7 +31,7 @@ def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
     return f"{carryable(label.replace('.', '_'), set())}.{carryable(name, set())}"
 
 
-def with_results(messages: Iterable[Message]) -> list[Message]:
+def with_results_moved(messages: Iterable[Message]) -> list[Message]:
     """``messages`` with each result of a server-run call moved right after that call.
 
     It is given the call's name. In a history it may come anywhere after the call: results of
@@ -56,11 +56,13 @@ def with_results(messages: Iterable[Message]) -> list[Message]:
     return ordered
 
 
-def without_gaps(messages: Sequence[Message], to_run: Collection[str] = ()) -> Iterator[Message]:
-    """``messages``, ordered by `with_results`, with ``NOT_RUN`` behind each call without a result.
+def with_missing_results(
+    messages: Sequence[Message], to_run: Collection[str] = ()
+) -> Iterator[Message]:
+    """``messages`` in the order of `with_results_moved`, with ``NOT_RUN`` after each open call.
 
-    ``to_run`` are the ids of calls that are run before anything is generated: nothing is put behind
-    these. Of several calls with the same id that is the last one.
+    ``to_run`` are the ids of calls that are run before anything is generated, and so stay open: of
+    several calls with the same id, the last one.
     """
     last = {
         message.id: place
@@ -84,12 +86,12 @@ def last_call(messages: Sequence[Message]) -> ServerCall | None:
 # --- Code as the arguments of a call, which are JSON.
 
 
-_BEFORE, _BEHIND = '{"code":"', '"}'
+_OPENING, _CLOSING = '{"code":"', '"}'
 
 
 def as_arguments(code: str) -> str:
     """``code`` as the JSON of a call's arguments."""
-    return f"{_BEFORE}{quote(code)[1:-1]}{_BEHIND}"
+    return f"{_OPENING}{quote(code)[1:-1]}{_CLOSING}"
 
 
 class CodeArguments:
@@ -99,11 +101,11 @@ class CodeArguments:
         self._begun = False
 
     def feed(self, code: str) -> str:
-        before, self._begun = "" if self._begun else _BEFORE, True
+        before, self._begun = "" if self._begun else _OPENING, True
         return before + quote(code)[1:-1]
 
     def close(self) -> str:
-        return _BEHIND if self._begun else ""
+        return _CLOSING if self._begun else ""
 
 
 def code_in(arguments: str) -> str:

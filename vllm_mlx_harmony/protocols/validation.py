@@ -131,7 +131,7 @@ def checked(model: type[Model], body: object) -> Model:
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object", code="invalid_type")
     try:
-        return model.model_validate(mended(body))
+        return model.model_validate(repaired(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         words = _WORDS.get(first["type"])
@@ -143,16 +143,17 @@ MAX_DEPTH = 500
 """The maximum nesting of a body: deeper values cannot be serialized everywhere."""
 
 
-def mended(body: object) -> object:
+def repaired(body: object) -> object:
     """``body`` with every half of a surrogate pair replaced by U+FFFD.
 
     An agent written in JavaScript can cut an emoji in two when it shortens a text; its later
     requests, which repeat that text, must not fail.
+
     Raises ``RequestError`` for values that cannot be serialized: too deep, a number that is too
     long, or one that is not finite (``1e999``).
     """
     try:
-        return body if _is_sound(body) else _whole(body)
+        return body if _is_encodable(body) else _replaced(body)
     except (ValueError, TypeError, RecursionError) as error:
         where = _infinite(body)
         if where is None:
@@ -160,30 +161,26 @@ def mended(body: object) -> object:
         raise _invalid("finite_number", where, "must be a finite number") from error
 
 
-def _whole(value: object) -> object:
-    if isinstance(value, str):
-        return value if encodable(value) else _without_halves(value)
+def _replaced(value: object) -> object:
+    """``value`` with U+FFFD for each lone surrogate. Two halves that match become one character."""
     if isinstance(value, dict):
-        return {_whole(key): _whole(inner) for key, inner in value.items()}
+        return {_replaced(key): _replaced(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return list(map(_whole, value))
-    return value
-
-
-def _without_halves(text: str) -> str:
-    """``text`` with U+FFFD for each lone surrogate. Two halves that match become one character."""
+        return list(map(_replaced, value))
+    if not isinstance(value, str) or encodable(value):
+        return value
     return "".join(
         part[0].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        for part in _PARTS.finditer(text)
+        for part in _PARTS.finditer(value)
     )
 
 
 _PARTS = re.compile(r"(?s).{1,65536}(?<![\ud800-\udbff])|.{1,65536}")
-"""Short pieces, so that other threads can run, which do not cut a surrogate pair."""
+"""Short pieces, so that other threads can run between them. None cuts a surrogate pair."""
 
 
-def _is_sound(body: object) -> bool:
-    """Whether ``body`` is free of lone surrogates. Raises ``ValueError`` if it cannot be mended.
+def _is_encodable(body: object) -> bool:
+    """Whether ``body`` is free of lone surrogates. Raises ``ValueError`` for what no JSON has.
 
     A loop in Python, so that other threads can run; serializing the body would be one long call.
     """
@@ -248,7 +245,7 @@ def unsupported(where: str, problem: str) -> RequestError:
 def path(parts: Iterable[int | str]) -> str:
     """``("messages", 1, "content")`` as ``messages[1].content``."""
     steps = (
-        f"[{part}]" if isinstance(part, int) else f".{part[:_KEY]}"
+        f"[{part}]" if isinstance(part, int) else f".{part[:_MAX_KEY]}"
         for part in parts
         if isinstance(part, int) or not part.startswith(VARIANT)
     )
@@ -256,7 +253,7 @@ def path(parts: Iterable[int | str]) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-_KEY = 200
+_MAX_KEY = 200
 """The maximum length of a key in a path."""
 
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.validation import mended
+from vllm_mlx_harmony.protocols.validation import repaired
 from vllm_mlx_harmony.server.garbage import without_collections
 from vllm_mlx_harmony.server.settings import number
 
@@ -124,7 +124,7 @@ def _parse(body: bytes) -> object:
         document: object = loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from error
-    return mended(document) if _SURROGATE.search(body) else document
+    return repaired(document) if _SURROGATE.search(body) else document
 
 
 def _parse_large(body: bytes, limit: int) -> object:

@@ -79,8 +79,8 @@ def lark(definition: str) -> Iterator[str]:
     lexemes = _lexemes(definition)
     ignores = any(lexeme.group() == "%ignore" for lexeme in lexemes)
     if not ignores and not _too_large(lexemes, lambda _: True):
-        yield "".join(_Writing(as_terminal=True).pieces(lexemes))
-    writing = _Writing(as_terminal=False)
+        yield "".join(_LarkRewriter(as_terminal=True).pieces(lexemes))
+    writing = _LarkRewriter(as_terminal=False)
     written = "".join(writing.pieces(lexemes))
     if not writing.is_ambiguous:
         yield written
@@ -153,8 +153,8 @@ def _lexemes(definition: str) -> list[re.Match[str]]:
     return found
 
 
-class _Writing:
-    """Writes a grammar with all literals escaped.
+class _LarkRewriter:
+    """Rewrites a grammar with all literals escaped.
 
     With ``as_terminal`` every rule becomes a terminal, and the whole grammar a regular expression.
     This is exact, but llguidance accepts it only if no rule is recursive. As rules it may not be
@@ -195,7 +195,7 @@ class _Writing:
         return f"{'r' if is_rule else 'T'}_{bare}"
 
     def regex(self, pattern: str, flags: str = "") -> str:
-        rewriting = Rewriting(pattern, flags)
+        rewriting = PatternRewriter(pattern, flags)
         written = between_slashes("".join(rewriting.pieces()))
         self.is_ambiguous = self.is_ambiguous or rewriting.has_special_class
         return f"/{written}/"
@@ -276,7 +276,7 @@ _CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
 
 
-class Rewriting:
+class PatternRewriter:
     """Rewrites one pattern, and tracks the flags of its groups.
 
     Raises ``NotExpressible`` for constructs that depend on the text around the match (inner
@@ -304,7 +304,7 @@ class Rewriting:
             if quantifier:
                 piece, at = quantifier.group(), quantifier.end()
             else:
-                read = _PIECES.get(pattern[at], Rewriting.plain)
+                read = _PIECES.get(pattern[at], PatternRewriter.plain)
                 piece, at = read(self, at)
             yield piece
         yield ")"
@@ -386,15 +386,15 @@ class Rewriting:
         return f"(?i:{written})" if "i" in self._flags else written
 
 
-_PIECES: Mapping[str, Callable[[Rewriting, int], tuple[str, int]]] = {
-    "(": Rewriting.open_group,
-    ")": Rewriting.close_group,
-    "|": Rewriting.bar,
-    "^": Rewriting.anchor,
-    "$": Rewriting.anchor,
-    ".": Rewriting.dot,
-    "[": Rewriting.brackets,
-    "\\": Rewriting.escape,
+_PIECES: Mapping[str, Callable[[PatternRewriter, int], tuple[str, int]]] = {
+    "(": PatternRewriter.open_group,
+    ")": PatternRewriter.close_group,
+    "|": PatternRewriter.bar,
+    "^": PatternRewriter.anchor,
+    "$": PatternRewriter.anchor,
+    ".": PatternRewriter.dot,
+    "[": PatternRewriter.brackets,
+    "\\": PatternRewriter.escape,
 }
 
 

@@ -1,4 +1,8 @@
-"""Writes the grammar of a turn in llguidance's Lark: which messages it may have, their headers."""
+"""The grammar of a turn in llguidance's Lark: its messages, their headers, and their bodies.
+
+Headers are written here; bodies come from `json_schema` (strict), `unordered` (not strict) and
+`escaped` (the syntax of a freeform tool).
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ MAX_TEXT = 500_000
 """Characters of the longest grammar that is compiled."""
 
 MAX_CHECKED = 20
-"""The number of schemas up to which each is compiled by itself if all of them together fail."""
+"""If more schemas than this fail together, none is compiled by itself to find the one at fault."""
 
 
 class Policy(str, Enum):
     """How much is enforced; the value is the word in the server's setting.
 
-    ``AUTO``: arguments and answers as far as their schemas can be enforced; strict ones completely
-    or not at all. ``STRICT``: every tool and format as if its caller had asked for strictness.
+    ``AUTO`` enforces schemas as far as possible, and strict ones completely or not at all.
+    ``STRICT`` treats every tool and format as if its caller had asked for ``strict``.
     """
 
     AUTO = "auto"
@@ -122,8 +126,8 @@ class _Writer:
         self._all_strict = policy is Policy.STRICT
         self._rules: list[str] = []
         self._notes: list[str] = []
-        # JSON whose order is free, as ``json_0``, ``json_1``, …: its rules, and what it is called
-        # in notes. These rules may be weakened at the end, so they are not among ``_rules`` yet.
+        # The rules of JSON in any order, which become ``json_0``, ``json_1``, …, each with its
+        # name in notes. They may be weakened at the end, so they are not among ``_rules`` yet.
         self._values: list[tuple[str, Rules]] = []
 
     def grammar(self) -> Grammar:
@@ -154,10 +158,10 @@ class _Writer:
         return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
 
     def weakened(self, text: str) -> str:  # noqa: C901 - one attempt after the other
-        """``text``, or if it is too large or llguidance rejects it, a grammar with weaker values.
+        """``text`` or, if that is too large or llguidance rejects it, a grammar that accepts more.
 
-        First the schemas that are rejected by themselves become any JSON object, then the largest
-        ones, half of the rest at a time; at last every value becomes any text.
+        First, schemas that are rejected by themselves are replaced by any JSON object, then the
+        largest ones, half of the rest at a time. In the end, any text is accepted for every schema.
         """
         key = self._owner, text
         cached = _fitting.get(key)

@@ -1,4 +1,4 @@
-"""What llguidance does: a tokenizer, compiled grammars, and a matcher for each output."""
+"""The interface to llguidance: its tokenizer, compiled grammars, and a matcher for each output."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def matching(pattern: str, tenant: str) -> str:
     for one in _alternatives(pattern[flags.end() :] if flags else pattern):
         before = "" if one.startswith("^") else f"{_COUNTED}*"
         after = "" if escaped.END.search(one) else f"{_COUNTED}*"
-        spelling = _Spelling(one, flags[1] if flags else "", tenant)
+        spelling = _SpellingRewriter(one, flags[1] if flags else "", tenant)
         alternatives.append(before + "".join(spelling.pieces()) + after)
     return f'"(?:{"|".join(alternatives)})"'
 
@@ -172,7 +172,7 @@ def _repeated(pattern: str) -> int:
     return most
 
 
-class _Spelling(escaped.Rewriting):
+class _SpellingRewriter(escaped.PatternRewriter):
     """Rewrites a pattern so that every character may have any of its spellings."""
 
     def __init__(self, pattern: str, flags: str, tenant: str) -> None:

@@ -106,7 +106,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     declared = enumerate(body.tools or ())
     tools = () if none else tuple(_tool(tool, f"tools[{at}]") for at, tool in declared)
     builtin_tools = () if none else defaults.enabled(template.builtin_tools)
-    namespaces = () if none else defaults.unasked(tools)
+    namespaces = () if none else defaults.default_namespaces(tools)
     callable_ = bool(tools or builtin_tools or namespaces)
     tool_choice = _tool_choice(choice, body.tools or (), callable_)
     if tool_choice.required and prefill is not None:

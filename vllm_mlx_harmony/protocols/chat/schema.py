@@ -20,7 +20,7 @@ from vllm_mlx_harmony.protocols.openai_request import (
 )
 from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, checked, invalid
 
-MOST_CHOICES = 8
+MAX_CHOICES = 8
 """Answers to one request: each takes as much memory as a request of its own."""
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
@@ -216,7 +216,7 @@ class ChatBody(OpenAIBody):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     stop: Annotated[StopStrings | None, BeforeValidator(_as_strings)] = None
-    n: int | None = Field(default=None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     prediction: Prediction | None = None
     logprobs: bool | None = None
 

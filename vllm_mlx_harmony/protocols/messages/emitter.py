@@ -80,8 +80,8 @@ def error_body(error: HarmonyFailure, request_id: str | None = None) -> Document
         message = f"prompt is too long: {error.prompt_tokens} tokens > {error.window} maximum"
     elif error.param is not None and error.param not in message:
         message = f"{error.param}: {message}"
-    is_callers = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
-    other = "invalid_request_error" if is_callers else "api_error"
+    is_client_error = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    other = "invalid_request_error" if is_client_error else "api_error"
     body: Document = {"type": _TYPES.get(error.status, other), "message": message}
     if error.code == THREAD_UNSUPPORTED:  # the details that Anthropic's client looks for
         body["details"] = {"error_code": error.code, "unsupported": [error.param]}
@@ -157,8 +157,8 @@ class _ToolUseBlock(_TextBlock):
         return self._input.feed(self._code.feed(text) if self._code else text)
 
     def rest(self) -> str:
-        behind = self._input.feed(self._code.close()) if self._code else ""
-        return behind + self._input.close()
+        closing = self._input.feed(self._code.close()) if self._code else ""
+        return closing + self._input.close()
 
     def document(self, text: str, signature: str) -> Document:
         return {**self._head, "input": loads(text) if text else {}, **self._server}

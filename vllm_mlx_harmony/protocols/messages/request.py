@@ -41,13 +41,17 @@ from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import Block, MessagesBody, read_body
 from vllm_mlx_harmony.protocols.messages.server_tools import (
-    asked_for,
-    call_of,
     found_tools,
+    requested_namespaces,
     result_text,
+    translated_call,
 )
 from vllm_mlx_harmony.protocols.sampling import sampling
-from vllm_mlx_harmony.protocols.server_calls import last_call, with_results, without_gaps
+from vllm_mlx_harmony.protocols.server_calls import (
+    last_call,
+    with_missing_results,
+    with_results_moved,
+)
 from vllm_mlx_harmony.protocols.validation import required
 
 
@@ -119,14 +123,14 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     added = [*tools, *(tool for each in additions for tool in each.tools)]
     namespaces: tuple[Namespace, ...] = ()
     if not no_tools:
-        asked = asked_for(body, defaults.namespaces)
-        taken = {each.name for each in asked}
-        others = defaults.unasked([*added, *deferred.values()])
-        namespaces = (*asked, *(each for each in others if each.name not in taken))
+        requested = requested_namespaces(body, defaults.namespaces)
+        taken = {each.name for each in requested}
+        others = defaults.default_namespaces([*added, *deferred.values()])
+        namespaces = (*requested, *(each for each in others if each.name not in taken))
     builtin_tools = () if no_tools else defaults.builtin_tools
     open_call = last_call(messages)
     runs = open_call is not None and prefill is None and namespaces
-    messages = [*without_gaps(messages, (open_call.id,) if open_call and runs else ())]
+    messages = [*with_missing_results(messages, (open_call.id,) if open_call and runs else ())]
     effort, thinking = _reasoning(body, defaults)
     for message in messages:
         if isinstance(message, EffortUpdate):
@@ -192,7 +196,7 @@ _Run: TypeAlias = Sequence[_ReadMessage]
 
 _SERVER_CALLS = ("server_tool_use", "mcp_tool_use")
 
-_SILENT = ("mcp_tool_listing", "fallback")
+_IGNORED = ("mcp_tool_listing", "fallback")
 """Blocks that Anthropic's servers add to an answer, and that mean nothing to the model."""
 
 
@@ -232,7 +236,7 @@ class _Reader:
             else:
                 messages += self.assistant(run, answered=True)
         messages += self.assistant(last, answered=finished)
-        return with_results(messages), prefill
+        return with_results_moved(messages), prefill
 
     def placed(self, body: MessagesBody) -> Iterator[_ReadMessage]:
         """The messages without empty texts, and without the text of those that are cleared."""
@@ -337,7 +341,9 @@ class _Reader:
                     yield Call(block.id, block.name, arguments)
                     return
                 label = block.server_name if isinstance(block, schema.McpCallBlock) else None
-                called = call_of(self.defaults.namespaces, label, block.name, given, arguments)
+                called = translated_call(
+                    self.defaults.namespaces, label, block.name, given, arguments
+                )
                 if called is not None:
                     yield ServerCall(block.id, *called)
             case schema.ResultBlock(type="mcp_tool_result"):
@@ -348,7 +354,7 @@ class _Reader:
                 yield ServerResult(block.tool_use_id, "", text)
             case _ if block.type in FILES:
                 yield Preamble(self.text([_Placed(block, where)]))
-            case _ if block.type not in _SILENT:
+            case _ if block.type not in _IGNORED:
                 raise unreadable(block.type, where)
 
     def thought(

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, model_validator
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS
+from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.sampling import RequestBody
 from vllm_mlx_harmony.protocols.validation import (
@@ -282,7 +282,7 @@ class MessagesBody(RequestBody):
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
 
-    mcp_servers: list[McpServer] | None = Field(default=None, max_length=MOST_SERVERS)
+    mcp_servers: list[McpServer] | None = Field(default=None, max_length=MAX_SERVERS)
 
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"

@@ -24,8 +24,10 @@ from vllm_mlx_harmony.protocols.validation import unsupported
 # --- The tools that a request asks for.
 
 
-def asked_for(body: MessagesBody, available: Sequence[Namespace]) -> tuple[Namespace, ...]:
-    """The namespaces that ``body`` names, each with the tools of it that may be called.
+def requested_namespaces(
+    body: MessagesBody, available: Sequence[Namespace]
+) -> tuple[Namespace, ...]:
+    """The namespaces that ``body`` names, each with those of its tools that may be called.
 
     Empty if the server runs no tools. Raises ``RequestError`` naming the field for a server that
     cannot be used.
@@ -106,21 +108,22 @@ _LIKE: Mapping[str, tuple[str, str, str]] = {
     "web_fetch": ("browser.open", "url", "id"),
     "code_execution": (PYTHON, "code", "code"),
 }
-"""Tools of Anthropic's, the built-in ones of gpt-oss that are most like them, and what the
-parameter is called there and here."""
+"""Anthropic's tools: the most similar recipient of gpt-oss, Anthropic's name of the parameter, and
+the one here."""
 
 
-def call_of(
+def translated_call(
     namespaces: Iterable[Namespace],
     label: str | None,
     name: str,
     given: Mapping[str, object],
     arguments: str,
 ) -> tuple[str, str] | None:
-    """The recipient and the arguments that a call was made with.
+    """The recipient and the arguments with which the prompt shows a call of a server's tool.
 
-    ``label``: of an MCP server; ``None`` for a tool of Anthropic's. ``given`` is what the call's
-    block has, ``arguments`` the same as JSON. ``None`` for what only Anthropic's servers can use.
+    ``label`` is that of an MCP server, or ``None`` for a tool of Anthropic's. ``given`` is the
+    input in the call's block, and ``arguments`` the same as JSON. Returns ``None`` for a call that
+    means nothing to the model.
     """
     if label is not None:
         recipient = recipient_of(namespaces, label, name)
@@ -147,10 +150,10 @@ def found_tools(found: object) -> Iterator[str]:
 
 
 def result_text(found: object, where: str, attachments: Attachments, depth: int = 0) -> str:
-    """What can be read of a result of Anthropic's tools, at ``where``; each has its own shape."""
+    """The text in a result of Anthropic's tools, at ``where``; each tool has its own format."""
     if isinstance(found, str):
         return found
-    if depth > _DEEPEST:
+    if depth > _MAX_DEPTH:
         return ""
     if isinstance(found, list):
         texts = (result_text(each, where, attachments, depth + 1) for each in found)
@@ -171,5 +174,5 @@ def result_text(found: object, where: str, attachments: Attachments, depth: int 
 
 _HEADING = {"Title": "title", "Source": "url"}
 
-_DEEPEST = 8
-"""Values within values: the result of a fetch has its text in the fourth."""
+_MAX_DEPTH = 8
+"""Values within values that are read: the result of a fetch has its text in the fourth."""

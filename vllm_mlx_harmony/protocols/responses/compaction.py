@@ -1,6 +1,4 @@
-"""Responses: compaction.
-
-The model summarizes the conversation, which then continues from the summary.
+"""Responses: compaction, in which the model summarizes a conversation that continues from there.
 
 Two requests ask for it. ``POST /v1/responses/compact`` answers with a document of its own: the
 user's messages and a ``compaction`` item. ``POST /v1/responses`` whose last input item is a
@@ -38,24 +36,24 @@ from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.schema import Item
-from vllm_mlx_harmony.protocols.server_calls import without_gaps
+from vllm_mlx_harmony.protocols.server_calls import with_missing_results
 from vllm_mlx_harmony.protocols.validation import invalid
 
 TRIGGER = "compaction_trigger"
 
-ORDER = (
-    "This conversation is about to go on without what was said so far: only your next message will "
-    "be left of it. Write that message now: what was asked for, what was found out and decided, "
-    "what was done and with which result, what is left to do, and every name, path, number and "
-    "piece of text that will be needed again. Call no tool. Write nothing but the message."
+PROMPT = (
+    "This conversation is about to be shortened: everything before your next message will be gone. "
+    "Write that message now: what was asked for, what was found out and decided, what was done and "
+    "with which result, what is left to do, and every name, path, number and piece of text that "
+    "will be needed again. Do not call any tool. Write only the message."
 )
 
 
 def without_trigger(items: Sequence[Item]) -> Sequence[Item]:
     """``items`` without a ``compaction_trigger`` at their end.
 
-    Raises ``RequestError`` naming one that stands anywhere else: items after it would be neither
-    summarized nor answered.
+    Raises ``RequestError`` naming one anywhere else: items after it would be neither summarized nor
+    answered.
     """
     for at, item in enumerate(items[:-1]):
         if item.type == TRIGGER:
@@ -64,29 +62,29 @@ def without_trigger(items: Sequence[Item]) -> Sequence[Item]:
 
 
 def compacting(turn: Turn) -> Turn:
-    """``turn``, whose answer is the summary of its conversation: plain text, and no call.
+    """``turn`` with a request to summarize the conversation, in plain text and without a call.
 
-    The prompt begins as it would without that, tools and format included: it is in the prefix cache
-    as far as the conversation goes.
+    The prompt still begins with the same tools, format and messages, so the prefix cache has it up
+    to the end of the conversation.
     """
     plain = (FormatUpdate(None),) if turn.answer_format is not None else ()
-    messages = (*without_gaps(turn.messages), *plain, User(ORDER))
+    messages = (*with_missing_results(turn.messages), *plain, User(PROMPT))
     return replace(turn, messages=messages, tool_choice=ToolChoice(names=()))
 
 
 def compacted(before: Iterable[Message], answer: Iterable[Message]) -> tuple[Message, ...]:
-    """The conversation ``before`` a summary as the next response continues it: instructions and
-    declarations, which a summary does not replace, and the summary, which is in ``answer``."""
-    stays = (Instructions, AdditionalTools, EffortUpdate, FormatUpdate)
+    """The conversation that the next response continues: the summary in ``answer``, after the
+    instructions and declarations ``before`` it, which a summary does not replace."""
+    lasting = (Instructions, AdditionalTools, EffortUpdate, FormatUpdate)
     texts = [each.text for each in answer if isinstance(each, (Preamble, Answer))]
-    kept = (each for each in before if isinstance(each, stays))
-    return (*kept, Summary("\n".join(texts).strip()))
+    declared = (each for each in before if isinstance(each, lasting))
+    return (*declared, Summary("\n".join(texts).strip()))
 
 
 class CompactionEmitter(Emitter):
-    """Takes what the model answers as the summary; the response has one item, which is there at the
-    end of the turn. A turn without any text fails with ``compaction_failed``. ``cipher`` encrypts
-    the item; everything else is an ``Emitter``'s.
+    """An ``Emitter`` whose only item is the answer as an encrypted summary, at the end of the turn.
+
+    A turn without any text fails with ``compaction_failed``.
     """
 
     def __init__(self, cipher: Cipher, info: ResponseInfo, *args: Any, **options: Any) -> None:

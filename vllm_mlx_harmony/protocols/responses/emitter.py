@@ -36,8 +36,8 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     IN_PROGRESS,
     INCOMPLETE,
     OutputItem,
+    OutputOptions,
     PendingEvent,
-    Writing,
     added,
     done,
     key_of,
@@ -75,7 +75,7 @@ class Emitter:
     """
 
     info: ResponseInfo
-    writing: Writing
+    options: OutputOptions
     repeated: Document
     now: Callable[[], float] | None = None
     _: KW_ONLY
@@ -109,10 +109,10 @@ class Emitter:
                 return self._start()
             case Opened(kind=Kind.SERVER_CALL):
                 index, key = len(self._output), key_of(self.info, delta.index)
-                item = server_item(index, key, delta.name, self.writing)
+                item = server_item(index, key, delta.name, self.options)
                 return self._step(item, item.opened())
             case Opened():
-                message = output_item(delta, len(self._output), self.info, self.writing)
+                message = output_item(delta, len(self._output), self.info, self.options)
                 return self._step(message, message.opened())
             case Closed(complete=True) if self._item is not None:
                 return self._step(self._item, self._item.closed())
@@ -123,7 +123,7 @@ class Emitter:
             case ToolStarted(call=ServerCall() as call):
                 key = key_of(self.info, _APPROVED - len(self._output))
                 approved = f"mcpr_{call.id.partition('_')[2]}"
-                item = server_item(len(self._output), key, call.name, self.writing, approved)
+                item = server_item(len(self._output), key, call.name, self.options, approved)
                 begun = [*item.opened(), *item.take(call.arguments), *item.closed()]
                 return self._step(item, [*begun, *item.started()])
             case ToolStarted():
@@ -206,7 +206,7 @@ class Emitter:
         created = self.create()
         self._status = IN_PROGRESS
         begun = [*created, *self._write_response("response.in_progress")]
-        for namespace in self.writing.listed:
+        for namespace in self.options.listed:
             index = len(self._output)
             item, events = tool_list(index, key_of(self.info, _LISTS + index), namespace)
             self._output.append(item)
@@ -243,11 +243,11 @@ class Emitter:
 
 
 _LISTS = 0x7F00
-"""Ids of lists of tools are counted from here."""
+"""Ids of lists of tools are counted up from here."""
 
 _APPROVED = 0x7FFF
-"""Ids of calls that were approved are counted down from here, by their places in the output: no
-message of this response has such an id."""
+"""Ids of approved calls are counted down from here, by their places in the output: no message of
+this response has such an id."""
 
 _CUT = {"reason": "max_output_tokens"}
 
@@ -256,8 +256,8 @@ def _error(error: HarmonyFailure | None) -> Document | None:
     """``error`` as a response has it; its codes are a closed list in the schema."""
     if error is None:
         return None
-    is_callers = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
-    code = "invalid_prompt" if is_callers else "server_error"
+    is_client_error = error.status < HTTPStatus.INTERNAL_SERVER_ERROR
+    code = "invalid_prompt" if is_client_error else "server_error"
     if error.status == HTTPStatus.TOO_MANY_REQUESTS:
         code = "rate_limit_exceeded"
     return {"code": code, "message": error.message}

@@ -6,7 +6,8 @@ The items of the calls that the server runs are in `server_items`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as dataclass_field
 from json import loads
 from typing import ClassVar, TypeAlias
 
@@ -20,7 +21,7 @@ from vllm_mlx_harmony.protocols.responses.schema import SEARCH
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import Declared, Tools
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments
-from vllm_mlx_harmony.protocols.validation import mended
+from vllm_mlx_harmony.protocols.validation import repaired
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
@@ -51,18 +52,18 @@ def key_of(info: ResponseInfo, index: int) -> str:
 def parsed(arguments: str) -> object:
     """The value of ``arguments``; the text itself if it is not JSON that can be sent."""
     try:
-        return mended(loads(arguments or "{}"))
+        return repaired(loads(arguments or "{}"))
     except (ValueError, RecursionError, RequestError):
         return arguments
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place in an item that text is written to, and its events.
+class TextField:
+    """A field of an item that receives text, and its events.
 
-    ``stem`` has ``.delta`` and ``.done``; the ``part`` that it stands in, if any, has ``.added``
-    and ``.done``. ``whole`` is the field of ``.done`` with all of the text, ``index`` the field
-    with the number of the part.
+    The events are ``{stem}.delta`` and ``{stem}.done``, which has all of the text in its field
+    ``whole``. A field that is in a ``part`` of the item also has ``{part_stem}.added`` and
+    ``{part_stem}.done``, and each of its events has the number of the part in the field ``index``.
     """
 
     stem: str
@@ -70,26 +71,26 @@ class Place:
     index: str = ""
     part_stem: str = ""
     part: Document | None = None
-    has_logprobs: bool = False  # both events, and the part
-    marks_cut: bool = False
+    has_logprobs: bool = False  # in both events, and in the part
+    marks_cut: bool = False  # with a status in the part's last event
 
 
 _OUTPUT_TEXT: Document = {"type": "output_text", "annotations": [], "logprobs": []}
 
-OUTPUT_TEXT = Place(
+OUTPUT_TEXT = TextField(
     "response.output_text",
     index="content_index",
     part_stem="response.content_part",
     part=_OUTPUT_TEXT,
     has_logprobs=True,
 )
-REASONING_TEXT = Place(
+REASONING_TEXT = TextField(
     "response.reasoning_text",
     index="content_index",
     part_stem="response.content_part",
     part={"type": "reasoning_text"},
 )
-SUMMARY_TEXT = Place(
+SUMMARY_TEXT = TextField(
     "response.reasoning_summary_text",
     index="summary_index",
     part_stem="response.reasoning_summary_part",
@@ -98,16 +99,16 @@ SUMMARY_TEXT = Place(
 )
 
 
-class _OpenPlace:
-    """A place in one item. The constant parts of its deltas are written once."""
+class _TextWriter:
+    """Writes the deltas of a field of one item. Their constant parts are encoded once."""
 
-    def __init__(self, place: Place, position: Document) -> None:
-        self.place = place
-        self.position = {**position, place.index: 0} if place.index else position
-        self._kind = f"{place.stem}.delta"
+    def __init__(self, field: TextField, position: Document) -> None:
+        self.field = field
+        self.position = {**position, field.index: 0} if field.index else position
+        self._kind = f"{field.stem}.delta"
         self._start = f'{{"type":{quote(self._kind)},"sequence_number":'
         self._head = f',{encode(self.position)[1:-1]},"delta":'
-        self._tail = ',"logprobs":[]}' if place.has_logprobs else "}"
+        self._tail = ',"logprobs":[]}' if field.has_logprobs else "}"
 
     def delta(self, text: str, logprobs: Sequence[Document]) -> PendingEvent:
         """The event for more text."""
@@ -118,8 +119,8 @@ class _OpenPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Writing:
-    """How one request wants its output written.
+class OutputOptions:
+    """How a request wants its output to be written.
 
     ``cipher`` is given if the request asked for encrypted reasoning. ``server`` has the tools that
     the server runs, ``listed`` the servers whose lists of tools the client receives. With
@@ -130,7 +131,7 @@ class Writing:
     tools: Tools
     summarized: bool = False
     cipher: Cipher | None = None
-    server: ServerTools = field(default_factory=ServerTools)
+    server: ServerTools = dataclass_field(default_factory=ServerTools)
     listed: tuple[Namespace, ...] = ()
     shows_outputs: bool = False
     shows_sources: bool = False
@@ -138,7 +139,7 @@ class Writing:
 
 @dataclass
 class OutputItem:
-    """One item while it is written; the cost of a text does not depend on the text before.
+    """One item while it is written. The cost of a text does not depend on the text before it.
 
     Each method returns the events for one step. ``index`` is its number in the output, and ``key``
     the part of its id after the prefix. ``shown``: its first event was returned. ``over``: it gets
@@ -147,12 +148,12 @@ class OutputItem:
 
     index: int
     key: str
-    writing: Writing
+    options: OutputOptions
 
     prefix: ClassVar[str] = ""
     """Prefix of its id."""
-    places: ClassVar[tuple[Place, ...]] = ()
-    """Where its text is written to."""
+    text_fields: ClassVar[tuple[TextField, ...]] = ()
+    """The fields that receive its text."""
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}_{self.key}"
@@ -160,11 +161,11 @@ class OutputItem:
         self.status = IN_PROGRESS
         self.shown = self.over = False
         self.result: Document | None = None
-        # Makes what the client receives of what the model writes, if the two differ.
+        # Translates what the model writes into what the client receives, if the two differ.
         self.translator: FreeformInput | CodeArguments | None = None
         self.logprobs: list[Document] = []
         self._parts: list[str] = []
-        self._places = [_OpenPlace(place, self.position) for place in self.places]
+        self._writers = [_TextWriter(each, self.position) for each in self.text_fields]
 
     @property
     def text(self) -> str:
@@ -202,25 +203,25 @@ class OutputItem:
         """Its first events."""
         self.shown = True
         events = [added(self.index, self.document())]
-        for each in self._places:
-            if each.place.part is not None:
-                part = {**each.place.part, "text": ""}
-                kind = f"{each.place.part_stem}.added"
+        for each in self._writers:
+            if each.field.part is not None:
+                part = {**each.field.part, "text": ""}
+                kind = f"{each.field.part_stem}.added"
                 events.append(pending(kind, **each.position, part=part))
         return events
 
     def close_text(self, **beside: str) -> list[PendingEvent]:
-        """The rest of its text, and the events with all of it and the fields ``beside`` it."""
+        """The rest of its text, and the events that have all of it beside other fields."""
         events = self._write(self.translator.close() if self.translator else "")
-        for each in self._places:
-            place, text = each.place, self.text
-            logprobs = {"logprobs": self.logprobs} if place.has_logprobs else {}
-            whole = {place.whole: text, **logprobs, **beside}
-            events.append(pending(f"{place.stem}.done", **each.position, **whole))
-            if place.part is not None:
-                cut = {"status": INCOMPLETE} if place.marks_cut and self.status != COMPLETED else {}
-                part = {**place.part, "text": text, **logprobs}
-                kind = f"{place.part_stem}.done"
+        for each in self._writers:
+            field, text = each.field, self.text
+            logprobs = {"logprobs": self.logprobs} if field.has_logprobs else {}
+            whole = {field.whole: text, **logprobs, **beside}
+            events.append(pending(f"{field.stem}.done", **each.position, **whole))
+            if field.part is not None:
+                cut = {"status": INCOMPLETE} if field.marks_cut and self.status != COMPLETED else {}
+                part = {**field.part, "text": text, **logprobs}
+                kind = f"{field.part_stem}.done"
                 events.append(pending(kind, **each.position, part=part, **cut))
         return events
 
@@ -234,7 +235,7 @@ class OutputItem:
 
     def _write(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
         self._parts.append(text)
-        return [each.delta(text, logprobs) for each in self._places if text]
+        return [each.delta(text, logprobs) for each in self._writers if text]
 
     def _end(self, status: str) -> list[PendingEvent]:
         self.status = status
@@ -246,7 +247,7 @@ class MessageItem(OutputItem):
     """``message``: a preamble or an answer, by its ``phase``."""
 
     phase: str
-    prefix, places = "msg", (OUTPUT_TEXT,)
+    prefix, text_fields = "msg", (OUTPUT_TEXT,)
 
     def document(self) -> Document:
         part = {**_OUTPUT_TEXT, "logprobs": [*self.logprobs], "text": self.text}
@@ -258,12 +259,12 @@ class ReasoningItem(OutputItem):
     """``reasoning``, and its text once more as a summary if the request asks for one."""
 
     prefix = "rs"
-    places: ClassVar[tuple[Place, ...]] = (REASONING_TEXT,)
+    text_fields: ClassVar[tuple[TextField, ...]] = (REASONING_TEXT,)
 
     def document(self) -> Document:
-        text, cipher, summary = self.text, self.writing.cipher, list[Document]()
+        text, cipher, summary = self.text, self.options.cipher, list[Document]()
         content = [{"type": "reasoning_text", "text": text}] if text else []
-        if self.writing.summarized and text:
+        if self.options.summarized and text:
             summary = [{"type": "summary_text", "text": text}]
         item = self.fields("reasoning", summary=summary, content=content)
         if cipher is not None:
@@ -273,7 +274,7 @@ class ReasoningItem(OutputItem):
 
 
 class SummarizedReasoningItem(ReasoningItem):
-    places = (REASONING_TEXT, SUMMARY_TEXT)
+    text_fields = (REASONING_TEXT, SUMMARY_TEXT)
 
 
 @dataclass
@@ -283,8 +284,8 @@ class FunctionCall(OutputItem):
     call_id: str
     tool: Declared
     prefix = "fc"
-    places: ClassVar[tuple[Place, ...]] = (
-        Place("response.function_call_arguments", whole="arguments"),
+    text_fields: ClassVar[tuple[TextField, ...]] = (
+        TextField("response.function_call_arguments", whole="arguments"),
     )
 
     def opened(self) -> list[PendingEvent]:
@@ -306,7 +307,7 @@ class FunctionCall(OutputItem):
 class CustomCall(FunctionCall):
     """``custom_tool_call``, of a freeform tool."""
 
-    prefix, places = "ctc", (Place("response.custom_tool_call_input", whole="input"),)
+    prefix, text_fields = "ctc", (TextField("response.custom_tool_call_input", whole="input"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -322,7 +323,7 @@ class CustomCall(FunctionCall):
 class SearchCall(FunctionCall):
     """``tool_search_call``. Its arguments, an object, are there when it is done."""
 
-    prefix, places = "tsc", ()
+    prefix, text_fields = "tsc", ()
 
     def document(self) -> Document:
         arguments = {} if self.status == IN_PROGRESS else parsed(self.text)
@@ -333,16 +334,18 @@ class SearchCall(FunctionCall):
 _CALLS: dict[str, type[FunctionCall]] = {"custom": CustomCall, SEARCH: SearchCall}
 
 
-def output_item(delta: Opened, index: int, info: ResponseInfo, writing: Writing) -> OutputItem:
+def output_item(
+    delta: Opened, index: int, info: ResponseInfo, options: OutputOptions
+) -> OutputItem:
     """The item for the message that ``delta`` opens; it is number ``index`` of the output."""
     key = key_of(info, delta.index)
     if delta.kind is Kind.CALL:
-        tool = writing.tools.declared(delta.name)
+        tool = options.tools.declared(delta.name)
         kind = _CALLS.get(tool.kind, FunctionCall)
-        return kind(index, key, writing, info.call_id(delta.index), tool)
+        return kind(index, key, options, info.call_id(delta.index), tool)
     if delta.kind is Kind.REASONING:
-        return (SummarizedReasoningItem if writing.summarized else ReasoningItem)(
-            index, key, writing
+        return (SummarizedReasoningItem if options.summarized else ReasoningItem)(
+            index, key, options
         )
     phase = "commentary" if delta.kind is Kind.PREAMBLE else "final_answer"
-    return MessageItem(index, key, writing, phase)
+    return MessageItem(index, key, options, phase)

@@ -43,7 +43,7 @@ from vllm_mlx_harmony.protocols.responses.input_items import (
     Stored,
     nothing_stored,
 )
-from vllm_mlx_harmony.protocols.responses.output_items import Writing
+from vllm_mlx_harmony.protocols.responses.output_items import OutputOptions
 from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, user_item
 from vllm_mlx_harmony.protocols.responses.schema import (
     Item,
@@ -58,7 +58,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.sampling import sampling
-from vllm_mlx_harmony.protocols.server_calls import with_results, without_gaps
+from vllm_mlx_harmony.protocols.server_calls import with_missing_results, with_results_moved
 from vllm_mlx_harmony.protocols.validation import required
 
 ENCRYPTED_CONTENT = "reasoning.encrypted_content"
@@ -94,7 +94,7 @@ class ResponsesRequest:
     _items: tuple[Item, ...]
     _conversation: tuple[Message, ...]
     _to_run: frozenset[str]
-    _writing: Writing
+    _options: OutputOptions
     _repeated: Document
     _cipher: Cipher
 
@@ -106,7 +106,7 @@ class ResponsesRequest:
         made = partial(CompactionEmitter, self._cipher) if self.compacts else Emitter
         return made(
             info,
-            self._writing,
+            self._options,
             self._repeated,
             now,
             stream=self.stream,
@@ -128,7 +128,7 @@ class ResponsesRequest:
         return compaction([*earlier, *self._items], response, info)
 
     def echoed(self, message: Message) -> Message:
-        return self._writing.tools.echoed(message) if isinstance(message, Call) else message
+        return self._options.tools.echoed(message) if isinstance(message, Call) else message
 
     def conversation(
         self, messages: Iterable[Message], *, ended: bool = True
@@ -151,7 +151,7 @@ class ResponsesRequest:
         answer = others[len(self.turn.messages) :]
         if self.compacts:
             return compacted(self._conversation, answer) if ended else self._conversation
-        return (*with_results((*self._conversation, *results)), *map(self.echoed, answer))
+        return (*with_results_moved((*self._conversation, *results)), *map(self.echoed, answer))
 
 
 def read(
@@ -181,11 +181,11 @@ def read(
         raise required("input")
     items = without_trigger(request.input or ())
     compacts = len(items) < len(request.input or ())
-    conversation = with_results((*history, *reader.messages(items)))
+    conversation = with_results_moved((*history, *reader.messages(items)))
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
     if all(isinstance(each, declaring) for each in conversation):
         raise RequestError("input is empty: there is nothing to answer", param="input")
-    server = asked.with_unasked(defaults.unasked(list(map(Tool, declared.names))))
+    server = asked.with_namespaces(defaults.default_namespaces(list(map(Tool, declared.names))))
     instructions = (Instructions(request.instructions),) if request.instructions else ()
     builtin_tools = defaults.enabled(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
@@ -195,7 +195,11 @@ def read(
     runs = server.namespaces and not tools.none and not compacts
     to_run = frozenset(reader.approved if runs else ())
     turn = read_turn(
-        request, defaults, (*instructions, *without_gaps(conversation, to_run)), tools, server
+        request,
+        defaults,
+        (*instructions, *with_missing_results(conversation, to_run)),
+        tools,
+        server,
     )
     lists = [each.document for each in items if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
@@ -212,7 +216,7 @@ def read(
         _items=tuple(items),
         _conversation=tuple(conversation),
         _to_run=to_run,
-        _writing=Writing(
+        _options=OutputOptions(
             tools=tools,
             summarized=summary(request) is not None,
             cipher=cipher if ENCRYPTED_CONTENT in (request.include or ()) else None,

@@ -172,7 +172,7 @@ def _content(message: Document) -> list[Document]:
     return parts
 
 
-_MOST = 100
+_MAX_LIMIT = 100
 
 
 def page(items: Sequence[Mapping[str, object]], query: Mapping[str, str]) -> Document:
@@ -193,10 +193,10 @@ def page(items: Sequence[Mapping[str, object]], query: Mapping[str, str]) -> Doc
             raise invalid("after", f"there is no item {quoted(key)}")
         start = ids.index(key) + 1
     digits = query.get("limit") or "20"
-    is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MOST))
+    is_number = digits.isascii() and digits.isdigit() and len(digits) <= len(str(_MAX_LIMIT))
     limit = int(digits) if is_number else 0
-    if not 1 <= limit <= _MOST:
-        raise invalid("limit", f"limit must be a number from 1 to {_MOST}")
+    if not 1 <= limit <= _MAX_LIMIT:
+        raise invalid("limit", f"limit must be a number from 1 to {_MAX_LIMIT}")
     data = ordered[start : start + limit]
     return {
         "object": "list",

@@ -223,18 +223,18 @@ class ReasoningOptions(Wire):
 
 def _bounded(metadata: dict[str, str]) -> dict[str, str]:
     """Applies OpenAI's limits, since every event repeats the metadata."""
-    if len(metadata) > MOST_PAIRS:
-        raise PydanticCustomError("too_many", f"must not have more than {MOST_PAIRS} pairs")
-    if max(map(len, metadata), default=0) > LONGEST_KEY:
-        message = f"must not have keys of more than {LONGEST_KEY} characters"
+    if len(metadata) > MAX_PAIRS:
+        raise PydanticCustomError("too_many", f"must not have more than {MAX_PAIRS} pairs")
+    if max(map(len, metadata), default=0) > MAX_KEY:
+        message = f"must not have keys of more than {MAX_KEY} characters"
         raise PydanticCustomError("metadata_length", message)
-    if max(map(len, metadata.values()), default=0) > LONGEST_VALUE:
-        message = f"must not have values of more than {LONGEST_VALUE} characters"
+    if max(map(len, metadata.values()), default=0) > MAX_VALUE:
+        message = f"must not have values of more than {MAX_VALUE} characters"
         raise PydanticCustomError("metadata_length", message)
     return metadata
 
 
-MOST_PAIRS, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
+MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 
 
 # --- The items of the input, one model for each kind.

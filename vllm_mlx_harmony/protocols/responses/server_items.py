@@ -20,15 +20,15 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     INCOMPLETE,
     OutputItem,
+    OutputOptions,
     PendingEvent,
-    Place,
-    Writing,
+    TextField,
     added,
     done,
     parsed,
     pending,
 )
-from vllm_mlx_harmony.protocols.responses.server_tools import Served
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTool
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments, as_arguments
 
 FAILED = "failed"
@@ -42,7 +42,7 @@ class ServerItem(OutputItem):
     code instead of JSON.
     """
 
-    tool: Served
+    tool: ServerTool
     code: bool = False
     approved: str | None = None
 
@@ -87,7 +87,7 @@ class McpCall(ServerItem):
     """``mcp_call``: a tool of one of the operator's servers. Arguments are JSON, of code too."""
 
     prefix, stem, tells_failure = "mcp", "response.mcp_call", True
-    places = (Place("response.mcp_call_arguments", whole="arguments"),)
+    text_fields = (TextField("response.mcp_call_arguments", whole="arguments"),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,10 +121,10 @@ class CodeInterpreterCall(ServerItem):
     """``code_interpreter_call``: code for the server named ``python``."""
 
     prefix, stem, running = "ci", "response.code_interpreter_call", "interpreting"
-    places = (Place("response.code_interpreter_call_code", whole="code"),)
+    text_fields = (TextField("response.code_interpreter_call_code", whole="code"),)
 
     def document(self) -> Document:
-        shown = self.writing.shows_outputs and self.answer is not None
+        shown = self.options.shows_outputs and self.answer is not None
         outputs = [{"type": "logs", "logs": self.answer}] if shown else None
         called = {"code": self.text, "container_id": self.tool.label}
         return self.fields("code_interpreter_call", **called, outputs=outputs)
@@ -148,13 +148,13 @@ class WebSearchCall(ServerItem):
         else:
             query = str(given.get("query", ""))
             action = {"type": "search", "query": query, "queries": [query]}
-            if self.writing.shows_sources and self.answer is not None and self.failure is None:
+            if self.options.shows_sources and self.answer is not None and self.failure is None:
                 action["sources"] = [{"type": "url", "url": url} for url in _urls(self.answer)]
         return self.fields("web_search_call", action=action)
 
 
 _URL = re.compile(r"https?://[^\s<>\"'`|\\^{}\[\]【】†]+")
-_MOST_URLS = 100
+_MAX_URLS = 100
 
 
 def _urls(text: str) -> list[str]:
@@ -171,7 +171,7 @@ def _urls(text: str) -> list[str]:
             unopened -= url[end - 1] == ")"
             end -= 1
         found[url[:end]] = None
-        if len(found) == _MOST_URLS:
+        if len(found) == _MAX_URLS:
             break
     return list(found)
 
@@ -212,16 +212,16 @@ _CLASSES: dict[str, type[ServerItem]] = {
 
 
 def server_item(
-    index: int, key: str, recipient: str, writing: Writing, approved: str | None = None
+    index: int, key: str, recipient: str, options: OutputOptions, approved: str | None = None
 ) -> ServerItem:
     """The item of a call to ``recipient``, or of the request to approve it.
 
     ``approved`` is the id of that request, once it was approved.
     """
-    asks = approved is None and writing.server.needs_approval(recipient)
-    tool = writing.server.served(recipient)
+    asks = approved is None and options.server.needs_approval(recipient)
+    tool = options.server.tool(recipient)
     kind = ApprovalRequest if asks else _CLASSES[tool.kind]
-    return kind(index, key, writing, tool, recipient == PYTHON, approved)
+    return kind(index, key, options, tool, recipient == PYTHON, approved)
 
 
 def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, list[PendingEvent]]:

@@ -34,7 +34,7 @@ _NAMESPACES: Mapping[str, tuple[Kind, str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ServerTool:
     """A tool that the server runs, as its client knows it."""
 
     kind: Kind
@@ -55,13 +55,13 @@ class ServerTools:
     _kinds: Mapping[str, Kind] = field(default_factory=dict)
     _available: tuple[Namespace, ...] = ()
 
-    def with_unasked(self, namespaces: Iterable[Namespace]) -> ServerTools:
+    def with_namespaces(self, namespaces: Iterable[Namespace]) -> ServerTools:
         """These, and ``namespaces`` that the request did not declare."""
         asked = {each.name for each in self.namespaces}
         more = (each for each in namespaces if each.name not in asked)
         return replace(self, namespaces=(*self.namespaces, *more))
 
-    def served(self, recipient: str) -> Served:
+    def tool(self, recipient: str) -> ServerTool:
         """The tool at ``recipient``, which need not exist."""
         head, _, rest = recipient.partition(".")
         for namespace in self.namespaces:
@@ -70,9 +70,9 @@ class ServerTools:
             kind = self._kinds.get(head, "mcp")
             tool = namespace.by_recipient.get(recipient)
             if tool is not None:
-                return Served(kind, namespace.label, tool.origin[-1])
-            return Served("mcp", namespace.label, rest)
-        return Served("mcp", head, rest or head)
+                return ServerTool(kind, namespace.label, tool.origin[-1])
+            return ServerTool("mcp", namespace.label, rest)
+        return ServerTool("mcp", head, rest or head)
 
     def recipient(self, label: str, name: str) -> str:
         """The recipient of the tool ``name`` of the server ``label``."""
@@ -139,8 +139,8 @@ def read_server_tools(
     return ServerTools(tuple(chosen.values()), tuple(listed), kinds, available)
 
 
-_ELSEWHERE = ("connector_id", "tunnel_id")
-_OF_A_URL = ("authorization", "headers")
+_UNSUPPORTED = ("connector_id", "tunnel_id")
+_CREDENTIALS = ("authorization", "headers")
 
 
 def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer, ...]:
@@ -182,7 +182,7 @@ def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
     As on api.openai.com, only the scheme and host of the URL are shown; of a URL without a scheme,
     nothing is.
     """
-    shown = {name: value for name, value in tool.items() if name not in _OF_A_URL}
+    shown = {name: value for name, value in tool.items() if name not in _CREDENTIALS}
     url = tool.get("server_url")
     if url is not None:
         scheme, mark, rest = str(url).partition("://")
@@ -194,7 +194,7 @@ def without_secrets(tool: Mapping[str, object]) -> dict[str, object]:
 
 def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace:
     by_url = bool(tool.document.get("server_url"))
-    for name in _ELSEWHERE if by_url else (*_ELSEWHERE, *_OF_A_URL):
+    for name in _UNSUPPORTED if by_url else (*_UNSUPPORTED, *_CREDENTIALS):
         if tool.document.get(name):
             problem = f"{where}.{name} is not supported: use a server of the operator's"
             raise unsupported(f"{where}.{name}", problem)

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from vllm_mlx_harmony.core import typescript
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
-from vllm_mlx_harmony.protocols.validation import mended
+from vllm_mlx_harmony.protocols.validation import repaired
 
 
 def accept_half_surrogates() -> None:
@@ -36,12 +36,12 @@ def accept_half_surrogates() -> None:
             return strict(data, **options)
         except ValueError:
             try:
-                repaired = json.dumps(mended(json.loads(data)))
+                body = json.dumps(repaired(json.loads(data)))
             except (ValueError, RecursionError, RequestError):
-                repaired = None
-            if repaired is None:
+                body = None
+            if body is None:
                 raise
-            return strict(repaired, **options)
+            return strict(body, **options)
 
     vars(jsonrpc_message_adapter)["validate_json"] = lenient
 

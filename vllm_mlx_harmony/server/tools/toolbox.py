@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
-from vllm_mlx_harmony.protocols.validation import mended
+from vllm_mlx_harmony.protocols.validation import repaired
 from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
@@ -226,7 +226,7 @@ class Toolbox:
         async def running() -> CallResult:
             async with self._free:
                 answer = await server.call(name, arguments)
-            text = str(mended(answer.text)) if answer.text.strip() else NOTHING
+            text = str(repaired(answer.text)) if answer.text.strip() else NOTHING
             failure = ToolFailure(text, by_tool=True) if answer.failed else None
             return CallResult(text, failure)
 
@@ -290,7 +290,7 @@ def _arguments(text: str, namespace: Namespace, tool: Tool) -> Mapping[str, Any]
     if not is_quick_to_parse(text):
         return "the arguments are too long"
     try:
-        arguments = mended(json.loads(text or "{}"))
+        arguments = repaired(json.loads(text or "{}"))
     except (ValueError, RecursionError, RequestError) as error:
         return f"the arguments are not valid JSON ({error}): call the tool again"
     if not isinstance(arguments, dict):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
-from vllm_mlx_harmony.protocols.client_servers import MOST_SERVERS, ClientServer
+from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS, ClientServer
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, invalid
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.config import ServerConfig, Use
@@ -86,9 +86,9 @@ class ClientServers:
         Raises ``RequestError``: 400 for a URL that is not allowed, and the error that its API has
         for a server that cannot be reached.
         """
-        if len(requested) > MOST_SERVERS:
-            problem = f"a request can name at most {MOST_SERVERS} servers"
-            raise RequestError(problem, param=requested[MOST_SERVERS].where)
+        if len(requested) > MAX_SERVERS:
+            problem = f"a request can name at most {MAX_SERVERS} servers"
+            raise RequestError(problem, param=requested[MAX_SERVERS].where)
         for at, each in enumerate(requested):
             if any(each.label == other.label for other in requested[:at]):
                 problem = f"{each.where}: {quoted(each.label)} is used twice"
