@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import loading
 from vllm_mlx_harmony.host.engine import NotHarmony
+from vllm_mlx_harmony.server import model_files
 from vllm_mlx_harmony.server.model_files import is_harmony, is_harmony_model
 
 
@@ -90,6 +92,28 @@ def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
 
     made = loading.instantiate_model(instantiated)(None, "entry", path)
     assert asyncio.run(made) == (None, "entry", path)
+
+
+def test_a_tokenizer_is_read_in_a_thread_once(
+    tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes a second. A model that is not there yet is not remembered."""
+    readers = []
+
+    def recorded(_: object) -> bool:
+        readers.append(threading.current_thread())
+        return False
+
+    async def theirs(*_: object) -> str:
+        return "theirs"
+
+    monkeypatch.setattr(model_files, "is_harmony", recorded)
+    assert is_harmony_model(str(tmp_path)) is None
+    path = str(request.getfixturevalue("other"))
+    for _ in range(2):
+        made = loading.instantiate_model(theirs)(None, "entry", path)  # type: ignore[arg-type]
+        assert asyncio.run(made) == "theirs"
+    assert len(readers) == 1 and threading.current_thread() not in readers
 
 
 def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:

@@ -308,7 +308,7 @@ def test_no_model_is_loaded_for_an_invalid_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If it is a Harmony model; vllm-mlx has rules of its own for others."""
-    monkeypatch.setattr(adapter, "_is_harmony_model", lambda source: harmony)
+    monkeypatch.setattr(adapter, "is_harmony_model", lambda source: harmony)
     registry._loaded = {"other": object()} if loaded else {}
     response = send(json.dumps({"model": "other", **fields}).encode(), path)
     assert loads or response.status_code in (400, 404)

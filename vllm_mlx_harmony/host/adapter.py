@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import uvicorn
@@ -66,7 +66,7 @@ class VllmMlx:
         if manager is None or model in manager._loaded or model not in manager._registry:
             return False
         source = manager._registry[model].source
-        return bool(await asyncio.to_thread(_is_harmony_model, source))
+        return bool(await asyncio.to_thread(is_harmony_model, source))
 
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
@@ -144,10 +144,6 @@ class VllmMlx:
     @property
     def context(self) -> Callable[..., Context]:
         return entry_points.in_use().context
-
-
-_is_harmony_model = lru_cache(maxsize=64)(is_harmony_model)
-"""Remembered, because reading a tokenizer takes a second."""
 
 
 class _Tracker:

@@ -6,6 +6,7 @@ touched.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Awaitable, Callable
 from copy import copy
@@ -58,7 +59,7 @@ def instantiate_model(
 
     @wraps(original)
     async def instantiate(manager: ModelManager, entry: object, resolved_source: str) -> object:
-        if is_harmony_model(resolved_source):
+        if await asyncio.to_thread(is_harmony_model, resolved_source):
             manager = copy(manager)
             manager._engine_factory = lambda config: HarmonyEngine(
                 resolved_source, options=flags.engine_options(config, resources.options)

@@ -82,6 +82,11 @@ def is_harmony_model(model: str) -> bool | None:
         return None
     if not file.is_file():
         return None
+    return _is_harmony_tokenizer(file, file.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=64)  # reading a tokenizer takes a second
+def _is_harmony_tokenizer(file: Path, modified: int) -> bool:
     from tokenizers import Tokenizer
 
     try:
