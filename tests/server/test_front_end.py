@@ -182,7 +182,7 @@ def test_a_function_named_like_a_trained_tool(
 
 # --- Compaction: the model's own summary is what a conversation goes on from.
 
-COMPACTS = "Call no tool. Write nothing but the message.<|end|>"
+COMPACTS = "Do not call any tool. Write only the message.<|end|>"
 GOES_ON = "<|message|>They said hello.<|end|>"
 COMPACTION = {
     **SCRIPTS,

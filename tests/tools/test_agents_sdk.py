@@ -100,7 +100,7 @@ def test_a_run_that_is_interrupted_for_an_approval_and_resumed(stream: bool, app
 
 @pytest.mark.parametrize("mode", ["previous_response_id", "input"])
 def test_a_session_that_is_compacted_after_each_turn(mode: Any) -> None:
-    order = "Call no tool. Write nothing but the message.<|end|>"
+    order = "Do not call any tool. Write only the message.<|end|>"
     summary = "<|channel|>final<|message|>They said hello.<|return|>"
     host = serving(scripts={order: summary, "And again.": LAST})
 

@@ -72,11 +72,11 @@ def test_a_paused_turn_that_is_not_taken_up() -> None:
     first = finally_(messages(host, False))
     again = finally_(messages(host, False, messages=[*USER, said(first), AGAIN]))
     assert kinds(again) == ["thinking", "text"]
-    not_run = "<|start|>python to=assistant<|channel|>analysis<|message|>[the call was not run"
+    not_run = "<|start|>python to=assistant<|channel|>analysis<|message|>[this call did not finish"
     assert not_run in text_of(prompts(host)[-1])
     # Nor is it where the request wants no tools: the model is to answer without.
     none = {"type": "none"}
-    host.engine.scripts["not run to its end"] = LAST  # type: ignore[attr-defined]
+    host.engine.scripts["did not finish"] = LAST  # type: ignore[attr-defined]
     answered = finally_(messages(host, False, messages=[*USER, said(first)], tool_choice=none))
     assert kinds(answered) == ["thinking", "text"]
 

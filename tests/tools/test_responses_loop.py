@@ -465,7 +465,7 @@ def test_approvals_anywhere(
     assert told(answer)[-1] == ("message", "It is warm.")
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
     assert text_of(prompt).endswith(end + OPENING)
-    assert "was not run" not in text_of(prompt)
+    assert "did not finish" not in text_of(prompt)
     details = answer.usage.output_tokens_details
     assert bool(getattr(details, "tool_output_tokens", 0)) == bool(cities)
     # The next turn begins with all of it, and runs nothing again.
@@ -527,7 +527,7 @@ UNAPPROVED: dict[str, Any] = {
 @pytest.mark.parametrize("by_id", [True, False])
 def test_what_nobody_has_approved_is_not_run(sent: Any, by_id: bool, rule: str | None) -> None:
     server = weather()
-    host = serving(server, scripts={"was not run": LAST})
+    host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather", "require_approval": rule}]
     first, _ = finally_(create(host, input="Where is it warm?", tools=tools))
     request = first.output[-1].model_dump(exclude_none=True)
@@ -549,7 +549,7 @@ def test_what_nobody_has_approved_is_not_run(sent: Any, by_id: bool, rule: str |
 
 def test_a_call_that_was_cut_is_not_run_by_the_next_request() -> None:
     server = weather()
-    host = serving(server, scripts={"was not run": LAST})
+    host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]
     most = len(ids(FIRST)) - 1
     first, _ = finally_(
