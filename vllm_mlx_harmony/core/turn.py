@@ -1,4 +1,8 @@
-"""One request as frozen values, whichever API it came from."""
+"""A turn: one request as frozen values, the same for every API.
+
+First the messages of a conversation, then tools and formats, then what a request sets (`Turn`), and
+what the server provides (`Defaults`, `ResponseInfo`).
+"""
 
 from __future__ import annotations
 
@@ -154,22 +158,22 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function the model may call. ``parameters`` is a JSON Schema; ``None`` if it takes none.
-
-    ``strict``: the caller wants valid arguments, or an error if that cannot be guaranteed.
-    ``syntax`` restricts the input of a freeform tool, the string ``input`` that is its only
-    parameter. ``origin`` identifies the tool in the client's API where ``name`` is not enough.
-    ``read_only``: the tool's server declares that the tool changes nothing.
-    """
+    """A function that the model may call."""
 
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None
+    """A JSON Schema; ``None`` if the function takes no parameters."""
     where: str = "tools"
+    """The path of the tool in the request, for errors."""
     strict: bool = False
+    """Whether the caller wants valid arguments, or an error if they cannot be guaranteed."""
     syntax: Syntax | None = None
+    """Restricts the input of a freeform tool: the string ``input``, its only parameter."""
     origin: tuple[str, ...] = field(default=(), compare=False)
+    """Identifies the tool in the client's API, where ``name`` is not enough."""
     read_only: bool | None = None
+    """Whether the tool changes nothing, as far as its server declares that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,19 +181,20 @@ class Namespace:
     """Tools that the server runs; the model calls one as ``NAMESPACE.TOOL``.
 
     A built-in namespace is shown as gpt-oss was trained to see it, whatever its ``tools``;
-    ``python`` has no tool name, and its input is code. ``label`` is the name that clients and the
-    operator use, ``problem`` the reason why it has no tools at present. Calls of the tools in
-    ``approval`` need the caller's approval. ``given``: the URL of the tool server came with the
-    request, not from the operator.
+    ``python`` has no tool name, and its input is code.
     """
 
     name: str
     tools: tuple[Tool, ...]
     description: str = ""
     label: str = ""
+    """The name that clients and the operator use."""
     problem: str = ""
+    """Why it has no tools at present."""
     approval: frozenset[str] = frozenset()
+    """The tools whose calls need the caller's approval."""
     given: bool = False
+    """Whether the URL of the tool server is in the request, not in the operator's configuration."""
 
     @property
     def is_builtin(self) -> bool:
@@ -318,39 +323,28 @@ RECOMMENDED = Sampling(temperature=1.0, top_p=1.0)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """When to stop: after ``max_tokens`` ids (``None``: the server's default), or at a stop string.
-
-    ``one_call`` ends the turn with its first call. ``where`` is the path of ``max_tokens`` in the
-    request, for the error if the server allows fewer. Reasoning is cut after ``reasoning_tokens``
-    ids, and the turn cannot end before ``min_tokens`` ids.
-    """
+    """Where the turn ends, apart from where the model ends it."""
 
     max_tokens: int | None = None
+    """The maximum number of ids; ``None``: the server's default."""
     stop: tuple[str, ...] = ()
     one_call: bool = False
+    """Whether the turn ends with its first call."""
     where: str = "max_tokens"
+    """The path of ``max_tokens`` in the request, for the error if the server allows fewer."""
     reasoning_tokens: int | None = None
+    """The number of ids after which reasoning is cut short."""
     min_tokens: int = 0
+    """The number of ids before which the turn cannot end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Everything the next assistant turn depends on.
-
-    ``identity`` replaces the first line of the system message (``None``: openai-harmony's own),
-    ``date`` is the current date in it as ``YYYY-MM-DD`` (``None``: no date line, A1),
-    ``builtin_tools`` names the built-in namespaces (``browser``, ``python``) that are enabled,
-    ``prefill`` is the beginning of the final answer, which the model continues. Without
-    ``thinking`` the model may not write analysis, whatever effort the prompt shows.
+    """Everything that the next turn of the assistant depends on.
 
     ``tools``, ``effort`` and ``response_format`` are those at the beginning of the prompt, and
     messages can change them. ``callable_tools``, ``answer_format`` and ``thinking`` apply to the
-    answer. No tenant uses what is cached of another ``tenant``: messages, tools, grammars.
-    ``namespaces`` are the tools that the server runs, and ``max_tool_calls`` limits the number of
-    their calls (``None``: the server's default). At that limit, a turn that ``pauses`` ends, and
-    continues when the caller sends it back; in any other turn, the model is told that no calls are
-    left, and continues. ``choices`` is the number of answers, generated independently.
-    ``prediction`` is text that the answers are likely to repeat.
+    answer.
     """
 
     messages: tuple[Message, ...]
@@ -358,19 +352,31 @@ class Turn:
     effort: Effort = Effort.MEDIUM
     response_format: ResponseFormat | None = None
     identity: str | None = None
+    """Replaces the first line of the system message; ``None``: openai-harmony's own (A1)."""
     date: str | None = None
+    """The current date in the system message, as ``YYYY-MM-DD``; ``None``: no line for it (A1)."""
     builtin_tools: tuple[str, ...] = ()
+    """The built-in namespaces (``browser``, ``python``) that are enabled and the client runs."""
     prefill: str | None = None
+    """The beginning of the final answer, which the model continues."""
     sampling: Sampling = Sampling()
     limits: Limits = Limits()
     tool_choice: ToolChoice = ToolChoice()
     thinking: bool = True
+    """Whether the model may write analysis. If not, the prompt still shows an effort."""
     tenant: str = ""
+    """Whoever sent the request. What is cached for one tenant is never used for another."""
     namespaces: tuple[Namespace, ...] = ()
+    """The tools that the server runs."""
     max_tool_calls: int | None = None
+    """The maximum number of calls that the server runs; ``None``: the server's default."""
     pauses: bool = False
+    """Whether the turn ends at that maximum, to continue when the caller sends it back. If not, the
+    model reads that no calls are left, and continues."""
     choices: int = 1
+    """The number of answers, which are generated independently."""
     prediction: str = ""
+    """Text that the answers are likely to repeat."""
 
     @property
     def builtin_namespaces(self) -> tuple[str, ...]:
