@@ -52,7 +52,7 @@ def rows(long: int) -> Iterator[Row]:
     with tempfile.TemporaryDirectory() as directory:
         tiny = standin.write_tiny(Path(directory, "tiny"))
         engine = MlxEngine(str(tiny))
-        engine.load(lambda: loaded(tiny), reusing)
+        engine.load(lambda: reusing(*loaded(tiny)))
         try:
             yield from asyncio.run(beside(engine, long))
             yield from decoding("tiny", engine)
@@ -60,15 +60,15 @@ def rows(long: int) -> Iterator[Row]:
         finally:
             engine.close()
         engine = MlxEngine("12 layers of 256")
-        engine.load(lambda: (wide(), tokenizer), reusing)
+        engine.load(lambda: reusing(wide(), tokenizer))
         try:
             yield from decoding("12 layers of 256", engine)
         finally:
             engine.close()
 
 
-def reusing(model: Any) -> PrefixCache:
-    return PrefixCache(model, PrefixTree(1 << 30))
+def reusing(model: Any, tokenizer: Any) -> tuple[Any, Any, PrefixCache]:
+    return model, tokenizer, PrefixCache(model, PrefixTree(1 << 30))
 
 
 def loaded(directory: Path) -> tuple[Any, Any]:

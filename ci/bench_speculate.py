@@ -310,8 +310,12 @@ clock = time.perf_counter if device.has_metal() else time.process_time
 
 
 def opened(load: Callable[[], Any], speculate: Any) -> MlxEngine:
+    def loaded() -> tuple[Any, None, PrefixCache]:
+        model = load()
+        return model, None, PrefixCache(model, PrefixTree(1 << 30))
+
     engine = MlxEngine("random", Options(speculate=speculate))
-    engine.load(lambda: (load(), None), lambda model: PrefixCache(model, PrefixTree(1 << 30)))
+    engine.load(loaded)
     return engine
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mlx_lm import utils
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 
 
 def load_module(directory: Path) -> Any:
@@ -18,3 +20,15 @@ def load_module(directory: Path) -> Any:
         return utils.load_model(directory, trust_remote_code=True)[0]
     except TypeError:  # 0.31 always runs the code of the directory
         return utils.load_model(directory)[0]
+
+
+def loading(
+    model: Callable[[], Any], cache: Callable[[Any], PrefixCache] = PrefixCache
+) -> Callable[[], tuple[Any, None, PrefixCache]]:
+    """What ``MlxEngine.load`` takes, for a model without a tokenizer."""
+
+    def load() -> tuple[Any, None, PrefixCache]:
+        module = model()
+        return module, None, cache(module)
+
+    return load

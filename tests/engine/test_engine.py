@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from engine_models import load_module
+from engine_models import load_module, loading
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from vllm_mlx_harmony import standin
@@ -43,14 +43,10 @@ GREEDY = Settings(max_tokens=40, temperature=0.0, top_p=1.0)
 COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<|return|>"
 
 
-def load(directory: Path) -> tuple[Any, Any]:
-    return load_module(directory), None
-
-
 def opened(directory: Path, **options: Any) -> MlxEngine:
     cache = options.pop("cache", PrefixCache)
     engine = MlxEngine(str(directory), Options(**options))
-    engine.load(partial(load, directory), cache)
+    engine.load(loading(partial(load_module, directory), cache))
     return engine
 
 
@@ -646,7 +642,7 @@ def test_a_model_that_leaves_no_room_is_not_loaded(
     monkeypatch.setattr(device, "memory", lambda: 20_000_000)
     engine = MlxEngine(str(tiny))
     with pytest.raises(HostError, match=r"of the 18,000,000 bytes .* leaves no memory"):
-        engine.load(partial(load, tiny))
+        engine.load(loading(partial(load_module, tiny)))
     engine.close()
     assert not engine.loaded
 

@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 import mlx.core as mx
-from engine_models import load_module
+from engine_models import load_module, loading
 
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB, TokenLogprob
 from vllm_mlx_harmony.engine import batch
@@ -41,7 +41,7 @@ CHANGED: dict[str, Any] = {
 @pytest.fixture(scope="module", params=["off", "auto"])
 def engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MlxEngine]:
     engine = MlxEngine(str(tiny), Options(speculate=request.param))
-    engine.load(partial(lambda path: (load_module(path), None), tiny))
+    engine.load(loading(partial(load_module, tiny)))
     yield engine
     engine.close()
 
@@ -108,7 +108,7 @@ def test_beside_others_that_do_not_ask(engine: MlxEngine, run: Run) -> None:
 
 def test_several_ids_in_a_step_keep_theirs(tiny: Path, run: Run) -> None:
     engine = MlxEngine(str(tiny), Options(interval=5))
-    engine.load(lambda: (load_module(tiny), None))
+    engine.load(loading(partial(load_module, tiny)))
     try:
         steps = run(generated(engine, PROMPT, top_logprobs=2))
         assert max(len(step.ids) for step in steps) > 1

@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from engine_models import load_module
+from engine_models import load_module, loading
 
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.engine import engine as engine_module
@@ -45,7 +45,7 @@ def engine(tiny: Path) -> Iterator[MlxEngine]:
 
     options = Options(Limits(chunk=CHUNK, prompts=1), speculate="off")  # answers take a while
     made = MlxEngine(str(tiny), options)
-    made.load(lambda: (load_module(tiny), None), cache)
+    made.load(loading(partial(load_module, tiny), cache))
     yield made
     made.close()
 

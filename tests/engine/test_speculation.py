@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 import mlx.core as mx
+from engine_models import loading
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -233,7 +234,7 @@ def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
     def opened(**options: Any) -> MlxEngine:
         cache = lambda model: PrefixCache(model, PrefixTree(1 << 30))  # noqa: E731
         engine = MlxEngine("recall", Options(**options))
-        engine.load(lambda: (Recall(), None), cache)  # type: ignore[arg-type, return-value]
+        engine.load(loading(Recall, cache))
         return engine
 
     both = opened(speculate="auto"), opened()
@@ -327,7 +328,7 @@ def test_a_drafted_answer_is_on_disk_as_any_other(
         disk = open_disk()
         cache = lambda model: PrefixCache(model, PrefixTree(1 << 30), disk, b"w")  # noqa: B023, E731
         engine = MlxEngine("recall", Options(speculate=speculate))  # type: ignore[arg-type]
-        engine.load(lambda: (Recall(), None), cache)  # type: ignore[arg-type, return-value]
+        engine.load(loading(Recall, cache))
         try:
             if not ids:
                 engine.costs = CHEAP
@@ -347,7 +348,7 @@ def test_a_drafted_answer_is_on_disk_as_any_other(
 
 def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
     engine = MlxEngine("recall", Options(speculate="auto"))
-    engine.load(lambda: (Recall(), None))  # type: ignore[arg-type, return-value]
+    engine.load(loading(Recall))
     engine.costs = CHEAP
 
     async def asked() -> None:

@@ -77,8 +77,8 @@ no memory is freed."""
 REPORTED = 0.5
 """Seconds between two progress reports of prompts that wait."""
 
-Load: TypeAlias = "Callable[[], tuple[Module, Any]]"
-MakeCache: TypeAlias = "Callable[[Module], PrefixCache]"
+Load: TypeAlias = "Callable[[], tuple[Module, Any, PrefixCache]]"
+"""Returns a model, its tokenizer, and the prefix cache for it."""
 
 Speculate: TypeAlias = Literal["off", "forced", "auto"]
 
@@ -196,13 +196,12 @@ class MlxEngine:
         longest = self.budget.longest(device.weights())
         return longest if known is None else min(known, longest)
 
-    def load(self, load: Load, cache: MakeCache = PrefixCache) -> None:
-        """Loads the model and makes its prefix cache, on the engine's thread.
+    def load(self, load: Load) -> None:
+        """Calls ``load`` on the engine's thread, and waits for it.
 
-        Raises what ``load`` raises, and ``HostError`` if the model does not fit.
+        Raises what it raises, and ``HostError`` if the model does not fit.
         """
-        if not self.loaded:
-            self._thread.call(partial(self._load, load, cache)).result()
+        self._thread.call(partial(self._load, load)).result()
 
     def close(self) -> None:
         """Ends all requests, frees everything, ends the thread."""
@@ -292,8 +291,8 @@ class MlxEngine:
 
     # --- On the thread: loading and freeing
 
-    def _load(self, load: Load, cache: MakeCache) -> None:
-        module, self.tokenizer = load()
+    def _load(self, load: Load) -> None:
+        module, self.tokenizer, self.cache = load()
         self.weights = tree_reduce(
             lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
         )
@@ -321,7 +320,6 @@ class MlxEngine:
             measure = partial(costs.measured, module, layers)
             self.costs = costs.remembered(self.options.costs, key, measure)
         mx.clear_cache()
-        self.cache = cache(module)
 
     def _free(self) -> None:
         """Ends all requests and unloads in one call; a request arriving between two calls would

@@ -139,7 +139,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self.engine: MlxEngine | None = None
         self._trust_remote_code = trust_remote_code
         self._options = options or resources.options
-        self._weights: bytes | None = None
         self._since = time.time()
         self._loading = threading.Lock()
 
@@ -165,7 +164,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
                 return
             engine = MlxEngine(self.path, self._options)
             try:
-                engine.load(self._load, self._cache)
+                engine.load(self._load)
             except BaseException:
                 engine.close()
                 raise
@@ -174,19 +173,17 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         metrics.show()
         status_line.start(lambda: [(name, engine.status()) for name, engine in serving()])
 
-    def _load(self) -> tuple[Any, Any]:
+    def _load(self) -> tuple[Any, Any, PrefixCache]:
         trusted = self._trust_remote_code or is_standin(Path(self.path))
         loading = partial(load, self.path, trust_remote_code=trusted)
+        weights = None
         if resources.disk is None:
             module, tokenizer = loading()
         else:
-            (module, tokenizer), self._weights = identity.load_and_identify(self.path, loading)
+            (module, tokenizer), weights = identity.load_and_identify(self.path, loading)
         if not is_harmony(tokenizer):
             raise NotHarmony(self.model_name)
-        return module, tokenizer
-
-    def _cache(self, module: Any) -> PrefixCache:
-        return PrefixCache(module, resources.tree(), resources.disk, self._weights)
+        return module, tokenizer, PrefixCache(module, resources.tree(), resources.disk, weights)
 
     async def start(self) -> None:
         """Loads the model in a thread. If cancelled, waits for loading to finish before raising."""
