@@ -2,9 +2,9 @@
 
 An ``Answer`` owns the lease of the engine, the metrics, the deadline and the cancellation of a
 request. It has one task, which takes groups of deltas from `generation`, writes them as events, and
-puts the events into one buffer. What takes events out of the buffer is a reader: a stream of
-server-sent events, a WebSocket, a client that waits for the whole answer, the log of a background
-response. Readers never drive the engine. An answer ends in one of three ways:
+puts the events into one buffer. A reader takes them out: a stream of server-sent events, a
+WebSocket, or a client that waits for the whole answer. (The events of a background response go to
+its log instead.) Readers never drive the engine. An answer ends in one of three ways:
 
 - **Its generation ends**, or fails. The lease is released first. Then a failure is written, and the
   reader reaches the end.
@@ -75,15 +75,13 @@ End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 class Answer:
     """The answer to ``job``. Making it starts the generation, which goes on until its end is read.
 
+    Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
+    then the iteration. An answer that is not streamed has no events, only the document that
+    ``whole`` returns. After a silence (comments do not count), the reader gets the job's ``ping``.
+
     ``end`` writes the last delta in place of the emitter, and may take time, for example to store a
     response. ``announced``: the client already has the id of the answer, so every failure is an
-    event. ``keep`` gets the events instead of the buffer. ``deltas`` replaces the generation. After
-    a silence (comments do not count), the reader gets the job's ``ping``. The first group of events
-    does not count as unread, because in Responses it repeats the instructions and tools of the
-    client. An answer that is not streamed has no events: ``whole`` waits for its document.
-
-    Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
-    then the iteration.
+    event. ``sink`` gets the events instead of the buffer. ``deltas`` replaces the generation.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class Answer:
         *,
         end: End | None = None,
         announced: bool = False,
-        keep: Callable[[list[Event]], None] | None = None,
+        sink: Callable[[list[Event]], None] | None = None,
         deltas: Deltas | None = None,
     ) -> None:
         self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
@@ -101,33 +99,35 @@ class Answer:
         if deltas is None:
             deltas = (run_choices if job.others else run)(job, self._tracker)
         self._deltas = deltas
-        self._write_last, self._keep = end, keep
+        self._write_last, self._sink = end, sink
         self._is_remote = job.lease.harmony_engine.remote
         self._pings_after: float = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
         self._ping = job.ping if self._pings_after else None
         self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
-        self._reported: float | None = None  # when progress was last reported
-        self._room = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY)
-        self._capacity: int | None = None  # of the buffer, known after the first group
+        self._progress_at: float | None = None  # when progress was last reported
+        self._max_unread = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY)
+        # Of the buffer. The first group of events does not count as unread, because in Responses it
+        # repeats the instructions and tools of the client.
+        self._capacity: int | None = None
 
         self._announced = announced
         self._generating = False  # the task can be cancelled, because it is not cleaning up
         self._stopped = False  # nothing more is taken from the engine
         self._ended = False  # the last event is written, or is being written
         self._complete = False  # nothing more is put into the buffer
-        self._read = False  # the reader has reached the end
-        self._accounted = False
+        self._read_to_end = False  # the reader has reached the end
+        self._metrics_finished = False
         self._failure: Exception | None = None  # to be raised to the reader
 
         self._unread: deque[Event] = deque()
-        self._bytes = 0
-        self._more: asyncio.Future[None] | None = None  # what the reader waits for
-        self._less: asyncio.Future[None] | None = None  # what the task waits for
+        self._unread_bytes = 0
+        self._reader_waiter: asyncio.Future[None] | None = None  # what the reader waits for
+        self._task_waiter: asyncio.Future[None] | None = None  # what the task waits for
 
-        self._name = (job.id_seed, job.lease.tenant)
-        _running[self._name] = self
-        self._buffered = keep is None and job.stream
+        self._key = (job.id_seed, job.lease.tenant)
+        _running[self._key] = self
+        self._buffered = sink is None and job.stream
         if self._buffered:
             _being_read.add(self)
         self._task = tasks.start(self._run())
@@ -148,14 +148,14 @@ class Answer:
                 self._silent_since = clock()
                 return self._ping
             if self._unread:
-                event = self._taken()
+                event = self._pop()
                 if not event.comment:
                     self._silent_since = clock()
                 return event
             if self._complete:
                 self._end_reading()
                 raise StopAsyncIteration
-            await self._changed(left if self._ping else None)
+            await self._wait(left if self._ping else None)
 
     def ready(self) -> list[Event]:
         """The events that can be read now, at most about ``PIECE`` bytes.
@@ -165,21 +165,21 @@ class Answer:
         events: list[Event] = []
         size = 0
         while self._is_remote and self._unread and size < PIECE:
-            events.append(self._taken())
+            events.append(self._pop())
             size += len(events[-1].data)
         return events
 
     async def begun(self) -> bool:
         """Waits for the first event, and returns true. Raises a failure that comes before it."""
         while not (self._announced or self._complete):
-            await self._changed()
+            await self._wait()
         self._raise_failure()
         return True
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer, after the engine is free. Raises the failure that ended the answer."""
         while not self._complete:
-            await self._changed()
+            await self._wait()
         self._raise_failure()
         document = self._emitter.result()
         notify(self._observers, lambda each: each.whole(document))
@@ -191,7 +191,7 @@ class Answer:
         ``result`` is for the metrics. The engine stops at the end of its current step.
         """
         _being_read.discard(self)
-        self._account(result)
+        self._finish_metrics(result)
         self._unread.clear()
         self._failure = None
         self._stop()
@@ -204,23 +204,23 @@ class Answer:
         Returns at once if the answer was read to its end.
         """
         self.close(result)
-        if not self._read:
+        if not self._read_to_end:
             await tasks.wait_until_done(self._task)
 
-    def _taken(self) -> Event:
+    def _pop(self) -> Event:
         event = self._unread.popleft()
-        self._bytes -= len(event.data)
-        if self._less is not None and self._bytes <= HIGH_WATER // 2 and not self._less.done():
-            self._less.set_result(None)
+        self._unread_bytes -= len(event.data)
+        if self._task_waiter is not None and self._unread_bytes <= HIGH_WATER // 2 and not self._task_waiter.done():
+            self._task_waiter.set_result(None)
         return event
 
-    async def _changed(self, seconds: float | None = None) -> None:
+    async def _wait(self, seconds: float | None = None) -> None:
         """Waits until something is put into the buffer, the answer ends, or ``seconds`` pass."""
         loop = asyncio.get_running_loop()
-        self._more = loop.create_future()
+        self._reader_waiter = loop.create_future()
         timer = None if seconds is None else loop.call_later(seconds, self._wake)
         try:
-            await self._more
+            await self._reader_waiter
         finally:
             if timer is not None:
                 timer.cancel()
@@ -236,7 +236,7 @@ class Answer:
             del failure
 
     def _end_reading(self) -> None:
-        self._read = True
+        self._read_to_end = True
         _being_read.discard(self)
 
     # --- For everything else
@@ -245,7 +245,7 @@ class Answer:
         """Ends the answer with ``failure``, which the reader gets at once."""
         if not (self._stopped or self._ended):
             self._stop()
-            tasks.start(self._conclude(failure))
+            tasks.start(self._write_end(failure))
 
     # --- The task
 
@@ -260,13 +260,13 @@ class Answer:
         except Exception as error:  # noqa: BLE001 - the reader gets every error
             failure = error
         try:
-            self._forget()
+            self._unregister()
             await self._lease.release()
         except Exception:
             logger.exception("an engine could not be released")
         try:
             if not self._stopped:
-                await self._conclude(failure)
+                await self._write_end(failure)
             elif not (failure is None or isinstance(failure, HarmonyFailure)):
                 logger.error("an engine could not be stopped", exc_info=failure)
         finally:
@@ -275,10 +275,8 @@ class Answer:
     async def _generate(self, groups: Deltas) -> None:
         """Writes all groups.
 
-        Each may take up to the time limit of the whole request, as in vllm-mlx.
-
-        The deadline of the request limits the first group (`serving.respond`). Progress does not
-        count as a group here, because that limit is for the whole prompt.
+        The request's deadline limits the first group (`serving.respond`), including all progress
+        of the prompt. Each later group may take as long as the whole request may, as in vllm-mlx.
         """
         self._generating = True
         silence: asyncio.TimerHandle | None = None
@@ -291,7 +289,7 @@ class Answer:
                 if self._stopped:  # an engine may suppress the cancellation
                     return
                 if group and isinstance(group[0], Progress):
-                    self._report(group[0])
+                    self._write_progress(group[0])
                     continue
                 if silence is not None:
                     silence.cancel()
@@ -314,21 +312,21 @@ class Answer:
         self._put([event for delta in group for event in self._emitter.feed(delta)])
         if isinstance(last, Finished):
             self._ended = True
-            self._account("success", last)
+            self._finish_metrics("success", last)
             self._put(await self._last_events(last))
             return
         if self._is_remote:
-            while self._bytes > HIGH_WATER:
-                self._less = asyncio.get_running_loop().create_future()
-                await self._less
+            while self._unread_bytes > HIGH_WATER:
+                self._task_waiter = asyncio.get_running_loop().create_future()
+                await self._task_waiter
         elif self._capacity is None:
-            self._capacity = self._bytes + self._room
-        elif self._bytes > self._capacity:
-            logger.info("closing a stream: the client has not read %d bytes", self._bytes)
+            self._capacity = self._unread_bytes + self._max_unread
+        elif self._unread_bytes > self._capacity:
+            logger.info("closing a stream: the client has not read %d bytes", self._unread_bytes)
             problem = "the stream was closed because the client read it too slowly"
             raise HostError(problem, code="reader_too_slow")
 
-    def _report(self, progress: Progress) -> None:
+    def _write_progress(self, progress: Progress) -> None:
         """Writes the progress of the prompt, at most twice a second.
 
         Clients that asked for progress events get the first and the last one immediately, as with
@@ -336,14 +334,14 @@ class Answer:
         """
         now = asyncio.get_running_loop().time()
         events = self._emitter.feed(progress)
-        first, complete = self._reported is None, progress.processed >= progress.total
+        first, complete = self._progress_at is None, progress.processed >= progress.total
         at_once = bool(events) and (first or complete)
         if not events and self._comments_progress:
             events = [progress_comment(progress)]
-        if self._reported is None:
-            self._reported = now
-        if at_once or now - self._reported >= PROGRESS_SECONDS:
-            self._reported = now
+        if self._progress_at is None:
+            self._progress_at = now
+        if at_once or now - self._progress_at >= PROGRESS_SECONDS:
+            self._progress_at = now
             self._put(events)
 
     async def _last_events(self, delta: Finished | Failed) -> list[Event]:
@@ -351,14 +349,14 @@ class Answer:
             return await self._write_last(delta)
         return self._emitter.feed(delta)
 
-    async def _conclude(self, failure: Exception | None) -> None:
+    async def _write_end(self, failure: Exception | None) -> None:
         """Writes ``failure``, if there is one and nothing was written last yet."""
         try:
             if failure is None:
-                self._account("success")
+                self._finish_metrics("success")
             else:
                 results = {TIMED_OUT: "timeout", CANCELLED: "client_closed"}
-                self._account(results.get(getattr(failure, "status", 0), "error"), failure=failure)
+                self._finish_metrics(results.get(getattr(failure, "status", 0), "error"), failure=failure)
                 if not self._announced:
                     self._failure = failure
                 elif not self._ended:
@@ -375,46 +373,46 @@ class Answer:
         if self._complete:
             return
         notify(self._observers, lambda each: each.events(events))
-        if self._keep is not None:
-            self._keep(events)
+        if self._sink is not None:
+            self._sink(events)
         elif self._buffered:
             self._announced = True
             self._unread.extend(events)
-            self._bytes += sum(len(event.data) for event in events)
+            self._unread_bytes += sum(len(event.data) for event in events)
         self._wake()
 
     # --- For both sides
 
     def _stop(self) -> None:
-        """Takes nothing more from the engine. The task cleans up.
+        """Takes nothing more from the engine; the task cleans up.
 
-        A task that was cancelled before its first step would not clean up.
+        The task is not cancelled before it generates, because then it would not clean up.
         """
         if self._stopped:  # an engine that cleans up must not be interrupted
             return
         self._stopped = True
-        self._forget()
+        self._unregister()
         if self._generating:
             self._task.cancel()
 
-    def _forget(self) -> None:
-        if _running.get(self._name) is self:
-            del _running[self._name]
+    def _unregister(self) -> None:
+        if _running.get(self._key) is self:
+            del _running[self._key]
 
-    def _account(
+    def _finish_metrics(
         self, result: str, last: Finished | None = None, failure: Exception | None = None
     ) -> None:
         """Ends the metrics of the request, once. ``last`` has the usage."""
-        if self._accounted:
+        if self._metrics_finished:
             return
-        self._accounted = True
+        self._metrics_finished = True
         usage = Usage() if last is None else last.usage
         self._tracker.finish(result, usage)
         notify(self._observers, lambda each: each.ended(result, usage, failure))
 
     def _wake(self) -> None:
-        if self._more is not None and not self._more.done():
-            self._more.set_result(None)
+        if self._reader_waiter is not None and not self._reader_waiter.done():
+            self._reader_waiter.set_result(None)
 
 
 # --- All answers of this server. Everything runs on the thread of the event loop.

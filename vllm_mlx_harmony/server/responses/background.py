@@ -58,7 +58,7 @@ class Running:
         # ``None`` when the response has ended, so that only its events stay in memory.
         self._generating: tuple[Answer, StoringEmitter] | None = None
         self._append(emitter.create())
-        answer = Answer(job, end=emitter.end, announced=True, keep=self._append)
+        answer = Answer(job, end=emitter.end, announced=True, sink=self._append)
         self._generating = answer, emitter
 
     @property
