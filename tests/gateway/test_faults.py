@@ -26,7 +26,7 @@ from in_process import MODEL, Watched, engine_at
 from starlette.requests import Request
 
 from vllm_mlx_harmony.gateway import routing
-from vllm_mlx_harmony.gateway.app import _Outer
+from vllm_mlx_harmony.gateway.app import _GatewayApp
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
 from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
@@ -170,7 +170,7 @@ def test_an_engine_that_is_started_again_is_used_again() -> None:
         running = ExitStack()
         url = running.enter_context(served(first.app))
         host = Watched("", (first, url))
-        gateway = stack.enter_context(served(_Outer(host, application(host))))
+        gateway = stack.enter_context(served(_GatewayApp(host, application(host))))
         body = {"model": MODEL, **BODIES[CHAT]}
         assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
         running.close()

@@ -25,7 +25,7 @@ from websockets.sync.client import connect
 from vllm_mlx_harmony.gateway import access_log, app
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
-from vllm_mlx_harmony.gateway.limits import DAY, Counter, Counts, Limits, digest, headers
+from vllm_mlx_harmony.gateway.limits import DAY, Counts, Limits, Quota, digest, headers
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 from vllm_mlx_harmony.server.app import application
 
@@ -43,7 +43,7 @@ MIDNIGHT = 500.0 * DAY
 
 # --- Counting
 
-PER_MINUTE, PER_DAY = Counter("requests", 60, 4, 1), Counter("requests", DAY, 4, 1)
+PER_MINUTE, PER_DAY = Quota("requests", 60, 4, 1), Quota("requests", DAY, 4, 1)
 
 
 @pytest.mark.parametrize(
@@ -53,22 +53,22 @@ PER_MINUTE, PER_DAY = Counter("requests", 60, 4, 1), Counter("requests", DAY, 4,
         # Half of the four requests of the previous minute count: there is room for two.
         (PER_MINUTE, [*[(10, None, 0)] * 4, (90, 1, 0), (90, 0, 0), (90, 0, 15), (300, 3, 0)]),
         (PER_DAY, [*[(10, None, 0)] * 4, (70, 0, DAY - 70), (DAY - 1, 0, 1), (DAY, 3, 0)]),
-        (Counter("tokens", 60, 4, 0), [(10, 4, 0), (10, 4, 0)]),
-        (Counter("tokens", 60, 4, 3), [(10, 1, 0), (10, 0, 60)]),
-        (Counter("tokens", DAY, 4, 4), [(10, 0, DAY - 10)]),
+        (Quota("tokens", 60, 4, 0), [(10, 4, 0), (10, 4, 0)]),
+        (Quota("tokens", 60, 4, 3), [(10, 1, 0), (10, 0, 60)]),
+        (Quota("tokens", DAY, 4, 4), [(10, 0, DAY - 10)]),
     ],
     ids=["full", "sliding", "day", "no tokens", "tokens", "tokens of a day"],
 )
-def test_what_is_left(counter: Counter, rows: list[tuple[float, int | None, float]]) -> None:
+def test_what_is_left(counter: Quota, rows: list[tuple[float, int | None, float]]) -> None:
     """Each row: the second, what is left after it, and how long to wait. Requests that have to wait
     are not counted, as in the gateway."""
-    counts, back = Counts(), Counter(counter.unit, counter.seconds, counter.limit, -counter.amount)
+    counts, back = Counts(), Quota(counter.unit, counter.seconds, counter.limit, -counter.amount)
     for second, left, wait in rows:
         (budget,) = counts.add("a", [counter], MIDNIGHT + second)
-        assert left is None or (budget.left, pytest.approx(budget.wait)) == (left, wait)
+        assert left is None or (budget.remaining, pytest.approx(budget.wait)) == (left, wait)
         if budget.wait and counter.unit == "requests":
             counts.add("a", [back], MIDNIGHT + second)
-    assert counts.add("b", [PER_MINUTE], MIDNIGHT)[0].left == 3
+    assert counts.add("b", [PER_MINUTE], MIDNIGHT)[0].remaining == 3
 
 
 @pytest.mark.parametrize("limit", [1, 2, 7, 100])
@@ -79,7 +79,7 @@ def test_whoever_waits_as_long_as_asked_is_served(limit: int, unit: Any, seconds
     now, counts = MIDNIGHT + 0.37 * seconds, Counts()
 
     def wait(amount: int) -> float:
-        return counts.add("a", [Counter(unit, seconds, limit, amount)], now)[0].wait
+        return counts.add("a", [Quota(unit, seconds, limit, amount)], now)[0].wait
 
     for _ in range(3 * limit):
         waits = 0
@@ -123,7 +123,7 @@ def test_whoever_waits_as_long_as_asked_is_served(limit: int, unit: Any, seconds
     ],
 )
 def test_headers(limits: dict[str, int], now: float, expected: dict[str, str]) -> None:
-    budgets = Counts().add("a", Limits(**limits).counters(requests=1), MIDNIGHT + now)
+    budgets = Counts().add("a", Limits(**limits).quotas(requests=1), MIDNIGHT + now)
     found = {name.decode(): value.decode() for name, value in headers(budgets)}
     assert found == {f"x-ratelimit-{name}": value for name, value in expected.items()}
 
@@ -290,7 +290,7 @@ def test_a_revoked_key_ends_on_an_open_websocket() -> None:
         url = stack.enter_context(served(engine.app))
         settings = GatewaySettings(engines=(Spec(url),), model=MODEL, keys=(alice, bob))
         host = app.Gateway(settings)
-        base = stack.enter_context(served(app._Outer(host, application(host))))
+        base = stack.enter_context(served(app._GatewayApp(host, application(host))))
         header = {"Authorization": "Bearer key-of-alice"}
         with connect(f"ws{base[4:]}/v1/responses", additional_headers=header) as socket:
             host.reload(GatewaySettings(engines=(Spec(url),), model=MODEL, keys=(bob,)))

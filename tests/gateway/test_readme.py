@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from vllm_mlx_harmony.cli import gateway, gateway_keys
-from vllm_mlx_harmony.gateway.access_log import Access
+from vllm_mlx_harmony.gateway.access_log import Entry
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import Key, load
@@ -66,8 +66,8 @@ def test_commands_of_the_runbook() -> None:
 def test_who_used_how_much_yesterday() -> None:
     """The query of the runbook, over the lines of a log with noise between them."""
     jq = pytest.importorskip("jq")
-    access = Access("json", "POST", "/v1/responses", "m", 0.0, "alice", 200, "success", 100, 90, 7)
-    bob = Access("json", "POST", "/v1/responses", "m", 0.0, "bob", 429)
+    access = Entry("json", "POST", "/v1/responses", "m", 0.0, "alice", 200, "success", 100, 90, 7)
+    bob = Entry("json", "POST", "/v1/responses", "m", 0.0, "bob", 429)
     lines = [
         access.line("2026-11-22T10:00:00.000+00:00", 1.0),
         "not a line of the access log",

@@ -283,7 +283,7 @@ def test_keys_and_limits_are_read_again() -> None:
             engines=(Spec(url),), model=MODEL, keys=(Key("a", digest("key-of-a")),)
         )
         host = app.Gateway(old)
-        base = stack.enter_context(served(app._Outer(host, application(host))))
+        base = stack.enter_context(served(app._GatewayApp(host, application(host))))
 
         def ask(key: str, stream: bool = False) -> httpx.Response:
             headers = {"Authorization": f"Bearer {key}"}
@@ -908,7 +908,7 @@ def test_a_line_for_each_request(form: Any, stream: bool, caplog: pytest.LogCapt
 
 def test_no_client_can_forge_a_line() -> None:
     path = '/v1/x y\nkey=root "'
-    access = access_log.Access("text", "POST", path, "m", 0.0, status=404)
+    access = access_log.Entry("text", "POST", path, "m", 0.0, status=404)
     line = access.line("t", 0.5)
     assert line.splitlines() == [line]
     assert ' path="/v1/x y\\nkey=root \\"" status=404 ' in line

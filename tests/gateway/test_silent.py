@@ -20,7 +20,7 @@ from fake_engines import EXCHANGES, FakeEngine, Fault, compact, served, until
 from in_process import MODEL, Watched
 
 from vllm_mlx_harmony.gateway import router
-from vllm_mlx_harmony.gateway.app import _Outer
+from vllm_mlx_harmony.gateway.app import _GatewayApp
 from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.server.app import application
 
@@ -37,7 +37,7 @@ class Setting:
         self.engines = engines
         urls = [stack.enter_context(served(engine.app)) for engine in engines]
         self.host = Watched("", *zip(engines, urls, strict=True), **{"rule": QUICK, **options})
-        self.url = stack.enter_context(served(_Outer(self.host, application(self.host))))
+        self.url = stack.enter_context(served(_GatewayApp(self.host, application(self.host))))
         self.healthy = urls[-1]
 
     def limit(self, seconds: float) -> None:

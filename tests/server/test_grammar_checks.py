@@ -41,7 +41,7 @@ def checks() -> Iterator[GrammarChecks]:
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may have much else to do."""
     monkeypatch.setattr(grammar_checks, "PATIENCE", 300.0)
-    monkeypatch.setattr(grammar_checks, "CLOCK", 120.0)
+    monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
 
 
 def soon(true: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -86,13 +86,13 @@ def test_a_verdict_is_remembered_for_its_tenant(
     checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried: list[str] = []
-    original = grammar_checks._Lane.tried
+    original = grammar_checks._Lane.try_texts
 
     def counted(self, texts, request, trial):  # type: ignore[no-untyped-def]
         tried.append(request.tenant)
         return original(self, texts, request, trial)
 
-    monkeypatch.setattr(grammar_checks._Lane, "tried", counted)
+    monkeypatch.setattr(grammar_checks._Lane, "try_texts", counted)
     text = ATTACKS["5000 rules"]
     for tenant in ("a", "a", "b", "a", "b"):
         assert GrammarCheck(checks, tenant)(text) == TOO_MUCH
@@ -128,7 +128,7 @@ def test_a_helper_that_is_gone_or_hangs_is_replaced(sent: int, monkeypatch) -> N
     checks = GrammarChecks()
     try:
         assert GrammarCheck(checks, "t")('start: "a"') == ""
-        monkeypatch.setattr(grammar_checks, "CLOCK", 5.0)
+        monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 5.0)
         first = helper(checks)
         workers = processes_below(first)
         for pid in [*workers, first]:
@@ -155,14 +155,14 @@ def test_the_same_text_is_tried_once(
     checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tried = threading.Semaphore(0)
-    original = grammar_checks._Lane.tried
+    original = grammar_checks._Lane.try_texts
 
     def counted(self, texts, request, trial):  # type: ignore[no-untyped-def]
         tried.release()
         assert soon(lambda: len(trial.requests) == 8)
         return original(self, texts, request, trial)
 
-    monkeypatch.setattr(grammar_checks._Lane, "tried", counted)
+    monkeypatch.setattr(grammar_checks._Lane, "try_texts", counted)
     found: list[str] = []
     requests = [GrammarCheck(checks, "same") for _ in range(8)]
     threads = [

@@ -31,7 +31,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may have much else to do."""
     monkeypatch.setattr(grammar_checks, "PATIENCE", 300.0)
-    monkeypatch.setattr(grammar_checks, "CLOCK", 120.0)
+    monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
     def busy(*_: Any) -> None:
         raise grammar_checks.Unchecked("there was not enough time to check it")
 
-    monkeypatch.setattr(grammar_checks._Lane, "tried", busy)
+    monkeypatch.setattr(grammar_checks._Lane, "try_texts", busy)
     schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}
     strict_schema = {**schema, "required": ["unseen"], "additionalProperties": False}
     path, body = chat(strict_schema, True)

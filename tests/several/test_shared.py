@@ -330,20 +330,20 @@ def test_who_follows_what_ended_without_its_last_events(
 def test_gateways_count_together(server: RedisServer) -> None:
     one, other = Connection(server.url), Connection(server.url)
     midnight = 500.0 * DAY
-    counters = Limits(requests_per_minute=4, tokens_per_day=100).counters(requests=1, tokens=30)
+    counters = Limits(requests_per_minute=4, tokens_per_day=100).quotas(requests=1, tokens=30)
     seen = [add(each, "carol", counters, midnight + 10) for each in (one, other) * 2]
-    assert [[each.left for each in budgets] for budgets in seen] == [
+    assert [[each.remaining for each in budgets] for budgets in seen] == [
         [3, 70],
         [2, 40],
         [1, 10],
         [0, 0],
     ]
     assert [bool(each.wait) for each in seen[-1]] == [False, True]
-    assert add(other, "dave", counters, midnight + 10)[0].left == 3
+    assert add(other, "dave", counters, midnight + 10)[0].remaining == 3
     # Half of the four requests of the previous minute count, and none of the day's tokens passes.
     later = add(one, "carol", counters, midnight + 90)
-    assert (later[0].left, later[0].wait, later[1].wait) == (1, 0, DAY - 90)
-    assert [each.left for each in add(one, "carol", counters, midnight + DAY)] == [3, 70]
+    assert (later[0].remaining, later[0].wait, later[1].wait) == (1, 0, DAY - 90)
+    assert [each.remaining for each in add(one, "carol", counters, midnight + DAY)] == [3, 70]
 
 
 def test_running_requests_of_all_gateways(server: RedisServer) -> None:

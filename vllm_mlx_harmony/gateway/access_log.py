@@ -31,12 +31,12 @@ logger = logging.getLogger("vllm_mlx_harmony.access")
 Format = Literal["off", "text", "json"]
 FORMATS: tuple[Format, ...] = ("off", "text", "json")
 
-current: ContextVar[Access | None] = ContextVar("access", default=None)
+current: ContextVar[Entry | None] = ContextVar("access", default=None)
 """The entry of the current request."""
 
 
 @dataclass(slots=True, eq=False)
-class Access:
+class Entry:
     """A request and its limits. ``generating`` and ``exchanged`` say which half of it has ended."""
 
     form: Format
@@ -95,7 +95,7 @@ def to_standard_output() -> None:
     logger.setLevel(logging.INFO)
 
 
-async def logged(access: Access, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def logged(access: Entry, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Runs ``app`` for one request, with its headers, and logs it."""
 
     async def sending(message: Message) -> None:

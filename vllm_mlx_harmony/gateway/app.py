@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.gateway import access_log, limits, workers
-from vllm_mlx_harmony.gateway.access_log import Access, logged
+from vllm_mlx_harmony.gateway.access_log import Entry, logged
 from vllm_mlx_harmony.gateway.engines import http as engine_http
 from vllm_mlx_harmony.gateway.engines.detection import detect, first_id, get
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
@@ -51,7 +51,7 @@ from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.garbage import set_aside
+from vllm_mlx_harmony.server.garbage import freeze
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shutdown import draining
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
@@ -133,7 +133,7 @@ class Gateway:
         access = access_log.current.get() or self.access(request.scope)
         if access.exhausted is not None:
             raise self._too_many(access, str(access.exhausted), access.exhausted.wait)
-        end: Callable[[], Awaitable[None]] | None = _nothing
+        end: Callable[[], Awaitable[None]] | None = _no_release
         if limit := self._limits(access.key).concurrent_requests:
             end = await self.limiter.begin(access.key or "", limit)
         if end is None:
@@ -196,19 +196,19 @@ class Gateway:
         if full := exceeded(budgets, "requests"):
             raise self._too_many(access, str(full), full.wait)
 
-    def access(self, scope: Scope) -> Access:
+    def access(self, scope: Scope) -> Entry:
         """The entry of a request, which over a WebSocket has no HTTP exchange of its own."""
         form, path = self.settings.access_log, scope["path"]
         begun, model = time.monotonic(), self.settings.model
         if scope["type"] == "websocket":
-            return Access(form, "WEBSOCKET", path, model, begun, status=101, exchanged=True)
-        return Access(form, scope["method"], path, model, begun)
+            return Entry(form, "WEBSOCKET", path, model, begun, status=101, exchanged=True)
+        return Entry(form, scope["method"], path, model, begun)
 
     def _limits(self, name: str | None) -> Limits:
         """The limits of a key; those of every key if it was revoked while its request ran."""
         return self._limits_of.get(name or "", self._limits_of[""])
 
-    def _too_many(self, access: Access, limit: str, wait: float | None = None) -> HTTPException:
+    def _too_many(self, access: Entry, limit: str, wait: float | None = None) -> HTTPException:
         """The error of a request that exceeds ``limit`` for ``wait`` seconds."""
         self.metrics.refused.labels("rate limit").inc()
         if wait is not None and wait > limits.MINUTE:
@@ -242,7 +242,7 @@ def _toolbox(settings: GatewaySettings) -> Toolbox | None:
     return Toolbox.of(tools.ToolsConfig() if path is None else tools.read(path), use)
 
 
-async def _nothing() -> None:
+async def _no_release() -> None:
     """Leases need no release: engines behind HTTP are never unloaded."""
 
 
@@ -257,34 +257,31 @@ def gateway(
     app = application(host)
     if settings.inspect:
         inspector.install(app, partial(status, host))
-    return _Outer(host, app, reload)
+    return _GatewayApp(host, app, reload)
 
 
-class _Outer:
+class _GatewayApp:
     """Wraps the front end with the process's own endpoints, its lifespan and the access log."""
 
     def __init__(self, host: Gateway, app: Starlette, reload: Reload | None = None) -> None:
         self.host = host
         self._reload = reload
         self._app = app
-        app.router.lifespan_context = self._life
+        app.router.lifespan_context = self._lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            answer = ENDPOINTS.get(scope["path"])
-            if answer is not None and scope["method"] in ("GET", "HEAD"):
-                await answer(self.host)(scope, receive, send)
-                return
-        if scope["type"] == "http":
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+        elif scope["path"] in ENDPOINTS and scope["method"] in ("GET", "HEAD"):
+            await ENDPOINTS[scope["path"]](self.host)(scope, receive, send)
+        else:
             await logged(self.host.access(scope), self._app, scope, receive, send)
-            return
-        await self._app(scope, receive, send)
 
     @contextlib.asynccontextmanager
-    async def _life(self, _: Starlette) -> AsyncIterator[None]:
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         if self._reload is not None:  # first: without a handler, SIGHUP kills the process
             loop = asyncio.get_running_loop()
-            loop.add_signal_handler(signal.SIGHUP, self._reloaded, self._reload)
+            loop.add_signal_handler(signal.SIGHUP, self._on_sighup, self._reload)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # of a worker
         enforcement.warm_up()
         async with contextlib.AsyncExitStack() as stack:
@@ -306,7 +303,7 @@ class _Outer:
             if all(each.engine is None and each.problem != NOT_FOUND for each in engines):
                 problems = "".join(f"\n  {each.spec.url}: {each.problem}" for each in engines)
                 logger.error("no engine can be used; until one can, requests get 503:%s", problems)
-            set_aside()
+            freeze()
             yield
 
     async def _all_probed(self) -> None:
@@ -314,7 +311,7 @@ class _Outer:
         while any(each.problem == NOT_FOUND for each in self.host.fleet.backends):
             await asyncio.sleep(0.02)
 
-    def _reloaded(self, reload: Reload) -> None:
+    def _on_sighup(self, reload: Reload) -> None:
         """On SIGHUP: applies the engines, keys, limits and defaults of the reloaded settings."""
         try:
             self.host.reload(reload())
@@ -344,7 +341,7 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
         return  # removed since it was due
     try:
         if backend.routing.doubted(backend) and backend.engine is not None:
-            await _generates(backend, backend.engine)
+            await _check_generation(backend, backend.engine)
         if backend.routing.health(backend) not in (Health.UP, Health.DRAINING):
             backend.found(await detect(http, backend.spec, model))
         elif backend.routing.doubted(backend):
@@ -363,7 +360,7 @@ async def probe(http: ClientSession, backend: Backend, model: str) -> None:
         backend.probed(str(error) or type(error).__name__)
 
 
-async def _generates(backend: Backend, engine: HttpEngine) -> None:
+async def _check_generation(backend: Backend, engine: HttpEngine) -> None:
     """Raises ``EngineSilent`` if no id comes for the probe, and neither ids nor progress for any
     other request. Other failures are raised unless the engine is down: another one may have taken
     its place."""

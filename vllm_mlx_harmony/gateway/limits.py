@@ -38,19 +38,19 @@ class Limits:
     tokens_per_day: int = 0
     concurrent_requests: int = 0
 
-    def counters(self, requests: int = 0, tokens: int = 0) -> list[Counter]:
-        """The counters of all limits that are set, and what is added to each."""
+    def quotas(self, requests: int = 0, tokens: int = 0) -> list[Quota]:
+        """All limits that are set, and what is added to each."""
         every = (
-            Counter("requests", MINUTE, self.requests_per_minute, requests),
-            Counter("requests", DAY, self.requests_per_day, requests),
-            Counter("tokens", MINUTE, self.tokens_per_minute, tokens),
-            Counter("tokens", DAY, self.tokens_per_day, tokens),
+            Quota("requests", MINUTE, self.requests_per_minute, requests),
+            Quota("requests", DAY, self.requests_per_day, requests),
+            Quota("tokens", MINUTE, self.tokens_per_minute, tokens),
+            Quota("tokens", DAY, self.tokens_per_day, tokens),
         )
         return [each for each in every if each.limit]
 
 
 @dataclass(frozen=True, slots=True)
-class Counter:
+class Quota:
     """``limit`` units in ``seconds``, and the ``amount`` to be added to what was used."""
 
     unit: Unit
@@ -63,7 +63,7 @@ class Counter:
         return int(now // self.seconds)
 
     def budget(self, now: float, count: int, last: int) -> Budget:
-        """What is left if ``count`` were used in this window and ``last`` in the previous one,
+        """The budget if ``count`` were used in this window and ``last`` in the previous one,
         including the request that asks."""
         slides = self.seconds == MINUTE
         last = last if slides else 0
@@ -86,54 +86,55 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What is ``left`` of a limit. ``wait``: seconds until the request fits, 0 if it does;
-    ``reset``: seconds until the window ends, or ``wait`` if that is longer."""
+    """How much of a limit remains."""
 
-    counter: Counter
-    left: int
+    quota: Quota
+    remaining: int
     wait: float
+    """Seconds until the request fits; 0 if it does."""
     reset: float
+    """Seconds until the window ends, or ``wait`` if that is longer."""
 
     def __str__(self) -> str:
-        period = "minute" if self.counter.seconds == MINUTE else "day"
-        return f"{self.counter.limit} {self.counter.unit} per {period}"
+        period = "minute" if self.quota.seconds == MINUTE else "day"
+        return f"{self.quota.limit} {self.quota.unit} per {period}"
 
 
 class Counts:
-    """The counters of this process: of each key and limit, the last two windows."""
+    """What was used in this process: of each key and limit, the last two windows."""
 
     def __init__(self) -> None:
         self._used: dict[tuple[str, Unit, int], list[int]] = {}
 
-    def add(self, name: str, counters: Iterable[Counter], now: float) -> list[Budget]:
-        """Adds to the ``counters`` of the key ``name``; returns what is left of each."""
-        return [self._add(name, counter, now) for counter in counters]
+    def add(self, name: str, quotas: Iterable[Quota], now: float) -> list[Budget]:
+        """Adds to the ``quotas`` of the key ``name``; returns the budget of each."""
+        return [self._add(name, quota, now) for quota in quotas]
 
-    def _add(self, name: str, counter: Counter, now: float) -> Budget:
-        place = (name, counter.unit, counter.seconds)
+    def _add(self, name: str, quota: Quota, now: float) -> Budget:
+        place = (name, quota.unit, quota.seconds)
         window, count, last = self._used.get(place, (0, 0, 0))
-        if window != counter.window(now):
-            last = count if window == counter.window(now) - 1 else 0
-            window, count = counter.window(now), 0
-        self._used[place] = [window, count + counter.amount, last]
-        return counter.budget(now, count + counter.amount, last)
+        if window != quota.window(now):
+            last = count if window == quota.window(now) - 1 else 0
+            window, count = quota.window(now), 0
+        self._used[place] = [window, count + quota.amount, last]
+        return quota.budget(now, count + quota.amount, last)
 
 
 def exceeded(budgets: Iterable[Budget], unit: Unit) -> Budget | None:
     """The limit of ``unit`` that takes longest to have room again; ``None`` if all have room."""
-    full = [each for each in budgets if each.counter.unit == unit and each.wait]
+    full = [each for each in budgets if each.quota.unit == unit and each.wait]
     return max(full, key=lambda each: each.wait, default=None)
 
 
 def headers(budgets: Sequence[Budget]) -> Iterator[tuple[bytes, bytes]]:
     """The ``x-ratelimit-*`` headers: of each unit, the limit of which the least is left."""
     for unit in ("requests", "tokens"):
-        mine = [each for each in budgets if each.counter.unit == unit]
+        mine = [each for each in budgets if each.quota.unit == unit]
         if mine:
-            least = min(mine, key=lambda each: (-each.wait, each.left))
+            least = min(mine, key=lambda each: (-each.wait, each.remaining))
             values = (
-                ("limit", str(least.counter.limit)),
-                ("remaining", str(least.left)),
+                ("limit", str(least.quota.limit)),
+                ("remaining", str(least.remaining)),
                 ("reset", _duration(least.reset)),
             )
             for name, value in values:

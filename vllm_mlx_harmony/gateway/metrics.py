@@ -22,7 +22,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 
 from vllm_mlx_harmony.core.deltas import Usage
-from vllm_mlx_harmony.gateway.access_log import Access
+from vllm_mlx_harmony.gateway.access_log import Entry
 from vllm_mlx_harmony.gateway.router import NAMESPACE, Fleet
 from vllm_mlx_harmony.gateway.workers import METRICS_VARIABLE
 
@@ -144,7 +144,7 @@ class RequestTracker:
         api: str,
         *,
         stream: bool,
-        access: Access | None = None,
+        access: Entry | None = None,
         spend: Callable[[int], None],
     ) -> None:
         self._access = access

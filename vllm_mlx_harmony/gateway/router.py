@@ -143,7 +143,7 @@ class Backend:
 
 
 @dataclass(eq=False)
-class _Try:
+class _Attempt:
     """A request on one of the engines. Times are of the monotonic clock."""
 
     backend: Backend
@@ -161,7 +161,7 @@ class _Try:
         """Seconds without an id or progress of the engine, for this request or any other."""
         return now - max(self.began, self.backend.alive_at)
 
-    def took(self, step: Step) -> None:
+    def record(self, step: Step) -> None:
         """Records a generated step."""
         self.cached = max(self.cached, step.cached_tokens)
         if step.progress is not None:
@@ -333,47 +333,47 @@ class FleetEngine:
                 backend, engine = fleet.choose(key, tried)
                 tried.append(backend)
                 last = len(tried) >= min(MAX_TRIES, len(fleet.backends))
-                running = _Try(backend, key, len(prompt), time.monotonic())
+                attempt = _Attempt(backend, key, len(prompt), time.monotonic())
                 backend.in_flight += 1
                 fleet.requests.labels(backend.name).inc()
-                backend.waiting[running] = len(prompt)
+                backend.waiting[attempt] = len(prompt)
                 try:
                     generated = engine.generate(prompt, settings, tenant, constraint)
                     async with aclosing(generated) as steps:
-                        while (step := await self._next(steps, running)) is not None:
-                            running.took(step)
+                        while (step := await self._next(steps, attempt)) is not None:
+                            attempt.record(step)
                             if step.ids or step.finish or step.progress or not accepted:
                                 accepted = True
                                 yield step
                     return
                 except (EngineUnavailable, OutputError) as error:
-                    at_fault = self._failed(running, error, held_back)
-                    if at_fault or running.first_at or last:
+                    at_fault = self._failed(attempt, error, held_back)
+                    if at_fault or attempt.first_at or last:
                         raise
                 except asyncio.CancelledError:  # while waiting for the engine, not for the reader
-                    self._cancelled(running)
+                    self._cancelled(attempt)
                     raise
                 finally:
                     backend.in_flight -= 1
                     fleet.requests.labels(backend.name).dec()
-                    backend.waiting.pop(running, None)
-                    running.observed()
+                    backend.waiting.pop(attempt, None)
+                    attempt.observed()
                 fleet.retried.inc()
         finally:
             for failing, failure in held_back:
                 failing.failed(failure.message)
 
-    async def _next(self, steps: Steps, running: _Try) -> Step | None:
+    async def _next(self, steps: Steps, attempt: _Attempt) -> Step | None:
         """The next of ``steps``; ``None`` after the last. Raises ``EngineSilent`` if the engine is
         silent before the first id while another one is up."""
-        if running.first_at or len(self.fleet.backends) == 1:
+        if attempt.first_at or len(self.fleet.backends) == 1:
             return await anext(steps, None)
         coming = asyncio.ensure_future(anext(steps, None))
         try:
             while not coming.done():
-                left = self._may_be_silent(running)
+                left = self._silence_allowed(attempt)
                 if left <= 0:
-                    seconds = running.silence(time.monotonic())
+                    seconds = attempt.silence(time.monotonic())
                     raise EngineSilent(f"it has generated nothing for {seconds:.0f} seconds")
                 await asyncio.wait({coming}, timeout=left)
         finally:
@@ -381,34 +381,34 @@ class FleetEngine:
                 await cancel_and_wait(coming)
         return coming.result()
 
-    def _may_be_silent(self, running: _Try) -> float:
+    def _silence_allowed(self, attempt: _Attempt) -> float:
         """Seconds until the engine must generate an id; positive while no other one is up."""
         patience = self.fleet.routing.rule.patience
-        silence = running.silence(time.monotonic())
+        silence = attempt.silence(time.monotonic())
         shortest = min(patience, self.deadline.total / SHARE)
         if silence < shortest:  # nearly always, and cheap
             return shortest - silence
-        if not any(each.up for each in self.fleet.backends if each is not running.backend):
+        if not any(each.up for each in self.fleet.backends if each is not attempt.backend):
             return patience
-        return max(shortest, running.backend.expected(running)) - silence
+        return max(shortest, attempt.backend.expected(attempt)) - silence
 
     def _failed(
         self,
-        running: _Try,
+        attempt: _Attempt,
         error: EngineUnavailable | OutputError,
         held_back: list[tuple[Backend, HarmonyFailure]],
     ) -> bool:
         """Records a failure. Returns whether the request is its cause: then it is not retried."""
-        backend = running.backend
+        backend = attempt.backend
         if isinstance(error, EngineSilent):
-            if running.silence(time.monotonic()) >= self.fleet.patience:
+            if attempt.silence(time.monotonic()) >= self.fleet.patience:
                 backend.silent(error.message)
             else:
                 backend.doubt()
-            backend.routing.left(running.key, backend)
+            backend.routing.left(attempt.key, backend)
         elif isinstance(error, EngineUnavailable) and error.is_full:
             backend.busy(error.retry_after or BUSY_SECONDS)
-        elif running.first_at or (isinstance(error, EngineUnavailable) and not error.reached):
+        elif attempt.first_at or (isinstance(error, EngineUnavailable) and not error.reached):
             backend.failed(error.message)
         else:
             backend.doubt()
@@ -422,17 +422,17 @@ class FleetEngine:
             held_back.append((backend, error))
         return False
 
-    def _cancelled(self, running: _Try) -> None:
+    def _cancelled(self, attempt: _Attempt) -> None:
         """The client disconnected, or the deadline passed, while the engine generated nothing."""
-        backend, now, deadline = running.backend, time.monotonic(), self.deadline
-        silence = running.silence(now)
-        waited = silence if running.first_at else now - max(running.began, running.progress_at)
-        early = deadline.total - silence if running.first_at else deadline.at - now
+        backend, now, deadline = attempt.backend, time.monotonic(), self.deadline
+        silence = attempt.silence(now)
+        waited = silence if attempt.first_at else now - max(attempt.began, attempt.progress_at)
+        early = deadline.total - silence if attempt.first_at else deadline.at - now
         over = early <= LATE
         counts = silence >= self.fleet.patience or (over and deadline.total >= self.fleet.limit)
-        late = waited >= backend.expected(running)
+        late = waited >= backend.expected(attempt)
         if late and (counts or over):
-            backend.routing.left(running.key, backend)
+            backend.routing.left(attempt.key, backend)
         if late and counts:
             backend.failed(f"it generated nothing for {waited:.0f} seconds")
         elif silence >= SHORT_SECONDS:

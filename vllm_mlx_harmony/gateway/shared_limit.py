@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter as Numbers
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from vllm_mlx_harmony.gateway.limits import Budget, Counter, Counts, Limits, exceeded
+from vllm_mlx_harmony.gateway.limits import Budget, Counts, Limits, Quota, exceeded
 from vllm_mlx_harmony.server.peers.connection import (
     Connection,
     PeersError,
@@ -42,31 +42,32 @@ class Limiter:
         self._counts = Counts()
         self._running: dict[str, str] = {}
         """The key of each running request, by the request's id."""
-        self._numbers: Numbers[str] = Numbers()
+        self._concurrent: Counter[str] = Counter()
+        """The number of running requests of each key."""
         self._writing: set[asyncio.Task[object]] = set()
 
     async def request(self, name: str, limits: Limits) -> list[Budget]:
         """Counts a request; returns what is left. A request that exceeds a limit is not counted."""
-        if not (counters := limits.counters(requests=1)):
+        if not (quotas := limits.quotas(requests=1)):
             return []
         now = time.time()
-        own = self._counts.add(name, counters, now)
-        budgets = await _shared(lambda shared: add(shared, name, counters, now)) or own
+        own = self._counts.add(name, quotas, now)
+        budgets = await _shared(lambda shared: add(shared, name, quotas, now)) or own
         if exceeded(budgets, "requests"):
-            back = limits.counters(requests=-1)
+            back = limits.quotas(requests=-1)
             self._counts.add(name, back, now)
             await _shared(lambda shared: add(shared, name, back, now))
         return budgets
 
     def tokens(self, name: str, limits: Limits, tokens: int) -> None:
         """Counts the tokens of an answer."""
-        counters = limits.counters(tokens=tokens)
-        counters = [each for each in counters if each.unit == "tokens"]
-        if counters:
+        quotas = limits.quotas(tokens=tokens)
+        quotas = [each for each in quotas if each.unit == "tokens"]
+        if quotas:
             now = time.time()
-            self._counts.add(name, counters, now)
+            self._counts.add(name, quotas, now)
             if server_connection() is not None:
-                coming = _shared(lambda shared: add(shared, name, counters, now))
+                coming = _shared(lambda shared: add(shared, name, quotas, now))
                 task: asyncio.Task[object] = asyncio.ensure_future(coming)
                 self._writing.add(task)
                 task.add_done_callback(self._writing.discard)
@@ -74,16 +75,16 @@ class Limiter:
     async def begin(self, name: str, limit: int) -> Callable[[], Awaitable[None]] | None:
         """Counts a running request; returns what ends it, or ``None`` if it is one too many."""
         request, had = uuid4().hex, False
-        self._numbers[name] += 1
+        self._concurrent[name] += 1
         self._running[request] = name
 
         async def end() -> None:
-            self._numbers[self._running.pop(request)] -= 1
+            self._concurrent[self._running.pop(request)] -= 1
             await _shared(lambda shared: remove(shared, name, request))
 
         try:
             running = await _shared(lambda shared: enter(shared, name, request, time.time()))
-            had = (running or self._numbers[name]) <= limit
+            had = (running or self._concurrent[name]) <= limit
         finally:
             if not had:
                 await end()
@@ -113,12 +114,12 @@ async def _shared(command: Callable[[Connection], T]) -> T | None:
 # --- Commands, which block and raise ``PeersError``; ``now`` is Unix time
 
 
-def add(shared: Connection, name: str, counters: list[Counter], now: float) -> list[Budget]:
+def add(shared: Connection, name: str, quotas: list[Quota], now: float) -> list[Budget]:
     """``Counts.add`` for all gateways."""
 
     def counted(redis: Any) -> list[Any]:
         pipe = redis.pipeline()
-        for each in counters:
+        for each in quotas:
             this, last = (_place(name, each, each.window(now) - ago) for ago in (0, 1))
             pipe.incrby(this, each.amount)
             pipe.expire(this, 3 * each.seconds)
@@ -127,13 +128,13 @@ def add(shared: Connection, name: str, counters: list[Counter], now: float) -> l
 
     found = shared.call(counted)
     return [
-        counter.budget(now, int(count), int(last or 0))
-        for counter, count, last in zip(counters, found[::3], found[2::3], strict=True)
+        quota.budget(now, int(count), int(last or 0))
+        for quota, count, last in zip(quotas, found[::3], found[2::3], strict=True)
     ]
 
 
-def _place(name: str, counter: Counter, window: int) -> str:
-    return key_of("rate", name, counter.unit, str(counter.seconds), str(window))
+def _place(name: str, quota: Quota, window: int) -> str:
+    return key_of("rate", name, quota.unit, str(quota.seconds), str(window))
 
 
 def enter(shared: Connection, name: str, request: str, now: float) -> int:

@@ -39,7 +39,7 @@ from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.garbage import give_back
+from vllm_mlx_harmony.server.garbage import unfreeze
 from vllm_mlx_harmony.server.model_files import is_harmony
 from vllm_mlx_harmony.server.sampling import EPSILON, Settings, capped
 from vllm_mlx_harmony.server.tasks import wait_until_done
@@ -197,7 +197,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         _loaded.pop(id(self), None)
         if engine is not None:
             await wait_until_done(asyncio.ensure_future(asyncio.to_thread(engine.close)))
-            give_back()
+            unfreeze()
             gc.collect()
 
     def is_healthy(self) -> bool:

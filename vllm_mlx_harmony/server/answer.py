@@ -210,7 +210,11 @@ class Answer:
     def _pop(self) -> Event:
         event = self._unread.popleft()
         self._unread_bytes -= len(event.data)
-        if self._task_waiter is not None and self._unread_bytes <= HIGH_WATER // 2 and not self._task_waiter.done():
+        if (
+            self._task_waiter is not None
+            and self._unread_bytes <= HIGH_WATER // 2
+            and not self._task_waiter.done()
+        ):
             self._task_waiter.set_result(None)
         return event
 
@@ -356,7 +360,9 @@ class Answer:
                 self._finish_metrics("success")
             else:
                 results = {TIMED_OUT: "timeout", CANCELLED: "client_closed"}
-                self._finish_metrics(results.get(getattr(failure, "status", 0), "error"), failure=failure)
+                self._finish_metrics(
+                    results.get(getattr(failure, "status", 0), "error"), failure=failure
+                )
                 if not self._announced:
                     self._failure = failure
                 elif not self._ended:

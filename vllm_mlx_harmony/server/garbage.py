@@ -15,20 +15,20 @@ from typing import TypeVar
 
 _R = TypeVar("_R")
 
-_set_aside = False
+_frozen = False
 
 
-def set_aside() -> None:
+def freeze() -> None:
     """Excludes all existing objects from collections. Called when a server starts."""
     gc.collect()
     gc.freeze()
 
 
-def give_back() -> None:
+def unfreeze() -> None:
     """Includes them again, for example because an engine among them was stopped."""
-    global _set_aside
+    global _frozen
     gc.unfreeze()
-    _set_aside = False
+    _frozen = False
 
 
 def without_collections(function: Callable[..., _R], *arguments: object) -> _R:
@@ -37,9 +37,9 @@ def without_collections(function: Callable[..., _R], *arguments: object) -> _R:
     If calls overlap, the one that disabled them enables them again, even if others are still
     running.
     """
-    global _set_aside
-    if not _set_aside:
-        _set_aside = True
+    global _frozen
+    if not _frozen:
+        _frozen = True
         gc.freeze()  # again, as the engine may have been loaded since the server started
     ours = gc.isenabled()
     gc.disable()

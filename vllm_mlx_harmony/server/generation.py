@@ -46,12 +46,7 @@ class Emitter(Protocol):
 class Job:
     """A turn to generate, and how its answer is written.
 
-    ``track`` starts the metrics. ``id_seed`` is contained in the ids of the answer and identifies
-    it for a cancellation. ``echoed`` maps a message of the answer to what will be parsed when the
-    client sends it back. ``tools`` are those that the server runs in this turn. ``ping``,
-    ``comments_progress`` and ``reports_cached``: see `serving.Api`. ``others`` are further answers
-    to the same prompt (`choices`); lease, emitter and metrics are those of the first. ``append``
-    takes the steps of the engine in place of the context, for an output that is not parsed.
+    ``ping``, ``comments_progress`` and ``reports_cached`` are those of the API (`serving.Api`).
     """
 
     lease: Lease
@@ -59,18 +54,25 @@ class Job:
     settings: Settings
     emitter: Emitter
     track: Callable[[], Tracker]
+    """Starts the metrics."""
     stream: bool
     id_seed: str
+    """Contained in all ids of the answer; identifies it for a cancellation."""
     constraint: Constraint | None = None
     replay: ReplayScope | None = None
     echoed: Callable[[Message], Message] = lambda message: message
+    """Maps a message of the answer to what will be parsed when the client sends it back."""
     tools: TurnTools | None = None
+    """The tools that the server runs in this turn."""
     ping: Event | None = None
     comments_progress: bool = False
     reports_cached: bool = False
     observers: Callable[[], Sequence[Observer]] = tuple
     others: tuple[Job, ...] = ()
+    """Further answers to the same prompt (`choices`), with the lease, emitter and metrics of this
+    one."""
     append: Callable[[Step], list[Delta]] | None = None
+    """Takes the engine's steps in place of the context, for an output that is not parsed."""
 
 
 async def _reusable_tokens(job: Job) -> int | None:
@@ -112,9 +114,9 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
             ended = "pause"
             break
         earlier = calls[0] in approved
-        answered = _run_tools(context, tools, calls, length, job.observers(), earlier=earlier)
-        async with aclosing(answered) as answers:
-            async for deltas in answers:
+        results = _run_tools(context, tools, calls, length, job.observers(), earlier=earlier)
+        async with aclosing(results) as groups:
+            async for deltas in groups:
                 yield deltas
         if history:
             continue
@@ -158,9 +160,9 @@ async def _run_tools(
     for call in calls:
         yield [ToolStarted(call if earlier else None)]
         notify(observers, lambda each: each.tool(call))  # noqa: B023 - called at once
-        answered = await tools.run(call, prompt_tokens, context_length)
-        results.append(ServerResult(call.id, call.name, answered.text))
-        finished = ToolFinished(answered.text, answered.failure)
+        result = await tools.run(call, prompt_tokens, context_length)
+        results.append(ServerResult(call.id, call.name, result.text))
+        finished = ToolFinished(result.text, result.failure)
         # In a thread: a result within the history renders the whole prompt again.
         is_last = len(results) == len(calls)
         append = context.append_tool_output

@@ -8,7 +8,7 @@ again.
 key and so be one tenant. There are two lanes. In the first, a grammar has `QUICK` seconds of
 processor time, many times what ordinary tools need; of the waiting requests, the one that has used
 the least time goes first. A grammar that needs more moves to the second lane, with `SLOW` seconds
-per grammar and one place per tenant. Both have a lower priority than the server, the second one the
+per grammar and one slot per tenant. Both have a lower priority than the server, the second one the
 lowest.
 
 In the server, requests take turns in the same order. Writing a grammar is Python, of which only one
@@ -49,13 +49,13 @@ QUICK, SLOW = 0.1, 1.0
 INSTANT = 0.01
 """Processor seconds: grammars that take less are compiled by the server at once, others in turn."""
 
-CLOCK = 2.0
+MAX_ELAPSED = 2.0
 """Elapsed seconds for one grammar, since a process may hang without using a processor."""
 
 PATIENCE = 1.5
 """Seconds that a request waits for its verdicts."""
 
-START = 20.0
+START_TIMEOUT = 20.0
 """Seconds within which the helper process must be ready."""
 
 FIRST_PAUSE, MAX_PAUSE = 2.0, 60.0
@@ -65,10 +65,10 @@ with each failure."""
 POLL = 0.05
 """Seconds between two checks whether a request still waits."""
 
-REMEMBERED = 4 * 2**20
+CACHE_BYTES = 4 * 2**20
 """Approximate size of the cache of verdicts in bytes."""
 
-AT_ONCE = 32
+BATCH = 32
 """Grammars in one question to a worker."""
 
 TOO_MUCH = "it takes too much time, memory or depth to compile"
@@ -142,13 +142,13 @@ class GrammarCheck:
             yield
             return
         lane = self._checks.slow if verdict.seconds > QUICK else self._checks.compiling
-        with lane.place(self.tenant, self.spent, lambda: not self.cancelled):
+        with lane.slot(self.tenant, self.spent, lambda: not self.cancelled):
             yield
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """A context in which the server writes a grammar. Raises ``Unchecked``."""
-        with self._checks.writing.place(self.tenant, self.spent, lambda: not self.cancelled):
+        with self._checks.writing.slot(self.tenant, self.spent, lambda: not self.cancelled):
             began = time.monotonic()
             try:
                 yield
@@ -180,10 +180,10 @@ class GrammarChecks:
         self._helper = _Helper()
         self._lock = threading.Lock()
         self._trials: dict[tuple[str, bytes], _Trial] = {}
-        self._verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(REMEMBERED)
+        self._verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(CACHE_BYTES)
         self._quick = _Lane(self._helper, QUICK, width=2, idle=2, nice=5)
         self.slow = _Lane(self._helper, SLOW, width=2, each_tenant=1, nice=15)
-        self.writing, self.compiling = _Turns(1), _Turns(1)
+        self.writing, self.compiling = _Slots(1), _Slots(1)
 
     def start(self) -> None:
         """Starts the helper process unless it runs. Raises ``OSError`` and ``Unchecked``."""
@@ -195,9 +195,9 @@ class GrammarChecks:
 
     def try_all(self, texts: Sequence[Text], request: GrammarCheck) -> bool:
         new = [text for text in texts if self._verdicts.get(_key(text, request)) is None]
-        for first in range(0, len(new), AT_ONCE):
-            some = new[first : first + AT_ONCE]
-            verdicts = self._tried(self._quick, some, request, _Trial([request]))
+        for first in range(0, len(new), BATCH):
+            some = new[first : first + BATCH]
+            verdicts = self._try(self._quick, some, request, _Trial([request]))
             if verdicts is None:
                 return False
             for text, verdict in zip(some, verdicts, strict=True):
@@ -211,32 +211,14 @@ class GrammarChecks:
     def verdict(self, text: Text, request: GrammarCheck) -> Verdict:
         """The verdict on ``text``, for ``request``. Raises ``Unchecked``."""
         key = _key(text, request)
-        while True:
-            known = self._verdicts.get(key)
-            if known is not None:
-                return known
+        while (known := self._verdicts.get(key)) is None:
             with self._lock:
-                trial = self._trials.get(key)
-                first = trial is None
-                if trial is None:
-                    trial = self._trials[key] = _Trial()
+                is_first = key not in self._trials
+                trial = self._trials.setdefault(key, _Trial())
                 trial.requests.append(request)
             try:
-                if first:
-                    try:
-                        found = self._tried(self._quick, [text], request, trial)
-                        found = found or self._tried(self.slow, [text], request, trial)
-                        trial.verdict = found[0] if found else Verdict(TOO_MUCH)
-                        if trial.verdict.problem == TOO_MUCH:
-                            size = len(text[0])
-                            logger.warning(
-                                "a grammar of %d characters is not enforced: %s", size, TOO_MUCH
-                            )
-                        self._remember(key, trial.verdict)
-                    finally:
-                        with self._lock:
-                            del self._trials[key]
-                        trial.done.set()
+                if is_first:
+                    self._run(trial, key, text, request)
                 else:
                     while not trial.done.wait(POLL) and request.waits:
                         pass
@@ -246,13 +228,31 @@ class GrammarChecks:
                 return trial.verdict
             if not request.waits:
                 raise Unchecked("the check took too long")
+        return known
 
-    def _tried(
+    def _run(
+        self, trial: _Trial, key: tuple[str, bytes], text: Text, request: GrammarCheck
+    ) -> None:
+        """Sets the verdict of ``trial``. Raises ``Unchecked``."""
+        try:
+            found = self._try(self._quick, [text], request, trial)
+            found = found or self._try(self.slow, [text], request, trial)
+            trial.verdict = found[0] if found else Verdict(TOO_MUCH)
+            if trial.verdict.problem == TOO_MUCH:
+                size = len(text[0])
+                logger.warning("a grammar of %d characters is not enforced: %s", size, TOO_MUCH)
+            self._remember(key, trial.verdict)
+        finally:
+            with self._lock:
+                del self._trials[key]
+            trial.done.set()
+
+    def _try(
         self, lane: _Lane, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
     ) -> list[Verdict] | None:
         began = time.monotonic()
         try:
-            return lane.tried(texts, request, trial)
+            return lane.try_texts(texts, request, trial)
         except OSError as error:
             logger.error("no grammar is enforced: their checker cannot start: %s", error)
             raise Unchecked("the helper process cannot be started") from error
@@ -264,8 +264,8 @@ def _key(text: Text, request: GrammarCheck) -> tuple[str, bytes]:
     return request.tenant, sha256("\0".join(text).encode()).digest()
 
 
-class _Turns:
-    """``width`` places, of which one tenant has at most ``each_tenant``."""
+class _Slots:
+    """``width`` slots, of which one tenant has at most ``each_tenant``."""
 
     def __init__(self, width: int, each_tenant: int | None = None) -> None:
         self._width, self._each_tenant = width, each_tenant or width
@@ -275,8 +275,8 @@ class _Turns:
         self._running: list[str] = []
 
     @contextmanager
-    def place(self, tenant: str, spent: float, wanted: Callable[[], bool]) -> Iterator[None]:
-        """Waits for a place, which goes to the request that has ``spent`` least.
+    def slot(self, tenant: str, spent: float, wanted: Callable[[], bool]) -> Iterator[None]:
+        """Waits for a slot, which goes to the request that has ``spent`` least.
 
         Raises ``Unchecked`` if it is no longer ``wanted``.
         """
@@ -308,8 +308,8 @@ class _Turns:
                 self._changed.notify_all()
 
 
-class _Lane(_Turns):
-    """Places in which grammars are tried, with ``processor`` seconds for each.
+class _Lane(_Slots):
+    """Slots in which grammars are tried, with ``processor`` seconds for each.
 
     Up to ``idle`` workers wait for the next grammar.
     """
@@ -329,7 +329,7 @@ class _Lane(_Turns):
         self._processor, self._nice, self._most_idle = processor, nice, idle
         self._idle: list[socket.socket] = []
 
-    def tried(
+    def try_texts(
         self, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
     ) -> list[Verdict] | None:
         """The verdicts; ``None`` after a timeout, or if one of several texts ended the worker.
@@ -337,7 +337,7 @@ class _Lane(_Turns):
         Raises ``Unchecked`` if no request waits any more, and ``OSError`` without a worker.
         """
         question = json.dumps(texts).encode()
-        with self.place(request.tenant, request.spent, lambda: trial.wanted):
+        with self.slot(request.tenant, request.spent, lambda: trial.wanted):
             while True:
                 with self._changed:
                     used = bool(self._idle)
@@ -345,7 +345,7 @@ class _Lane(_Turns):
                 worker = worker or self._helper.worker()
                 keep = False
                 try:
-                    answers, worn = self._asked(worker, question, trial)
+                    answers, worn = self._ask(worker, question, trial)
                     keep = not worn
                     return [
                         Verdict(TOO_MUCH if "panic" in problem else problem[:500], size, seconds)
@@ -365,10 +365,12 @@ class _Lane(_Turns):
                     if not keep:
                         worker.close()
 
-    def _asked(self, worker: socket.socket, question: bytes, trial: _Trial) -> Any:
-        header = grammar_process.HEADER.pack(len(question), self._processor, CLOCK, self._nice)
-        until = time.monotonic() + 2 * CLOCK
-        worker.settimeout(CLOCK)
+    def _ask(self, worker: socket.socket, question: bytes, trial: _Trial) -> Any:
+        header = grammar_process.HEADER.pack(
+            len(question), self._processor, MAX_ELAPSED, self._nice
+        )
+        until = time.monotonic() + 2 * MAX_ELAPSED
+        worker.settimeout(MAX_ELAPSED)
         worker.sendall(header + question)
         worker.settimeout(POLL)
 
@@ -428,7 +430,7 @@ class _Helper:
                 try:
                     with theirs:
                         socket.send_fds(control, [grammar_process.FORK], [theirs.fileno()])
-                    ours.settimeout(CLOCK)
+                    ours.settimeout(MAX_ELAPSED)
                     if ours.recv(1) == grammar_process.READY:
                         self._pause = 0.0
                         return ours
@@ -470,7 +472,7 @@ class _Helper:
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
         atexit.register(self.close)
-        ours.settimeout(START)
+        ours.settimeout(START_TIMEOUT)
         message = ours.recv(1_000)
         if message != grammar_process.READY:
             raise OSError(f"the helper process did not start: {message.decode() or 'it ended'}")

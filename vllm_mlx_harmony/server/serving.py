@@ -96,46 +96,44 @@ class ParsedRequest(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """What is specific to an API.
-
-    ``name`` is used in the host's metrics. ``read`` makes a ``ParsedRequest`` of a document; if it
-    ``blocks`` on a disk or a network, it runs in a thread. ``servers`` returns the tool servers
-    that a document names by URL; its second argument has the labels of the operator's own servers.
-    ``emitter`` makes the emitter of the answer. ``ping`` is sent in silent streams.
-    ``reports_cached``: streams begin with the usage of the prompt. ``comments_progress``: until the
-    first token, comments in a stream report the progress of the prompt. ``more_values``: JSON
-    values that a body may have beyond the limit (`body`). ``logprobs``: the field that requests log
-    probabilities.
-    """
+    """What is specific to an API."""
 
     name: str
+    """Its name in the host's metrics."""
     read: Callable[[object, Defaults, str], Any]
+    """Makes a ``ParsedRequest`` of a document, for a tenant."""
     blocks: bool = False
+    """Whether ``read`` waits for a disk or a network, and so runs in a thread."""
     servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
+    """Returns the tool servers that a document names by URL, given the labels of the operator's."""
     emitter: Callable[[Any, ResponseInfo, Context, str], Emitter] = (
         lambda parsed, info, context, tenant: parsed.emitter(info)
     )
+    """Makes the emitter of the answer."""
     ping: Event | None = HEARTBEAT
+    """Sent when a stream has been silent for a while."""
     reports_cached: bool = False
+    """Whether streams begin with the usage of the prompt."""
     comments_progress: bool = False
+    """Whether comments in a stream report the progress of the prompt, until the first token."""
     more_values: int = 0
+    """JSON values that a body may have beyond the limit (`body`)."""
     logprobs: str = "logprobs"
+    """The field that requests log probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """A document with a lease of an engine.
-
-    The ids of the answer contain ``id_seed``. ``watched``: the request has a connection of its own,
-    and is cancelled when the client disconnects.
-    """
+    """A document with a lease of an engine."""
 
     api: Api
     request: Request
     document: Document
     lease: Lease
     id_seed: str
+    """Contained in all ids of the answer."""
     watched: bool = True
+    """Whether the request is cancelled when its connection, which is its own, is closed."""
 
     @property
     def host(self) -> Host:
@@ -400,11 +398,11 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
             return [host.context(turn, info, renderer)]
         rendered = renderer(turn)
 
-        def once(requested: Turn) -> Rendered:
+        def render_once(requested: Turn) -> Rendered:
             return rendered if requested is turn else renderer(requested)
 
         infos = (replace(info, choice=choice) for choice in range(turn.choices))
-        return [host.context(turn, each, once) for each in infos]
+        return [host.context(turn, each, render_once) for each in infos]
 
     try:
         if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or blocks):
