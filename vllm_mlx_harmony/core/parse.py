@@ -1,4 +1,4 @@
-"""Token ids into deltas: the Harmony state machine (semantics B).
+"""Parses token ids into deltas: the Harmony state machine (semantics B).
 
 It never raises, whatever the ids, and its memory does not grow with the output.
 
@@ -222,7 +222,7 @@ class Parser:
         self._answered = False  # content or a call has been visible
         self.reasoning_tokens = 0
         """The number of ids in bodies of reasoning so far."""
-        self._call_tokens = 0  # the same of calls
+        self._call_tokens = 0  # the number in bodies of calls
         self._out: list[Delta] = []
         self._pending: list[bytes] = []
         self._logprobs: deque[tuple[float, TokenLogprob]] = deque()

@@ -148,11 +148,14 @@ TRAINED = frozenset({*BUILTIN_TOOLS, "container"})
 """Namespaces of all tools that gpt-oss was trained with. openai-harmony cannot declare the last."""
 
 
+SyntaxKind: TypeAlias = Literal["regex", "lark"]
+
+
 @dataclass(frozen=True, slots=True)
 class Syntax:
     """A regular expression, or a grammar in Lark's notation, that a whole text must match."""
 
-    kind: Literal["regex", "lark"]
+    kind: SyntaxKind
     definition: str
 
 

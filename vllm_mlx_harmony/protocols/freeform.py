@@ -4,24 +4,25 @@ The model sees a function with one string parameter, ``input``. This module defi
 and unwraps the text from ``{"input": "…"}`` while the arguments arrive.
 
 **Why.** A custom tool (https://platform.openai.com/docs/guides/function-calling#custom-tools) takes
-text: a patch, a program, a query. Harmony knows functions only, whose arguments are JSON, and that
-is what gpt-oss was trained to write. So the text is the only member of an object, which is removed
-while the text arrives: clients receive the text incrementally, as the API specifies.
+text: a patch, a program, a query. Harmony has only functions, whose arguments are JSON, and gpt-oss
+was trained to write that. So the text is the only member of an object, which is removed as the text
+arrives: clients receive the text incrementally, as the API specifies.
 
-**How.** Three states are read in order: the *opening* up to the quote that begins the string, the
-*string*, and what comes after it. In the string an escape (RFC 8259, section 7) is decoded when it
-is there whole; ``\\uXXXX`` are halves of UTF-16 and go through a decoder that waits for the second.
+**How.** The arguments are read in three states: the *opening* up to the quote that begins the
+string, the *string*, and the rest. In the string, an escape (RFC 8259, section 7) is decoded once
+it is complete. A ``\\uXXXX`` is a unit of UTF-16: the decoder waits for the second half of a pair.
 
 Models make two mistakes here, which are handled as follows:
 
 - They write the text itself, without the object, most often when the tool has a grammar.
   Arguments that do not begin with ``{"input": "`` are passed on unchanged.
-- They forget to escape a quote in a long text. A quote ends the string only where the object can
-  end behind it, or another member begin; any other one is part of the text. That takes what follows
-  the quote, so that a quote waits for up to ``_MAX_HELD`` characters.
+- They forget to escape a quote in a long text. A quote ends the string only if the end of the
+  object or another member can follow it; otherwise it is part of the text. To decide this, up to
+  ``_MAX_HELD`` characters after a quote are held back.
 
-**Invariants.** Any cut of the arguments gives the same text. ``unwrapped(wrap(text)) == text``.
-Never raises; holds no more than an escape, or what may become the opening or the end.
+**Invariants.** The text does not depend on how the arguments are split.
+``unwrapped(wrap(text)) == text``. Nothing is raised. Nothing is held back but an incomplete escape,
+and what may become the opening or the end.
 """
 
 from __future__ import annotations
@@ -31,15 +32,11 @@ import re
 from codecs import getincrementaldecoder
 from collections.abc import Mapping
 from enum import Enum, auto
-from typing import Literal, TypeAlias
 
-from vllm_mlx_harmony.core.turn import Syntax, Tool
+from vllm_mlx_harmony.core.turn import Syntax, SyntaxKind, Tool
 
 INPUT = "input"
 """The only parameter of a freeform tool in the prompt."""
-
-GrammarSyntax: TypeAlias = Literal["regex", "lark"]
-"""The notations that a grammar may be written in."""
 
 _PARAMETERS: Mapping[str, object] = {
     "type": "object",
@@ -51,7 +48,7 @@ _PARAMETERS: Mapping[str, object] = {
 
 
 def freeform_tool(
-    name: str, description: str, where: str, syntax: GrammarSyntax | None, definition: str | None
+    name: str, description: str, where: str, syntax: SyntaxKind | None, definition: str | None
 ) -> Tool:
     """The tool as the prompt shows it: its description ends with the grammar of its input.
 
@@ -71,7 +68,7 @@ _OPENING_BEGUN = re.compile(
     r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?|\s*\{\s*\}\s*'
 )
 _EMPTY = re.compile(r"\s*\{\s*\}\s*")
-_MAX_HELD = 256  # characters of the opening or the end: white space may stand anywhere in them
+_MAX_HELD = 256  # characters of the opening or the end, both of which may have white space
 _MEMBER = re.compile(r'"\s*,\s*"[^"\\]*"\s*:')
 _OBJECT_END = re.compile(r'"\s*\}\s*')
 _MAY_END = re.compile(r'"\s*(?:\}\s*|,\s*(?:"[^"\\]*(?:"\s*)?)?)?')
@@ -109,7 +106,7 @@ class FreeformInput:
         self._units = _Decoder("replace")  # of \uXXXX, which come in pairs beyond U+FFFF
 
     def feed(self, text: str) -> str:
-        """Reads more of the arguments; returns the part of the text that is now certain."""
+        """Reads more of the arguments, and returns the text that is now certain."""
         self._pending += text
         if self._state is _State.OPENING:
             opening = _OPENING.match(self._pending)
@@ -125,7 +122,7 @@ class FreeformInput:
         return pending if self._state is _State.WHOLE else ""
 
     def close(self) -> str:
-        """Ends the arguments, which may be cut off; returns the rest of the text."""
+        """Ends the arguments, which may be cut off, and returns the rest of the text."""
         pending, self._pending = self._pending, ""
         if self._state is _State.OPENING:
             return "" if _EMPTY.fullmatch(pending) else pending
@@ -140,7 +137,7 @@ class FreeformInput:
             if match is None:
                 if piece == "\\":  # more of the escape may come
                     break
-                limit = at + _MAX_HELD + 1  # how far it could have been waited for
+                limit = at + _MAX_HELD + 1
                 is_end = len(pending) >= limit and _OBJECT_END.fullmatch(pending, at, limit)
                 if is_end or _MEMBER.match(pending, at, limit):
                     self._state = _State.ENDED

@@ -37,9 +37,9 @@ class Wire(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _yield_to_threads(cls, value: object) -> object:
-        """Does nothing, in Python, where other threads can take the GIL.
+        """Does nothing, but in Python, so that other threads can take the GIL here.
 
-        Without it, pydantic would hold the GIL while it validates thousands of messages.
+        Otherwise, pydantic would hold it while it validates thousands of messages.
         """
         return value
 

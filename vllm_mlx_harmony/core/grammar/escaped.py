@@ -70,8 +70,8 @@ _LEXEME = re.compile(
 
 
 def lark(definition: str) -> Iterator[str]:
-    """Grammars of the escaped text, for use in ``%lark { … }``. The first one that llguidance
-    accepts is to be used. Each has the rule ``r_start`` or the terminal ``R_START``.
+    """Grammars of the escaped text, for use in ``%lark { … }``. Use the first one that llguidance
+    accepts. Each has the rule ``r_start`` or the terminal ``R_START``.
 
     Raises ``NotExpressible`` for constructs that cannot be rewritten, for token ids and other
     grammars, and for unbalanced braces.

@@ -11,10 +11,10 @@ keyword (`SchemaReader`):
 - Malformed and unsupported keywords are dropped, and listed. Without them a schema only ever
   accepts more.
 
-`unordered` makes its rules from such a copy. `strict_schema` hands it to ``%json`` of llguidance,
+`unordered` makes its rules from such a copy. `strict_schema` passes it to llguidance's ``%json``,
 which may still reject it: for a pattern with look-around, say, or a ``oneOf`` with branches that
-overlap. A strict schema is enforced completely or not at all, so all that remains to be found then
-is the keyword that the error names.
+overlap. A strict schema is enforced completely or not at all, so it only remains to find the
+keyword that the error names.
 """
 
 from __future__ import annotations

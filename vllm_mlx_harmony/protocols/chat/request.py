@@ -197,7 +197,7 @@ _Run = Sequence[tuple[int, ChatMessage]]
 class _Reader:
     attachments: Attachments
     _functions: dict[str, str] = field(default_factory=dict)
-    """The ids of the latest calls of the legacy kind, which have none, by name."""
+    """By name, the ids that the latest legacy calls were given, as they have none."""
 
     def read_input(self, message: ChatMessage, index: int) -> Iterator[Message]:
         """The messages for a message that is not the assistant's."""

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import BeforeValidator, Field
 
+from vllm_mlx_harmony.core.turn import SyntaxKind
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Parts
 from vllm_mlx_harmony.protocols.openai_request import (
     JsonSchema,
@@ -93,7 +93,7 @@ class ChatToolFunction(Wire):
 
 
 class ChatGrammar(Wire):
-    syntax: GrammarSyntax
+    syntax: SyntaxKind
     definition: str = Field(min_length=1)
 
 

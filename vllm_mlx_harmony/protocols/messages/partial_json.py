@@ -1,27 +1,28 @@
-"""Turns a call's arguments, as they arrive, into JSON of an object that every client can parse.
+"""Turns a call's arguments, as they arrive, into the text of an object that every client can parse.
 
-**Why.** In Chat Completions arguments are a string, and a client finds out at the end whether they
-are JSON. In Messages they are an object:
-https://docs.claude.com/en/docs/build-with-claude/streaming sends it in pieces of text, and the
-official clients parse what there is after every piece. A piece that can be no part of an object
-raises in the client, in the middle of a stream, and the whole answer is lost. A model writes such
-pieces: a trailing comma, a lone surrogate, a bare word, a list, half an object at its limit.
+**Why.** In Chat Completions, arguments are a string; only at its end does a client find out whether
+it is JSON. In Messages they are an object, which is streamed as pieces of its text
+(https://docs.claude.com/en/docs/build-with-claude/streaming), and the official clients parse all
+that they have after every piece. A piece that cannot be part of an object raises an error in the
+client in the middle of the stream, and the whole answer is lost. Models do write such pieces: a
+trailing comma, a lone surrogate, a bare word, a list, half an object at the limit of tokens.
 
-**How.** A pushdown automaton over JSON (RFC 8259): ``Expect`` is what may come next, ``_open`` the
-open objects and arrays. Text is sent as it came as soon as it cannot turn out wrong:
+**How.** A pushdown automaton over JSON (RFC 8259): ``Expect`` has its states, ``_open`` is the
+stack of open objects and arrays. Text is sent unchanged as soon as nothing that follows can make it
+invalid:
 
-- A comma, a key and its colon are held until the value begins: a value that never comes would leave
-  a key without one, and what was sent cannot be taken back.
+- A comma, a key and its colon are held back until the value begins. Otherwise, an output that ends
+  there would leave a key without a value.
 - Numbers, literals and escapes are sent whole, or not at all.
 
-After the first character that no object can have there, nothing more is sent. ``close`` completes
-what is open (a string, arrays, objects), writes the member that was interrupted once more as null
-(of two members with one name parsers take the last), and adds all of the text under
-``INVALID_JSON``: the tool's owner sees exactly what the model wrote.
+After the first character that is invalid in its place, nothing more is sent. ``close`` completes
+what is open (a string, arrays, objects), repeats the interrupted member as null (of two members
+with the same name, parsers take the last), and adds the whole text as ``INVALID_JSON``, so that the
+tool's owner sees exactly what the model wrote.
 
-**Invariants.** All that was returned, joined, is one JSON object, or nothing at all. Each beginning
-of it can be completed to one by closing what is open. An object comes back byte for byte. The
-result does not depend on how the text is cut.
+**Invariants.** The returned pieces, joined, are one JSON object, or empty. Every beginning of it
+becomes an object once what is open is closed. A valid object is returned byte for byte. How the
+text is split makes no difference.
 
 No library does this: `pydantic_core.from_json(allow_partial=True)` and jiter return the value of a
 text that is cut, not the text that is safe to send, and read it from the beginning every time.
@@ -49,7 +50,7 @@ MAX_DIGITS = 308
 
 
 class Expect(Enum):
-    """What may come next. Outside of strings: the characters that it may begin with."""
+    """A state: what may come next. Its value has the possible first characters of a token."""
 
     OBJECT = "{"
     FIRST_KEY = '"}'
@@ -86,10 +87,10 @@ _CLOSERS = {"{": "}", "[": "]"}
 
 
 class ObjectText:
-    """Reads text that should be a JSON object, as it arrives; returns what may be sent of it.
+    """Reads text that should be a JSON object as it arrives, and returns what is safe to send.
 
-    Text that is not an object (cut arguments too) is completed to one that has the whole text under
-    `INVALID_JSON`. Empty text gives nothing at all: an object without members.
+    Text that is not an object, or is cut, is completed to an object that has the whole text as
+    `INVALID_JSON`. Empty text stays empty: clients read it as an object without members.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class ObjectText:
         self._member = ""  # the name of the outermost object's last member, quoted
 
     def feed(self, text: str) -> str:
-        """Reads more ``text``; returns what may be sent now."""
+        """Reads more ``text``, and returns what is now safe to send."""
         self._text.append(text)
         if self._broken:
             return ""
@@ -119,7 +120,7 @@ class ObjectText:
                     self._free.append(white.group())
             else:
                 end = self._read_token(text, at)
-            if end == at:  # the rest has to be seen whole, or there is no object
+            if end == at:  # incomplete, or invalid
                 break
             at = end
         self._unread = text[at:]
@@ -127,7 +128,7 @@ class ObjectText:
         return free
 
     def close(self) -> str:
-        """Ends the text; returns what remains to be sent."""
+        """Ends the text, and returns what remains to be sent."""
         if self._expect is Expect.NOTHING and not self._broken:
             return "}"
         text = "".join(self._text)
@@ -152,7 +153,7 @@ class ObjectText:
         self._free.append(text)
 
     def _read_string(self, text: str, at: int) -> int:
-        """Reads characters, or the quotation mark that ends them; returns where they end."""
+        """Reads characters, or the quotation mark that ends them, and returns their end."""
         characters = _CHARACTERS.match(text, at)
         if characters is None and text[at] != '"':
             self._broken = not _ESCAPE_BEGUN.fullmatch(text, at)
@@ -167,7 +168,7 @@ class ObjectText:
         return end
 
     def _read_token(self, text: str, at: int) -> int:
-        """Reads a value outside of strings, or what stands between values; returns its end."""
+        """Reads a token outside of strings, and returns its end."""
         char, end = text[at], at + 1
         if char not in self._expect.value:
             self._broken = True
@@ -198,7 +199,7 @@ class ObjectText:
         return at if self._broken else end
 
     def _read_word(self, text: str, at: int) -> int:
-        """Reads a literal or a number; returns its end, or ``at`` if there may be more of it."""
+        """Reads a literal or a number, and returns its end, or ``at`` if more of it may follow."""
         literal = _LITERALS.get(text[at])
         if literal is not None:
             end = at + len(literal)

@@ -107,7 +107,7 @@ def read(
 
 
 _OFF: dict[str, Display] = {"disabled": "hidden", "between_tools": "preambles"}
-"""Types of thinking without any (Anthropic's ``ThinkingTypes``), and what is shown then."""
+"""The types of thinking that switch reasoning off, each with what is shown instead."""
 
 
 def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
@@ -391,11 +391,11 @@ class _Reader:
 
 
 def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | None, bool]:
-    """The text that the answer continues, taken out of ``run``; or whether ``run`` is an answer.
+    """Takes the text that the answer continues from ``run``; or true, if ``run`` is an answer.
 
-    It is an answer if the request requires a call or JSON, which its text cannot be continued to. A
-    new turn of the assistant then begins after it, as in Chat Completions. LangGraph requests a
-    typed answer from an agent in this way, after its last answer.
+    It is one if the request requires a call or JSON, which cannot continue the text. Then a new
+    turn of the assistant begins after it, as in Chat Completions. LangGraph requests a typed answer
+    in this way, after an agent's last answer.
 
     Raises ``RequestError`` for a call without a result and for white space at the end, as
     Anthropic's API does: the model's next token brings its own.
@@ -423,7 +423,7 @@ _BILLING = "x-anthropic-billing-header:"
 def _system(blocks: Iterable[Block], attachments: Attachments) -> Iterator[Message]:
     """The instructions, without the line in which Claude Code tells Anthropic whom to bill.
 
-    It changes with every request, so that no prompt would begin as the one before (A12).
+    That line changes with every request: no prompt would begin like the one before it (A12).
     """
     for index, block in enumerate(blocks):
         text = TextReader(attachments).text(block, f"system[{index}]")

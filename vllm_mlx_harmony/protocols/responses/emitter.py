@@ -145,9 +145,9 @@ class Emitter:
                 assert_never(delta)
 
     def create(self) -> list[Event]:
-        """The events for a response that was created, even if its turn comes later.
+        """The events of a new response, whose turn may begin later.
 
-        They precede those of the first delta if this was not called before. Empty the second time.
+        Without this call, the first delta returns them, too. Empty the second time.
         """
         if self._number:
             return []

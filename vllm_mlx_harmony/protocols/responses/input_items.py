@@ -42,7 +42,7 @@ from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, code_in
 from vllm_mlx_harmony.protocols.validation import required
 
 Stored: TypeAlias = Callable[[str], Mapping[str, object] | None]
-"""Looks up an item of an earlier response by its id; ``None`` when there is none."""
+"""Looks up an item of an earlier response by its id; ``None`` if there is none."""
 
 
 def nothing_stored(_: str) -> None:
@@ -57,9 +57,9 @@ UNKNOWN = "unknown"
 class ItemReader:
     """Reads one request's items. ``notes`` names, for the log, what could not be used.
 
-    ``calls`` are the ids of the calls that were made in the conversation so far, ``approved`` those
-    of the server's calls that the client has approved since the model's last turn: that turn has
-    run what had been approved before it.
+    ``calls`` are the ids of all calls in the conversation so far. ``approved`` are those of the
+    server's calls that the client has approved since the model's last turn, which ran the ones that
+    were approved before it.
     """
 
     cipher: Cipher

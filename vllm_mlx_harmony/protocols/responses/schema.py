@@ -16,9 +16,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from vllm_mlx_harmony.core.turn import ResponseFormat
+from vllm_mlx_harmony.core.turn import ResponseFormat, SyntaxKind
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.freeform import GrammarSyntax
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
 from vllm_mlx_harmony.protocols.openai_request import (
     JsonSchema,
@@ -113,7 +112,7 @@ class Format(Wire):
 
 
 class GrammarFormat(Format):
-    syntax: GrammarSyntax | None = None
+    syntax: SyntaxKind | None = None
     definition: str = Field(min_length=1)
 
 

@@ -49,8 +49,8 @@ class ServerItem(OutputItem):
     stem: ClassVar[str] = ""
     """Prefix of its events."""
     running: ClassVar[str] = ""
-    """Its status while it runs, and the event for it, if it has one."""
-    tells_failure: ClassVar[bool] = False
+    """Its status and its event while the call is running; empty if it has none."""
+    has_failed_event: ClassVar[bool] = False
     """Whether there is an event for a call that failed."""
 
     def __post_init__(self) -> None:
@@ -75,8 +75,8 @@ class ServerItem(OutputItem):
         self.answer, self.failure = text, failure
         status = COMPLETED if failure is None else FAILED
         ended = pending(f"{self.stem}.{status}", **self.position)
-        tells = failure is None or self.tells_failure
-        return [*([ended] if tells else ()), *self.finish(status)]
+        is_shown = failure is None or self.has_failed_event
+        return [*([ended] if is_shown else ()), *self.finish(status)]
 
     def ended(self) -> list[PendingEvent]:
         """The turn ended before the call had a result."""
@@ -86,7 +86,7 @@ class ServerItem(OutputItem):
 class McpCall(ServerItem):
     """``mcp_call``: a tool of one of the operator's servers. Arguments are JSON, of code too."""
 
-    prefix, stem, tells_failure = "mcp", "response.mcp_call", True
+    prefix, stem, has_failed_event = "mcp", "response.mcp_call", True
     text_fields = (TextField("response.mcp_call_arguments", whole="arguments"),)
 
     def __post_init__(self) -> None:
@@ -114,7 +114,7 @@ def _error(failure: ToolFailure, text: str) -> Document:
 
 
 NO_ANSWER = -32000
-"""The first of JSON-RPC's numbers for errors of an implementation's own."""
+"""The first of the codes that JSON-RPC reserves for implementations."""
 
 
 class CodeInterpreterCall(ServerItem):
@@ -158,10 +158,10 @@ _MAX_URLS = 100
 
 
 def _urls(text: str) -> list[str]:
-    """The URLs in what a search has answered, each once, in order.
+    """The distinct URLs in a search result, in order.
 
-    Without punctuation or brackets that belong to the surrounding sentence; a bracket that was
-    opened within the URL belongs to the URL.
+    Punctuation and brackets of the surrounding sentence are left out. A bracket that is opened
+    within a URL belongs to it.
     """
     found: dict[str, None] = {}
     for match in _URL.finditer(text):
