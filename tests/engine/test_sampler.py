@@ -40,6 +40,15 @@ def noise(seed: int, rows: int, columns: int, scale: float = 3.0) -> Any:
     return mx.random.normal((rows, columns), key=mx.random.key(seed)) * scale
 
 
+def test_a_bias_of_an_id_that_the_model_does_not_have_is_ignored() -> None:
+    """mlx would write it into the memory behind the logits."""
+    (one,) = samplers(settings(temperature=0.0, logit_bias=((2, 5.0), (VOCAB_SIZE - 1, 100.0))))
+    (other,) = samplers(settings(temperature=0.0, logit_bias=((VOCAB_SIZE - 1, 100.0),)))
+    logits = mx.zeros((1, 8))
+    assert one.biased(logits).tolist() == [[0.0, 0.0, 5.0, *[0.0] * 5]]
+    assert other.biased(logits).tolist() == [[0.0] * 8]
+
+
 # --- Filters.
 
 

@@ -107,8 +107,10 @@ class Sampler:
     def biased(self, logits: mx.array) -> mx.array:
         """``logits`` (1, vocabulary) after bias and penalties."""
         settings = self.settings
-        if settings.logit_bias:
-            ids, values = zip(*settings.logit_bias, strict=True)
+        # mlx does not check indices: it would write behind the logits.
+        biases = [each for each in settings.logit_bias if each[0] < logits.shape[-1]]
+        if biases:
+            ids, values = zip(*biases, strict=True)
             logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
         if not self.penalises:
             return logits
