@@ -11,7 +11,7 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Call, Defaults, Tool, ToolChoice, Turn, User
 from vllm_mlx_harmony.protocols.responses import read
 from vllm_mlx_harmony.protocols.responses.schema import read_body
-from vllm_mlx_harmony.protocols.responses.tools import Declared, ToolReader, Tools
+from vllm_mlx_harmony.protocols.responses.tools import DeclaredTool, ToolReader, Tools
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
@@ -94,7 +94,7 @@ def test_every_tool_comes_back_as_it_was_declared(declared: list[dict[str, Any]]
     read = tools(*declared)
     for tool in read.shown:
         assert read.echoed(Call("c", tool.name, "{}")).name == tool.name
-    assert len({read.declared(tool.name) for tool in read.shown}) == len(read.shown)
+    assert len({read.tool(tool.name) for tool in read.shown}) == len(read.shown)
 
 
 def test_a_function_is_shown_as_it_is() -> None:
@@ -144,38 +144,38 @@ DECLARED = (
     namespace("mcp__web__", function("shared"), function("f")),
 )
 
-CALLED: list[tuple[str, Declared]] = [
-    ("f", Declared("f")),
-    ("patch", Declared("patch", kind="custom")),
-    ("crm__find", Declared("find", "crm")),
-    ("crm.find", Declared("find", "crm")),
-    ("find", Declared("find", "crm")),
-    ("note", Declared("note", "crm", kind="custom")),
-    ("mcp__web__shared", Declared("shared", "mcp__web__")),
-    ("mcp__web__f", Declared("f", "mcp__web__")),
-    ("shared", Declared("shared")),  # nobody's alone: the client answers it
-    ("unheard_of", Declared("unheard_of")),
+CALLED: list[tuple[str, DeclaredTool]] = [
+    ("f", DeclaredTool("f")),
+    ("patch", DeclaredTool("patch", kind="custom")),
+    ("crm__find", DeclaredTool("find", "crm")),
+    ("crm.find", DeclaredTool("find", "crm")),
+    ("find", DeclaredTool("find", "crm")),
+    ("note", DeclaredTool("note", "crm", kind="custom")),
+    ("mcp__web__shared", DeclaredTool("shared", "mcp__web__")),
+    ("mcp__web__f", DeclaredTool("f", "mcp__web__")),
+    ("shared", DeclaredTool("shared")),  # nobody's alone: the client answers it
+    ("unheard_of", DeclaredTool("unheard_of")),
 ]
 
 
 @pytest.mark.parametrize(("called", "expected"), CALLED)
-def test_whose_call_it_is(called: str, expected: Declared) -> None:
-    assert tools(*DECLARED).declared(called) == expected
+def test_whose_call_it_is(called: str, expected: DeclaredTool) -> None:
+    assert tools(*DECLARED).tool(called) == expected
 
 
 @pytest.mark.parametrize("called", ["to=functions.crm__find", "to=crm.find", "to=functions.find"])
 def test_whatever_the_model_writes_reaches_the_tool(called: str) -> None:
     read = tools(*DECLARED)
     names = Names.of(Turn(messages=(User("Hi"),), tools=read.shown))
-    assert read.declared(names.addressee(called.removeprefix("to="))) == Declared("find", "crm")
+    assert read.tool(names.addressee(called.removeprefix("to="))) == DeclaredTool("find", "crm")
 
 
 def test_names_no_header_can_carry() -> None:
     read = tools(namespace("my crm", function("find it")))
     names = Names.of(Turn(messages=(User("Hi"),), tools=read.shown))
     assert names.recipient("my crm__find it") == "functions.my_crm__find_it"
-    found = read.declared(names.addressee("functions.my_crm__find_it"))
-    assert found == Declared("find it", "my crm")
+    found = read.tool(names.addressee("functions.my_crm__find_it"))
+    assert found == DeclaredTool("find it", "my crm")
 
 
 ALL = ["f", "patch", "crm__find", "crm__note", "crm__shared", "mcp__web__shared", "mcp__web__f"]
@@ -257,7 +257,7 @@ def test_a_search_that_the_client_runs() -> None:
     (tool,) = tools(search()).shown
     assert tool.description
     assert list((tool.parameters or {})["properties"]) == ["paths"]
-    assert tools(search()).declared("tool_search").kind == "tool_search"
+    assert tools(search()).tool("tool_search").kind == "tool_search"
 
 
 LATER = [
@@ -275,7 +275,7 @@ def test_what_can_be_found_is_only_named() -> None:
         "Finds.\n\nThere are:\n- plain: A plain one.\n- crm: The customers.\n- web"
     )
     assert read.shown[1].description == "crm: The customers.\n\n"
-    assert read.declared("crm__find") == Declared("find", "crm")
+    assert read.tool("crm__find") == DeclaredTool("find", "crm")
 
 
 def test_what_can_be_found_has_the_clients_own_name() -> None:
@@ -313,8 +313,8 @@ def test_only_what_is_new_is_declared_again() -> None:
     assert later.names(namespace("crm", function("note", strict=True))) == ["crm__note"]
     assert later.names(function("crm__find"), freeform("g")) == ["crm__find_2", "g"]
     names = later.reader.tools((), None)
-    assert names.declared("crm__find_2") == Declared("crm__find")
-    assert names.declared("crm__find") == Declared("find", "crm")
+    assert names.tool("crm__find_2") == DeclaredTool("crm__find")
+    assert names.tool("crm__find") == DeclaredTool("find", "crm")
 
 
 @pytest.mark.parametrize(

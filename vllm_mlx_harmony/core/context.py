@@ -306,7 +306,7 @@ class StreamingHarmonyContext:
         return 0 if at_start else self._generated.place(read)
 
     def _keep_output(self) -> None:
-        """Adds the output to ``outputs``, once."""
+        """Adds the output to ``outputs``, unless that was done before."""
         if self._kept:
             return
         self._kept = True

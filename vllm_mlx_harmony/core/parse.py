@@ -85,7 +85,7 @@ EndReason: TypeAlias = Literal["stop", "length", "pause"]
 
 
 class State(Enum):
-    """Where the parser is between two ids."""
+    """The parser's state between two ids."""
 
     HEADER = auto()
     BODY = auto()
@@ -95,7 +95,7 @@ class State(Enum):
 
 
 class Sign(Enum):
-    """What an id means to the parser."""
+    """What a control token means to the parser: the input of the state machine."""
 
     START = auto()
     CHANNEL = auto()

@@ -46,7 +46,7 @@ class Count(NamedTuple):
     most: int | None = None
 
     def both(self, other: Count) -> Count:
-        """The range that lies in both."""
+        """The intersection of two ranges."""
         most = [each for each in (self.most, other.most) if each is not None]
         return Count(max(self.least, other.least), min(most, default=None))
 

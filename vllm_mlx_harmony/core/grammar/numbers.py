@@ -27,7 +27,11 @@ _ZEROS = r"(?:\.0+)?"
 NUMBER = rf"-?{_WHOLE}{_FRACTION}(?:[eE][-+]?[0-9]{{1,3}})?"
 
 _EXPONENTS = 12
+"""Exponents next to a bound that are handled one at a time, to either side of its order."""
+
 _DIGITS = 20
+"""Digits by which an exponent may move the point of an integer or a multiple."""
+
 _FINITE = r"0*(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"
 """The exponent of a finite number."""
 
@@ -202,11 +206,14 @@ def multiple_of(step: Decimal) -> str | None:
 
 
 _SHIFTED = 3
+"""Digits by which a negative exponent may move the point of a multiple."""
+
 _MAX_ENDINGS = 100
+"""Endings of the multiples of a step that are listed."""
 
 
 def _multiples(step: Decimal) -> str | None:
-    """Decimals without sign or exponent."""
+    """Multiples of ``step`` without sign or exponent; ``None`` as in `multiple_of`."""
     places = max(-int(step.normalize().as_tuple().exponent), 0)
     zeros = 0
     while 10**zeros % step and zeros < _DIGITS:

@@ -209,7 +209,7 @@ Blocks: TypeAlias = Annotated[
 
 
 class ToolConfiguration(ToolSwitch):
-    """``None``: all of its tools."""
+    """Which tools of an MCP server may be called: all, unless ``allowed_tools`` lists some."""
 
     allowed_tools: list[str] | None = None
 

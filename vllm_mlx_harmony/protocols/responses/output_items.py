@@ -19,7 +19,7 @@ from vllm_mlx_harmony.protocols.events import Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.responses.schema import SEARCH
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
-from vllm_mlx_harmony.protocols.responses.tools import Declared, Tools
+from vllm_mlx_harmony.protocols.responses.tools import DeclaredTool, Tools
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments
 from vllm_mlx_harmony.protocols.validation import repaired
 
@@ -282,7 +282,7 @@ class FunctionCall(OutputItem):
     """``function_call``. Clients find their tool by name and namespace, which are apart."""
 
     call_id: str
-    tool: Declared
+    tool: DeclaredTool
     prefix = "fc"
     text_fields: ClassVar[tuple[TextField, ...]] = (
         TextField("response.function_call_arguments", whole="arguments"),
@@ -340,7 +340,7 @@ def output_item(
     """The item for the message that ``delta`` opens; it is number ``index`` of the output."""
     key = key_of(info, delta.index)
     if delta.kind is Kind.CALL:
-        tool = options.tools.declared(delta.name)
+        tool = options.tools.tool(delta.name)
         kind = _CALLS.get(tool.kind, FunctionCall)
         return kind(index, key, options, info.call_id(delta.index), tool)
     if delta.kind is Kind.REASONING:

@@ -28,7 +28,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import NO_SERVER_TOOLS, S
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 
-class Declared(NamedTuple):
+class DeclaredTool(NamedTuple):
     """A tool as the client knows it."""
 
     name: str
@@ -54,20 +54,20 @@ class Tools:
     """
 
     _reader: ToolReader = field(compare=False, repr=False)
-    _spellings: Mapping[str, Declared]
+    _spellings: Mapping[str, DeclaredTool]
     """The tool for every name that a model may call it by."""
     shown: tuple[Tool, ...] = ()
     builtin_tools: tuple[str, ...] = ()
     choice: Choice = field(default_factory=Choice)
     none: bool = False
 
-    def declared(self, called: str) -> Declared:
+    def tool(self, called: str) -> DeclaredTool:
         """The tool that the model calls ``called``, which need not have been declared."""
-        return self._spellings.get(called) or Declared(called)
+        return self._spellings.get(called) or DeclaredTool(called)
 
     def echoed(self, call: Call) -> Call:
         """``call`` of the model, as it is read when the client sends its item back."""
-        tool = self.declared(call.name)
+        tool = self.tool(call.name)
         arguments = wrap(unwrapped(call.arguments)) if tool.freeform else call.arguments
         name = self._reader.name(tool.name, tool.namespace)
         return replace(call, name=name, arguments=arguments)
@@ -82,7 +82,7 @@ class ToolReader:
     """Reads what a request declares, in the order of the prompt, and gives each tool its name."""
 
     def __init__(self) -> None:
-        self._tools: dict[tuple[str, str], Declared] = {}
+        self._tools: dict[tuple[str, str], DeclaredTool] = {}
         self._names: dict[tuple[str, str], str] = {}
         self._taken: set[str] = set()
         self._numbers: Counter[str] = Counter()  # the last suffix of each name
@@ -116,7 +116,7 @@ class ToolReader:
         """Reads the tools that earlier requests of the conversation declared, with their names."""
         for message in messages:
             for tool in message.tools if isinstance(message, AdditionalTools) else ():
-                self._take(Declared(*tool.origin or (tool.name,)), tool.name)
+                self._take(DeclaredTool(*tool.origin or (tool.name,)), tool.name)
                 self._shown[tool.name] = replace(tool, where="")
 
     def name(self, name: str, namespace: str = "") -> str:
@@ -167,11 +167,11 @@ class ToolReader:
         known = {tool: name for tool, name in names.items() if name in self._shown}
         return replace(read, choice=_choice(choice, read, known, set(names), server))
 
-    def _take(self, tool: Declared, name: str) -> None:
+    def _take(self, tool: DeclaredTool, name: str) -> None:
         self._tools[tool.key], self._names[tool.key] = tool, name
         self._taken.add(name)
 
-    def _free(self, tool: Declared) -> str:
+    def _free(self, tool: DeclaredTool) -> str:
         """A name that no other tool has."""
         name = free = joined(tool.namespace, tool.name)
         while free in self._taken:
@@ -179,7 +179,7 @@ class ToolReader:
             free = f"{name}_{self._numbers[name] + 1}"
         return free
 
-    def _new(self, read: _Read, later: Sequence[_Read]) -> Iterator[Tool]:
+    def _new(self, read: _ReadTool, later: Sequence[_ReadTool]) -> Iterator[Tool]:
         """The tool, unless it was shown; a search lists the tools that it can find, ``later``.
 
         They have the client's own names there, aliases or not (A10): the client receives the
@@ -207,10 +207,10 @@ class ToolReader:
         yield tool
 
 
-class _Read(NamedTuple):
+class _ReadTool(NamedTuple):
     """A tool that was read; ``about`` is the description of its namespace."""
 
-    declared: Declared
+    declared: DeclaredTool
     tool: Tool
     deferred: bool
     about: str = ""
@@ -233,14 +233,14 @@ _PATHS: Mapping[str, object] = {
 """The parameters of a search that has none of its own: those of OpenAI's Agents SDK."""
 
 
-def _read(tool: ResponsesTool, where: str) -> Iterator[_Read]:
+def _read(tool: ResponsesTool, where: str) -> Iterator[_ReadTool]:
     """The tool, or those of a namespace. Tools that another server would run are left out."""
     if isinstance(tool, schema.NamespaceTool):
         for at, inner in enumerate(tool.tools):
             for read in _read(inner, f"{where}.tools[{at}]"):
                 declared = read.declared._replace(namespace=tool.name)
                 deferred = read.deferred or bool(tool.defer_loading)
-                yield _Read(declared, read.tool, deferred, tool.description or "")
+                yield _ReadTool(declared, read.tool, deferred, tool.description or "")
         return
     if not isinstance(tool, schema.ClientTool):
         return
@@ -248,17 +248,17 @@ def _read(tool: ResponsesTool, where: str) -> Iterator[_Read]:
     match tool:
         case schema.FunctionTool(name=name):
             function = Tool(name, description, tool.parameters, where, tool.strict is True)
-            yield _Read(Declared(name), function, deferred)
+            yield _ReadTool(DeclaredTool(name), function, deferred)
         case schema.CustomTool(name=name):
             syntax, definition = None, None
             if isinstance(tool.format, schema.GrammarFormat):
                 syntax, definition = tool.format.syntax, tool.format.definition
             shown = freeform_tool(name, description, where, syntax, definition)
-            yield _Read(Declared(name, kind="custom"), shown, deferred)
+            yield _ReadTool(DeclaredTool(name, kind="custom"), shown, deferred)
         case _:
             parameters = _PATHS if tool.parameters is None else tool.parameters
             search = Tool(SEARCH, description or _SEARCHES, parameters, where)
-            yield _Read(Declared(SEARCH, kind=SEARCH), search, deferred=False)
+            yield _ReadTool(DeclaredTool(SEARCH, kind=SEARCH), search, deferred=False)
 
 
 # --- What may be called.
@@ -267,8 +267,8 @@ def _read(tool: ResponsesTool, where: str) -> Iterator[_Read]:
 def _choice(
     requested: ToolChoice | None,
     tools: Tools,
-    known: Mapping[Declared, str],
-    declared: Collection[Declared],
+    known: Mapping[DeclaredTool, str],
+    declared: Collection[DeclaredTool],
     server: ServerTools,
 ) -> Choice:
     """Which tools may be called. ``known`` are those of the ``declared`` ones that are shown."""
@@ -279,7 +279,7 @@ def _choice(
     elif requested.type in ("function", "custom"):
         if requested.name is None:
             raise required("tool_choice.name")
-        tool = tools.declared(joined(requested.namespace or "", requested.name))
+        tool = tools.tool(joined(requested.namespace or "", requested.name))
         if tool not in known:
             name = quoted(requested.name)
             problem = f"tool_choice: {name} is not among the tools that can be called"
@@ -317,10 +317,12 @@ def _of_server(requested: schema.AllowedTool, where: str, server: ServerTools) -
     return server.of_type(requested.type)
 
 
-def _listed(allowed: Sequence[schema.AllowedTool], declared: Collection[Declared]) -> set[Declared]:
+def _listed(
+    allowed: Sequence[schema.AllowedTool], declared: Collection[DeclaredTool]
+) -> set[DeclaredTool]:
     """The tools that are ``allowed``. Raises ``RequestError`` for one that is not ``declared``."""
-    found: set[Declared] = set()
-    known: defaultdict[tuple[str | None, ...], set[Declared]] = defaultdict(set)
+    found: set[DeclaredTool] = set()
+    known: defaultdict[tuple[str | None, ...], set[DeclaredTool]] = defaultdict(set)
     for each in declared:
         known[each.namespace,].add(each)
         known[each.namespace, each.name].add(each)
