@@ -39,7 +39,7 @@ def answering(scheduler: Scheduler, request: int = 0, ids: int = 512) -> None:
     """A request whose prompt is computed, at ``PACE``."""
     began(scheduler, request, ids)
     scheduler.computed(request, ids, ids * PACE)
-    scheduler.answers(request)
+    scheduler.start_answer(request)
 
 
 def nothing(scheduler: Scheduler) -> None:
@@ -101,7 +101,7 @@ def the_answer_has_ended(scheduler: Scheduler) -> None:
 def of_unknown_speed(scheduler: Scheduler) -> None:
     began(scheduler, 0, 8)
     scheduler.computed(0, 8, 0.5)  # too short to say anything
-    scheduler.answers(0)
+    scheduler.start_answer(0)
     scheduler.stepped(1.0)
     began(scheduler, 1, 5000)
 
@@ -109,7 +109,7 @@ def of_unknown_speed(scheduler: Scheduler) -> None:
 def slow(scheduler: Scheduler) -> None:
     began(scheduler, 0, 512)
     scheduler.computed(0, 512, 51.2)
-    scheduler.answers(0)
+    scheduler.start_answer(0)
     scheduler.stepped(100.0)
     began(scheduler, 1, 5000)
 
@@ -166,7 +166,7 @@ def a_tenant_that_came_back(scheduler: Scheduler) -> None:
     scheduler.computed(1, 2048, 2.0)
     began(scheduler, 2, 60, "b", 2.0)
     scheduler.computed(2, 60, 0.06)
-    scheduler.answers(2)
+    scheduler.start_answer(2)
     scheduler.stepped(1.0)
     scheduler.add(3, 60, "b", 2.1)
 
@@ -255,7 +255,7 @@ def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
         return request != 1
 
     scheduler.computed(0, 100, 0.1)
-    scheduler.answers(0)
+    scheduler.start_answer(0)
     scheduler.stepped(1.0)
     assert scheduler.next(2.0, fits) == Chunk(2, 60)
     assert scheduler.next(PATIENCE + 1, fits) == Step(), "no later one begins any more"
@@ -269,7 +269,7 @@ def test_who_was_served_is_forgotten_with_the_last_prompt() -> None:
     for request in range(10_000):
         began(scheduler, request, 60, tenant=str(request))
         scheduler.computed(request, 60, 0.06)
-        scheduler.answers(request)
+        scheduler.start_answer(request)
         scheduler.remove(request)
     assert len(scheduler._tenants) < 3
 
@@ -350,7 +350,7 @@ def simulate(  # noqa: C901 - one loop, as the engine has it
                 computed[number] += ids
                 scheduler.computed(number, ids, seconds)
                 if computed[number] == request.prompt:
-                    scheduler.answers(number)
+                    scheduler.start_answer(number)
                     left[number], last[number] = request.answer, now
             case Step():
                 now += machine.per_step

@@ -506,14 +506,14 @@ class MlxEngine:
             self._join(request, layers)
 
     def _join(self, request: Request, layers: Layers) -> None:
-        """All of its prompt but the last id is computed: it generates from now on."""
+        """The request generates from now on: all of its prompt but the last id is computed."""
         if request.settings.max_tokens == 0:
             self._put(request, Step((), "length", request.cached))
             self._forget(request)
             return
         request.at = len(request.prompt)
         self._put(request, request.report())
-        self._scheduler.answers(request.number)
+        self._scheduler.start_answer(request.number)
         request.layers, request.ids = None, list(request.prompt)
         if self.options.speculate == "auto" and request.top_logprobs is None:
             request.drafts = Drafts((*request.settings.prediction, *request.prompt))

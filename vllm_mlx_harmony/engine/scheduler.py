@@ -160,8 +160,8 @@ class Scheduler:
         if self._answers:
             self._owed += seconds * SHARE / (1 - SHARE)
 
-    def answers(self, request: int) -> None:
-        """All of its prompt is computed: from now on each step brings it an id."""
+    def start_answer(self, request: int) -> None:
+        """The prompt is computed: from now on, each step gives the request an id, or more."""
         del self._prompts[request]
         self._answers.add(request)
         self._forget_tenants()
@@ -171,7 +171,7 @@ class Scheduler:
         self._owed = max(-credit, self._owed - seconds)
 
     def remove(self, request: int) -> None:
-        """It has ended, or its client has gone."""
+        """The request has ended, or its client has gone."""
         prompt = self._prompts.pop(request, None)
         self._answers.discard(request)
         if not self._answers:

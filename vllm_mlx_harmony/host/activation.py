@@ -141,7 +141,7 @@ def _apply(args: argparse.Namespace) -> None:
     from vllm_mlx_harmony.host import flags, resources, summary
 
     given = flags.given(args)
-    resources.use(flags.engine_options(args, Options()), flags.cache_budget(given))
+    resources.configure(flags.engine_options(args, Options()), flags.cache_budget(given))
     directory = getattr(args, "ssd_cache_dir", None)
     enabled = resources.budget() > 0
     if directory and enabled:

@@ -147,7 +147,7 @@ class VllmMlx:
 
 
 class _Tracker:
-    """vllm-mlx's metrics of a request, and a counter of ours."""
+    """vllm-mlx's metrics of a request, and our own counters."""
 
     def __init__(self, tracker: InferenceTracker) -> None:
         self.observe_ttft = tracker.observe_ttft

@@ -69,7 +69,7 @@ class _Ours(Collector):
 
 
 def show() -> None:
-    """Adds them to vllm-mlx's, if these are enabled; a second time, nothing happens."""
+    """Adds our metrics to vllm-mlx's, if those are enabled; a second time, nothing happens."""
     metrics = server()._metrics._prom
     if metrics is not None and DISK not in metrics:
         metrics[DISK] = _Ours()

@@ -38,7 +38,7 @@ disk: DiskCache | None = None
 _budget: int | None = None
 
 
-def use(given: Options, budget: int | None) -> None:
+def configure(given: Options, budget: int | None) -> None:
     """Sets the options and the bytes of the prefix cache, ``None`` by default, and empties it."""
     global options, _budget
     options, _budget = given, budget

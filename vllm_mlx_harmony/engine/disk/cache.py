@@ -397,7 +397,7 @@ class DiskCache:
         return size, crc
 
     def _changed(self, gone: Sequence[str]) -> None:
-        """After each change of the index: removes the files whose rows are gone."""
+        """Called after each change of the index, with the files whose rows it has removed."""
         for name in gone:
             self._written.discard(bytes.fromhex(name.partition("-")[0]))
             with suppress(OSError):  # a later `_sweep` removes it
