@@ -7,7 +7,7 @@ Headers are written here; bodies come from `json_schema` (strict), `unordered` (
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -110,10 +110,10 @@ def grammar_of(
     """
     if policy is Policy.OFF:
         return None
-    return _Writer(turn, names, policy, check, checked=checked).grammar()
+    return _GrammarWriter(turn, names, policy, check, checked=checked).grammar()
 
 
-class _Writer:
+class _GrammarWriter:
     """Writes one grammar, rule by rule."""
 
     def __init__(
@@ -157,58 +157,58 @@ class _Writer:
         common = unordered.COMMON if values else ""
         return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
 
-    def weakened(self, text: str) -> str:  # noqa: C901 - one attempt after the other
+    def weakened(self, text: str) -> str:
         """``text`` or, if that is too large or llguidance rejects it, a grammar that accepts more.
 
-        First, schemas that are rejected by themselves are replaced by any JSON object, then the
-        largest ones, half of the rest at a time. In the end, any text is accepted for every schema.
+        Any JSON object is accepted for more and more schemas; in the end, any text for all of them.
         """
         key = self._owner, text
         cached = _fitting.get(key)
         if cached is not None:
             self._notes += cached[1]
             return cached[0]
-        values = [rules for _, rules in self._values]
-        sizes = {at: sum(map(len, rules.lines)) for at, rules in enumerate(values) if rules.lines}
-        largest_first = sorted(sizes, key=lambda at: -sizes[at])
-
-        def attempts() -> Iterator[set[int]]:
-            """The values that become any JSON object: more in each attempt."""
-            weak: set[int] = set()
-            yield weak
-            if len(text) > MAX_TEXT:
-                excess = len(text) - MAX_TEXT
-                for at in largest_first:
-                    if excess > 0:
-                        weak.add(at)
-                        excess -= sizes[at]
-            elif len(largest_first) <= MAX_CHECKED:
-                weak.update(at for at in largest_first if self._check(_alone(values[at])))
-            if weak:
-                yield weak
-            while left := [at for at in largest_first if at not in weak]:
-                weak.update(left[: (len(left) + 1) // 2])
-                yield weak
-
-        for weak in attempts():
-            fitting = self.text(
-                [OBJECT_RULES if at in weak else one for at, one in enumerate(values)]
-            )
+        strongest = [rules for _, rules in self._values]
+        for weak in self.attempts(len(text), strongest):
+            used = [OBJECT_RULES if at in weak else each for at, each in enumerate(strongest)]
+            fitting = self.text(used)
             if len(fitting) <= MAX_TEXT and not self._check(fitting):
                 break
         else:
-            if sizes:
-                weak, values = set(), [Rules("text")] * len(values)
-                fitting = self.text(values)
+            if any(rules.lines for rules in strongest):
+                used = [Rules("text")] * len(used)
+                fitting = self.text(used)
         notes = []
-        for at, (what, rules) in enumerate(self._values):
-            if at in weak or values[at] is not rules:
-                instead = "any JSON object" if at in weak else "anything"
-                notes.append(f"{what}: its schema is not enforced ({instead} is accepted)")
+        for (what, rules), instead in zip(self._values, used, strict=True):
+            if instead is not rules:
+                accepted = "any JSON object" if instead is OBJECT_RULES else "anything"
+                notes.append(f"{what}: its schema is not enforced ({accepted} is accepted)")
         size = sum(map(len, notes)) + len(text) + (0 if fitting == text else len(fitting))
         _fitting.put(key, (fitting, tuple(notes)), size)
         self._notes += notes
         return fitting
+
+    def attempts(self, size: int, values: Sequence[Rules]) -> Iterator[set[int]]:
+        """The ``values`` that become any JSON object: more in each attempt.
+
+        First none, then those that exceed the ``size`` of a grammar or that llguidance rejects by
+        themselves, then the largest ones, half of the rest at a time.
+        """
+        weak: set[int] = set()
+        yield weak
+        sizes = {at: sum(map(len, rules.lines)) for at, rules in enumerate(values) if rules.lines}
+        largest_first = sorted(sizes, key=lambda at: -sizes[at])
+        if size > MAX_TEXT:
+            for at in largest_first:
+                if size > MAX_TEXT:
+                    weak.add(at)
+                    size -= sizes[at]
+        elif len(largest_first) <= MAX_CHECKED:
+            weak.update(at for at in largest_first if self._check(_alone(values[at])))
+        if weak:
+            yield weak
+        while left := [at for at in largest_first if at not in weak]:
+            weak.update(left[: (len(left) + 1) // 2])
+            yield weak
 
     def rule(self, name: str, *alternatives: str) -> None:
         self._rules.append(f"{name}: {' | '.join(alternatives)}")
