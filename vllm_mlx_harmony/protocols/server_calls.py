@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
+from itertools import chain, zip_longest
 from json import loads
 
 from vllm_mlx_harmony.core.names import carryable
@@ -32,28 +33,22 @@ def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
 
 
 def with_results_moved(messages: Iterable[Message]) -> list[Message]:
-    """``messages`` with each result of a server-run call moved right after that call.
+    """``messages`` with each result of a server-run call moved right after its call.
 
-    It is given the call's name. In a history it may come anywhere after the call: results of
-    parallel calls come after all of them. A result without a call is left out.
+    In a history it may be anywhere after the call: results of parallel calls follow all of them.
+    Each result is given the call's name. A result without a call is left out.
     """
-    others: list[Message] = []
-    results: dict[int, ServerResult] = {}  # by the place of the call in ``others``
-    waiting: dict[str, tuple[int, ServerCall]] = {}
+    groups: list[list[Message]] = []  # a call with its result, or another message alone
+    waiting: dict[str, tuple[ServerCall, list[Message]]] = {}
     for message in messages:
         if not isinstance(message, ServerResult):
+            groups.append([message])
             if isinstance(message, ServerCall):
-                waiting[message.id] = len(others), message
-            others.append(message)
+                waiting[message.id] = message, groups[-1]
         elif message.call_id in waiting:
-            place, call = waiting.pop(message.call_id)
-            results[place] = replace(message, name=call.name)
-    ordered: list[Message] = []
-    for place, message in enumerate(others):
-        ordered.append(message)
-        if place in results:
-            ordered.append(results[place])
-    return ordered
+            call, group = waiting.pop(message.call_id)
+            group.append(replace(message, name=call.name))
+    return [*chain.from_iterable(groups)]
 
 
 def with_missing_results(
@@ -69,11 +64,10 @@ def with_missing_results(
         for place, message in enumerate(messages)
         if isinstance(message, ServerCall) and message.id in to_run
     }
-    for place, message in enumerate(messages):
+    for place, (message, after) in enumerate(zip_longest(messages, messages[1:])):
         yield message
-        if not isinstance(message, ServerCall) or last.get(message.id) == place:
-            continue
-        if not isinstance(next(iter(messages[place + 1 : place + 2]), None), ServerResult):
+        has_result = isinstance(after, ServerResult)
+        if isinstance(message, ServerCall) and not (has_result or last.get(message.id) == place):
             yield ServerResult(message.id, message.name, NOT_RUN)
 
 
