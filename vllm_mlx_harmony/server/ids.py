@@ -19,8 +19,7 @@ interface, and the names of the ``settings`` that this server takes.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
@@ -36,7 +35,6 @@ from vllm_mlx_harmony.core.deltas import (
     Finished,
     Progress,
     Started,
-    TokenLogprob,
     Usage,
 )
 from vllm_mlx_harmony.core.errors import RequestError
@@ -109,19 +107,8 @@ class IdRequest(Wire):
     stream: Literal[True] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Ids:
-    """A delta: the ids generated since the last one."""
-
-    ids: tuple[int, ...]
-    origins: str = ""
-    logprobs: Sequence[TokenLogprob] = ()
-    accepted: int = 0
-    rejected: int = 0
-
-
 class IdContext:
-    """The ``Context`` of an output that is not parsed here."""
+    """The ``Context`` of an output that is not parsed here: its deltas are the engine's steps."""
 
     done = False
     outputs = ()
@@ -139,10 +126,9 @@ class IdContext:
         return [Started(len(self._prompt), cached_tokens)]
 
     def append(self, step: Step) -> list[Any]:
-        """The ids of a step, and what is reported with them."""
+        """The step without what ``finish`` reports, if it has ids."""
         self._generated += len(step.ids)
-        found = Ids(step.ids, step.origins, step.logprobs, step.accepted, step.rejected)
-        return [found] if step.ids else []
+        return [replace(step, finish=None, cached_tokens=0)] if step.ids else []
 
     def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
         usage = Usage(len(self._prompt), self._generated, cached_tokens=cached_tokens)
@@ -150,14 +136,14 @@ class IdContext:
 
 
 class IdEmitter:
-    def feed(self, delta: Delta | Ids) -> list[Event]:
-        if isinstance(delta, Ids):
+    def feed(self, delta: Delta | Step) -> list[Event]:
+        if isinstance(delta, Step):
             return [_event(delta)]
         if isinstance(delta, Progress):
-            return [_event(progress=delta)]
+            return [_event(Step((), progress=delta))]
         if isinstance(delta, Finished):
-            finish = "length" if delta.reason == "length" else "stop"
-            return [_event(finish=finish, cached_tokens=delta.usage.cached_tokens)]
+            finish: Finish = "length" if delta.reason == "length" else "stop"
+            return [_event(Step((), finish, delta.usage.cached_tokens))]
         if isinstance(delta, Failed):
             error = {"message": delta.error.message, "code": delta.error.status}
             return [Event(encode({"error": error}))]
@@ -168,25 +154,22 @@ class IdEmitter:
         return {}
 
 
-_NO_IDS = Ids(())
-
-
-def _event(
-    new: Ids = _NO_IDS,
-    *,
-    finish: str | None = None,
-    cached_tokens: int = 0,
-    progress: Progress | None = None,
-) -> Event:
-    document: dict[str, Any] = {"ids": new.ids, "finish": finish, "cached_tokens": cached_tokens}
-    if new.logprobs:
-        document["logprobs"] = [{"logprob": each.logprob, "top": each.top} for each in new.logprobs]
-    if new.accepted or new.rejected:
-        document |= {"accepted": new.accepted, "rejected": new.rejected}
-    if progress is not None:
-        document[FIELD] = prompt_progress(progress)
-    if new.origins:
-        document["origins"] = new.origins
+def _event(step: Step) -> Event:
+    document: dict[str, Any] = {
+        "ids": step.ids,
+        "finish": step.finish,
+        "cached_tokens": step.cached_tokens,
+    }
+    if step.logprobs:
+        document["logprobs"] = [
+            {"logprob": each.logprob, "top": each.top} for each in step.logprobs
+        ]
+    if step.accepted or step.rejected:
+        document |= {"accepted": step.accepted, "rejected": step.rejected}
+    if step.progress is not None:
+        document[FIELD] = prompt_progress(step.progress)
+    if step.origins:
+        document["origins"] = step.origins
     return Event(encode(document))
 
 
