@@ -190,17 +190,17 @@ class ByPrefix:
         return choice.engine
 
     def answered(self, asked: Conversation, engine: str) -> None:
-        self._routing.answered(engine)
-        self._routing.went(asked.key, engine)
+        self._routing.record_success(engine)
+        self._routing.record_turn(asked.key, engine)
 
     def failed(self, engine: str, now: float) -> None:
-        self._routing.failed(engine, now)
+        self._routing.record_failure(engine, now)
 
     def joined(self, engine: str) -> None:
         self._routing.add(engine)
 
     def observed(self, engine: str, seconds: float, tokens: int) -> None:
-        self._routing.observed(engine, seconds, tokens)
+        self._routing.record_latency(engine, seconds, tokens)
 
 
 class _Plain:
@@ -413,11 +413,11 @@ class Simulation:
             return
         if routing.health(name) is Health.UP:
             self.silences.append((now, silence, not engine.silent))
-            routing.silent(name, now)
+            routing.record_silence(name, now)
             answers = max(now + rule.pause, engine.busy_until)
             if not engine.silent:
-                self._at(answers, lambda at: routing.probed(name, True, at))
-        routing.left(request.asked.key, name)
+                self._at(answers, lambda at: routing.record_probe(name, True, at))
+        routing.avoid(request.asked.key, name)
         self._loads[request.gateway][name] -= 1
         engine.requests.discard(request)
         request.over = True

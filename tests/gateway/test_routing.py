@@ -96,7 +96,7 @@ def test_a_known_conversation(
     """Whichever engine it is on; `OTHER` is any but that one."""
     for last in ENGINES:
         value = routing()
-        value.went(digest(1), last)
+        value.record_turn(digest(1), last)
         names = {name: loads.get("LAST" if name == last else "OTHERS", 0) for name in ENGINES}
         left = tuple(last if name == "LAST" else name for name in excluded)
         choice = value.choose(digest(1), names, left)
@@ -136,17 +136,17 @@ def test_a_home_that_is_fuller_is_passed_by() -> None:
 
 def test_a_conversation_that_moved_stays_where_it_moved_to() -> None:
     value = routing()
-    value.went(digest(1), "a")
+    value.record_turn(digest(1), "a")
     moved = value.choose(digest(1), {"a": 9})
     assert moved is not None and moved.engine != "a"
-    value.went(digest(1), moved.engine)
+    value.record_turn(digest(1), moved.engine)
     assert value.choose(digest(1), {}) == Choice(moved.engine, "prefix")
 
 
 def test_a_new_engine_takes_new_conversations_and_no_old_ones() -> None:
     value = routing()
     for number in range(100):
-        value.went(digest(number), "a")
+        value.record_turn(digest(number), "a")
     value.add("e")
     assert all(value.choose(digest(n), {}) == Choice("a", "prefix") for n in range(100))
     new = [value.choose(digest(n), {}) for n in range(100, 200)]
@@ -158,7 +158,7 @@ def test_conversations_are_remembered_within_a_bound() -> None:
     homes = [value.choose(digest(number), {}) for number in range(11)]
     others = [next(name for name in ENGINES if home and name != home.engine) for home in homes]
     for number, other in enumerate(others):
-        value.went(digest(number), other)
+        value.record_turn(digest(number), other)
     assert value.choose(digest(0), {}) == homes[0]  # forgotten: it goes home again
     assert value.choose(digest(10), {}) == Choice(others[10], "prefix")
 
@@ -200,11 +200,11 @@ WELL, ILL = "well", "ill"
 def test_health(events: list[str], expected: Health) -> None:
     value = routing()
     does = {
-        FAIL: lambda: value.failed("a", 0.0),
-        FINE: lambda: value.answered("a"),
-        SILENT: lambda: value.silent("a", 0.0),
-        WELL: lambda: value.probed("a", True, 0.0),
-        ILL: lambda: value.probed("a", False, 0.0),
+        FAIL: lambda: value.record_failure("a", 0.0),
+        FINE: lambda: value.record_success("a"),
+        SILENT: lambda: value.record_silence("a", 0.0),
+        WELL: lambda: value.record_probe("a", True, 0.0),
+        ILL: lambda: value.record_probe("a", False, 0.0),
         DRAIN: lambda: value.drain("a"),
         RESTORE: lambda: value.restore("a"),
     }
@@ -212,7 +212,7 @@ def test_health(events: list[str], expected: Health) -> None:
         does[event]()
     assert value.health("a") is expected
     for number in range(50):  # only one that is up is sent anything
-        value.went(digest(number), "a")
+        value.record_turn(digest(number), "a")
         choice = value.choose(digest(number), {})
         assert choice is not None and (choice.engine == "a") is (expected is Health.UP)
 
@@ -222,7 +222,7 @@ def test_probes_of_an_engine_that_is_down_come_ever_more_rarely() -> None:
     assert value.due(0.0) == ["a"]
     assert value.due(9.9) == [] and value.due(10.0) == ["a"]
     for _ in range(3):
-        value.failed("a", 100.0)
+        value.record_failure("a", 100.0)
     assert value.choose(digest(1), {}) is None
     now, pauses = 100.0, []
     for _ in range(6):
@@ -231,9 +231,9 @@ def test_probes_of_an_engine_that_is_down_come_ever_more_rarely() -> None:
         pauses.append(pause)
         now += pause
         assert value.due(now - 0.01) == [] and value.due(now) == ["a"]
-        value.probed("a", False, now)
+        value.record_probe("a", False, now)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 8.0, 8.0]
-    value.probed("a", True, now)
+    value.record_probe("a", True, now)
     assert value.health("a") is Health.UP and value.retry_after(now) is None
     assert value.due(now + 9.9) == [] and value.due(now + 10.0) == ["a"]
 
@@ -251,7 +251,7 @@ def paced(
     value = Routing(ENGINES, replace(RULE, **rule))
     for name, pace in paces.items():
         for _ in range(requests):
-            value.observed(name, 0.05 + pace * tokens, tokens)
+            value.record_latency(name, 0.05 + pace * tokens, tokens)
     return value
 
 
@@ -288,21 +288,21 @@ def test_what_is_not_known_to_be_computed_makes_nothing_quicker() -> None:
     """An engine that does not say what was cached: of 9,000 tokens perhaps all."""
     value = routing()
     for _ in range(8):
-        value.observed("a", 2.0, 0)
+        value.record_latency("a", 2.0, 0)
     assert value.expected("a", 9_000) > 9_000 * LAPTOP
 
 
 def test_a_failure_is_doubted_until_an_id_comes() -> None:
     value = Routing(("a", "b"), RULE)
     assert value.due(0.0) == ["a", "b"] and not value.doubted("a")
-    value.failed("a", 1.0)
+    value.record_failure("a", 1.0)
     assert value.doubted("a") and value.due(1.0, probed=["a"]) == []
     assert value.due(1.0) == ["a"] and value.due(1.1) == []
-    value.probed("a", True, 1.5)
+    value.record_probe("a", True, 1.5)
     assert not value.doubted("a") and value.health("a") is Health.UP
     value.doubt("b", 2.0)
     assert value.due(2.0) == ["b"] and value.doubted("b")
-    value.answered("b")
+    value.record_success("b")
     assert not value.doubted("b")
     for _ in range(3):
         value.doubt("b", 3.0)  # is no failure
@@ -311,24 +311,24 @@ def test_a_failure_is_doubted_until_an_id_comes() -> None:
 
 def test_a_conversation_that_was_let_down_goes_elsewhere_once() -> None:
     value = routing()
-    value.went(digest(1), "a")
-    value.left(digest(1), "a")
+    value.record_turn(digest(1), "a")
+    value.avoid(digest(1), "a")
     moved = value.choose(digest(1), {})
     assert moved is not None and moved.engine != "a" and moved.why == "moved"
     only = value.choose(digest(1), {}, [name for name in ENGINES if name != "a"])
     assert only is not None and only.engine == "a"  # there is no other
-    value.went(digest(1), "a")
+    value.record_turn(digest(1), "a")
     assert value.choose(digest(1), {}) == Choice("a", "prefix")
 
 
 def test_what_is_said_of_an_engine_that_was_taken_away_is_not_heard() -> None:
     value = routing()
     value.remove("a")
-    value.failed("a", 0.0)
-    value.answered("a")
-    value.probed("a", False, 0.0)
-    value.observed("a", 1.0, 10)
-    value.silent("a", 0.0)
+    value.record_failure("a", 0.0)
+    value.record_success("a")
+    value.record_probe("a", False, 0.0)
+    value.record_latency("a", 1.0, 10)
+    value.record_silence("a", 0.0)
     value.doubt("a", 0.0)
     assert not value.doubted("a")
     assert value.engines == ("b", "c", "d")
@@ -339,14 +339,14 @@ def test_another_of_the_same_name_has_the_conversations_and_not_the_health() -> 
     value: Routing[tuple[str, int]] = Routing(
         [("a", 1), ("b", 1)], RULE, name=lambda engine: engine[0]
     )
-    value.went(digest(1), ("a", 1))
+    value.record_turn(digest(1), ("a", 1))
     homes = {number: value.choose(digest(number), {}) for number in range(2, 100)}
     value.drain(("a", 1))
     value.add(("a", 2), up=False)
-    value.probed(("a", 1), True, 0.0)
+    value.record_probe(("a", 1), True, 0.0)
     assert value.health(("a", 2)) is Health.DOWN
-    value.probed(("a", 2), True, 0.0)
-    value.failed(("a", 1), 0.0)
+    value.record_probe(("a", 2), True, 0.0)
+    value.record_failure(("a", 1), 0.0)
     value.remove(("a", 1))
     assert value.health(("a", 2)) is Health.UP
     assert value.choose(digest(1), {}) == Choice(("a", 2), "prefix")

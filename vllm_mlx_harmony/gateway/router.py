@@ -109,23 +109,23 @@ class Backend:
 
     def probed(self, problem: str) -> None:
         """It was probed; ``problem`` is empty if it is healthy."""
-        self.routing.probed(self, not problem, time.monotonic())
+        self.routing.record_probe(self, not problem, time.monotonic())
         self._note(problem)
 
     def succeeded(self) -> None:
         """It generated an id."""
-        self.routing.answered(self)
+        self.routing.record_success(self)
         self.busy_until = 0.0
         self._note("")
 
     def failed(self, problem: str) -> None:
         """It refused or lost a request."""
-        self.routing.failed(self, time.monotonic())
+        self.routing.record_failure(self, time.monotonic())
         self._note(problem)
 
     def silent(self, problem: str) -> None:
         """It generates nothing for any request."""
-        self.routing.silent(self, time.monotonic())
+        self.routing.record_silence(self, time.monotonic())
         self._note(problem)
 
     def doubt(self) -> None:
@@ -174,14 +174,14 @@ class _Attempt:
             if not self.first_at:
                 self.first_at = self.backend.alive_at
                 self.backend.waiting.pop(self, None)
-                self.backend.routing.went(self.key, self.backend)
+                self.backend.routing.record_turn(self.key, self.backend)
                 self.backend.succeeded()
 
-    def observed(self) -> None:
-        """Records its end. Some engines never report the number of cached tokens."""
+    def ended(self) -> None:
+        """Records its latency. Some engines never report the number of cached tokens."""
         if self.first_at:
             computed = self.tokens - self.cached if self.cached else 0
-            self.backend.routing.observed(self.backend, self.first_at - self.began, computed)
+            self.backend.routing.record_latency(self.backend, self.first_at - self.began, computed)
 
 
 class Fleet:
@@ -357,7 +357,7 @@ class FleetEngine:
                     backend.in_flight -= 1
                     fleet.requests.labels(backend.name).dec()
                     backend.waiting.pop(attempt, None)
-                    attempt.observed()
+                    attempt.ended()
                 fleet.retried.inc()
         finally:
             for failing, failure in held_back:
@@ -405,16 +405,16 @@ class FleetEngine:
                 backend.silent(error.message)
             else:
                 backend.doubt()
-            backend.routing.left(attempt.key, backend)
+            backend.routing.avoid(attempt.key, backend)
         elif isinstance(error, EngineUnavailable) and error.is_full:
             backend.busy(error.retry_after or BUSY_SECONDS)
-        elif attempt.first_at or (isinstance(error, EngineUnavailable) and not error.reached):
+        elif attempt.first_at or (isinstance(error, EngineUnavailable) and not error.connected):
             backend.failed(error.message)
         else:
             backend.doubt()
-            answered = getattr(error, "answered", 0)
+            status = getattr(error, "engine_status", 0)
             if any(
-                type(each) is type(error) and getattr(each, "answered", 0) == answered
+                type(each) is type(error) and getattr(each, "engine_status", 0) == status
                 for _, each in held_back
             ):
                 held_back.clear()
@@ -432,7 +432,7 @@ class FleetEngine:
         counts = silence >= self.fleet.patience or (over and deadline.total >= self.fleet.limit)
         late = waited >= backend.expected(attempt)
         if late and (counts or over):
-            backend.routing.left(attempt.key, backend)
+            backend.routing.avoid(attempt.key, backend)
         if late and counts:
             backend.failed(f"it generated nothing for {waited:.0f} seconds")
         elif silence >= SHORT_SECONDS:

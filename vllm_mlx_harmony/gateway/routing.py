@@ -197,8 +197,8 @@ class Routing(Generic[E]):
         self.rule = rule or Rule()
         self._name = name
         self._engines = {engine: _Engine() for engine in engines}
-        self._went: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
-        self._left: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
+        self._last_engine: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
+        self._avoided: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
 
     def choose(
         self, conversation: bytes, loads: Mapping[E, int], excluded: Collection[E] = ()
@@ -206,7 +206,7 @@ class Routing(Generic[E]):
         """Chooses an engine for a turn of ``conversation``; ``None`` if none is available.
 
         ``loads`` are the running requests of each engine (default 0); ``excluded`` are engines that
-        must not be chosen. The choice is not recorded until ``went``.
+        must not be chosen. The choice is not recorded until ``record_turn``.
         """
         usable = {
             self._name(engine): engine
@@ -215,11 +215,11 @@ class Routing(Generic[E]):
         }
         if not usable:
             return None
-        left = self._left.get(conversation)
-        if left in usable and len(usable) > 1:
-            del usable[left]
+        avoided = self._avoided.get(conversation)
+        if avoided in usable and len(usable) > 1:
+            del usable[avoided]
         rule, least = self.rule, min(loads.get(engine, 0) for engine in usable.values())
-        last = self._went.get(conversation)
+        last = self._last_engine.get(conversation)
         if last in usable:
             load = loads.get(usable[last], 0)
             if load - least <= rule.spread or load <= rule.ratio * least:
@@ -229,14 +229,14 @@ class Routing(Generic[E]):
         roomy = (name for name, engine in usable.items() if loads.get(engine, 0) <= room)
         return Choice(usable[max(roomy, key=lambda name: _weight(name, conversation))], why)
 
-    def went(self, conversation: bytes, engine: E) -> None:
+    def record_turn(self, conversation: bytes, engine: E) -> None:
         """Records that ``engine`` computes a turn of ``conversation``."""
-        self._went.put(conversation, self._name(engine), 1)
-        self._left.discard(conversation)
+        self._last_engine.put(conversation, self._name(engine), 1)
+        self._avoided.discard(conversation)
 
-    def left(self, conversation: bytes, engine: E) -> None:
-        """Records that ``engine`` failed a turn: the next one goes to another engine."""
-        self._left.put(conversation, self._name(engine), 1)
+    def avoid(self, conversation: bytes, engine: E) -> None:
+        """Sends the next turn to another engine, because ``engine`` failed this one."""
+        self._avoided.put(conversation, self._name(engine), 1)
 
     # --- Health
 
@@ -244,13 +244,13 @@ class Routing(Generic[E]):
         """The health of an engine. Raises ``KeyError`` for an unknown one."""
         return self._engines[engine].health
 
-    def answered(self, engine: E) -> None:
+    def record_success(self, engine: E) -> None:
         """A request got its first ids from ``engine``."""
         known = self._engines.get(engine)
         if known is not None and not known.down:
             known.failures, known.doubted = 0, False
 
-    def observed(self, engine: E, seconds: float, tokens: int) -> None:
+    def record_latency(self, engine: E, seconds: float, tokens: int) -> None:
         """A request got its first id after ``seconds``; ``tokens`` of its prompt were not cached.
 
         ``tokens`` excludes any that may have been cached.
@@ -285,16 +285,16 @@ class Routing(Generic[E]):
         known = self._engines.get(engine)
         return known is not None and (known.doubted or known.down)
 
-    def failed(self, engine: E, now: float) -> None:
+    def record_failure(self, engine: E, now: float) -> None:
         """A request failed, and ``engine`` was at fault."""
-        self._failed(engine, now)
+        self._count_failures(engine, now)
         self.doubt(engine, now)
 
-    def silent(self, engine: E, now: float) -> None:
+    def record_silence(self, engine: E, now: float) -> None:
         """``engine`` generated nothing for longer than ``expected`` and ``Rule.patience``."""
-        self._failed(engine, now, count=self.rule.failures)
+        self._count_failures(engine, now, count=self.rule.failures)
 
-    def _failed(self, engine: E, now: float, count: int = 1) -> None:
+    def _count_failures(self, engine: E, now: float, count: int = 1) -> None:
         """Counts a failure, or as many at once."""
         known = self._engines.get(engine)
         if known is None or known.down:
@@ -316,7 +316,7 @@ class Routing(Generic[E]):
                 due.append(engine)
         return due
 
-    def probed(self, engine: E, well: bool, now: float) -> None:
+    def record_probe(self, engine: E, well: bool, now: float) -> None:
         """A probe of ``engine`` has ended. Each failure doubles the time to the next probe."""
         known = self._engines.get(engine)
         if known is None:  # removed while it was probed
@@ -325,7 +325,7 @@ class Routing(Generic[E]):
             known.pause = min(2 * known.pause, self.rule.longest_pause)
             known.probe_at = now + known.pause
         elif not well:
-            self._failed(engine, now)
+            self._count_failures(engine, now)
         else:
             if known.down:
                 known.probe_at = now + self.rule.probe_every

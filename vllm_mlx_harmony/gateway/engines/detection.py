@@ -117,7 +117,7 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
         try:
             await first_id(engine, TRY_SECONDS)
         except EngineUnavailable as error:
-            if found.path == PLUGIN.path and error.answered == HTTPStatus.NOT_FOUND:
+            if found.path == PLUGIN.path and error.engine_status == HTTPStatus.NOT_FOUND:
                 raise HostError(NO_ENDPOINT) from error
             raise
         return found
@@ -126,17 +126,17 @@ async def _tried(engine: HttpEngine, spec: Spec) -> Dialect:
         try:
             return replace(VLLM_TOKENS, capabilities=await _grammars(engine))
         except EngineUnavailable as error:
-            if not _is_absent(error.answered):
+            if not _is_absent(error.engine_status):
                 raise
         found = engine.dialect = VLLM
     return replace(found, capabilities=await _grammars(engine))
 
 
-def _is_absent(answered: int) -> bool:
+def _is_absent(status: int) -> bool:
     """Whether a status means that there is no such endpoint, or that it does not stream (200)."""
-    if answered >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return answered == HTTPStatus.NOT_IMPLEMENTED
-    return answered not in (0, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+    if status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return status == HTTPStatus.NOT_IMPLEMENTED
+    return status not in (0, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 _PARAMETRIC = f"""\
@@ -153,7 +153,7 @@ async def _grammars(engine: HttpEngine) -> Capabilities:
         if await _first_id(engine, _PARAMETRIC) != vocab.RETURN:
             return can
     except EngineUnavailable as error:
-        if error.answered != HTTPStatus.INTERNAL_SERVER_ERROR:
+        if error.engine_status != HTTPStatus.INTERNAL_SERVER_ERROR:
             raise
         await _first_id(engine, None)  # raises unless the grammar is the cause
         return can

@@ -86,15 +86,13 @@ MAX_CONTINUATIONS = 4
 
 
 class EngineUnavailable(HostError):
-    """The engine did not accept the request, or lost it; another one may serve it.
-
-    ``answered`` is the HTTP status of its response; 0 if there was none. ``reached`` is whether
-    there was a connection at all.
-    """
+    """The engine did not accept the request, or lost it; another one may serve it."""
 
     code = "engine_unavailable"
-    answered = 0
-    reached = True
+    engine_status = 0
+    """The HTTP status of its response; 0 if there was none."""
+    connected = True
+    """Whether there was a connection at all."""
 
     @property
     def is_full(self) -> bool:
@@ -275,7 +273,7 @@ class HttpEngine:
             except FAILURES as error:
                 problem = f"the engine cannot be reached ({reason_of(error)})"
                 unavailable = EngineUnavailable(problem)
-                unavailable.reached = not isinstance(error, NOT_CONNECTED)
+                unavailable.connected = not isinstance(error, NOT_CONNECTED)
                 raise unavailable from error
             await _check(response)
             yield ACCEPTED
@@ -492,7 +490,7 @@ async def _check(response: ClientResponse) -> None:
             status=429 if status == HTTPStatus.TOO_MANY_REQUESTS else 503,
             retry_after=int(retry_after) if retry_after.isdigit() else None,
         )
-    unavailable.answered = status
+    unavailable.engine_status = status
     raise unavailable
 
 
