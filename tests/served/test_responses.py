@@ -79,7 +79,10 @@ SCRIPTS = [
         called("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
     ),
     Script("<|message|>As JSON.<|end|>", '<|channel|>final<|message|>{"celsius":18}<|return|>'),
-    Script("will be left of it", "<|channel|>final<|message|>We said hello.<|return|>"),
+    Script(
+        "before your next message will be gone",
+        "<|channel|>final<|message|>We said hello.<|return|>",
+    ),
     Script("We said hello.", "<|channel|>final<|message|>I remember.<|return|>"),
     Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>one two three", fail_at=5),
     Script("<|message|>Break now.<|end|>", "<|channel|>final<|message|>one", fail_at=0),
