@@ -48,15 +48,17 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.grammar import compiled, grammar_of
 from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Tool, Turn, User
 from vllm_mlx_harmony.engine import costs as step_costs
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.batch import FEW
-from vllm_mlx_harmony.engine.drafts import Costs, Drafts
+from vllm_mlx_harmony.engine.batch import EXPECTED_RIGHT, FEW
+from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
+from vllm_mlx_harmony.engine.sampler import accepted
 from vllm_mlx_harmony.server.sampling import Settings
 
 RELEASES = {
@@ -259,16 +261,29 @@ def prose_with_tools(paths: Sequence[str]) -> Iterator[list[int]]:
 
 
 def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
-    """The steps that ``answer`` takes if ids that are forced are computed at once."""
-    at = steps = 0
-    known = False
+    """The steps that ``answer`` takes if ids that are forced, or expected in a header, are computed
+    at once: as `Batch.step` does it. The prompt's last id is computed by the first of them."""
+    at, steps = 0, 0
+    known = True
     while at < len(answer):
-        known = known or mask.forced() is not None or mask.choices <= FEW
-        mask.advance(answer[at])
-        at += 1
+        if steps:
+            known = (
+                known or mask.forced() is not None or mask.choices <= FEW or mask.expected(1) != []
+            )
+            mask.advance(answer[at])
+            at += 1
+        steps += 1
         if known:
-            at += len(mask.follow(step_costs.WIDTHS[-1] - 1))
-        known, steps = False, steps + 1
+            most = step_costs.WIDTHS[-1] - 1
+            forced = mask.follow(most)
+            at += len(forced)
+            draft = mask.expected(most - len(forced))
+            draft = draft[: UNKNOWN.length(EXPECTED_RIGHT, len(draft))]
+            draft = draft[: len(mask.after(draft)) - 1]
+            right = accepted(draft, answer[at : at + len(draft)])
+            mask.advance(*draft[:right])
+            at += right
+            known = bool(draft)  # the device has drawn the next id already
     return steps
 
 
@@ -276,7 +291,8 @@ def forced(paths: Sequence[str], *, strict: bool) -> Row:
     turn = Turn((User("Go on."),), tools(strict=strict))
     grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
-    spec = ConstraintSpec(grammar=compiled(grammar))
+    headers = expected_headers(Names.of(turn))
+    spec = ConstraintSpec(grammar=compiled(grammar), headers=headers)
     ids = steps = 0
     for answer in prose_with_tools(paths):
         ids += len(answer)

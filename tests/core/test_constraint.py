@@ -98,6 +98,9 @@ def test_a_grammar_and_limits_hold_together() -> None:
 
 
 TEXT = ids("Hi there, how are you?")
+CALL = ids("<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>")
+CUT = [*ANALYSIS, *THOUGHT, *ids("<|end|><|start|>assistant")]
+"""Reasoning that a budget of one id has ended."""
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,10 @@ TEXT = ids("Hi there, how are you?")
     [
         (ConstraintSpec(min_tokens=3), [], TEXT, len(TEXT)),
         (ConstraintSpec(repetitions=8), [*ANALYSIS], TEXT, len(TEXT)),
-        (ConstraintSpec(repetitions=8), ANALYSIS[:1], TEXT, 0),  # within a header
+        (ConstraintSpec(repetitions=8), ANALYSIS[:1], ANALYSIS[1:], len(ANALYSIS) - 1),
+        (ConstraintSpec(repetitions=8), [*ANALYSIS, *THOUGHT, vocab.END], CALL, len(CALL)),
+        (ConstraintSpec(reasoning_tokens=0), [vocab.CHANNEL], ANALYSIS[1:], 0),
+        (ConstraintSpec(reasoning_tokens=1), [*CUT, vocab.CHANNEL], ANALYSIS[1:], 0),  # banned
         (ConstraintSpec(repetitions=2), [*ANALYSIS, *THOUGHT * 1495], TEXT, 0),  # nearly a loop
         (ConstraintSpec(reasoning_tokens=20), [*ANALYSIS], TEXT, len(TEXT)),
         (ConstraintSpec(reasoning_tokens=len(TEXT)), [*ANALYSIS], TEXT, 0),
@@ -126,6 +132,9 @@ def test_masks_of_a_draft_are_those_of_its_ids_one_by_one(
         ("<|channel|>commentary to=functions.x<|message|>", '{"a": 1}', 6),
         ("<|channel|>commentary to=functions.x<|message|>", '{"a": nil}', 3),
         ("<|channel|>commentary to=functions.x<|message|>", "Hi", 0),
+        ("<|channel|>commentary", " to=functions.x <|constrain|>json<|message|>", 8),
+        ("<|channel|>commentary", " to=functions.y<|message|>", 3),
+        ("<|channel|>analysis<|message|>Hm.<|end|>", "<|start|>assistant<|channel|>final", 4),
     ],
 )
 def test_a_draft_ends_where_the_grammar_does_not_allow_it(

@@ -37,6 +37,7 @@ from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
+from vllm_mlx_harmony.server.engine import COPIED
 from vllm_mlx_harmony.server.sampling import Settings
 
 SIZE = 64
@@ -81,12 +82,30 @@ class Recall:
 MODEL = Recall()
 
 
+class Guess:
+    """As `ExpectedHeader`: one of ``guesses`` is expected after 18, as long as it is right."""
+
+    def __init__(self, *guesses: list[int]) -> None:
+        self.guesses = itertools.cycle(guesses or [[]])
+        self.rest: list[int] = []
+
+    def consume(self, token: int) -> None:
+        if token == 18:
+            self.rest = next(self.guesses)
+        else:
+            self.rest = self.rest[1:] if self.rest[:1] == [token] else []
+
+    def next(self, most: int) -> list[int]:
+        return self.rest[:most]
+
+
 class Forcing:
     """As `ConstraintMatcher`: after each id that divides by 5 come 3 and 4, and ``forbidden`` ids
     never come."""
 
-    def __init__(self, forbidden: Sequence[int] = (9,)) -> None:
+    def __init__(self, forbidden: Sequence[int] = (9,), *guesses: list[int]) -> None:
         self.error = ""
+        self.header = Guess(*guesses)
         self.forbidden = forbidden
         self.queue: tuple[int, ...] = ()
 
@@ -94,6 +113,7 @@ class Forcing:
         return self
 
     def consume(self, token: int) -> None:
+        self.header.consume(token)
         if self.queue:
             assert token == self.queue[0]
             self.queue = self.queue[1:]
@@ -129,8 +149,9 @@ def row(
     *,
     held: bool,
     forbidden: Sequence[int] = (9,),
+    guesses: Sequence[list[int]] = (),
 ) -> Batch:
-    forcing: Any = Forcing(forbidden)
+    forcing: Any = Forcing(forbidden, *guesses)
     mask = LogitsMask(forcing, origins=settings.origins) if held else None
     loop: Any = None
     request = Request(1, tuple(prompt), settings, "", Sampler(settings, prompt, mask), loop=loop)
@@ -189,6 +210,29 @@ def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> N
                 rejected += batch.rows[0].rejected
     assert min(accepted, rejected) > 10
     assert ids > 1.1 * steps
+
+
+@pytest.mark.parametrize("changed", SETTINGS, ids=str)
+def test_answers_are_the_same_whatever_header_is_expected(changed: dict[str, Any]) -> None:
+    guesses = ([19, 20, 3, 4], [19, 20, 21], [19, 63], [62], [9, 9])
+    steps = ids = copied = 0
+    for length in (1, 60, 127, 140):
+        settings = Settings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
+        prompt = [vocab.MESSAGE, *(list(range(16, 24)) * 40)][:length]
+        expected, _ = ids_of(row(prompt, settings, None, held=True), settings)
+        for costs in (CHEAP, UNKNOWN, SLOW):
+            batch = row(prompt, settings, costs, held=True, guesses=guesses)
+            (request,) = batch.rows
+            request.drafts = None
+            found, took = ids_of(batch, settings)
+            assert found == expected, (length, costs)
+            assert request.accepted == request.rejected == 0  # those count copies
+            if costs is SLOW:
+                assert COPIED not in request.origins
+            else:
+                steps, ids = steps + took, ids + len(found)
+                copied += request.origins.count(COPIED)
+    assert copied >= 5 and steps < ids - copied
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["free", "held"])

@@ -30,13 +30,18 @@ pytestmark = pytest.mark.served
 FILE = "\n".join(f"row {n}: {n * 7919 % 1009}, {n * 104729 % 1013}" for n in range(150))
 EDITED = FILE.replace("row 70:", "row seventy:").replace("row 120:", "row one hundred and twenty:")
 ANSWER = f"<|channel|>final<|message|>{EDITED}<|return|>"
+CALL = (
+    "<|channel|>analysis<|message|>Look it up.<|end|><|start|>assistant<|channel|>commentary"
+    ' to=functions.get_weather <|constrain|>json<|message|>{"city":"Paris"}<|call|>'
+)
 SCRIPTS = [
+    Script("weather", CALL),
     Script("Thanks.", "<|channel|>final<|message|>You are welcome.<|return|>"),
     Script("Slowly, edit", ANSWER, delay_ms=40),
     Script("Edit", ANSWER),
 ]
 
-DRAFTS = {"VLLM_MLX_HARMONY_SPECULATE": "auto"}
+DRAFTS = {"VLLM_MLX_HARMONY_SPECULATE": "auto", "VLLM_MLX_HARMONY_GRAMMAR": "auto"}
 """Whatever the other tests run with."""
 
 
@@ -116,6 +121,25 @@ def test_the_answer_takes_few_steps(server: Server, ask: Callable[..., tuple[str
     if details is not None:
         assert details.accepted_prediction_tokens == accepted
         assert details.rejected_prediction_tokens > 0  # at the edits
+
+
+def test_headers_take_few_steps(server: Server) -> None:
+    """They are not copies, and are not counted as such."""
+    before = status(server)
+    city = {"type": "object", "properties": {"city": {"type": "string"}}}
+    tool = {"type": "function", "function": {"name": "get_weather", "parameters": city}}
+    message = {"role": "user", "content": "What is the weather?"}
+    with server.openai() as client:
+        found = client.chat.completions.create(
+            model=str(server.model), messages=[message], tools=[tool]
+        )
+    (call,) = found.choices[0].message.tool_calls or ()
+    assert call.to_dict()["function"] == {"name": "get_weather", "arguments": '{"city":"Paris"}'}
+    after = status(server)
+    names = ("completion_tokens", "executed", "accepted_prediction_tokens")
+    tokens, steps, accepted = (after[name] - before[name] for name in names)
+    assert tokens - steps > 12
+    assert accepted == 0
 
 
 def until_drafting(server: Server) -> None:

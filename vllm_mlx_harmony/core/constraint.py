@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ReasoningCut
+from vllm_mlx_harmony.core.expected_header import ExpectedHeader
 from vllm_mlx_harmony.core.grammar import Compiled, Mask, Matcher
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.reasoning import ReasoningWatch
@@ -31,7 +32,7 @@ class ConstraintSpec:
     ``reasoning_tokens`` and ``repetitions`` are the limits of a ``ReasoningWatch``. ``answering``:
     the prompt contains the beginning of the answer. ``names`` are those of the turn, by which it
     distinguishes reasoning from calls. ``binding``: the caller was promised the grammar, so the
-    answer fails if the grammar does.
+    answer fails if the grammar does. ``headers`` are expected (`ExpectedHeader`), not required.
     """
 
     grammar: Compiled | None = None
@@ -41,6 +42,7 @@ class ConstraintSpec:
     answering: bool = False
     names: Names | None = None
     binding: bool = False
+    headers: tuple[tuple[int, ...], ...] = ()
 
     def __bool__(self) -> bool:
         """Whether there is any constraint."""
@@ -87,6 +89,7 @@ class ConstraintMatcher:
 
     def __init__(self, spec: ConstraintSpec, grammar: Compiled | None) -> None:
         self.error = ""
+        self.header = ExpectedHeader(spec.headers, answering=spec.answering)
         self.reasoning: ReasoningWatch | None = None
         if spec.reasoning_tokens is not None or spec.repetitions:
             self.reasoning = ReasoningWatch(
@@ -102,6 +105,7 @@ class ConstraintMatcher:
     def consume(self, token: int) -> None:
         """Records the id that was generated."""
         self._missing -= 1
+        self.header.consume(token)
         if self.reasoning is not None:
             self.reasoning.consume(token)
         if self._grammar is not None:
@@ -134,7 +138,8 @@ class ConstraintMatcher:
         return self._mask if written or banned else None
 
     def after(self, allowed: Mask | None, draft: Sequence[int]) -> list[Mask | None]:
-        """The results of ``mask`` after each id of ``draft``, a text. Nothing is consumed.
+        """The results of ``mask`` after each id of ``draft``, a text or the rest of a header.
+        Nothing is consumed.
 
         ``allowed`` is its last result. The list ends before the first id that is not allowed, or
         where reasoning may be cut short.

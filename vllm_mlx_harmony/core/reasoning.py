@@ -91,10 +91,14 @@ class ReasoningWatch:
         return _analysis_ids() if self.ended_by and self._after_channel else frozenset()
 
     def idle_for(self, tokens: int) -> bool:
-        """Whether it will not interfere with the next ``tokens`` ids if all of them are text."""
-        if self.forced or self._parser.state is not State.BODY:
+        """Whether it will not interfere with the next ``tokens`` ids, if they are text or the rest
+        of a header."""
+        if self.forced:
             return False
-        if not self._is_reasoning:
+        if self._parser.state is not State.BODY:
+            if self.ended_by:  # it bans another analysis
+                return False
+        elif not self._is_reasoning:
             return True
         limited = self._limit is not None and self.tokens + tokens >= self._limit
         return not limited and (self._loop is None or self._loop.away_by(tokens))

@@ -137,13 +137,8 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
     ids = _messages.get(key)
     if ids is None:
         is_builtin, heading = tool.partition(".")[0] in BUILTIN_TOOLS, ""
-        if kind is Call and is_builtin:
-            # Built-in tools are called on the analysis channel, with the bare content type
-            # ``code``, even for the browser's JSON.
-            header = _header(tenant, "assistant", f"analysis to={tool} code")
-        elif kind is Call:
-            # As the model writes it (A4): openai-harmony's renderer puts ``to=`` after the role.
-            header = _header(tenant, "assistant", f"commentary to={tool} ", "json")
+        if kind is Call:
+            header = _call_header(tenant, tool)
         elif kind is Result:
             # On the channel on which the tool was called (A5).
             channel = "analysis" if is_builtin else "commentary"
@@ -209,6 +204,25 @@ def _header(tenant: str, role: str, channel: str = "", content_type: str = "") -
         header = (*ids, vocab.MESSAGE)
         _headers.put(key, header, getsizeof(header) + sum(map(getsizeof, key)) + _OVERHEAD)
     return header
+
+
+def _call_header(tenant: str, tool: str) -> tuple[int, ...]:
+    if tool.partition(".")[0] in BUILTIN_TOOLS:
+        # Built-in tools are called on the analysis channel, with the bare content type ``code``,
+        # even for the browser's JSON.
+        return _header(tenant, "assistant", f"analysis to={tool} code")
+    # As the model writes it (A4): openai-harmony's renderer puts ``to=`` after the role.
+    return _header(tenant, "assistant", f"commentary to={tool} ", "json")
+
+
+def expected_headers(names: Names, tenant: str = "") -> tuple[tuple[int, ...], ...]:
+    """The headers of the messages that a model may write: reasoning, an answer, and calls."""
+    recipients = [*map(names.recipient, names.aliases), *names.server]
+    return (
+        _header(tenant, "assistant", "analysis"),
+        _header(tenant, "assistant", "final"),
+        *(_call_header(tenant, each) for each in recipients),
+    )
 
 
 @lru_cache(maxsize=1)

@@ -12,8 +12,9 @@ first id of a new row is the last of its prompt. Everything runs on the engine's
 cost little more. An answer that is alone in its batch computes, together with its next id,
 
 - *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
-- a *draft*: ids that it may copy (`drafts`). The next id is drawn at each place as if all before it
-  were right (`sampler.draw_ahead`). Up to the first place where another id is drawn than the draft
+- a *draft*: ids of the header that is expected (`core.expected_header`), or that it may copy
+  (`drafts`). The next id is drawn at each place as if all before it were right
+  (`sampler.draw_ahead`). Up to the first place where another id is drawn than the draft
   has, that is what would have been drawn one by one, with the same seed, too (Leviathan et al.,
   https://arxiv.org/abs/2211.17192). The caches forget what was wrong.
 
@@ -39,6 +40,9 @@ from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead, log_probabilities
 from vllm_mlx_harmony.server.engine import COPIED, DRAWN, FORCED
+
+EXPECTED_RIGHT = 0.95
+"""Assumed share of headers that continue as expected."""
 
 FEW = 32
 """When at most so many ids are allowed, as in headers, forced ones often follow."""
@@ -117,23 +121,32 @@ class Batch:
         elif self.known is None and mask is not None:
             self.known = mask.forced()
         if self.known is None and (
-            (mask is not None and costs.together(1) and mask.choices <= FEW)
+            (mask is not None and costs.together(1) and (mask.choices <= FEW or mask.expected(1)))
             or (drafts is not None and drafts.next(costs, request.room))
         ):
             self.known = int(self.pending.item())
         return self.known is not None
 
+    def _guess(self, costs: Costs, most: int) -> tuple[list[int], bool]:
+        """The ids to try next, no more than ``most``, and whether they are copied: otherwise they
+        are the rest of the header that is being written."""
+        (request,) = self.rows
+        mask, drafts = request.sampler.processor, request.drafts
+        header = [] if mask is None else mask.expected(most)
+        if length := costs.length(EXPECTED_RIGHT, len(header)):
+            return header[:length], False
+        return ([] if drafts is None else drafts.next(costs, most)), True
+
     def _step_ahead(self, model: Model, costs: Costs) -> list[int]:
-        """The next ids of a single row whose next id is known: several where some are forced, or
-        may be copied."""
+        """The next ids of a single row whose next id is known: several where some are forced,
+        expected or may be copied."""
         (request,) = self.rows
         sampler, drafts = request.sampler, request.drafts
         mask = sampler.processor
         assert self.known is not None
-        run, draft = [self.known], list[int]()
-        most = min(WIDTHS[-1] - 1, request.room)
-        if request.joined and self.known in vocab.TURN_ENDS:
-            most = 0
+        run = [self.known]
+        ends = request.joined and self.known in vocab.TURN_ENDS
+        most = 0 if ends else min(WIDTHS[-1] - 1, request.room)
         origins = DRAWN
         if mask is not None:
             if request.joined:
@@ -145,7 +158,7 @@ class Batch:
         request.origins += origins if request.joined else origins[1:]
         if drafts is not None:
             drafts.extend(found)
-            draft = drafts.next(costs, most + 1 - len(run))
+        draft, is_copy = self._guess(costs, most + 1 - len(run))
         masks: list[Masking] = [lambda logits: logits] * (len(draft) + 1)
         if mask is not None:
             masks = mask.after(draft)
@@ -157,7 +170,6 @@ class Batch:
         if not draft:
             self.pending, self.known = drawn, None
             return found
-        assert drafts is not None
         tokens = drawn.tolist()
         right = accepted(draft, tokens)
         if right < len(draft):
@@ -165,10 +177,12 @@ class Batch:
             sampler.state = states[right]
         if mask is not None:
             mask.advance(*draft[:right])
-        drafts.extend(draft[:right])
+        if drafts is not None:
+            drafts.extend(draft[:right])
         request.origins += COPIED * right
-        request.accepted += right
-        request.rejected += len(draft) - right
+        if is_copy:
+            request.accepted += right
+            request.rejected += len(draft) - right
         self.pending, self.known = drawn[right : right + 1], tokens[right]
         return found + draft[:right]
 

@@ -82,8 +82,8 @@ class Costs:
         return min(most, widest - 1)
 
 
-UNKNOWN = Costs((1, 16), (1.0, 1.0))
-"""Of a device that is not measured: known ids are always computed together."""
+UNKNOWN = Costs((1, 2, 4, 8, 16), (1.0,) * 5)
+"""Of a device that is not measured: known and expected ids are always computed together."""
 
 
 class Drafts:

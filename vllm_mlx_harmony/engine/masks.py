@@ -93,6 +93,10 @@ class LogitsMask:
             found.append(token)
         return found
 
+    def expected(self, most: int) -> list[int]:
+        """The ids of a header that are likely to come next, at most ``most``."""
+        return self._started().header.next(most)
+
     def after(self, draft: Sequence[int]) -> list[Masking]:
         """What masks the logits (1, vocabulary) of the next id, and of the id after each of
         ``draft`` that is allowed; nothing is consumed."""

@@ -39,6 +39,7 @@ from vllm_mlx_harmony.core.grammar import (
     remembered,
 )
 from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn
 from vllm_mlx_harmony.server.grammar_checks import (
     GrammarCheck,
@@ -164,6 +165,7 @@ async def constraint_for(
         answering=turn.prefill is not None,
         names=names,
         binding=strict or chosen,
+        headers=expected_headers(names, turn.tenant),
     )
     return Constraint(spec) if spec else None
 

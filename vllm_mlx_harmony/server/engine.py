@@ -14,8 +14,8 @@ Finish: TypeAlias = Literal["stop", "length"]
 
 DRAWN, MASKED, FORCED, COPIED, UNKNOWN = ".", "m", "f", "c", "?"
 """How an id came about. It was drawn, from ids that include the likeliest one; a constraint forbade
-the likeliest one; a constraint permitted no other id; it was copied, as part of a draft that was
-accepted; the engine does not say."""
+the likeliest one; a constraint permitted no other id; it was part of a draft that was accepted; the
+engine does not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,9 @@ class Step:
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
     that were cached. ``progress`` is set on steps without ids, before the first id. ``origins`` is
     empty unless ``Settings.origins`` asks for it. Then it has a letter for each id, such as
-    ``DRAWN``, which says how it came about. Of the ids that were tried before they were known, so
-    many have been ``accepted`` and ``rejected`` so far. ``logprobs`` are those of all ``ids``, if
-    the settings ask for them.
+    ``DRAWN``, which says how it came about. Of the ids that were tried as copies before they were
+    known, so many have been ``accepted`` and ``rejected`` so far. ``logprobs`` are those of all
+    ``ids``, if the settings ask for them.
     """
 
     ids: tuple[int, ...]

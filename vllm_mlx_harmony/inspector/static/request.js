@@ -196,7 +196,7 @@ export class Request {
     if (row.reasoning_ended_by) notes.push([`Ended the reasoning (${row.reasoning_ended_by}).`]);
     if (this.origins.m) notes.push([`Masked the model's first choice before ${tokens(this.origins.m)}.`, 'masked']);
     if (this.origins.f) notes.push([`Forced ${tokens(this.origins.f)}: nothing else was permitted.`, 'forced']);
-    if (this.origins.c) notes.push([`Copied ${tokens(this.origins.c)}, which the model confirmed in one step.`, 'copied']);
+    if (this.origins.c) notes.push([`Guessed ${tokens(this.origins.c)}, which the model confirmed in one step.`, 'copied']);
     const repaired = [...this.views.values()].filter(({ generated, message }) => generated && message.repaired);
     for (const { element } of repaired) element.classList.add('repaired');
     if (repaired.length) notes.push([`Read ${repaired.length} header(s) that are not as Harmony has them; they are underlined.`]);

@@ -1,0 +1,74 @@
+"""The rest of the header that is being written: a guess from the headers that a turn may have."""
+
+from __future__ import annotations
+
+import pytest
+from rows import ids
+
+from vllm_mlx_harmony.core.expected_header import ExpectedHeader
+from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.render import expected_headers
+from vllm_mlx_harmony.core.turn import Tool, Turn, User
+
+TOOLS = Names.of(Turn((User("Hi"),), tuple(map(Tool, ("read_file", "read_dir", "shell")))))
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|>"
+BEGIN = "<|start|>assistant<|channel|>"
+PREAMBLE = "<|channel|>commentary<|message|>I<|end|>"
+CALL = "<|channel|>commentary to=functions."
+
+ROWS = [
+    ("a turn begins with reasoning", TOOLS, "", "<|channel|>analysis<|message|>"),
+    ("the channel", TOOLS, "<|channel|>", "analysis<|message|>"),
+    ("reasoning", TOOLS, ANALYSIS[:-7], ""),
+    ("the next message, of any kind", TOOLS, ANALYSIS, BEGIN),
+    ("a final message", TOOLS, f"{ANALYSIS}{BEGIN}final", "<|message|>"),
+    ("a call of any tool", TOOLS, f"{ANALYSIS}{BEGIN}commentary", " to=functions"),
+    ("a call of one tool", TOOLS, f"{CALL}shell", " <|constrain|>json<|message|>"),
+    ("two tools begin alike", TOOLS, f"{CALL}read", ""),
+    ("a preamble", TOOLS, "<|channel|>commentary<|message|>I", ""),
+    ("another way to write it", TOOLS, "<|channel|>commentary json", ""),
+    (
+        "once is no habit",
+        TOOLS,
+        f"<|channel|>commentary<|message|>I<|end|>{BEGIN}final",
+        "<|message|>",
+    ),
+    ("no tools", Names(), f"{ANALYSIS}{BEGIN}", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("names", "written", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
+)
+def test_what_is_expected_next(names: Names, written: str, expected: str) -> None:
+    header = ExpectedHeader(expected_headers(names))
+    for token in ids(written):
+        header.consume(token)
+    found = header.next(100)
+    assert found == ids(expected)
+    assert [header.next(most) for most in range(4)] == [found[:most] for most in range(4)]
+
+
+def test_a_model_that_writes_other_headers_is_left_alone() -> None:
+    header = ExpectedHeader(expected_headers(TOOLS))
+    for token in ids(PREAMBLE * 2):
+        header.consume(token)
+    assert header.next(9) == []
+    for token in ids(BEGIN):
+        header.consume(token)
+    assert header.next(9) == []
+
+
+def test_nothing_is_expected_within_an_answer_that_the_prompt_begins() -> None:
+    header = ExpectedHeader(expected_headers(TOOLS), answering=True)
+    assert header.next(9) == []
+    for token in ids("Hi<|end|>"):
+        header.consume(token)
+    assert header.next(9) == ids(BEGIN)
+
+
+def test_without_headers_nothing_is_expected() -> None:
+    header = ExpectedHeader(())
+    for token in ids(f"{ANALYSIS}{BEGIN}"):
+        assert header.next(9) == []
+        header.consume(token)
