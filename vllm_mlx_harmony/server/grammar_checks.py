@@ -16,8 +16,8 @@ thread runs at a time: if several were written at once, each step of the engine 
 of them. Compiling several at once would take the processors from the engine.
 
 **Patience.** A request waits `PATIENCE` seconds for all of its grammars together. A verdict that is
-still missing raises `Unchecked` and is not cached, as another request may find the lanes free. A
-grammar is tried once for all requests that wait for it, as long as one of them does.
+still missing raises `Unchecked` and is not cached, as another request may find the lanes free.
+Requests that wait for a lane with the same grammar get the verdict of the first.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from itertools import count
+from multiprocessing.connection import wait
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import lru
@@ -113,8 +115,13 @@ class GrammarCheck:
 
     def verdict(self, text: str, begun: str = "") -> Verdict:
         """The verdict on ``text``, for output that starts with ``begun``. Raises ``Unchecked``."""
-        self._begin()
-        return self._checks.verdict((text, begun), self)
+        texts = [(text, begun)]
+        for lane in (self._checks.quick, self._checks.slow):
+            if found := self._tried(texts, lane):
+                return found[0]
+        verdict = Verdict(TOO_MUCH)
+        self._remember(texts[0], verdict)
+        return verdict
 
     def try_all(self, texts: Sequence[Text]) -> bool:
         """Whether all of ``texts`` can be compiled.
@@ -122,12 +129,51 @@ class GrammarCheck:
         Much faster than one by one if they are short. False also means that they took too long
         together; each may still be accepted by itself. Raises ``Unchecked``.
         """
-        self._begin()
-        return self._checks.try_all(texts, self)
+        verdicts: list[Verdict] = []
+        for first in range(0, len(texts), BATCH):
+            found = self._tried(texts[first : first + BATCH], self._checks.quick)
+            if found is None:
+                return False
+            verdicts += found
+        return not any(verdict.problem for verdict in verdicts)
 
-    def _begin(self) -> None:
+    def _tried(self, texts: Sequence[Text], lane: _Lane) -> list[Verdict] | None:
+        """The verdicts, tried in ``lane`` where they are not known; ``None`` as in `try_texts`."""
         if self._until is None:
             self._until = time.monotonic() + PATIENCE
+        known = [self._known(text) for text in texts]
+        if None not in known:
+            return known  # type: ignore[return-value]
+        began = time.monotonic()
+        try:
+            with lane.slot(self, lambda: self.waits):
+                # Another request may have tried them while this one waited.
+                known = [self._known(text) for text in texts]
+                new = [text for text, verdict in zip(texts, known, strict=True) if verdict is None]
+                tried = lane.try_texts(new, lambda: self.waits) if new else []
+        except OSError as error:
+            logger.error("no grammar is enforced: their checker cannot start: %s", error)
+            raise Unchecked("the helper process cannot be started") from error
+        finally:
+            self.spent += time.monotonic() - began
+        if tried is None:
+            return None
+        for text, verdict in zip(new, tried, strict=True):
+            self._remember(text, verdict)
+        left = iter(tried)
+        return [verdict or next(left) for verdict in known]
+
+    def _known(self, text: Text) -> Verdict | None:
+        return self._checks.verdicts.get(self._key(text))
+
+    def _remember(self, text: Text, verdict: Verdict) -> None:
+        if verdict.problem == TOO_MUCH:
+            size = len(text[0])
+            logger.warning("a grammar of %d characters is not enforced: %s", size, TOO_MUCH)
+        self._checks.verdicts.put(self._key(text), verdict, 400 + len(verdict.problem))
+
+    def _key(self, text: Text) -> tuple[str, bytes]:
+        return self.tenant, sha256("\0".join(text).encode()).digest()
 
     @property
     def waits(self) -> bool:
@@ -142,13 +188,13 @@ class GrammarCheck:
             yield
             return
         lane = self._checks.slow if verdict.seconds > QUICK else self._checks.compiling
-        with lane.slot(self.tenant, self.spent, lambda: not self.cancelled):
+        with lane.slot(self, lambda: not self.cancelled):
             yield
 
     @contextmanager
     def writing(self) -> Iterator[None]:
         """A context in which the server writes a grammar. Raises ``Unchecked``."""
-        with self._checks.writing.slot(self.tenant, self.spent, lambda: not self.cancelled):
+        with self._checks.writing.slot(self, lambda: not self.cancelled):
             began = time.monotonic()
             try:
                 yield
@@ -160,108 +206,23 @@ class GrammarCheck:
         self.cancelled = True
 
 
-@dataclass(slots=True, eq=False)
-class _Trial:
-    """A grammar that is being tried, and the requests that wait for it."""
-
-    requests: list[GrammarCheck] = field(default_factory=list)
-    done: threading.Event = field(default_factory=threading.Event)
-    verdict: Verdict | None = None
-
-    @property
-    def wanted(self) -> bool:
-        return any(request.waits for request in tuple(self.requests))
-
-
 class GrammarChecks:
-    """The verdicts of one server process, and its helper process."""
+    """What the requests of one server process share: verdicts, slots, and the helper process."""
 
     def __init__(self) -> None:
         self._helper = _Helper()
-        self._lock = threading.Lock()
-        self._trials: dict[tuple[str, bytes], _Trial] = {}
-        self._verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(CACHE_BYTES)
-        self._quick = _Lane(self._helper, QUICK, width=2, idle=2, nice=5)
+        self.verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(CACHE_BYTES)
+        self.quick = _Lane(self._helper, QUICK, width=2, nice=5, keeps_workers=True)
         self.slow = _Lane(self._helper, SLOW, width=2, each_tenant=1, nice=15)
         self.writing, self.compiling = _Slots(1), _Slots(1)
 
     def start(self) -> None:
         """Starts the helper process unless it runs. Raises ``OSError`` and ``Unchecked``."""
-        self._helper.start()
+        self._helper.worker().close()
 
     def close(self) -> None:
-        self._quick.close()
+        self.quick.close()
         self._helper.close()
-
-    def try_all(self, texts: Sequence[Text], request: GrammarCheck) -> bool:
-        new = [text for text in texts if self._verdicts.get(_key(text, request)) is None]
-        for first in range(0, len(new), BATCH):
-            some = new[first : first + BATCH]
-            verdicts = self._try(self._quick, some, request, _Trial([request]))
-            if verdicts is None:
-                return False
-            for text, verdict in zip(some, verdicts, strict=True):
-                self._remember(_key(text, request), verdict)
-        known = (self._verdicts.get(_key(text, request)) for text in texts)
-        return all(verdict is not None and not verdict.problem for verdict in known)
-
-    def _remember(self, key: tuple[str, bytes], verdict: Verdict) -> None:
-        self._verdicts.put(key, verdict, 400 + len(verdict.problem))
-
-    def verdict(self, text: Text, request: GrammarCheck) -> Verdict:
-        """The verdict on ``text``, for ``request``. Raises ``Unchecked``."""
-        key = _key(text, request)
-        while (known := self._verdicts.get(key)) is None:
-            with self._lock:
-                is_first = key not in self._trials
-                trial = self._trials.setdefault(key, _Trial())
-                trial.requests.append(request)
-            try:
-                if is_first:
-                    self._run(trial, key, text, request)
-                else:
-                    while not trial.done.wait(POLL) and request.waits:
-                        pass
-            finally:
-                trial.requests.remove(request)
-            if trial.verdict is not None and not request.cancelled:
-                return trial.verdict
-            if not request.waits:
-                raise Unchecked("the check took too long")
-        return known
-
-    def _run(
-        self, trial: _Trial, key: tuple[str, bytes], text: Text, request: GrammarCheck
-    ) -> None:
-        """Sets the verdict of ``trial``. Raises ``Unchecked``."""
-        try:
-            found = self._try(self._quick, [text], request, trial)
-            found = found or self._try(self.slow, [text], request, trial)
-            trial.verdict = found[0] if found else Verdict(TOO_MUCH)
-            if trial.verdict.problem == TOO_MUCH:
-                size = len(text[0])
-                logger.warning("a grammar of %d characters is not enforced: %s", size, TOO_MUCH)
-            self._remember(key, trial.verdict)
-        finally:
-            with self._lock:
-                del self._trials[key]
-            trial.done.set()
-
-    def _try(
-        self, lane: _Lane, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
-    ) -> list[Verdict] | None:
-        began = time.monotonic()
-        try:
-            return lane.try_texts(texts, request, trial)
-        except OSError as error:
-            logger.error("no grammar is enforced: their checker cannot start: %s", error)
-            raise Unchecked("the helper process cannot be started") from error
-        finally:
-            request.spent += time.monotonic() - began
-
-
-def _key(text: Text, request: GrammarCheck) -> tuple[str, bytes]:
-    return request.tenant, sha256("\0".join(text).encode()).digest()
 
 
 class _Slots:
@@ -275,12 +236,13 @@ class _Slots:
         self._running: list[str] = []
 
     @contextmanager
-    def slot(self, tenant: str, spent: float, wanted: Callable[[], bool]) -> Iterator[None]:
-        """Waits for a slot, which goes to the request that has ``spent`` least.
+    def slot(self, request: GrammarCheck, wanted: Callable[[], bool]) -> Iterator[None]:
+        """Waits for a slot, which goes to the request that has spent least.
 
         Raises ``Unchecked`` if it is no longer ``wanted``.
         """
-        ticket = spent, next(self._order), tenant
+        tenant = request.tenant
+        ticket = request.spent, next(self._order), tenant
 
         def is_next() -> bool:
             if len(self._running) >= self._width:
@@ -311,7 +273,7 @@ class _Slots:
 class _Lane(_Slots):
     """Slots in which grammars are tried, with ``processor`` seconds for each.
 
-    Up to ``idle`` workers wait for the next grammar.
+    ``keeps_workers``: a worker, whose niceness cannot be reduced, waits for the next grammar.
     """
 
     def __init__(
@@ -321,94 +283,68 @@ class _Lane(_Slots):
         *,
         width: int,
         each_tenant: int | None = None,
-        nice: int = 0,
-        idle: int = 0,
+        nice: int,
+        keeps_workers: bool = False,
     ) -> None:
         super().__init__(width, each_tenant)
         self._helper = helper
-        self._processor, self._nice, self._most_idle = processor, nice, idle
+        self._processor, self._nice, self._keeps_workers = processor, nice, keeps_workers
         self._idle: list[socket.socket] = []
 
-    def try_texts(
-        self, texts: Sequence[Text], request: GrammarCheck, trial: _Trial
-    ) -> list[Verdict] | None:
+    def try_texts(self, texts: Sequence[Text], wanted: Callable[[], bool]) -> list[Verdict] | None:
         """The verdicts; ``None`` after a timeout, or if one of several texts ended the worker.
 
-        Raises ``Unchecked`` if no request waits any more, and ``OSError`` without a worker.
+        For the holder of a slot. Raises ``Unchecked`` if it is no longer ``wanted``, and
+        ``OSError`` without a worker.
         """
-        question = json.dumps(texts).encode()
-        with self.slot(request.tenant, request.spent, lambda: trial.wanted):
-            while True:
-                with self._changed:
-                    used = bool(self._idle)
-                    worker = self._idle.pop() if used else None
-                worker = worker or self._helper.worker()
-                keep = False
+        while True:
+            idle = self._idle.pop() if self._idle else None
+            with ExitStack() as closing:
+                worker = closing.enter_context(idle or self._helper.worker())
                 try:
-                    answers, worn = self._ask(worker, question, trial)
-                    keep = not worn
-                    return [
-                        Verdict(TOO_MUCH if "panic" in problem else problem[:500], size, seconds)
-                        for problem, size, seconds in answers
-                    ]
+                    answers, worn = self._ask(worker, texts, wanted)
                 except TimeoutError:
                     return None
                 except (EOFError, ConnectionError):
-                    if used:
+                    if idle is not None:
                         continue  # it may have died while it was idle
                     return None if len(texts) > 1 else [Verdict(TOO_MUCH)]
-                finally:
-                    with self._changed:
-                        keep = keep and len(self._idle) < self._most_idle
-                        if keep:
-                            self._idle.append(worker)
-                    if not keep:
-                        worker.close()
+                if self._keeps_workers and not worn:
+                    closing.pop_all()
+                    self._idle.append(worker)
+                return [
+                    Verdict(TOO_MUCH if "panic" in problem else problem[:500], size, seconds)
+                    for problem, size, seconds in answers
+                ]
 
-    def _ask(self, worker: socket.socket, question: bytes, trial: _Trial) -> Any:
-        header = grammar_process.HEADER.pack(
-            len(question), self._processor, MAX_ELAPSED, self._nice
-        )
+    def _ask(self, worker: socket.socket, texts: Sequence[Text], wanted: Callable[[], bool]) -> Any:
         until = time.monotonic() + 2 * MAX_ELAPSED
+        question = json.dumps([texts, self._processor, MAX_ELAPSED, self._nice])
         worker.settimeout(MAX_ELAPSED)
-        worker.sendall(header + question)
-        worker.settimeout(POLL)
-
-        def read(size: int) -> bytes:
-            parts = b""
-            while len(parts) < size:
-                try:
-                    part = worker.recv(size - len(parts))
-                except TimeoutError:
-                    if not trial.wanted:
-                        raise Unchecked("the check took too long") from None
-                    if time.monotonic() > until:
-                        raise
-                    continue
-                if not part:
-                    raise EOFError
-                parts += part
-            return parts
-
-        (length,) = grammar_process.LENGTH.unpack(read(grammar_process.LENGTH.size))
-        if length == grammar_process.PROCESSOR_OVER:
+        worker.sendall(question.encode() + b"\n")
+        while not wait([worker], POLL):
+            if not wanted():
+                raise Unchecked("the check took too long")
+            if time.monotonic() > until:
+                raise TimeoutError
+        with worker.makefile("rb") as reading:
+            line = reading.readline()
+        if not line.endswith(b"\n"):
+            raise EOFError
+        answer = json.loads(line)
+        if answer == grammar_process.PROCESSOR_OVER:
             raise TimeoutError
-        if length == grammar_process.CLOCK_OVER:
+        if answer == grammar_process.CLOCK_OVER:
             raise Unchecked("the machine is too busy to check it")
-        return json.loads(read(length))
+        return answer
 
     def close(self) -> None:
-        with self._changed:
-            for worker in self._idle:
-                worker.close()
-            self._idle.clear()
+        while self._idle:
+            self._idle.pop().close()
 
 
 class _Helper:
-    """The helper process, which is started when it is needed, and again if it has died.
-
-    Methods raise ``OSError`` if it fails to start, and ``Unchecked`` during the pause after that.
-    """
+    """The helper process, which is started when it is needed, and again if it has died or hangs."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -416,53 +352,43 @@ class _Helper:
         self._control: socket.socket | None = None
         self._pause, self._paused_until = 0.0, 0.0
 
-    def start(self) -> None:
-        """Starts it unless it runs."""
-        with self._lock:
-            self._running()
-
     def worker(self) -> socket.socket:
-        """A socket to a new worker."""
+        """A socket to a new worker.
+
+        Raises ``OSError`` if the process fails to start, and ``Unchecked`` in the pause after that.
+        """
         with self._lock:
-            for left in (True, False):
-                control = self._running()
-                ours, theirs = socket.socketpair()
-                try:
-                    with theirs:
-                        socket.send_fds(control, [grammar_process.FORK], [theirs.fileno()])
-                    ours.settimeout(MAX_ELAPSED)
-                    if ours.recv(1) == grammar_process.READY:
-                        self._pause = 0.0
-                        return ours
-                    raise ConnectionError("a new worker of the helper process has died")
-                except OSError:
-                    ours.close()
-                    self._end()
-                    if not left:
-                        self._pause_after_failure()
-                        raise
-        raise AssertionError("unreachable")
+            if self._control is not None:
+                with suppress(OSError):
+                    return self._forked(self._control)
+                self._end()
+            if time.monotonic() < self._paused_until:
+                raise Unchecked("the helper process cannot be started")
+            try:
+                worker = self._forked(self._started())
+            except OSError:
+                self._end()
+                self._pause = min(2 * self._pause or FIRST_PAUSE, MAX_PAUSE)
+                self._paused_until = time.monotonic() + self._pause
+                raise
+            self._pause = 0.0
+            return worker
 
-    def _running(self) -> socket.socket:
-        if self._control is not None and self._process is not None and self._process.poll() is None:
-            return self._control
-        self._end()
-        if time.monotonic() < self._paused_until:
-            raise Unchecked("the helper process cannot be started")
+    def _forked(self, control: socket.socket) -> socket.socket:
+        ours, theirs = socket.socketpair()
         try:
-            return self._started()
+            with theirs:
+                socket.send_fds(control, [b"f"], [theirs.fileno()])
+            ours.settimeout(MAX_ELAPSED)
+            if ours.recv(1) != grammar_process.READY:
+                raise ConnectionError("a new worker of the helper process has died")
         except OSError:
-            self._end()
-            self._pause_after_failure()
+            ours.close()
             raise
-
-    def _pause_after_failure(self) -> None:
-        self._pause = min(2 * self._pause or FIRST_PAUSE, MAX_PAUSE)
-        self._paused_until = time.monotonic() + self._pause
+        return ours
 
     def _started(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        self._control = ours
+        self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _PROGRAM, json.dumps(sys.path)],
@@ -472,11 +398,11 @@ class _Helper:
                 env={**os.environ, "MALLOC_ARENA_MAX": "1"},
             )
         atexit.register(self.close)
-        ours.settimeout(START_TIMEOUT)
-        message = ours.recv(1_000)
+        self._control.settimeout(START_TIMEOUT)
+        message = self._control.recv(1_000)
         if message != grammar_process.READY:
             raise OSError(f"the helper process did not start: {message.decode() or 'it ended'}")
-        return ours
+        return self._control
 
     def close(self) -> None:
         with self._lock:
@@ -500,28 +426,14 @@ _PROGRAM = (
 )
 
 
-# --- one for each process ---
-
-_checks: GrammarChecks | None = None
-_lock = threading.Lock()
-
-
+@lru_cache(maxsize=1)
 def checks() -> GrammarChecks:
-    global _checks
-    with _lock:
-        if _checks is None:
-            _checks = GrammarChecks()
-        return _checks
+    """Those of this process. In a forked one, the helper process belongs to its parent."""
+    return GrammarChecks()
+
+
+os.register_at_fork(after_in_child=checks.cache_clear)
 
 
 def check_for(tenant: str) -> GrammarCheck:
     return GrammarCheck(checks(), tenant)
-
-
-def _forget() -> None:
-    """Called in a forked process: the helper process belongs to its parent."""
-    global _checks, _lock
-    _checks, _lock = None, threading.Lock()
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -6,8 +6,12 @@ take minutes. So new grammars are compiled here first, under limits set by the k
 `main` runs in an interpreter started with ``-I -S``: it reads no ``.pth`` files, so nothing is
 activated, and imports only the standard library and llguidance. It forks a *worker* for each socket
 that it receives over the control socket. A worker tries the grammars that come over its socket, one
-after the other. If it exceeds a limit it dies, which closes the socket. The next worker takes a few
-milliseconds, since the library and the tokenizer are already loaded.
+question after the other. Question and answer are lines of JSON: a list of grammars and beginnings
+of outputs, the limits of processor time and elapsed time in seconds, and the increment of the
+worker's niceness; and for each grammar its problem, the growth of the worker in bytes and the
+seconds of the processor, and whether the worker should be replaced. If a worker exceeds a limit it
+dies, which closes the socket. The next one takes a few milliseconds, since the library and the
+tokenizer are already loaded.
 
 The limits for one grammar:
 
@@ -33,7 +37,6 @@ import os
 import resource
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -56,20 +59,11 @@ WORN = 32 * 2**20
 TICK = 0.01
 """Seconds between two checks of a worker's limits."""
 
-HEADER = struct.Struct("!IddB")
-"""Precedes a question, which is a JSON list of grammars and prefixes: its size in bytes, the limits
-of processor time and elapsed time in seconds, and the increment of the worker's niceness."""
+PROCESSOR_OVER, CLOCK_OVER = "processor", "clock"
+"""Answers when a time limit was exceeded. That of elapsed time is exceeded first if the worker got
+less than a quarter of a processor, and then nothing is known about the grammar."""
 
-LENGTH = struct.Struct("!I")
-"""Precedes an answer in JSON: for each grammar its problem, the growth of the worker in bytes and
-the seconds of the processor, and whether the worker should be replaced. Or it is one of the two
-numbers below, and no answer follows."""
-
-CLOCK_OVER, PROCESSOR_OVER = 0, 1
-"""A time limit was exceeded. That of elapsed time is exceeded first if the worker got less than a
-quarter of a processor, and then nothing is known about the grammar."""
-
-READY, FORK = b"+", b"f"
+READY = b"+"
 
 LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "verbose_errors": False}
 """For llguidance, here and in the server. An object with n optional properties takes 4n items.
@@ -162,20 +156,16 @@ class _Worker:
             if is_closed or resident() > self._began + MEMORY:
                 os._exit(1)
             left = self._computed_until - time.process_time()
-            if left < 0:
-                self._connection.sendall(LENGTH.pack(PROCESSOR_OVER))
-                os._exit(1)
-            if time.monotonic() > self._until:
-                over = PROCESSOR_OVER if left < self._processor / 2 else CLOCK_OVER
-                self._connection.sendall(LENGTH.pack(over))
+            late = time.monotonic() > self._until
+            if left < 0 or late:
+                self._send(PROCESSOR_OVER if left < self._processor / 2 else CLOCK_OVER)
                 os._exit(1)
 
     def _serve(self) -> None:
         try:
             self._connection.sendall(READY)
-            while True:
-                length, processor, clock, nice = HEADER.unpack(self._read(HEADER.size))
-                question = json.loads(self._read(length))
+            for question in self._connection.makefile("rb"):
+                texts, processor, clock, nice = json.loads(question)
                 os.setpriority(os.PRIO_PROCESS, 0, self._nice + nice)
                 self._began = resident()
                 self._until = time.monotonic() + clock
@@ -185,7 +175,7 @@ class _Worker:
                 signal.setitimer(signal.ITIMER_REAL, 2 * clock)
                 self._busy.set()
                 answers = []
-                for text, begun in question:
+                for text, begun in texts:
                     before, began = resident(), time.process_time()
                     problem = _problem(self._tokenizer, text, begun.encode())
                     seconds = time.process_time() - began
@@ -193,20 +183,12 @@ class _Worker:
                 self._busy.clear()
                 signal.setitimer(signal.ITIMER_PROF, 0)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                answer = json.dumps([answers, resident() > self._fresh + WORN]).encode()
-                self._connection.sendall(LENGTH.pack(len(answer)) + answer)
+                self._send([answers, resident() > self._fresh + WORN])
         finally:
             os._exit(0)
 
-    def _read(self, size: int) -> bytes:
-        parts = []
-        while size:
-            part = self._connection.recv(min(size, 2**20))
-            if not part:
-                os._exit(0)
-            parts.append(part)
-            size -= len(part)
-        return b"".join(parts)
+    def _send(self, answer: object) -> None:
+        self._connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _problem(tokenizer: LLTokenizer, text: str, begun: bytes) -> str:
