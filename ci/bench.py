@@ -36,7 +36,7 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.observer import Observed, Observer, observed
+from vllm_mlx_harmony.server.observer import Observed, Observer
 
 STREAMED = (1_000, 4_000, 16_000, 64_000, 128_000)
 """Tokens of the streamed answers."""
@@ -214,7 +214,7 @@ def host_stream(ids: Sequence[int]) -> Callable[[], int]:
 
 
 def inspected(runs: int) -> Row:
-    """What the inspector adds to a streamed token. Switched off, it is not called (`observed`)."""
+    """What the inspector adds to a streamed token."""
     ids, event = answer(STREAMED[2]), Event("x" * 200)
     request = Observed("", "", Document(None), NAME, True, "", "", "")
 
@@ -223,9 +223,10 @@ def inspected(runs: int) -> Row:
             yield Step((token,), origins=".")
 
     async def run(*observers: Observer) -> None:
-        async for _ in observed(steps(), observers, (), None):  # type: ignore[arg-type]
+        async for step in steps():
             events = [event]
             for each in observers:
+                each.step(step)
                 each.events(events)
 
     def on() -> None:

@@ -16,7 +16,7 @@ from vllm_mlx import server
 
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.server.errors import CLIENT_CLOSED
+from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED
 from vllm_mlx_harmony.server.host import (
     NAMES_VARIABLE,
     is_other_name,

@@ -23,7 +23,7 @@ from vllm_mlx import server
 from vllm_mlx_harmony.host import mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.server.host import install
-from vllm_mlx_harmony.server.middleware import HOSTS_VARIABLE, ORIGINS_VARIABLE, OriginCheck
+from vllm_mlx_harmony.server.middleware import HOSTS_VARIABLE, ORIGINS_VARIABLE, Admission
 
 NAME = "Toms-Mac.fritz.box"
 SETTINGS = {"origins": ["https://chat.example.com", "vscode-webview://*"], "hosts": ["*.corp.net"]}
@@ -45,7 +45,7 @@ def client(**settings: Any) -> TestClient:
     given = {"origins": [], "hosts": [], "name": NAME, **settings}
     app = Starlette(
         routes=[*routes, WebSocketRoute("/v1/responses", talk)],
-        middleware=[Middleware(OriginCheck, **given)],
+        middleware=[Middleware(Admission, **given)],
     )
     install(app, VllmMlx())
     return TestClient(app)

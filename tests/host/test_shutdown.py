@@ -18,7 +18,7 @@ import httpx
 import uvicorn
 from vllm_mlx import server
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server import shutdown
@@ -161,13 +161,13 @@ def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
 )
 def test_new_requests_get_503(path: str, kind: str) -> None:
     async def test() -> httpx.Response:
-        answers.reject_new(HostError("the server is shutting down", code="shutting_down"))
+        answers.reject_new(True)
         try:
             transport = httpx.ASGITransport(server.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
                 return await client.post(path, json={})
         finally:
-            answers.reject_new(None)
+            answers.reject_new(False)
 
     contract.activate()
     try:

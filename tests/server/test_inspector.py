@@ -137,7 +137,7 @@ def test_a_background_response_that_is_not_begun_is_no_request(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only requests that have ended are dropped, so it would be there for ever."""
-    monkeypatch.setattr(background.BACKGROUND, "_max_running", -1)
+    monkeypatch.setattr(background, "DEFAULT_RUNNING", -1)
     assert site.ask("responses", background=True).status_code == 503
     assert site.rows == []
 

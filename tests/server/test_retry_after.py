@@ -64,11 +64,11 @@ async def full() -> AsyncIterator[Alone]:
 @asynccontextmanager
 async def ending() -> AsyncIterator[Alone]:
     """The server shuts down."""
-    answer.reject_new(HostError("the server is shutting down", code="shutting_down"))
+    answer.reject_new(True)
     try:
         yield Alone(ScriptedEngine({}))
     finally:
-        answer.reject_new(None)
+        answer.reject_new(False)
 
 
 CAUSES: dict[str, tuple[Callable[[], Any], int, str | None]] = {

@@ -16,7 +16,7 @@ from several.real_redis import RedisServer
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
 
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.errors import HostError, StoreError
 from vllm_mlx_harmony.core.replay import Output, Replay
 from vllm_mlx_harmony.core.turn import Answer, Call, User
 from vllm_mlx_harmony.gateway.app import Gateway
@@ -26,15 +26,13 @@ from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.server import encryption
 from vllm_mlx_harmony.server.answer import PING_VARIABLE
-from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
 from vllm_mlx_harmony.server.peers.answers import Beat, Command, Directory
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
 from vllm_mlx_harmony.server.replay import SharedTurns
 from vllm_mlx_harmony.server.responses import lookup, store
-from vllm_mlx_harmony.server.responses.store import SharedStore
-from vllm_mlx_harmony.server.responses.stored import StoredResponse
+from vllm_mlx_harmony.server.responses.store import SharedStore, StoredResponse
 
 KEPT = StoredResponse(
     "resp_1",

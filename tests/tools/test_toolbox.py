@@ -24,12 +24,13 @@ from local import Local
 from mcp_types import methods
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, Use, read
-from vllm_mlx_harmony.server.tools.mcp_messages import malformed_tools
+from vllm_mlx_harmony.server.tools.mcp_server import malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
-from vllm_mlx_harmony.server.tools.toolbox import NOTHING, CallResult, Toolbox
+from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Toolbox
 
 SERVERS = Path(__file__).parent / "servers.py"
 RAW = Path(__file__).parent / "raw_server.py"
@@ -68,7 +69,7 @@ def children() -> list[str]:
     return [line for line in listed.splitlines() if str(SERVERS) in line]
 
 
-async def ask(box: Toolbox, name: str, arguments: str, *, room: int = 10_000) -> CallResult:
+async def ask(box: Toolbox, name: str, arguments: str, *, room: int = 10_000) -> ToolFinished:
     return await box.run(ServerCall("call_1", name, arguments), box.namespaces, 600.0, room)
 
 
@@ -93,7 +94,7 @@ def test_calls() -> None:
     servers = {kind: stdio(kind) for kind in kinds} | {"slow": stdio("slow", timeout=1)}
     box = toolbox(servers, max_output_tokens=1000)
 
-    async def all_of_them() -> list[CallResult]:
+    async def all_of_them() -> list[ToolFinished]:
         return [await ask(box, name, arguments) for name, arguments, _, _ in CALLS]
 
     for answered, (name, _, begins, by_tool) in zip(within(box, all_of_them), CALLS, strict=True):
@@ -120,7 +121,7 @@ def test_an_answer_is_cut_to_what_there_is_room_for() -> None:
 def test_a_server_that_dies_is_started_again() -> None:
     box = toolbox({"crash": stdio("crash")})
 
-    async def dying() -> tuple[CallResult, CallResult, str]:
+    async def dying() -> tuple[ToolFinished, ToolFinished, str]:
         died = await ask(box, "crash.die", "{}")
         await until(lambda: bool(box.servers[0].problem))
         away = await ask(box, "crash.live", "{}")

@@ -109,3 +109,9 @@ class HostError(HarmonyFailure):
 
     status = 503
     code = "server_unavailable"
+
+
+class StoreError(HostError):
+    """The store of responses cannot be read, or cannot be written, at the moment. 503."""
+
+    code = "store_unavailable"

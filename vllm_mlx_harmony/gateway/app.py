@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import signal
@@ -51,7 +52,6 @@ from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.garbage import freeze
 from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shutdown import draining
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
@@ -303,7 +303,8 @@ class _GatewayApp:
             if all(each.engine is None and each.problem != NOT_FOUND for each in engines):
                 problems = "".join(f"\n  {each.spec.url}: {each.problem}" for each in engines)
                 logger.error("no engine can be used; until one can, requests get 503:%s", problems)
-            freeze()
+            gc.collect()
+            gc.freeze()  # `server.tasks`
             yield
 
     async def _all_probed(self) -> None:

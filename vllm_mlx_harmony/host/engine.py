@@ -38,11 +38,9 @@ from vllm_mlx_harmony.host import entry_points, metrics, resources, status_line
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
-from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.garbage import unfreeze
 from vllm_mlx_harmony.server.model_files import is_harmony
 from vllm_mlx_harmony.server.sampling import EPSILON, Settings, capped
-from vllm_mlx_harmony.server.tasks import wait_until_done
+from vllm_mlx_harmony.server.tasks import in_thread, unfreeze, wait_until_done
 from vllm_mlx_harmony.standin import is_standin
 
 NAME = "harmony_prefix_reuse"

@@ -23,7 +23,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
 
     ``use_batching`` is always set: without it the host would load an engine of its own. The model
     is loaded here, so that one that cannot be loaded ends the start; it is left out of garbage
-    collection from then on (`server.garbage`). Raises ``NotHarmony``.
+    collection from then on (`server.tasks`). Raises ``NotHarmony``.
     """
 
     @wraps(original)

@@ -19,8 +19,8 @@ from vllm_mlx_harmony.core.deltas import Progress, Usage
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
+from vllm_mlx_harmony.server.endpoint import failure_of
 from vllm_mlx_harmony.server.engine import UNKNOWN, Step
-from vllm_mlx_harmony.server.errors import failure_of
 from vllm_mlx_harmony.server.observer import Observed
 
 MAX_RECORDS = 200

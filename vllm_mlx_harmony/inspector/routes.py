@@ -26,8 +26,8 @@ from vllm_mlx_harmony.inspector.access import PATH, SECURITY, Sessions, check_or
 from vllm_mlx_harmony.inspector.record import Log, Record
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.server.answer import cancel, rejection
-from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.streams import EventStream
+from vllm_mlx_harmony.server.tasks import in_thread
 
 PAGE = PATH
 BELOW = f"{PATH}/inspector"

@@ -36,9 +36,8 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server import tasks
-from vllm_mlx_harmony.server.choices import run_choices
-from vllm_mlx_harmony.server.errors import failure_of
-from vllm_mlx_harmony.server.generation import Deltas, Job, run
+from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
+from vllm_mlx_harmony.server.generation import Deltas, Job, run, run_choices
 from vllm_mlx_harmony.server.host import TIMED_OUT
 from vllm_mlx_harmony.server.observer import notify
 from vllm_mlx_harmony.server.settings import number
@@ -65,8 +64,7 @@ DEFAULT_PING_SECONDS = 5
 PROGRESS_SECONDS = 0.5
 """Seconds between two reports of the progress of a prompt."""
 
-CANCELLED = 499
-"""nginx's status for a closed request, here for a cancelled one."""
+SHUTTING_DOWN = "shutting_down"
 
 End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 """Writes the last delta of an answer."""
@@ -286,9 +284,10 @@ class Answer:
         silence: asyncio.TimerHandle | None = None
         loop, deadline = asyncio.get_running_loop(), self._lease.deadline
         try:
-            if _rejection is not None:  # shared: its traceback would grow with each answer
-                raise _rejection.with_traceback(None)
-            deadline.remaining()
+            if failure := rejection():
+                raise failure
+            if not deadline.left:
+                raise deadline.passed()
             async for group in groups:
                 if self._stopped:  # an engine may suppress the cancellation
                     return
@@ -359,7 +358,7 @@ class Answer:
             if failure is None:
                 self._finish_metrics("success")
             else:
-                results = {TIMED_OUT: "timeout", CANCELLED: "client_closed"}
+                results = {TIMED_OUT: "timeout", CLIENT_CLOSED: "client_closed"}
                 self._finish_metrics(
                     results.get(getattr(failure, "status", 0), "error"), failure=failure
                 )
@@ -429,8 +428,8 @@ _running: dict[tuple[str, str], Answer] = {}
 _being_read: set[object] = set()
 """The answers that have not been read to their ends."""
 
-_rejection: HarmonyFailure | None = None
-"""The failure of all answers that have not begun, during a shutdown."""
+_rejecting = False
+"""Whether the server shuts down, so that answers that have not begun fail."""
 
 
 def cancel(id_seed: str, tenant: str) -> bool:
@@ -438,7 +437,7 @@ def cancel(id_seed: str, tenant: str) -> bool:
     answer = _running.get((id_seed, tenant))
     if answer is None:
         return False
-    answer.end(OutputError("the request was cancelled", status=CANCELLED, code="cancelled"))
+    answer.end(OutputError("the request was cancelled", status=CLIENT_CLOSED, code="cancelled"))
     return True
 
 
@@ -452,15 +451,20 @@ def end_all(failure: HarmonyFailure) -> None:
         answer.end(failure)
 
 
-def reject_new(failure: HarmonyFailure | None) -> None:
-    """Rejects every answer that has not begun with ``failure``; ``None`` accepts them again."""
-    global _rejection
-    _rejection = failure
+def reject_new(rejecting: bool) -> None:
+    """Whether to reject every answer that has not begun, because the server shuts down."""
+    global _rejecting
+    _rejecting = rejecting
 
 
-def rejection() -> HarmonyFailure | None:
-    """The failure with which new answers are rejected during a shutdown; otherwise ``None``."""
-    return _rejection
+def rejection() -> HostError | None:
+    """The failure of new answers during a shutdown; otherwise ``None``."""
+    return shutting_down() if _rejecting else None
+
+
+def shutting_down() -> HostError:
+    """A new error each time, as raising one adds to its traceback."""
+    return HostError("the server is shutting down", code=SHUTTING_DOWN)
 
 
 def unread() -> bool:

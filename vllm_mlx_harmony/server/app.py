@@ -5,19 +5,22 @@ Each API's module defines its own paths.
 
 from __future__ import annotations
 
+import re
+
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server import cancel, chat, ids, messages
-from vllm_mlx_harmony.server.client import Transports
-from vllm_mlx_harmony.server.endpoint import Endpoint, guarded
-from vllm_mlx_harmony.server.host import Host, install
-from vllm_mlx_harmony.server.middleware import OriginCheck, RejectDuringShutdown, error_at
+from vllm_mlx_harmony.server import answer, chat, ids, messages
+from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
+from vllm_mlx_harmony.server.host import Host, host_of, install, tenant_of
+from vllm_mlx_harmony.server.middleware import Admission, error_at
+from vllm_mlx_harmony.server.peers import answers as peers
 from vllm_mlx_harmony.server.responses import routes as responses
+from vllm_mlx_harmony.server.responses.background import BACKGROUND
 from vllm_mlx_harmony.server.responses.websocket import converse
 
 
@@ -26,11 +29,50 @@ async def _root(_: Request) -> Response:
     return Response()
 
 
+_ANSWER_ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
+
+
+async def cancel_request(request: Request, request_id: str) -> Response:
+    """``POST /v1/requests/{id}/cancel``: cancels an answer by the id that its client received.
+
+    The ids of every API contain the answer's seed: ``chatcmpl-SEED``, ``resp_SEED``, ``msg_SEED``.
+    Requests for unknown ids are passed on to the host, whose shape the response has.
+    """
+    tenant, match = tenant_of(request), _ANSWER_ID.fullmatch(request_id)
+    background = BACKGROUND.get(request_id, tenant)
+    cancelled = background is not None and not background.done
+    if background is not None and cancelled:
+        await background.cancel()
+    elif match is not None:
+        seed = match["seed"]
+        cancelled = answer.cancel(seed, tenant) or await peers.cancel(seed, tenant)
+    if not cancelled:
+        try:
+            return await host_of(request).forward(request)
+        except LookupError as error:
+            problem = f"no running request has the id {request_id!r}"
+            raise RequestError(problem, status=404, param="request_id") from error
+    return JSONResponse(
+        {
+            "object": "request.cancel",
+            "id": request_id,
+            "cancelled": True,
+            "model": host_of(request).model_name,
+        }
+    )
+
+
 ENDPOINTS: tuple[Endpoint, ...] = (
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
-    *cancel.ENDPOINTS,
+    *(
+        OpenAIEndpoint(path, (method,), cancel_request, "cancels answers of this front end")
+        for path, method in (
+            ("/v1/requests/{request_id}/cancel", "POST"),
+            ("/v1/requests/{request_id}", "DELETE"),
+        )
+    ),
     *ids.ENDPOINTS,
     Endpoint(
         "/",
@@ -45,8 +87,8 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 SOCKETS = (WebSocketRoute("/v1/responses", converse),)
 """WebSocket endpoints, which check the API key themselves."""
 
-MIDDLEWARE = (Middleware(Transports), Middleware(OriginCheck), Middleware(RejectDuringShutdown))
-"""Middleware around the whole application, outermost first."""
+MIDDLEWARE = (Middleware(Admission),)
+"""Middleware around the whole application."""
 
 
 def application(host: Host) -> Starlette:

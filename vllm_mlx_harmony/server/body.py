@@ -8,12 +8,10 @@ length of a string, so the numbers of values and of escapes are bounded.
 
 from __future__ import annotations
 
-import asyncio
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from json import loads
-from typing import TypeVar
 
 from pydantic_core import from_json
 from starlette.requests import Request
@@ -21,8 +19,8 @@ from starlette.types import Message
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.validation import repaired
-from vllm_mlx_harmony.server.garbage import without_collections
 from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.tasks import in_thread
 
 MAX_BODY_VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
 """Environment variable: maximum size of a request body, such as ``32M``."""
@@ -57,7 +55,6 @@ MAX_REPAIRED = 8 * 2**20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """A possible lone surrogate. A response that repeated it could not be encoded."""
 
-_R = TypeVar("_R")
 _SLICE = 2**16
 
 
@@ -164,11 +161,6 @@ def _parse_large(body: bytes, limit: int) -> object:
 
 
 _ASCII = bytes(range(128))
-
-
-async def in_thread(function: Callable[..., _R], *arguments: object) -> _R:
-    """Calls ``function`` in a thread, without garbage collections."""
-    return await asyncio.to_thread(without_collections, function, *arguments)
 
 
 def _outside_strings(body: bytes) -> Iterator[bytes]:

@@ -1,6 +1,11 @@
 """Generates a turn: its deltas, from the first to the last.
 
 Closing the iterator of deltas frees the engine. `server.answer` owns that iterator.
+
+Several answers to one prompt (Chat's `n`) are generated beside each other (`run_choices`). Each is
+a turn of its own, with its own context, seed, constraint and tools. The first begins alone. The
+others begin when the engine has computed the prompt for it, and find the prompt in the engine's
+prefix cache. So a prompt is computed once, unless the engine has no such cache.
 """
 
 from __future__ import annotations
@@ -9,12 +14,21 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.deltas import Delta, Finished, ReasoningCut, ToolFinished, ToolStarted
+from vllm_mlx_harmony.core.deltas import (
+    ChoiceDelta,
+    Delta,
+    Finished,
+    Progress,
+    ReasoningCut,
+    Started,
+    ToolStarted,
+    Usage,
+)
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import ReplayScope
@@ -22,9 +36,10 @@ from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
-from vllm_mlx_harmony.server.observer import Observer, notify, observed
+from vllm_mlx_harmony.server.observer import Observer, notify
 from vllm_mlx_harmony.server.replay import remember
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.tasks import wait_until_done
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -69,8 +84,7 @@ class Job:
     reports_cached: bool = False
     observers: Callable[[], Sequence[Observer]] = tuple
     others: tuple[Job, ...] = ()
-    """Further answers to the same prompt (`choices`), with the lease, emitter and metrics of this
-    one."""
+    """Further answers to the same prompt, with the lease, emitter and metrics of this one."""
     append: Callable[[Step], list[Delta]] | None = None
     """Takes the engine's steps in place of the context, for an output that is not parsed."""
 
@@ -160,9 +174,8 @@ async def _run_tools(
     for call in calls:
         yield [ToolStarted(call if earlier else None)]
         notify(observers, lambda each: each.tool(call))  # noqa: B023 - called at once
-        result = await tools.run(call, prompt_tokens, context_length)
-        results.append(ServerResult(call.id, call.name, result.text))
-        finished = ToolFinished(result.text, result.failure)
+        finished = await tools.run(call, prompt_tokens, context_length)
+        results.append(ServerResult(call.id, call.name, finished.text))
         # In a thread: a result within the history renders the whole prompt again.
         is_last = len(results) == len(calls)
         append = context.append_tool_output
@@ -176,15 +189,14 @@ async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta
         ended = progress.finish
     last: list[Delta] = []
     for delta in job.context.finish(ended, progress.cached_tokens):
-        if isinstance(delta, Finished) and (progress.accepted or progress.rejected):
+        if isinstance(delta, Finished):
             usage = replace(
                 delta.usage,
                 accepted_prediction_tokens=progress.accepted,
                 rejected_prediction_tokens=progress.rejected,
             )
-            delta = replace(delta, usage=usage)  # noqa: PLW2901
-        if isinstance(delta, Finished) and progress.reasoning_ended_by:
-            delta = replace(delta, reasoning_ended_by=progress.reasoning_ended_by)  # noqa: PLW2901
+            cut = progress.reasoning_ended_by
+            delta = replace(delta, usage=usage, reasoning_ended_by=cut)  # noqa: PLW2901
         last.append(delta)
     if job.replay is not None and job.replay.blocks:  # before the client can ask another server
         await asyncio.to_thread(remember, job.replay, job.context, job.echoed)
@@ -228,20 +240,22 @@ async def _output(
 ) -> Deltas:
     """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
-    engine = job.lease.harmony_engine
+    engine, observers = job.lease.harmony_engine, job.observers()
     cached = None if progress.started else await _reusable_tokens(job)
     progress.generated, progress.finish = 0, None
     progress.outputs += 1
     accepted, rejected = progress.accepted, progress.rejected
     try:
         generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
-        async with aclosing(observed(generated, job.observers(), prompt, constraint)) as steps:
-            if engine.remote:
-                await anext(steps, None)
+        notify(observers, lambda each: each.prompt(prompt, constraint))
+        async with aclosing(generated) as steps:
+            if engine.remote and (accepted_step := await anext(steps, None)):
+                notify(observers, lambda each: each.step(accepted_step))
             if not progress.started:
                 progress.started = True
                 yield context.start(cached)
             async for step in steps:
+                notify(observers, lambda each: each.step(step))  # noqa: B023 - called at once
                 if step.progress is not None:
                     # After a tool's result, too, the client already has its first token.
                     if progress.outputs == 1 and not progress.generated:
@@ -281,3 +295,73 @@ def report_reasoning_ended(constraint: Constraint, id_seed: str, tracker: Tracke
         "%s: reasoning cut short (%s) after %d tokens", id_seed, reason, constraint.reasoning_tokens
     )
     tracker.reasoning_ended(reason)
+
+
+# --- Several answers to one prompt
+
+_Groups: TypeAlias = "asyncio.Queue[tuple[int, list[Delta] | Exception | None]]"
+"""Groups of deltas with the index of their answer; at its end its error, or ``None``."""
+
+
+async def run_choices(job: Job, tracker: Tracker) -> Deltas:
+    """The deltas of ``job`` and ``job.others`` as ``ChoiceDelta``s, in groups, as they come.
+
+    The progress of the prompt is that of the first; the last group has the usage of all. Closing
+    the iterator ends all of them. Raises what one of them raises, and ends the others.
+    """
+    running = 1 + len(job.others)
+    groups: _Groups = asyncio.Queue(running)
+    tasks = [asyncio.ensure_future(_queue(0, job, tracker, groups))]
+    finished: dict[int, Finished] = {}
+    try:
+        while running:
+            index, group = await groups.get()
+            if isinstance(group, Exception):
+                raise group
+            if group is None:
+                running -= 1
+                continue
+            first = group[0] if group else None
+            if not isinstance(first, Progress):
+                numbered: list[Any] = [ChoiceDelta(index, delta) for delta in group]
+                yield numbered
+                if group and isinstance(group[-1], Finished):
+                    finished[index] = group[-1]
+            elif index == 0:
+                yield group
+            if len(tasks) == 1 and _is_computed(first):
+                others = enumerate(job.others, start=1)
+                tasks += [asyncio.ensure_future(_queue(*each, tracker, groups)) for each in others]
+        usages = [finished[each].usage for each in sorted(finished)]
+        yield [Finished(finished[0].reason, usage=_total(usages))]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await wait_until_done(asyncio.gather(*tasks, return_exceptions=True))
+
+
+async def _queue(index: int, job: Job, tracker: Tracker, groups: _Groups) -> None:
+    """Generates one answer and puts its groups into the queue, which bounds how far it is ahead."""
+    last: Exception | None = None
+    try:
+        async with aclosing(run(job, tracker)) as deltas:
+            async for group in deltas:
+                await groups.put((index, group))
+    except Exception as error:  # noqa: BLE001 - raised where the groups are read
+        last = error
+    await groups.put((index, last))
+
+
+def _is_computed(first: Delta | None) -> bool:
+    """Whether the engine has computed the prompt, as the first delta of a group shows."""
+    if isinstance(first, Progress):
+        return first.processed >= first.total
+    return not isinstance(first, Started)
+
+
+def _total(usages: list[Usage]) -> Usage:
+    """The usage of several answers to one prompt, which counts once."""
+    total = {each.name: sum(getattr(one, each.name) for one in usages) for each in fields(Usage)}
+    first = usages[0]
+    total |= {"prompt_tokens": first.prompt_tokens, "cached_tokens": first.cached_tokens}
+    return Usage(**total)

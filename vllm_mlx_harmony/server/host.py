@@ -6,7 +6,6 @@ set. A server implements ``Host`` and makes it available to every request with `
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -26,6 +25,7 @@ from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
 from vllm_mlx_harmony.server.engine import Engine
+from vllm_mlx_harmony.server.settings import words
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -47,13 +47,10 @@ class Deadline:
         """Seconds left, or 0."""
         return max(0.0, self.at - time.monotonic())
 
-    def remaining(self) -> float:
-        """Seconds left. Raises ``HostError`` 504 if there are none."""
-        seconds = self.at - time.monotonic()
-        if seconds <= 0:
-            problem = f"Request timed out after {self.total:.1f} seconds"
-            raise HostError(problem, status=TIMED_OUT, code="timeout")
-        return seconds
+    def passed(self) -> HostError:
+        """The error of a request that has no time left."""
+        problem = f"Request timed out after {self.total:.1f} seconds"
+        return HostError(problem, status=TIMED_OUT, code="timeout")
 
 
 @dataclass(slots=True)
@@ -70,8 +67,9 @@ class Lease:
     deadline: Deadline
     _give_back: Callable[[], Awaitable[None]]
     taken_over: bool = field(default=False, init=False)
+    endings: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
+    """What else ends with the lease, after the engine is free."""
     _released: bool = field(default=False, init=False)
-    _endings: list[Callable[[], Awaitable[None]]] = field(default_factory=list, init=False)
 
     @property
     def harmony_engine(self) -> Engine:
@@ -79,15 +77,11 @@ class Lease:
         assert self.engine is not None
         return self.engine
 
-    def on_release(self, ending: Callable[[], Awaitable[None]]) -> None:
-        self._endings.append(ending)
-
     async def release(self) -> None:
         if not self._released:
             self._released = True
-            async with AsyncExitStack() as stack:  # each runs even if another fails
-                for ending in reversed((self._give_back, *self._endings)):
-                    stack.push_async_callback(ending)
+            async with self.endings:
+                await self._give_back()
 
 
 class Context(Protocol):
@@ -267,8 +261,7 @@ def other_names(model: str | None) -> tuple[str, ...]:
     """The other names and patterns of the only ``model``; empty if there are several models."""
     if not model:
         return ()
-    given = (name.strip() for name in os.environ.get(NAMES_VARIABLE, "").split(","))
-    return tuple(dict.fromkeys(name for name in given if name and name != model))
+    return tuple(dict.fromkeys(name for name in words(NAMES_VARIABLE) if name != model))
 
 
 def is_other_name(name: str, model: str | None) -> bool:

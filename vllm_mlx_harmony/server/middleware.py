@@ -1,7 +1,7 @@
-"""Middleware: which web pages may use the server, and its shutdown.
+"""Middleware: rejects requests of foreign web pages, and all requests during a shutdown.
 
-Browsers leave the first decision to the server. A server without an API key trusts everybody who
-can connect to it, and a browser connects on behalf of any page:
+Browsers let the server decide which pages may use it. A server without an API key trusts everybody
+who can connect to it, and a browser connects on behalf of any page:
 
 - A page may send a POST to any address. With ``Content-Type: text/plain`` the browser sends it
   without a preflight request (https://fetch.spec.whatwg.org/#cors-safelisted-request-header). The
@@ -23,7 +23,6 @@ key.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -38,10 +37,11 @@ from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.server import messages
-from vllm_mlx_harmony.server.answer import rejection
-from vllm_mlx_harmony.server.endpoint import ErrorResponse
-from vllm_mlx_harmony.server.errors import openai_error
+from vllm_mlx_harmony.server.answer import SHUTTING_DOWN, rejection
+from vllm_mlx_harmony.server.endpoint import ErrorResponse, openai_error
 from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.settings import words
+from vllm_mlx_harmony.server.streams import TRANSPORT
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -54,7 +54,7 @@ def error_at(path: str) -> ErrorResponse:
 async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:
     """Answers a request or a WebSocket with ``failure``, in the shape of the API of its path."""
     response = error_at(scope["path"])(failure)
-    if rejection() is failure:  # the client is to connect to another server
+    if failure.code == SHUTTING_DOWN:  # the client is to connect to another server
         response.headers["Connection"] = "close"
     if scope["type"] == "websocket":
         await WebSocket(scope, receive, send).send_denial_response(response)
@@ -82,8 +82,11 @@ class _Cors(CORSMiddleware):
         return True
 
 
-class OriginCheck:
+class Admission:
     """ASGI middleware: rejects foreign pages with 403, and adds CORS headers for allowed ones.
+
+    Rejects every new request with 503 while the server shuts down (`shutdown`). Notes the transport
+    of each connection (`streams.transport_of`).
 
     ``origins`` and ``hosts`` replace the patterns of the two variables, ``name`` the machine's.
     """
@@ -96,16 +99,23 @@ class OriginCheck:
         name: str | None = None,
     ) -> None:
         self._app = app
-        self._origins = _patterns(ORIGINS_VARIABLE) if origins is None else tuple(origins)
-        self._hosts = _patterns(HOSTS_VARIABLE) if hosts is None else tuple(hosts)
+        self._origins = words(ORIGINS_VARIABLE) if origins is None else tuple(origins)
+        self._hosts = words(HOSTS_VARIABLE) if hosts is None else tuple(hosts)
         self._name = (socket.gethostname() if name is None else name).lower()
         self._logged: set[str] = set()
-        self._cors = _Cors(app, allow_methods="*", allow_headers="*", allow_private_network=True)
+        self._cors = _Cors(
+            self._unless_shutting_down,
+            allow_methods="*",
+            allow_headers="*",
+            allow_private_network=True,
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
+        # ``receive`` is a method of uvicorn's connection.
+        scope[TRANSPORT] = getattr(getattr(receive, "__self__", None), "transport", None)
         headers = Headers(scope=scope)
         origin, host = headers.get("origin"), headers.get("host")
         allowed = origin is not None and self.may_read(origin, host)
@@ -130,11 +140,18 @@ class OriginCheck:
         elif allowed:
             await self._cors(scope, receive, send)
         else:
+            await self._unless_shutting_down(scope, receive, send)
+
+    async def _unless_shutting_down(self, scope: Scope, receive: Receive, send: Send) -> None:
+        failure = rejection()
+        if failure is None:
             await self._app(scope, receive, send)
+        else:
+            await reject(failure, scope, receive, send)
 
     def may_read(self, origin: str, host: str | None) -> bool:
         """Whether pages of ``origin`` may use the server at ``host``."""
-        if any(fnmatchcase(origin.lower(), pattern) for pattern in self._origins):
+        if any(fnmatchcase(origin.lower(), pattern.lower()) for pattern in self._origins):
             return True
         parts = _split(origin)
         if parts is None or not parts[0]:  # any page can have the origin `null`
@@ -154,17 +171,12 @@ class OriginCheck:
             or _is_address(name)
             or name.endswith(_UNOWNED)
             or name == self._name
-            or any(fnmatchcase(name, pattern) for pattern in self._hosts)
+            or any(fnmatchcase(name, pattern.lower()) for pattern in self._hosts)
         )
 
 
 _MAX_LOGGED = 100
 """Maximum number of distinct rejections to log: their texts contain what clients send."""
-
-
-def _patterns(variable: str) -> tuple[str, ...]:
-    given = os.environ.get(variable, "").lower().split(",")
-    return tuple(pattern for each in given if (pattern := each.strip()))
 
 
 def _split(origin: str) -> tuple[str, str] | None:
@@ -182,17 +194,3 @@ def _is_address(name: str, *, loopback: bool = False) -> bool:
     except ValueError:
         return False
     return address.is_loopback or not loopback
-
-
-class RejectDuringShutdown:
-    """ASGI middleware: answers new requests with 503 while the server shuts down (`shutdown`)."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = rejection()
-        if failure is None or scope["type"] not in ("http", "websocket"):
-            await self._app(scope, receive, send)
-        else:
-            await reject(failure, scope, receive, send)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
@@ -21,7 +20,7 @@ from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.engine import Step
 
 logger = logging.getLogger(__name__)
 
@@ -74,24 +73,6 @@ def notify(observers: Iterable[Observer], call: Callable[[Observer], None]) -> N
             call(each)
         except Exception:
             logger.exception("an observer failed")
-
-
-def observed(
-    steps: Steps,
-    observers: Sequence[Observer],
-    prompt: tuple[int, ...],
-    constraint: Constraint | None,
-) -> Steps:
-    """``steps`` of an engine, which ``observers`` see first."""
-    notify(observers, lambda each: each.prompt(prompt, constraint))
-    return _seen(steps, observers) if observers else steps
-
-
-async def _seen(steps: Steps, observers: Sequence[Observer]) -> Steps:
-    async with aclosing(steps):
-        async for step in steps:
-            notify(observers, lambda each: each.step(step))  # noqa: B023 - called at once
-            yield step
 
 
 Observe: TypeAlias = Callable[[Observed], Observer]

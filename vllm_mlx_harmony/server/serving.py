@@ -11,7 +11,6 @@ released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
@@ -22,13 +21,12 @@ from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import anyio
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
+from vllm_mlx_harmony.core.errors import HostError, PromptTooLong, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import ReplayScope
@@ -37,9 +35,9 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.validation import unsupported
-from vllm_mlx_harmony.server import client, replay, sampling, traces
+from vllm_mlx_harmony.server import replay, sampling, traces
 from vllm_mlx_harmony.server.answer import Answer, End
-from vllm_mlx_harmony.server.body import LARGE, Document, bounded, in_thread, parse_body
+from vllm_mlx_harmony.server.body import LARGE, Document, bounded, parse_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.generation import Emitter, Job
 from vllm_mlx_harmony.server.host import (
@@ -55,6 +53,7 @@ from vllm_mlx_harmony.server.host import (
 from vllm_mlx_harmony.server.observer import Observed, Observer, observe_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.streams import EventStream
+from vllm_mlx_harmony.server.tasks import in_thread, unless_disconnected
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 
@@ -132,8 +131,6 @@ class Received:
     lease: Lease
     id_seed: str
     """Contained in all ids of the answer."""
-    watched: bool = True
-    """Whether the request is cancelled when its connection, which is its own, is closed."""
 
     @property
     def host(self) -> Host:
@@ -142,13 +139,9 @@ class Received:
     async def unless_disconnected(self, coming: Awaitable[T]) -> T | None:
         """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
 
-        Raises ``HostError`` and ``HTTPException`` 504 at the deadline.
+        Raises ``HostError`` 504 at the deadline.
         """
-        if not self.watched:
-            return await coming
-        deadline = self.lease.deadline
-        seconds = deadline.remaining()
-        return await client.unless_disconnected(coming, self.request, seconds, deadline.total)
+        return await unless_disconnected(coming, self.request, self.lease.deadline)
 
     def track(self, *, stream: bool) -> Tracker:
         """Starts the metrics of the answer. From now on, other servers can cancel it."""
@@ -298,7 +291,7 @@ async def parse(received: Received) -> Parsed:
     if (toolbox := host.toolbox) is not None:
         if requested := api.servers(received.document.value, toolbox.labels):
             servers = await toolbox.clients.connected(requested, lease.tenant)
-            lease.on_release(partial(toolbox.clients.stop, servers))
+            lease.endings.push_async_callback(toolbox.clients.stop, servers)
         defaults = with_tools(defaults, toolbox, servers)
     request = await read(api, received.document, defaults, lease.tenant)
     return Parsed(received, request, replace(request.turn, tenant=lease.tenant), defaults, servers)
@@ -306,10 +299,8 @@ async def parse(received: Received) -> Parsed:
 
 async def read(api: Api, document: Document, defaults: Defaults, tenant: str) -> Any:
     """Calls ``api.read``, in a thread if that may take long."""
-    if document.large:
+    if document.large or api.blocks:
         return await in_thread(api.read, document.value, defaults, tenant)
-    if api.blocks:
-        return await asyncio.to_thread(api.read, document.value, defaults, tenant)
     return api.read(document.value, defaults, tenant)
 
 
@@ -425,20 +416,16 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
     response: Response | None = None
     result = "client_closed"
     try:
-        # If no time is left, the answer itself raises the error and counts it as a timeout. It has
-        # one second to do so.
-        seconds = deadline.left or 1.0
+        # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:
-            whole = await client.unless_disconnected(
-                answer.whole(), request, seconds, deadline.total
-            )
+            whole = await unless_disconnected(answer.whole(), request, deadline)
             if whole is not None:
                 return JSONResponse(whole)
-        elif await client.unless_disconnected(answer.begun(), request, seconds, deadline.total):
+        elif await unless_disconnected(answer.begun(), request, deadline):
             response = EventStream(request, answer)
             return response
         raise ClientDisconnect
-    except HTTPException:  # the host's, at the deadline
+    except HostError:  # at the deadline, or after the answer has counted another one
         result = "timeout"
         raise
     finally:

@@ -42,6 +42,12 @@ def choice(variable: str, default: E) -> E:
         raise HostError(f"{variable}: {word!r} is not one of {known}") from error
 
 
+def words(variable: str) -> tuple[str, ...]:
+    """The comma-separated words of ``variable``, which may have none."""
+    given = map(str.strip, os.environ.get(variable, "").split(","))
+    return tuple(filter(None, given))
+
+
 def size(nbytes: int) -> str:
     """Bytes in the largest of these units that fits, such as ``1.5 GiB``."""
     for unit in "GMK":

@@ -4,7 +4,7 @@ At SIGTERM and SIGINT, uvicorn's ``Server.shutdown`` stops listening, closes eve
 waits for HTTP responses without a limit. The application's lifespan ends only after that, too late
 to send an error. So the following comes first:
 
-1. New requests get 503 (`middleware.RejectDuringShutdown`).
+1. New requests get 503 (`middleware.Admission`).
 2. Running answers continue until shortly before the limit, which counts from the signal. Then they
    end with an error in the shape of their API, also over a WebSocket. They do not wait for their
    engine to stop (``Answer.end``).
@@ -28,7 +28,6 @@ from socket import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.server import answer
 
 if TYPE_CHECKING:
@@ -61,19 +60,19 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
                 timer = threading.Timer(until + GRACE - now, _end_process)
                 timer.daemon = True
                 timer.start()
-            answer.reject_new(_failure())
+            answer.reject_new(True)
             try:
                 await _answers_end(until - min(LAST_WORDS, limit() / 4))
                 if answer.running():
                     logger.warning("shutting down: ending the remaining answers")
-                    answer.end_all(_failure())
+                    answer.end_all(answer.shutting_down())
                 await _answers_end(until + GRACE / 2)
                 left = max(until - time.monotonic(), GRACE / 4)
                 given = self.config.timeout_graceful_shutdown
                 self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
                 await super().shutdown(sockets)
             finally:
-                answer.reject_new(None)
+                answer.reject_new(False)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self._signalled is not None:
@@ -84,11 +83,6 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
                 super().handle_exit(sig, frame)
 
     return Draining
-
-
-def _failure() -> HarmonyFailure:
-    """A new error each time, as raising one adds to its traceback."""
-    return HostError("the server is shutting down", code="shutting_down")
 
 
 async def _answers_end(until: float) -> None:

@@ -13,12 +13,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.protocols.events import Event, frame
-from vllm_mlx_harmony.server import client, tasks
+from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.settings import number
 
@@ -37,50 +37,50 @@ class EventStream(StreamingResponse):
 
     Starlette would leave the iterator to the garbage collector, which may run much later; the
     engine would be busy until then. Its task group, which watches the client, takes several times
-    as long as ``client.unless_disconnected``.
+    as long as ``tasks.unless_disconnected``.
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
-        self._frames = Frames(events)
-        super().__init__(self._frames, media_type="text/event-stream")
-        self._request = request
+        super().__init__(_frames(events), media_type="text/event-stream")
+        self._request, self._events = request, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        transport = client.transport(self._request)
+        transport = transport_of(self._request)
         if transport is not None and not transport.is_closing():  # uvloop's raises when closed
             # Each write waits until the previous one has left the process. Otherwise the end of an
             # answer would be in asyncio's own buffer, which nothing waits for.
             transport.set_write_buffer_limits(high=0)
         sending = with_timeout(send_timeout(), send, partial(abort_connection, transport))
         try:
-            await client.unless_disconnected(self.stream_response(sending), self._request)
+            await tasks.unless_disconnected(self.stream_response(sending), self._request)
         except OSError as error:  # from servers of ASGI 2.4 or later, for a client that has gone
             raise ClientDisconnect from error
         finally:
             # A separate task, because this one may be cancelled together with what it awaits.
-            tasks.start(self._frames.aclose())
+            tasks.start(_close(self._events))
             if transport is not None and not transport.is_closing():
                 transport.set_write_buffer_limits()  # a later response may use this connection
 
 
-class Frames:
-    """``events`` as text. Not a generator, because that cannot be closed while it runs."""
+async def _frames(events: AsyncIterator[Event]) -> AsyncIterator[str]:
+    async for event in events:
+        first = frame(event)
+        yield first + "".join(map(frame, events.ready())) if isinstance(events, Answer) else first
 
-    def __init__(self, events: AsyncIterator[Event]) -> None:
-        self._events = events
 
-    def __aiter__(self) -> Frames:
-        return self
+async def _close(events: AsyncIterator[Event]) -> None:
+    with suppress(RuntimeError):  # a running generator, which has nothing to free
+        await events.aclose()  # type: ignore[attr-defined]
 
-    async def __anext__(self) -> str:
-        first = frame(await anext(self._events))
-        if not isinstance(self._events, Answer):
-            return first
-        return first + "".join(map(frame, self._events.ready()))
 
-    async def aclose(self) -> None:
-        with suppress(RuntimeError):  # a running generator, which has nothing to free
-            await self._events.aclose()  # type: ignore[attr-defined]
+TRANSPORT = "vllm_mlx_harmony.transport"
+"""Where the scope of a request has the transport of its connection (`middleware`)."""
+
+
+def transport_of(connection: HTTPConnection) -> asyncio.WriteTransport | None:
+    """The transport of the connection, if known. It is aborted if the client stops reading."""
+    found: asyncio.WriteTransport | None = connection.scope.get(TRANSPORT)
+    return found
 
 
 def abort_connection(transport: asyncio.WriteTransport | None) -> None:

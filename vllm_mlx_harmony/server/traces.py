@@ -15,17 +15,16 @@ the trace that the request's headers name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
-from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server.endpoint import failure_of
 from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.errors import failure_of
-from vllm_mlx_harmony.server.observer import Observed
+from vllm_mlx_harmony.server.observer import Observed, Observer
 
 if TYPE_CHECKING or find_spec("opentelemetry"):
     from opentelemetry import trace
@@ -44,7 +43,7 @@ def recording() -> bool:
     return INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
-class Trace:
+class Trace(Observer):
     """An ``Observer`` that makes the spans of one answer. There is one span for each step."""
 
     def __init__(self, observed: Observed) -> None:
@@ -88,12 +87,6 @@ class Trace:
         operation = {"gen_ai.operation.name": "execute_tool"}
         named = {"gen_ai.tool.name": call.name, "gen_ai.tool.call.id": call.id}
         self._begin(f"execute_tool {call.name}", {**operation, **named})
-
-    def events(self, events: Sequence[Event]) -> None:
-        """Contents are not recorded."""
-
-    def whole(self, document: dict[str, Any]) -> None:
-        """Contents are not recorded."""
 
     def ended(self, result: str, usage: Usage, failure: Exception | None) -> None:
         """Ends the spans; ``usage`` is known only of an answer that has succeeded."""

@@ -35,7 +35,13 @@ from vllm_mlx_harmony.core.deltas import (
     Text,
     Usage,
 )
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
+from vllm_mlx_harmony.core.errors import (
+    HarmonyFailure,
+    HostError,
+    OutputError,
+    RequestError,
+    StoreError,
+)
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Defaults,
@@ -49,22 +55,20 @@ from vllm_mlx_harmony.host import contract, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server import client
-from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
-from vllm_mlx_harmony.server.responses import references, routes, websocket
+from vllm_mlx_harmony.server.responses import routes, websocket
 from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
+from vllm_mlx_harmony.server.responses.lookup import References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
-from vllm_mlx_harmony.server.responses.references import References, read
 from vllm_mlx_harmony.server.responses.routes import COMPACT
-from vllm_mlx_harmony.server.responses.store import MemoryStore
-from vllm_mlx_harmony.server.responses.stored import StoredResponse
+from vllm_mlx_harmony.server.responses.store import MemoryStore, StoredResponse
 from vllm_mlx_harmony.server.responses.websocket import (
     MAX_WAITING,
     Conversation,
     converse,
 )
+from vllm_mlx_harmony.server.streams import TRANSPORT
 
 RESPONSES = "vllm_mlx_harmony.server.responses"
 KEY = "0f1e2d3c4b5a69788796"
@@ -85,9 +89,8 @@ SAID: list[list[Delta]] = [
 @pytest.fixture(autouse=True)
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     store = MemoryStore()
-    for module in ("persistence", "references"):
+    for module in ("persistence", "lookup"):
         monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
-    monkeypatch.setattr("vllm_mlx_harmony.server.responses.lookup.server_store", lambda: store)
     return store
 
 
@@ -367,7 +370,7 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     turns(slowly)
 
     async def test() -> None:
-        running = Background().start(job(answer(background=True)))
+        running = await Background().start(job(answer(background=True)))
         live = await collected(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collected(running, start) == running.events[start:]
@@ -390,7 +393,7 @@ def test_silence_is_broken(
     turns(no_turn)
 
     async def test() -> None:
-        running = Background().start(job(answer(background=True)))
+        running = await Background().start(job(answer(background=True)))
         for events in (running.follow(), running.follow(100)):
             event, others = Event(""), 0
             with suppress(asyncio.TimeoutError):
@@ -409,7 +412,7 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = Background().start(given)
+        running = await Background().start(given)
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
@@ -429,7 +432,7 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = Background().start(given)
+        running = await Background().start(given)
         assert running.document()["status"] == "queued"
         await running.cancel()
         assert given.lease.released
@@ -442,7 +445,7 @@ def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
     turns(no_turn)
 
     async def test() -> None:
-        running = Background().start(job(answer(background=True)))
+        running = await Background().start(job(answer(background=True)))
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -458,7 +461,7 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
 
     async def test() -> None:
         given = job(answer(background=True), 0.05)
-        running = Background().start(given)
+        running = await Background().start(given)
         await collected(running)
         assert not given.lease.released
         await running.cancel()
@@ -480,16 +483,16 @@ class Slow(MemoryStore):
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     store = Slow()
-    for module in ("persistence", "references"):
+    for module in ("persistence", "lookup"):
         monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
-    monkeypatch.setattr("vllm_mlx_harmony.server.responses.lookup.server_store", lambda: store)
-    monkeypatch.setattr(routes, "BACKGROUND", Background())
-    monkeypatch.setattr(references, "BACKGROUND", routes.BACKGROUND)
+    background = Background()
+    for module in ("routes", "lookup"):
+        monkeypatch.setattr(f"{RESPONSES}.{module}.BACKGROUND", background)
     return store
 
 
 async def while_it_is_kept() -> Running:
-    running = routes.BACKGROUND.start(job(answer(background=True)))
+    running = await routes.BACKGROUND.start(job(answer(background=True)))
     await asyncio.sleep(0.05)
     return running
 
@@ -549,7 +552,7 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
-        running = Background().start(job(answer(background=True)))
+        running = await Background().start(job(answer(background=True)))
         await collected(running)
         await running.cancel()
         assert running.document()["status"] == "completed"
@@ -569,7 +572,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            await collected(background.start(job(kept)))
+            await collected(await background.start(job(kept)))
         remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
         assert await background.forget(f"resp_{3:020x}", TENANT) is True
@@ -586,7 +589,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            running = background.start(job(kept))
+            running = await background.start(job(kept))
             await collected(running)
             assert 130_000 < running.bytes < 150_000
         remembered = [there(background, number) for number in range(4)]
@@ -605,7 +608,7 @@ def test_what_has_ended_holds_its_documents_only(
         kept = answer(background=True)
         given = job(kept)
         held = [weakref.ref(given.lease), weakref.ref(kept)]
-        running = Background().start(given)
+        running = await Background().start(given)
         del given, kept
         await asyncio.sleep(0.01)
         await running.cancel()
@@ -909,7 +912,7 @@ def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> Non
     class Full(Socket):
         """Its buffers are full."""
 
-        scope = {**Socket.scope, client.TRANSPORT: transport}  # noqa: RUF012
+        scope = {**Socket.scope, TRANSPORT: transport}  # noqa: RUF012
 
         async def send_text(self, text: str) -> None:
             await asyncio.sleep(NEVER)
@@ -971,29 +974,28 @@ def test_a_message_that_is_no_utf_8_makes_no_traceback(
     assert bool(record.exc_info) is traceback
 
 
-@pytest.mark.parametrize("by_environment", [False, True])
 def test_answers_in_the_background_are_bounded_in_all(
-    turns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch, by_environment: bool
+    turns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What has ended takes no room away from what is to come."""
     turns(slowly)
     monkeypatch.setenv(RUNNING_VARIABLE, "98k")
 
     async def test() -> None:
-        def another(number: int) -> Running:
+        async def another(number: int) -> Running:
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            return background.start(job(kept))
+            return await background.start(job(kept))
 
-        background = Background(max_running=None if by_environment else 100_000)
-        first = another(1)
-        second = another(2)
+        background = Background()
+        first = await another(1)
+        second = await another(2)
         with pytest.raises(HostError) as full:
-            another(3)
+            await another(3)
         assert (full.value.status, full.value.code) == (503, "background_full")
         assert full.value.retry_after
         await second.cancel()
         await collected(first)
-        await another(4).cancel()
+        await (await another(4)).cancel()
 
     asynchronous(test)

@@ -22,6 +22,7 @@ import pytest
 
 pytest.importorskip("vllm_mlx")
 
+from vllm_mlx_harmony.core.errors import StoreError
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
     Answer,
@@ -39,16 +40,15 @@ from vllm_mlx_harmony.core.turn import (
     Tool,
     User,
 )
-from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.peers.connection import STORE_VARIABLE
 from vllm_mlx_harmony.server.responses import store as stores
 from vllm_mlx_harmony.server.responses.store import (
     FileStore,
     MemoryStore,
     Store,
+    StoredResponse,
     server_store,
 )
-from vllm_mlx_harmony.server.responses.stored import StoredResponse
 
 Open = Callable[..., Store]
 TENANT = "the tenant"
@@ -442,7 +442,7 @@ WRITER = dedent("""
     import sys
     from pathlib import Path
     from vllm_mlx_harmony.server.responses.store import FileStore
-    from vllm_mlx_harmony.server.responses.stored import StoredResponse
+    from vllm_mlx_harmony.server.responses.store import StoredResponse
 
     store = FileStore(Path(sys.argv[1]))
     for number in range(100_000):

@@ -21,7 +21,7 @@ from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar
 
-from vllm_mlx_harmony.server.errors import StoreError
+from vllm_mlx_harmony.core.errors import StoreError
 from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger("vllm_mlx_harmony")

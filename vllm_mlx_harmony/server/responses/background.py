@@ -17,10 +17,11 @@ from pydantic_core import from_json
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event, encode_slowly
 from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, PING_VARIABLE, Answer
-from vllm_mlx_harmony.server.errors import RETRY_SECONDS
+from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.tasks import in_thread
 
 MAX_EVENTS = 200_000
 """Maximum events of ended responses in memory. The oldest responses are dropped first."""
@@ -46,13 +47,11 @@ class Running:
     has deleted it.
     """
 
-    def __init__(self, job: Job, written: str | None = None) -> None:
-        emitter = job.emitter
-        assert isinstance(emitter, StoringEmitter)
+    def __init__(self, job: Job, emitter: StoringEmitter, written_input: str) -> None:
         self.id, self.tenant = emitter.id, emitter.tenant
         self.events: list[Event] = []
         self.deleted = False
-        self._input = written_input(emitter) if written is None else written
+        self._input = written_input
         self.bytes = len(self._input)
         self._more = asyncio.Event()
         # ``None`` when the response has ended, so that only its events stay in memory.
@@ -123,11 +122,6 @@ class Running:
         self._more = asyncio.Event()
 
 
-def written_input(emitter: StoringEmitter) -> str:
-    """The input items as JSON. Runs in a thread, as they may be megabytes."""
-    return encode_slowly(emitter.input_items())
-
-
 class Background:
     """The background responses of this server: those that run, and the last that ended.
 
@@ -135,21 +129,19 @@ class Background:
     for a while.
     """
 
-    def __init__(
-        self,
-        max_events: int = MAX_EVENTS,
-        max_bytes: int = MAX_BYTES,
-        max_running: int | None = None,
-    ) -> None:
+    def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_events, self._max_bytes = max_events, max_bytes
-        self._max_running = max_running
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    def start(self, job: Job, written: str | None = None) -> Running:
-        """Starts a response. ``written`` is its ``written_input``, if that is known.
+    async def start(self, job: Job) -> Running:
+        """Starts a response.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
+        emitter = job.emitter
+        assert isinstance(emitter, StoringEmitter)
+        # The input as JSON, which may have megabytes.
+        written_input = await in_thread(lambda: encode_slowly(emitter.input_items()))
         events = size = 0
         for ended in [each for each in reversed(self._all.values()) if each.done]:
             if not ended.deleted:
@@ -157,15 +149,14 @@ class Background:
             if ended.deleted or events > self._max_events or size > self._max_bytes:
                 del self._all[ended.id]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
-        limit = self._max_running
-        if bytes_taken > (number(RUNNING_VARIABLE, DEFAULT_RUNNING) if limit is None else limit):
+        if bytes_taken > number(RUNNING_VARIABLE, DEFAULT_RUNNING):
             raise HostError(
                 "background responses already use all the memory reserved for them; "
                 "try again later",
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = Running(job, written)
+        running = Running(job, emitter, written_input)
         self._all[running.id] = running
         return running
 

@@ -1,19 +1,24 @@
-"""Finds, follows, cancels and deletes stored responses, whichever server generates them."""
+"""Finds stored responses, whichever server generates them, and reads requests that name them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Any
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.core.errors import HarmonyFailure, StoreError
+from vllm_mlx_harmony.core.turn import Defaults, Message
+from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
-from vllm_mlx_harmony.protocols.responses import resource
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, PING_VARIABLE
-from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.errors import StoreError
+from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.peers.answers import (
     ALIVE,
     BEAT,
@@ -22,11 +27,14 @@ from vllm_mlx_harmony.server.peers.answers import (
     directory,
     runs_elsewhere,
 )
-from vllm_mlx_harmony.server.responses.background import Running
-from vllm_mlx_harmony.server.responses.persistence import StoringEmitter
-from vllm_mlx_harmony.server.responses.store import server_store
-from vllm_mlx_harmony.server.responses.stored import StoredResponse
+from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running
+from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES, StoringEmitter
+from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
+from vllm_mlx_harmony.server.serving import Api
 from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.tasks import in_thread
+
+logger = logging.getLogger("vllm_mlx_harmony")
 
 # --- For the server that generates a response
 
@@ -52,15 +60,16 @@ async def withdraw(response: StoringEmitter) -> None:
             await asyncio.to_thread(known.forget, (response.id, response.tenant))
 
 
-async def unless_deleted(running: Running) -> Running | None:
-    """``running``, unless another server has deleted it since it ended."""
-    if not running.done or directory() is None:
-        return running
+async def running(key: str, tenant: str) -> Running | None:
+    """The response, if this server has it in memory and no other server has deleted it."""
+    found = BACKGROUND.get(key, tenant)
+    if found is None or not found.done or directory() is None:
+        return found
     try:
-        known = await in_thread(server_store().get, running.id, running.tenant)
+        stored = await in_thread(server_store().get, key, tenant)
     except StoreError:
-        return running
-    return None if known is None else running
+        return found
+    return None if stored is None else found
 
 
 # --- Stored responses, wherever they are generated
@@ -156,3 +165,86 @@ async def delete(key: str, tenant: str) -> bool:
     if known is not None:
         await asyncio.to_thread(known.forget, (key, tenant))
     return deleted
+
+
+# --- Requests that refer to stored responses
+
+_ITEM = re.compile(rf"[a-z]+_([0-9a-f]{{{2 * SEED_BYTES}}})[0-9a-f]{{4}}")
+"""The id of an item, which contains the seed of its response."""
+
+
+@dataclass(slots=True)
+class References:
+    """The responses that a request of ``tenant`` refers to, looked up in ``local`` first.
+
+    Every call may block, and raise ``StoreError``.
+    """
+
+    tenant: str
+    local: Mapping[str, StoredResponse] = field(default_factory=dict)
+    _known: dict[str, StoredResponse | None] = field(default_factory=dict)
+
+    def stored(self, key: str) -> StoredResponse | None:
+        """The response with the id ``key``, if it is stored."""
+        if key in self.local:
+            return self.local[key]
+        if key not in self._known:
+            self._known[key] = server_store().get(key, self.tenant)
+        return self._known[key]
+
+    def previous(self, key: str) -> StoredResponse:
+        """The response that a request continues.
+
+        Raises ``RequestError``: 404 if it is unknown, 400 if it is still being generated.
+        """
+        running = BACKGROUND.get(key, self.tenant)
+        if running is not None and not running.done:
+            raise resource.not_ready(key)
+        stored = self.stored(key)
+        if stored is None:
+            raise resource.not_found(key, param="previous_response_id")
+        if resource.is_running(stored.document) and runs_elsewhere(key, self.tenant):
+            raise resource.not_ready(key)
+        return stored
+
+    def item(self, key: str) -> Mapping[str, Any] | None:
+        """The item with the id ``key``, from the output or the input of any response."""
+        match = _ITEM.fullmatch(key)
+        stored = self.stored(f"resp_{match[1]}") if match else None
+        if stored is None:
+            return None
+        items = chain(stored.document["output"], stored.input_items)
+        return next((item for item in items if item.get("id") == key), None)
+
+
+RESPONSES = Api(
+    "responses",
+    lambda body, defaults, tenant: read(body, defaults, References(tenant)),
+    blocks=True,
+    servers=responses.client_servers,
+    # The events of a background response may be requested later.
+    emitter=lambda parsed, info, context, tenant: StoringEmitter(
+        replace(parsed, stream=parsed.stream or parsed.background), info, context, tenant
+    ),
+    comments_progress=True,
+    logprobs="include",
+)
+
+
+def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:
+    """Reads the request in ``body``. May block.
+
+    Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not stored, and
+    400 for one that is still being generated.
+    """
+    history: tuple[Message, ...] = ()
+    listed: frozenset[str] = frozenset()  # tool servers whose tools the conversation lists
+    if (key := responses.previous_response_id(body)) is not None:
+        previous = references.previous(key)
+        history, tools = previous.messages, previous.document.get("tools") or []
+        listed = frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
+    cipher = server_cipher(references.tenant)
+    parsed = responses.read(body, defaults, cipher, history, references.item, listed=listed)
+    for note in parsed.notes:
+        logger.info("responses: %s", note)
+    return parsed

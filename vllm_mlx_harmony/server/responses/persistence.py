@@ -10,15 +10,14 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
+from vllm_mlx_harmony.core.errors import StoreError
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server.body import in_thread
-from vllm_mlx_harmony.server.errors import StoreError
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.responses.store import server_store
-from vllm_mlx_harmony.server.responses.stored import StoredResponse
+from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
+from vllm_mlx_harmony.server.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

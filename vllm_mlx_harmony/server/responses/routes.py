@@ -14,14 +14,13 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
-from vllm_mlx_harmony.server.body import in_thread
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.responses import lookup
-from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running, written_input
+from vllm_mlx_harmony.server.responses.background import BACKGROUND
+from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget, new_id_seed
-from vllm_mlx_harmony.server.responses.references import RESPONSES, References, read
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -31,6 +30,7 @@ from vllm_mlx_harmony.server.serving import (
     serve,
 )
 from vllm_mlx_harmony.server.streams import EventStream
+from vllm_mlx_harmony.server.tasks import in_thread
 
 
 class _CompactionEmitter:
@@ -74,9 +74,8 @@ async def _create(received: Received) -> Response:
     if not emitter.request.background:
         return await respond(received, job, emitter.end)
     try:
-        written = await in_thread(written_input, emitter)
         await lookup.announce(emitter)
-        running = BACKGROUND.start(job, written)
+        running = await BACKGROUND.start(job)
     except BaseException:
         await lookup.withdraw(emitter)
         raise
@@ -107,7 +106,7 @@ async def refuse_conversations(request: Request, path: str = "") -> Response:
 async def retrieve_response(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}``; with ``stream`` and ``starting_after``, its events."""
     tenant = tenant_of(request)
-    running = await _running(response_id, tenant)
+    running = await lookup.running(response_id, tenant)
     if request.query_params.get("stream") == "true":
         after, start = request.query_params.get("starting_after"), 0
         if after:
@@ -144,7 +143,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 async def list_input_items(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}/input_items``: a page of the input."""
     tenant = tenant_of(request)
-    running = await _running(response_id, tenant)
+    running = await lookup.running(response_id, tenant)
     if running is None:
         items = (await lookup.find(response_id, tenant)).input_items
     else:
@@ -157,7 +156,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 async def cancel_response(request: Request, response_id: str) -> Response:
     """``POST /v1/responses/{response_id}/cancel``. Has no effect on a response that has ended."""
     tenant = tenant_of(request)
-    running = await _running(response_id, tenant)
+    running = await lookup.running(response_id, tenant)
     if running is not None:
         await running.cancel()
         return JSONResponse(running.document())
@@ -167,12 +166,6 @@ async def cancel_response(request: Request, response_id: str) -> Response:
             "only responses created with background can be cancelled", param="response_id"
         )
     return JSONResponse((await lookup.cancel(stored)).document)
-
-
-async def _running(key: str, tenant: str) -> Running | None:
-    """The response, if this server has it in memory and no other server has deleted it."""
-    running = BACKGROUND.get(key, tenant)
-    return None if running is None else await lookup.unless_deleted(running)
 
 
 # --- Paths

@@ -16,6 +16,7 @@ from dataclasses import replace
 from json import dumps
 from typing import Any
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
@@ -25,20 +26,24 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server import client
 from vllm_mlx_harmony.server.answer import Answer, counted_as_unread, rejection
 from vllm_mlx_harmony.server.body import Document, max_body, parse_body
-from vllm_mlx_harmony.server.errors import (
+from vllm_mlx_harmony.server.endpoint import (
     failure_of,
     openai_error,
     retry_headers,
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job
 from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
-from vllm_mlx_harmony.server.responses.references import RESPONSES, References, read
 from vllm_mlx_harmony.server.serving import Received, leased, prepare
-from vllm_mlx_harmony.server.streams import abort_connection, send_timeout, with_timeout
+from vllm_mlx_harmony.server.streams import (
+    abort_connection,
+    send_timeout,
+    transport_of,
+    with_timeout,
+)
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -76,7 +81,7 @@ class Conversation:
 
     def __init__(self, socket: WebSocket, lifetime: float = LIFETIME) -> None:
         self._socket = socket
-        self._transport = client.transport(socket)
+        self._transport = transport_of(socket)
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING)
         self._waiting_bytes = 0
@@ -134,15 +139,11 @@ class Conversation:
     async def _answer_all(self) -> None:
         with suppress(WebSocketDisconnect):  # while an event is sent
             while True:
-                coming = asyncio.ensure_future(self._waiting.get())
-                left = max(self._until - time.monotonic(), 0.0)
-                try:  # not wait_for, which can swallow a cancellation up to Python 3.11
-                    done, _ = await asyncio.wait({coming}, timeout=left)
-                finally:
-                    coming.cancel()
-                if not done:
+                # Not wait_for, which can swallow a cancellation up to Python 3.11.
+                with anyio.move_on_after(self._until - time.monotonic()) as waiting:
+                    text = await self._waiting.get()
+                if waiting.cancelled_caught:
                     break
-                text = coming.result()
                 self._waiting_bytes -= sys.getsizeof(text)
                 with counted_as_unread():  # a shutdown waits for the response
                     await self._answer(text)
@@ -161,7 +162,7 @@ class Conversation:
             document = message.value
             await host_of(self._socket).check_rate_limit(self._socket)
             if failure := rejection():
-                raise failure.with_traceback(None)  # shared by all answers
+                raise failure
             fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
             body = replace(message, value={**fields, "stream": True})
             await self._respond(body, generates=document.get("generate") is not False)
@@ -180,7 +181,7 @@ class Conversation:
         async with leased(self._api, request, body) as lease:
             if lease.engine is None:
                 raise RequestError("this model is not available over a WebSocket", param="model")
-            received = Received(self._api, request, body, lease, new_id_seed(), watched=False)
+            received = Received(self._api, request, body, lease, new_id_seed())
             job = await prepare(received)
             emitter = job.emitter
             assert isinstance(emitter, StoringEmitter)

@@ -18,17 +18,20 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from pydantic import ValidationError
+
+from vllm_mlx_harmony.core import typescript
 from vllm_mlx_harmony.core.attachments import placeholder
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
+from vllm_mlx_harmony.protocols.validation import repaired
 from vllm_mlx_harmony.server.tools.config import ServerConfig
-from vllm_mlx_harmony.server.tools.mcp_messages import accept_half_surrogates, malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult
 
 if TYPE_CHECKING:
@@ -88,14 +91,15 @@ class McpServer:
         self._config = config
         self._http, self._starting = http, starting
         self._info, self._warning = log or logging.INFO, log or logging.WARNING
-        self._tools: tuple[Tool, ...] = ()
-        self._problem = "it is not started"
+        self.tools: tuple[Tool, ...] = ()
+        self.problem = "it is not started"
         self._client: Client | None = None
         self._check = asyncio.Event()  # the tools may have changed, or the server may have died
         self._lost = False
         self._version = ""  # of the protocol, once it is negotiated
         self._malformed: set[str] = set()  # problems of its tools that have been logged
-        self._ready, self._tried = asyncio.Event(), asyncio.Event()
+        self._tried = asyncio.Event()
+        self._late: asyncio.TimerHandle | None = None  # ends an attempt that takes too long
         self._task: asyncio.Task[None] | None = None
         self._own_urls: re.Pattern[str] | None = None
         if config.transport != "stdio":
@@ -105,14 +109,6 @@ class McpServer:
             logging.getLogger("mcp").setLevel(logging.CRITICAL)
             host = re.escape(urlsplit(config.url).hostname or "")
             self._own_urls = re.compile(rf"https?://([^\s/@]*@)?\[?{host}[^\s'\"]*", re.IGNORECASE)
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        return self._tools
-
-    @property
-    def problem(self) -> str:
-        return self._problem
 
     async def start(self) -> None:
         """Connects for the first time, and then stays connected in the background."""
@@ -132,7 +128,7 @@ class McpServer:
 
         client = self._client
         if client is None:
-            raise ToolError(f"the tool server {self.label} is not available now: {self._problem}")
+            raise ToolError(f"the tool server {self.label} is not available now: {self.problem}")
         try:
             result = await client.call_tool(tool, dict(arguments))
         except MCPError as error:
@@ -154,28 +150,22 @@ class McpServer:
         while True:
             began = loop.time()
             connection = asyncio.create_task(self._connected(), name=f"mcp {self.label} connection")
-            ready = asyncio.create_task(self._ready.wait())
+            self._late = late = loop.call_later(self._starting, connection.cancel)
             try:
-                first = asyncio.FIRST_COMPLETED
-                await asyncio.wait({connection, ready}, timeout=self._starting, return_when=first)
-                late = not (ready.done() or connection.done())
-                if late:
-                    connection.cancel()
                 await asyncio.wait({connection})
             finally:
                 connection.cancel()
-                ready.cancel()
-                await asyncio.wait({connection, ready})
-                self._client, self._tools = None, ()
-                self._ready.clear()
+                await asyncio.wait({connection})
+                self._client, self.tools = None, ()
             error = None if connection.cancelled() else connection.exception()
-            lost = "it does not respond" if late else "its connection was lost"
-            self._problem = lost if error is None else self._without_urls(_reason(error))
+            lost = "its connection was lost" if late.cancelled() else "it does not respond"
+            self.problem = lost if error is None else self._without_urls(_reason(error))
+            late.cancel()
             self._tried.set()
             if loop.time() - began > STEADY:
                 pause = FIRST_PAUSE
             message = "tool server %s: %s; reconnecting in %.1f s"
-            logger.log(self._warning, message, self.label, self._problem, pause)
+            logger.log(self._warning, message, self.label, self.problem, pause)
             await asyncio.sleep(pause)
             pause = min(2 * pause, MAX_PAUSE)
 
@@ -199,22 +189,23 @@ class McpServer:
         self._check.clear()
         async with Client(self._watched(), message_handler=on_message, cache=None) as client:
             self._version = client.protocol_version
-            self._tools = await self._listed(client)
-            self._client, self._problem = client, ""
-            names = ", ".join(each.name for each in self._tools)
+            self.tools = await self._listed(client)
+            self._client, self.problem = client, ""
+            names = ", ".join(each.name for each in self.tools)
             logger.log(self._info, "tool server %s: %s", self.label, names or "no tools")
-            self._ready.set()
+            assert self._late is not None
+            self._late.cancel()
             self._tried.set()
             listening = asyncio.create_task(listen())
             try:
-                tools = self._tools
+                tools = self.tools
                 while not self._lost:
                     await self._check.wait()
                     self._check.clear()
                     if not self._lost:  # raises if the server does not answer any more
                         tools = await asyncio.wait_for(self._listed(client), self.timeout)
-                    if tools != self._tools:
-                        self._tools = tools
+                    if tools != self.tools:
+                        self.tools = tools
                         names = ", ".join(each.name for each in tools) or "none"
                         changed = "the tools of the tool server %s have changed: %s"
                         logger.log(self._info, changed, self.label, names)
@@ -228,7 +219,8 @@ class McpServer:
         """The transport, which notices when the server closes the connection."""
         import anyio
 
-        async with self._transport() as (received, sent):
+        async with AsyncExitStack() as stack:
+            received, sent = await self._streams(stack)
             passed_on, incoming = anyio.create_memory_object_stream[Any](0)
 
             async def pass_on() -> None:
@@ -263,8 +255,8 @@ class McpServer:
                 logger.log(self._warning, ignored, self.label, self._without_urls(problem))
         self._malformed.update(problems.values())
 
-    @asynccontextmanager
-    async def _transport(self) -> AsyncIterator[Any]:
+    async def _streams(self, stack: AsyncExitStack) -> Any:
+        """The streams of messages from and to the server, which end with ``stack``."""
         config, http = self._config, self._http
         if config.transport == "stdio":
             from mcp import StdioServerParameters, stdio_client
@@ -272,9 +264,8 @@ class McpServer:
             parameters = StdioServerParameters(
                 command=config.command, args=list(config.args), env=config.env, cwd=config.cwd
             )
-            async with stdio_client(parameters) as streams:
-                yield streams
-        elif config.transport == "sse":
+            return await stack.enter_async_context(stdio_client(parameters))
+        if config.transport == "sse":
             from mcp.client.sse import sse_client
 
             sse = (
@@ -282,18 +273,15 @@ class McpServer:
                 if http is None
                 else sse_client(config.url, httpx_client_factory=lambda **_: http())
             )
-            async with sse as streams:
-                yield streams
-        else:
-            from mcp.client.streamable_http import streamable_http_client
-            from mcp.shared._httpx_utils import create_mcp_http_client
+            return await stack.enter_async_context(sse)
+        from mcp.client.streamable_http import streamable_http_client
+        from mcp.shared._httpx_utils import create_mcp_http_client
 
-            made = http() if http else create_mcp_http_client(headers=config.headers)
-            async with (
-                made as client,
-                streamable_http_client(config.url, http_client=client) as streams,
-            ):
-                yield streams
+        made = http() if http else create_mcp_http_client(headers=config.headers)
+        client = await stack.enter_async_context(made)
+        return await stack.enter_async_context(
+            streamable_http_client(config.url, http_client=client)
+        )
 
     async def _listed(self, client: Client) -> tuple[Tool, ...]:
         """All tools of the server that the operator allows."""
@@ -347,3 +335,71 @@ def text_of(result: Any) -> str:
     if not texts and result.structured_content is not None:
         return json.dumps(result.structured_content, ensure_ascii=False)
     return "\n".join(texts)
+
+
+# --- Messages that the package ``mcp`` would reject
+#
+# It validates a message as a whole. A single malformed tool would cost all other tools of the
+# server. A lone surrogate, which a server in JavaScript produces by truncating a string, would cost
+# the whole message, and the call that it answers would wait until its timeout.
+
+
+def accept_half_surrogates() -> None:
+    """Makes the package read lone surrogates as U+FFFD, in messages over every transport.
+
+    All transports parse messages with the same object of the package. Drop when pydantic's JSON
+    parser accepts lone surrogates.
+    """
+    from mcp_types import jsonrpc_message_adapter
+
+    if "validate_json" in vars(jsonrpc_message_adapter):
+        return
+    strict = jsonrpc_message_adapter.validate_json
+
+    def lenient(data: str | bytes, /, **options: Any) -> object:
+        try:
+            return strict(data, **options)
+        except ValueError:
+            try:
+                body = json.dumps(repaired(json.loads(data)))
+            except (ValueError, RecursionError, RequestError):
+                body = None
+            if body is None:
+                raise
+            return strict(body, **options)
+
+    vars(jsonrpc_message_adapter)["validate_json"] = lenient
+
+
+def malformed_tools(result: object, version: str) -> Iterator[tuple[int, str]]:
+    """The indices of malformed tools in ``result``, each with a description of the problem.
+
+    ``result`` is that of any request in the protocol's ``version``; only that of a ``tools/list``
+    has tools. Takes about a millisecond per tool.
+    """
+    fields = result if isinstance(result, dict) else {}
+    tools = fields.get("tools")
+    # The tools are validated one by one, with the short fields beside them.
+    short = {key: value for key, value in fields.items() if not isinstance(value, (dict, list))}
+    for place, tool in enumerate(tools if isinstance(tools, list) else ()):
+        try:
+            _check({**short, "tools": [tool]}, version)
+        except (ValueError, RequestError, RecursionError) as error:
+            name = tool.get("name") if isinstance(tool, dict) else None
+            which = quoted(name) if isinstance(name, str) and name else f"number {place + 1}"
+            problem = str(error)
+            if isinstance(error, ValidationError):
+                first = error.errors()[0]
+                problem = f"{'.'.join(map(str, first['loc'][2:])) or 'tool'}: {first['msg']}"
+            yield place, f"{which} ({problem})"
+
+
+def _check(result: dict[str, Any], version: str) -> None:
+    """Raises ``ValueError`` or ``RequestError`` if the only tool of ``result`` is malformed."""
+    from mcp_types import ListToolsResult, methods
+
+    methods.validate_server_result("tools/list", version, result)
+    (tool,) = ListToolsResult.model_validate(result, by_name=False).tools
+    if not tool.name:
+        raise ValueError("it has no name")
+    typescript.parameters(Tool(tool.name, parameters=tool.input_schema), typescript.SizeBudget())

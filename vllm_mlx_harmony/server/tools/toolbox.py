@@ -21,13 +21,13 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.deltas import ToolFailure
+from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import carryable
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
 from vllm_mlx_harmony.protocols.validation import repaired
-from vllm_mlx_harmony.server.body import in_thread
+from vllm_mlx_harmony.server.tasks import in_thread
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
@@ -43,14 +43,6 @@ BROWSER_TOOLS = frozenset({"search", "open", "find"})
 
 CODE = "code"
 """The parameter that takes the code, if a tool has several."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallResult:
-    """The result of a call for the model, and why it failed, if it did."""
-
-    text: str
-    failure: ToolFailure | None = None
 
 
 @dataclass(slots=True)
@@ -181,7 +173,7 @@ class Toolbox:
         seconds: float,
         room: int,
         given: Sequence[ToolServer] = (),
-    ) -> CallResult:
+    ) -> ToolFinished:
         """Runs ``call`` of a turn that has ``namespaces``, some of them of ``given`` servers.
 
         Takes ``seconds`` at most. The result has ``room`` tokens at most.
@@ -199,7 +191,7 @@ class Toolbox:
         counted = GIVEN if namespace.given else (label, name)
         counts = self.counts.setdefault(counted, Counts())
         counts.calls += 1
-        result: CallResult | None = None
+        result: ToolFinished | None = None
         try:
             arguments = _arguments(call.arguments, namespace, tool)
             if isinstance(arguments, str):
@@ -220,15 +212,15 @@ class Toolbox:
 
     async def _call(
         self, server: ToolServer, name: str, arguments: Mapping[str, Any], seconds: float
-    ) -> CallResult:
+    ) -> ToolFinished:
         limit = min(server.timeout, seconds)
 
-        async def running() -> CallResult:
+        async def running() -> ToolFinished:
             async with self._free:
                 answer = await server.call(name, arguments)
             text = str(repaired(answer.text)) if answer.text.strip() else NOTHING
             failure = ToolFailure(text, by_tool=True) if answer.failed else None
-            return CallResult(text, failure)
+            return ToolFinished(text, failure)
 
         try:
             return await asyncio.wait_for(running(), limit)
@@ -239,9 +231,9 @@ class Toolbox:
         except Exception:
             logger.exception("a tool server failed")
             text = "the tool failed"
-        return CallResult(f"Error: {text}", ToolFailure(text))
+        return ToolFinished(f"Error: {text}", ToolFailure(text))
 
-    async def _cut(self, result: CallResult, room: int) -> CallResult:
+    async def _cut(self, result: ToolFinished, room: int) -> ToolFinished:
         """``result``, truncated to the limits of bytes and tokens."""
         tokens = max(0, min(self.config.max_output_tokens, room))
         text = result.text
@@ -255,12 +247,12 @@ class Toolbox:
         note = f"[… {len(text) - len(start)} more characters were cut off]"
         text = f"{start}\n{note}" if start else note
         failure = result.failure
-        return CallResult(text, None if failure is None else replace(failure, text=text))
+        return ToolFinished(text, None if failure is None else replace(failure, text=text))
 
 
-def _failed(call: ServerCall, text: str) -> CallResult:
+def _failed(call: ServerCall, text: str) -> ToolFinished:
     logger.debug("%s: %s", call.id, text)
-    return CallResult(f"Error: {text}", ToolFailure(text))
+    return ToolFinished(f"Error: {text}", ToolFailure(text))
 
 
 GIVEN = ("(of a request)", "")

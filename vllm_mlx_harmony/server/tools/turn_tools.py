@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.core.deltas import ToolFailure
+from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
 from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
@@ -15,7 +15,7 @@ from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.sampling import Settings, capped
 from vllm_mlx_harmony.server.tools.config import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
-from vllm_mlx_harmony.server.tools.toolbox import CallResult, Toolbox
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 LEFT_FOR_THE_ANSWER = 512
 """Tokens of the model's context that are reserved for the answer."""
@@ -65,14 +65,14 @@ class TurnTools:
 
     async def run(
         self, call: ServerCall, prompt_tokens: int, context_length: int | None
-    ) -> CallResult:
+    ) -> ToolFinished:
         """Runs ``call`` in a conversation of ``prompt_tokens``."""
         now = time.monotonic()
         if self._until is None:
             self._until = now + self.toolbox.config.max_seconds
         if self.exhausted:
             self._refused += 1
-            return CallResult(f"Error: {_NO_MORE}", ToolFailure(_NO_MORE))
+            return ToolFinished(f"Error: {_NO_MORE}", ToolFailure(_NO_MORE))
         self._calls += 1
         room = self.toolbox.config.max_output_tokens
         if context_length is not None:

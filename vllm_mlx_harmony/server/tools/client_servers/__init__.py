@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +22,7 @@ from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS, ClientServer
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, invalid
+from vllm_mlx_harmony.server.settings import words
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.config import ServerConfig, Use
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
@@ -63,8 +63,7 @@ class ClientServers:
         Raises ``HostError`` for an invalid pattern, for patterns while tools are disabled, and if
         the package ``mcp`` is missing.
         """
-        given = [each.strip() for each in os.environ.get(VARIABLE, "").split(",")]
-        texts = [each for each in given if each]
+        texts = words(VARIABLE)
         if not texts:
             return cls((), timeout)
         if use is Use.OFF:
@@ -158,28 +157,24 @@ class ConnectedServer:
         self.problem = ""
         self._requested, self._url, self._private = requested, url, private
         self._lists, self._key = lists, key
-        self._tools: tuple[Tool, ...] = ()
+        self.tools: tuple[Tool, ...] = ()
+        """Do not change during the request."""
         self._server: McpServer | None = None
         self._connecting = asyncio.Lock()
-
-    @property
-    def tools(self) -> tuple[Tool, ...]:
-        """Implements ``ToolServer``. The tools do not change during the request."""
-        return self._tools
 
     async def start(self) -> None:
         """Lists the tools, unless they are cached. Raises ``RequestError``."""
         known = self._lists.get(self._key)
         if known is not None and known[1] > time.monotonic():
-            self._tools = known[0]
+            self.tools = known[0]
             return
         try:
             server = await self._connection()
         except ToolError as error:
             raise self._requested.unreachable(str(error)) from error
-        self._tools = server.tools
-        size = sum(len(json.dumps([each.description, each.parameters])) for each in self._tools)
-        self._lists.put(self._key, (self._tools, time.monotonic() + REMEMBERED), size + 512)
+        self.tools = server.tools
+        size = sum(len(json.dumps([each.description, each.parameters])) for each in self.tools)
+        self._lists.put(self._key, (self.tools, time.monotonic() + REMEMBERED), size + 512)
 
     async def stop(self) -> None:
         server, self._server = self._server, None
