@@ -268,8 +268,7 @@ def test_who_follows_at_another_server_gets_heartbeats(
 
     async def following() -> list[Event]:
         known.beat([], {name: {0: created}})
-        events = await lookup.follow(*name, 0)
-        assert events is not None
+        events = await lookup.follow(replace(KEPT, id=name[0]), 0)
         found = [await anext(events)]
         more = asyncio.ensure_future(anext(events))
         for _ in range(8):
@@ -312,8 +311,7 @@ def test_who_follows_what_ended_without_its_last_events(
         stored.put(replace(KEPT, id=name[0], document=document))
 
     async def followed() -> list[Event]:
-        events = await lookup.follow(*name, 0)
-        assert events is not None
+        events = await lookup.follow(replace(KEPT, id=name[0]), 0)
         return [event async for event in events]
 
     found = asyncio.run(followed())

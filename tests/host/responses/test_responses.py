@@ -419,7 +419,7 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
         assert given.lease.released
         final = check(running.events)
         assert (final["status"], final["output"][0]["status"]) == ("cancelled", "incomplete")
-        assert running.document() == final
+        assert running.document == final
         kept = store.get(ID, TENANT)
         assert kept is not None
         assert kept.document == final
@@ -433,7 +433,7 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
     async def test() -> None:
         given = job(answer(background=True))
         running = await Background().start(given)
-        assert running.document()["status"] == "queued"
+        assert running.document["status"] == "queued"
         await running.cancel()
         assert given.lease.released
         assert check(running.events)["status"] == "cancelled"
@@ -449,7 +449,7 @@ def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
-        assert running.document()["status"] == "queued"
+        assert running.document["status"] == "queued"
         await running.cancel()
         assert check([event async for event in running.follow()])["status"] == "cancelled"
 
@@ -502,12 +502,12 @@ def test_it_has_not_ended_before_it_is_kept(turns: Callable[[Any], None], slow: 
 
     async def test() -> None:
         running = await while_it_is_kept()
-        assert (running.document()["status"], slow.get(ID, TENANT)) == ("in_progress", None)
-        while running.document()["status"] == "in_progress":
+        assert (running.document["status"], slow.get(ID, TENANT)) == ("in_progress", None)
+        while running.document["status"] == "in_progress":
             await asyncio.sleep(0)
         kept = slow.get(ID, TENANT)
         assert kept is not None
-        assert kept.document == running.document()
+        assert kept.document == running.document
 
     asynchronous(test)
 
@@ -555,7 +555,7 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
         running = await Background().start(job(answer(background=True)))
         await collected(running)
         await running.cancel()
-        assert running.document()["status"] == "completed"
+        assert running.document["status"] == "completed"
 
     asynchronous(test)
 
@@ -616,8 +616,8 @@ def test_what_has_ended_holds_its_documents_only(
         await asyncio.sleep(0)
         gc.collect()
         assert [one() for one in held] == [None, None]
-        assert running.document() == check(running.events)
-        (item,) = running.input_items()
+        assert running.document == check(running.events)
+        (item,) = running.input_items
         assert item["content"] == [{"type": "input_text", "text": "Hi"}]
 
     asynchronous(test)

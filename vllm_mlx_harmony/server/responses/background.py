@@ -70,12 +70,14 @@ class Running:
         """The largest size in bytes that it can currently have."""
         return self.bytes if self.done else TURN_BYTES + 3 * self.bytes
 
+    @property
     def document(self) -> dict[str, Any]:
         if self._generating is not None:
             return self._generating[1].document()
         document: dict[str, Any] = loads(self.events[-2].data)["response"]
         return document
 
+    @property
     def input_items(self) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = from_json(self._input, cache_strings="none")
         return items

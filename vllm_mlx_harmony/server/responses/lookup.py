@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, StoreError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, StoreError
 from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
@@ -60,26 +60,25 @@ async def withdraw(response: StoringEmitter) -> None:
             await asyncio.to_thread(known.forget, (response.id, response.tenant))
 
 
-async def running(key: str, tenant: str) -> Running | None:
-    """The response, if this server has it in memory and no other server has deleted it."""
-    found = BACKGROUND.get(key, tenant)
-    if found is None or not found.done or directory() is None:
-        return found
-    try:
-        stored = await in_thread(server_store().get, key, tenant)
-    except StoreError:
-        return found
-    return None if stored is None else found
+# --- For any server
 
 
-# --- Stored responses, wherever they are generated
+async def find(key: str, tenant: str) -> Running | StoredResponse:
+    """The response, which this server has in memory, or which is stored.
 
-
-async def find(key: str, tenant: str) -> StoredResponse:
-    """The stored response. Raises ``RequestError`` 404 and ``StoreError``.
-
-    A response is returned as failed if the server that generated it has died.
+    Raises ``RequestError`` 404 and ``StoreError``.
     """
+    running = BACKGROUND.get(key, tenant)
+    if running is None:
+        return await _stored(key, tenant)
+    if running.done and directory() is not None:  # another server may have deleted it
+        with suppress(StoreError):
+            await _read(key, tenant)
+    return running
+
+
+async def _stored(key: str, tenant: str) -> StoredResponse:
+    """The stored response. It is returned as failed if the server that generated it has died."""
     for pause in (0, 2 * BEAT):  # it may have just ended, or its beat may be late
         await asyncio.sleep(pause)
         stored = await _read(key, tenant)
@@ -99,16 +98,25 @@ async def _runs(key: str, tenant: str) -> bool:
     return await asyncio.to_thread(runs_elsewhere, key, tenant)
 
 
-async def follow(key: str, tenant: str, start: int) -> AsyncGenerator[Event, None] | None:
-    """The events from number ``start`` to the last, as they arrive; ``None`` if there are none."""
-    known = directory()
-    if known is None:
-        return None
-    if not await asyncio.to_thread(known.has, (key, tenant)):
-        stored = await _read(key, tenant)
-        if not resource.is_running(stored.document):  # or its server died before the first event
-            return None
-    return _events(known, key, tenant, start)
+async def follow(found: Running | StoredResponse, start: int) -> AsyncGenerator[Event, None]:
+    """The events from number ``start`` to the last, as they arrive.
+
+    Raises ``RequestError`` if there are none.
+    """
+    if isinstance(found, Running):
+        return found.follow(start)
+    known, name = directory(), (found.id, found.tenant)
+    if known is not None and (
+        await asyncio.to_thread(known.has, name)
+        # Its server may have died before the first event.
+        or resource.is_running((await _read(*name)).document)
+    ):
+        return _events(known, *name, start)
+    raise RequestError(
+        "the events of this response are not available: they are stored for a limited time "
+        "and only for responses created with background",
+        param="stream",
+    )
 
 
 async def _events(
@@ -135,7 +143,7 @@ async def _events(
                 ended = True  # its last events may have come since they were read
                 continue
             else:
-                stored = await find(key, tenant)
+                stored = await _stored(key, tenant)
                 if stored.document.get("status") == "failed":
                     yield resource.failed_event(stored.document, start)
                     break
@@ -147,13 +155,16 @@ async def _events(
     yield DONE
 
 
-async def cancel(stored: StoredResponse) -> StoredResponse:
-    """Cancels ``stored`` on the server that generates it, and returns it afterwards."""
+async def cancel(found: Running | StoredResponse) -> Running | StoredResponse:
+    """Cancels ``found`` on the server that generates it, and returns it afterwards."""
+    if isinstance(found, Running):
+        await found.cancel()
+        return found
     known = directory()
-    if known is None or not resource.is_running(stored.document):
-        return stored
-    await known.send((stored.id, stored.tenant), Command.CANCEL, ALIVE)
-    return await find(stored.id, stored.tenant)
+    if known is None or not resource.is_running(found.document):
+        return found
+    await known.send((found.id, found.tenant), Command.CANCEL, ALIVE)
+    return await _stored(found.id, found.tenant)
 
 
 async def delete(key: str, tenant: str) -> bool:

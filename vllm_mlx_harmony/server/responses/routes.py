@@ -82,7 +82,7 @@ async def _create(received: Received) -> Response:
     BEATING.begin(running)
     if job.stream:
         return EventStream(received.request, running.follow())
-    return JSONResponse(running.document())
+    return JSONResponse(running.document)
 
 
 async def compact_response(request: Request) -> Response:
@@ -105,28 +105,17 @@ async def refuse_conversations(request: Request, path: str = "") -> Response:
 
 async def retrieve_response(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}``; with ``stream`` and ``starting_after``, its events."""
-    tenant = tenant_of(request)
-    running = await lookup.running(response_id, tenant)
-    if request.query_params.get("stream") == "true":
-        after, start = request.query_params.get("starting_after"), 0
-        if after:
-            if not (after.isascii() and after.isdigit()):
-                raise RequestError("starting_after must be a whole number", param="starting_after")
-            start = int(after[:18]) + 1
-        if running is None:
-            await lookup.find(response_id, tenant)
-            if (events := await lookup.follow(response_id, tenant, start)) is not None:
-                return EventStream(request, events)
-            raise RequestError(
-                "the events of this response are not available: they are stored for a limited time "
-                "and only for responses created with background",
-                param="stream",
-            )
-        # The response continues even if this reader disconnects.
-        return EventStream(request, running.follow(start))
-    if running is not None:
-        return JSONResponse(running.document())
-    return JSONResponse((await lookup.find(response_id, tenant)).document)
+    after, start = request.query_params.get("starting_after"), 0
+    streams = request.query_params.get("stream") == "true"
+    if streams and after:
+        if not (after.isascii() and after.isdigit()):
+            raise RequestError("starting_after must be a whole number", param="starting_after")
+        start = int(after[:18]) + 1
+    found = await lookup.find(response_id, tenant_of(request))
+    if not streams:
+        return JSONResponse(found.document)
+    # The response continues even if this reader disconnects.
+    return EventStream(request, await lookup.follow(found, start))
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
@@ -142,30 +131,22 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 async def list_input_items(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}/input_items``: a page of the input."""
-    tenant = tenant_of(request)
-    running = await lookup.running(response_id, tenant)
-    if running is None:
-        items = (await lookup.find(response_id, tenant)).input_items
-    else:
-        items = await in_thread(running.input_items)
-    page = resource.page(items, request.query_params)
-    text = await in_thread(encode_slowly, page)  # an item may be as long as the request was
-    return Response(text, media_type="application/json")
+    found = await lookup.find(response_id, tenant_of(request))
+
+    def page() -> str:  # an item may be as long as the request was
+        return encode_slowly(resource.page(found.input_items, request.query_params))
+
+    return Response(await in_thread(page), media_type="application/json")
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
     """``POST /v1/responses/{response_id}/cancel``. Has no effect on a response that has ended."""
-    tenant = tenant_of(request)
-    running = await lookup.running(response_id, tenant)
-    if running is not None:
-        await running.cancel()
-        return JSONResponse(running.document())
-    stored = await lookup.find(response_id, tenant)
-    if not stored.document["background"]:
+    found = await lookup.find(response_id, tenant_of(request))
+    if not found.document["background"]:
         raise RequestError(
             "only responses created with background can be cancelled", param="response_id"
         )
-    return JSONResponse((await lookup.cancel(stored)).document)
+    return JSONResponse((await lookup.cancel(found)).document)
 
 
 # --- Paths
