@@ -73,7 +73,6 @@ def max_body() -> int:
 
 
 def max_values() -> int:
-    """The maximum number of JSON values in a body."""
     return number(MAX_VALUES_VARIABLE, DEFAULT_MAX_VALUES)
 
 

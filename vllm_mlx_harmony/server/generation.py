@@ -223,7 +223,6 @@ class _Progress:
 
 
 def _appended(job: Job, step: Step) -> list[Delta]:
-    """The deltas of the ids of ``step``."""
     if job.append is not None:
         return job.append(step)
     if step.logprobs:

@@ -83,7 +83,6 @@ class Trace(Observer):
             self._begin("prefill")
 
     def tool(self, call: ServerCall) -> None:
-        """A tool of the server runs."""
         operation = {"gen_ai.operation.name": "execute_tool"}
         named = {"gen_ai.tool.name": call.name, "gen_ai.tool.call.id": call.id}
         self._begin(f"execute_tool {call.name}", {**operation, **named})

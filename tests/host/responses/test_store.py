@@ -177,7 +177,7 @@ def test_memory_counts_what_it_holds() -> None:
     store.put(kept("b"))
     assert store.delete("a", TENANT)
     assert store.delete("b", TENANT)
-    assert store.bytes == 0
+    assert store._texts.size == 0
 
 
 def test_a_file_survives_a_restart(tmp_path: Path) -> None:

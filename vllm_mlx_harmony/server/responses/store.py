@@ -113,10 +113,6 @@ class MemoryStore:
         self._max_bytes = max_bytes
         self._texts: ByteLRU[tuple[str, str], str] = ByteLRU(max_bytes, max_count)
 
-    @property
-    def bytes(self) -> int:
-        return self._texts.size
-
     def put(self, stored: StoredResponse) -> bool:
         text, key = stored.text(), (stored.tenant, stored.id)
         if len(text) > self._max_bytes:
