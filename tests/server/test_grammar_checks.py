@@ -151,30 +151,41 @@ def test_a_worker_that_dies_is_replaced_without_a_word(checks: GrammarChecks) ->
     assert GrammarCheck(checks, "t")('start: "d"') == ""
 
 
+@pytest.mark.parametrize(
+    ("text", "of_slow", "tries"),
+    [(ATTACKS["9000 references"], False, 2), (grammar(multiple_of(96_999_989)), True, 1)],
+    ids=["quick", "slow"],
+)
 def test_who_waited_for_a_lane_gets_the_verdict_of_the_first(
-    checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch
+    checks: GrammarChecks,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    of_slow: bool,
+    tries: int,
 ) -> None:
+    """It is tried once for each slot that the tenant has in that lane."""
+    lane = checks.slow if of_slow else checks.quick
     tried: list[str] = []
     original = grammar_checks._Lane.try_texts
 
     def counted(self, texts, wanted):  # type: ignore[no-untyped-def]
-        tried.append(texts[0][0])
-        assert soon(lambda: len(tried) == 2 and len(checks.quick._waiting) == 6)
+        if self is lane:
+            tried.append(texts[0][0])
+            assert soon(lambda: len(tried) == tries and len(lane._waiting) == 8 - tries)
         return original(self, texts, wanted)
 
     monkeypatch.setattr(grammar_checks._Lane, "try_texts", counted)
     found: list[str] = []
     requests = [GrammarCheck(checks, "same") for _ in range(8)]
     threads = [
-        threading.Thread(target=lambda each=each: found.append(each(ATTACKS["9000 references"])))
-        for each in requests
+        threading.Thread(target=lambda each=each: found.append(each(text))) for each in requests
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
     assert found == [TOO_MUCH] * 8
-    assert len(tried) == 2, "as many as there are slots"
+    assert len(tried) == tries
 
 
 def test_trials_end_when_the_client_has_gone(checks: GrammarChecks) -> None:

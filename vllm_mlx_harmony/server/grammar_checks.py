@@ -115,13 +115,9 @@ class GrammarCheck:
 
     def verdict(self, text: str, begun: str = "") -> Verdict:
         """The verdict on ``text``, for output that starts with ``begun``. Raises ``Unchecked``."""
-        texts = [(text, begun)]
-        for lane in (self._checks.quick, self._checks.slow):
-            if found := self._tried(texts, lane):
-                return found[0]
-        verdict = Verdict(TOO_MUCH)
-        self._remember(texts[0], verdict)
-        return verdict
+        one = [(text, begun)]
+        found = self._tried(one, self._checks.quick) or self._tried(one, self._checks.slow)
+        return found[0] if found else Verdict(TOO_MUCH)
 
     def try_all(self, texts: Sequence[Text]) -> bool:
         """Whether all of ``texts`` can be compiled.
@@ -151,6 +147,10 @@ class GrammarCheck:
                 known = [self._known(text) for text in texts]
                 new = [text for text, verdict in zip(texts, known, strict=True) if verdict is None]
                 tried = lane.try_texts(new, lambda: self.waits) if new else []
+                if tried is None and lane is self._checks.slow:
+                    tried = [Verdict(TOO_MUCH)]
+                for text, verdict in zip(new, tried or (), strict=False):
+                    self._remember(text, verdict)
         except OSError as error:
             logger.error("no grammar is enforced: their checker cannot start: %s", error)
             raise Unchecked("the helper process cannot be started") from error
@@ -158,8 +158,6 @@ class GrammarCheck:
             self.spent += time.monotonic() - began
         if tried is None:
             return None
-        for text, verdict in zip(new, tried, strict=True):
-            self._remember(text, verdict)
         left = iter(tried)
         return [verdict or next(left) for verdict in known]
 
