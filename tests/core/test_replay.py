@@ -111,7 +111,7 @@ def call(arguments: str = '{"a": 1}', key: str = "c1", name: str = "x") -> Call:
 
 def is_known(view: ReplayScope, said: Message) -> bool:
     """Whether ``said`` is a turn as it was generated."""
-    ((_, _, found),) = view.history([said])
+    ((_, found),) = view.history([said])
     return found is not None
 
 

@@ -9,7 +9,6 @@ import pytest
 from rows import ids
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn, shared
-from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Answer, Call, Preamble, Reasoning
 
 TURNS = {
@@ -20,6 +19,7 @@ TURNS = {
         "Let me look.",
         (Call("call_1", "x", '{"a":1}'),),
     ),
+    "half a character": GeneratedTurn((Answer,), ((1,),), "content \ud83d", ()),
     "nothing": GeneratedTurn((), (), "", ()),
     "with tools that the server ran": GeneratedTurn(
         (Answer,), (shared(ids("It is 4.")),), "It is 4.", (), "digest"
@@ -29,16 +29,19 @@ TURNS = {
 
 @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
 def test_it_comes_back_as_it_was(turn: GeneratedTurn) -> None:
-    assert read(written(turn)) == turn
+    assert GeneratedTurn.from_bytes(turn.to_bytes()) == turn
 
 
 @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
 def test_damaged_anywhere_it_does_not_come_back(turn: GeneratedTurn) -> None:
-    content = written(turn)
+    content = turn.to_bytes()
     for at in range(len(content)):
-        assert read(content[:at]) is None
-        assert read(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]) is None
-    assert read(b"") is None
+        assert GeneratedTurn.from_bytes(content[:at]) is None
+        assert (
+            GeneratedTurn.from_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            is None
+        )
+    assert GeneratedTurn.from_bytes(b"") is None
 
 
 def with_checksum(header: bytes, rest: bytes = b"") -> bytes:
@@ -65,4 +68,4 @@ HEADER = {"kinds": [], "lengths": [], "content": "", "calls": []}
     ],
 )
 def test_what_another_version_wrote_does_not_come_back(content: bytes) -> None:
-    assert read(content) is None
+    assert GeneratedTurn.from_bytes(content) is None

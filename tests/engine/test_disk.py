@@ -24,8 +24,7 @@ pytest.importorskip("mlx_lm")
 import mlx.core as mx
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
-from vllm_mlx_harmony.core.serialization import read, written
-from vllm_mlx_harmony.core.turn import Answer, Call, Reasoning
+from vllm_mlx_harmony.core.turn import Call, Reasoning
 from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded
@@ -265,7 +264,7 @@ def test_a_use_that_overtakes_its_writing_is_no_loss(open_disk: Open, pieces: li
 
 
 def test_turns_live_within_the_budget(open_disk: Open) -> None:
-    nbytes = len(written(TURN))
+    nbytes = len(TURN.to_bytes())
     disk = open_disk(budget=10 * nbytes)
     for n in range(20):
         disk.put(b"%d" % n, TURN)
@@ -317,7 +316,7 @@ def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
     assert disk.flush(10)
     assert files(disk) == [] and fetch(disk) == [] and disk.find([b"k"]) == [None]
     assert disk.counters().nbytes == disk.counters().pieces == disk.counters().turns == 0
-    assert b"of a client" in written(TURN)
+    assert b"of a client" in TURN.to_bytes()
     said = b"".join(p.read_bytes() for p in (disk.directory / DIRECTORY).iterdir() if p.is_file())
     assert b"of a client" not in said
     write(disk, pieces)
@@ -708,13 +707,6 @@ TURN = GeneratedTurn(
 )
 
 
-@pytest.mark.parametrize(
-    "turn", [TURN, GeneratedTurn((Answer,), ((1,),), "", ()), GeneratedTurn((), (), "", ())]
-)
-def test_turns_are_read_as_they_were_written(turn: GeneratedTurn) -> None:
-    assert read(written(turn)) == turn
-
-
 def test_turns_outlive_the_process(open_disk: Open) -> None:
     disk = open_disk()
     disk.put(b"key", TURN)
@@ -724,10 +716,10 @@ def test_turns_outlive_the_process(open_disk: Open) -> None:
 
 
 def put_damaged(disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = bytearray(written(TURN))
+    content = bytearray(TURN.to_bytes())
     content[at] ^= 1
     with monkeypatch.context() as patched:
-        patched.setattr(disks, "written", lambda _: bytes(content))
+        patched.setattr(GeneratedTurn, "to_bytes", lambda _: bytes(content))
         disk.put(b"damaged", TURN)
 
 

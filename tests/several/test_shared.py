@@ -112,7 +112,7 @@ def test_a_turn_of_another_server_is_placed_again(server: RedisServer) -> None:
     ]
     views[0].remember(OUTPUT)
     history = (User("Hi"), Answer("Hello."), User("And?"))
-    found = [[turn for _, _, turn in view.history(history)] for view in views]
+    found = [[turn for _, turn in view.history(history)] for view in views]
     assert found[0] == found[1] and found[1][1] is not None
     assert found[1][1].spans[0][1:-1] == IDS
     assert found[2] == [None, None, None]
@@ -409,7 +409,7 @@ def test_nobody_waits_for_a_redis_that_has_gone_and_it_is_found_again(
         with pytest.raises(StoreError):
             responses.put(KEPT)
         view.remember(OUTPUT)  # raises nothing
-        assert [turn for _, _, turn in view.history((User("?"), Answer("!")))] == [None, None]
+        assert [turn for _, turn in view.history((User("?"), Answer("!")))] == [None, None]
     assert not commands
     own.start() if fault == "stopped" else own.thaw()
     found: list[StoredResponse | None] = []

@@ -8,18 +8,17 @@ from __future__ import annotations
 import json
 import marshal
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, chain, compress, takewhile
 from sys import getsizeof
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from vllm_mlx_harmony.core import lru, typescript, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.replay import ReplayScope, Span, shared, stands_alone
+from vllm_mlx_harmony.core.replay import GeneratedTurn, ReplayScope, Span, shared, stands_alone
 from vllm_mlx_harmony.core.text_limits import (
     MAX_JSON_CHARACTERS,
     MAX_PROMPT_TOKENS,
@@ -36,6 +35,7 @@ from vllm_mlx_harmony.core.turn import (
     FormatUpdate,
     Instructions,
     Message,
+    Namespace,
     Preamble,
     Reasoning,
     ResponseFormat,
@@ -88,12 +88,8 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     ids = list(_system(turn, bool(tools)))
     budget = typescript.SizeBudget()
     ids += _developer(turn, instructions, tools, names, budget)
-    history = [(True, rest, None)] if replay is None else replay.history(rest)
-    runs = [
-        (found.kinds, sent, found.spans) if found else _as_sent(sent, from_assistant)
-        for from_assistant, sent, found in history
-    ]
-    shown = _without_stale_reasoning(runs)
+    history = [(rest, None)] if replay is None else replay.history(rest)
+    shown = _without_stale_reasoning(history)
     written = _written(shown, names, budget, tenant=turn.tenant)
     boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
     for message in written:
@@ -115,7 +111,7 @@ def render_messages(
     that depends on the whole conversation. Raises ``RequestError`` naming ``Result.where`` if no
     earlier call has the id of a result (A5).
     """
-    written = _written([_as_sent(list(messages))], names, typescript.SizeBudget(), calls, tenant)
+    written = _written([([*messages], None)], names, typescript.SizeBudget(), calls, tenant)
     return [token for ids in written for token in ids]
 
 
@@ -136,7 +132,7 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
     key = tenant, kind, tool, text
     ids = _messages.get(key)
     if ids is None:
-        is_builtin, heading = tool.partition(".")[0] in BUILTIN_TOOLS, ""
+        is_builtin = tool.partition(".")[0] in BUILTIN_TOOLS
         if kind is Call:
             header = _call_header(tenant, tool)
         elif kind is Result:
@@ -144,10 +140,9 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
             channel = "analysis" if is_builtin else "commentary"
             header = _header(tenant, f"{tool} to=assistant", channel)
         else:
-            form = _FORMS[kind]
-            header, heading = _header(tenant, form.role, form.channel), form.heading
+            header = _header(tenant, *_HEADERS[kind])
         end = (vocab.CALL if kind is Call else vocab.END,)
-        ids = shared(chain(header, vocab.encode(heading + text), end))
+        ids = shared(chain(header, vocab.encode(text), end))
         _messages.put(key, ids, getsizeof(ids) + getsizeof(text) + _OVERHEAD)
     return ids
 
@@ -158,32 +153,18 @@ _OVERHEAD = 512
 # --- headers ---
 
 
-class _Form(NamedTuple):
-    """The header of a message, and a heading above its text."""
-
-    role: str
-    channel: str = ""
-    heading: str = ""
-
-
-class _System:
-    """The kind of the system message, which is not part of a request."""
-
-
-_FORMS: dict[type, _Form] = {
-    _System: _Form("system"),
-    Instructions: _Form("developer", heading="# Instructions\n\n"),
-    User: _Form("user"),
-    Summary: _Form("user"),
-    Reasoning: _Form("assistant", "analysis"),
-    Preamble: _Form("assistant", "commentary"),
-    Answer: _Form("assistant", "final"),
-    Turn: _Form("developer"),  # the leading one: instructions, tools, formats
-    AdditionalTools: _Form("developer"),
-    EffortUpdate: _Form("system"),
-    FormatUpdate: _Form("developer"),
+_HEADERS: dict[type, tuple[str, str]] = {
+    Instructions: ("developer", ""),
+    AdditionalTools: ("developer", ""),
+    FormatUpdate: ("developer", ""),
+    EffortUpdate: ("system", ""),
+    User: ("user", ""),
+    Summary: ("user", ""),
+    Reasoning: ("assistant", "analysis"),
+    Preamble: ("assistant", "commentary"),
+    Answer: ("assistant", "final"),
 }
-
+"""The role and the channel of each message that neither calls a tool nor is its result."""
 
 _headers: lru.ByteLRU[tuple[str, ...], tuple[int, ...]] = lru.ByteLRU(CACHE_BYTES // 32)
 
@@ -225,15 +206,10 @@ def expected_headers(names: Names, tenant: str = "") -> tuple[tuple[int, ...], .
     )
 
 
-@lru_cache(maxsize=1)
-def _assistant() -> tuple[int, ...]:
-    return (vocab.START, *vocab.encode("assistant"))
-
-
 def opening(prefill: str | None = None) -> list[int]:
     """``<|start|>assistant``, or with ``prefill`` the beginning of a final message."""
     if prefill is None:
-        return [*_assistant()]
+        return [vocab.START, *vocab.encode("assistant")]
     return [*_header("", "assistant", "final"), *vocab.encode(prefill)]
 
 
@@ -242,44 +218,35 @@ def opening(prefill: str | None = None) -> list[int]:
 
 _LEADING = (Instructions, AdditionalTools)
 
-_Run: TypeAlias = tuple[Sequence[type[Message]], Sequence[Message], Sequence[Span] | None]
-"""Consecutive messages of the assistant, or those between (without kinds): their kinds, the
-messages as the client sent them, and the spans as they were generated, which are placed instead if
-there are any. Without a replay, the whole history is one run. It is a plain tuple because every
-turn makes hundreds."""
+_Run: TypeAlias = tuple[Sequence[Message], Sequence[Span] | None]
+"""Messages as the client sent them, and the spans to place instead if they were generated."""
 
 
-def _as_sent(messages: Sequence[Message], from_assistant: bool = True) -> _Run:
-    return list(map(type, messages)) if from_assistant else (), messages, None
-
-
-def _without_stale_reasoning(runs: Sequence[_Run]) -> Sequence[_Run]:
-    """``runs`` without reasoning that led to an earlier answer (A6)."""
-    answers = [at for at, (kinds, _, _) in enumerate(runs) if Answer in kinds]
-    if not answers:
-        return runs
-    at = answers[-1]
-    kinds, *_ = runs[at]
-    past_answer = len(kinds) - kinds[::-1].index(Answer)
-    latest = _without_reasoning(runs[at], past_answer)
-    return [*map(_without_reasoning, runs[:at]), latest, *runs[at + 1 :]]
-
-
-def _without_reasoning(run: _Run, until: int | None = None) -> _Run:
-    """``run`` without the reasoning among its first ``until`` messages.
+def _without_stale_reasoning(
+    history: Sequence[tuple[Sequence[Message], GeneratedTurn | None]],
+) -> Iterator[_Run]:
+    """The runs of ``history``, without reasoning that led to an earlier answer (A6).
 
     Spans that cannot be placed without the reasoning before them are replaced by the messages.
     """
-    kinds, sent, generated = run
-    if Reasoning not in kinds[:until]:
-        return run
-    stays = [kind is not Reasoning for kind in kinds[:until]] + [True] * len(kinds[until:])
-    if generated is None:
-        return _as_sent(list(compress(sent, stays)))
-    left = list(compress(generated, stays))
-    if all(map(stands_alone, left)):
-        return list(compress(kinds, stays)), sent, left
-    return _as_sent([message for message in sent if not isinstance(message, Reasoning)])
+    kinds = [found.kinds if found else [*map(type, sent)] for sent, found in history]
+    last = max((at for at, own in enumerate(kinds) if Answer in own), default=-1)
+    for at, ((sent, found), own) in enumerate(zip(history, kinds, strict=True)):
+        spans = found.spans if found else None
+        past_answer = len(own) if at < last else 0
+        if at == last:
+            past_answer = len(own) - own[::-1].index(Answer)
+        if Reasoning not in own[:past_answer]:
+            yield sent, spans
+            continue
+        stays = [kind is not Reasoning for kind in own[:past_answer]]
+        stays += [True] * len(own[past_answer:])
+        if spans is None:
+            yield [*compress(sent, stays)], None
+        elif all(map(stands_alone, left := [*compress(spans, stays)])):
+            yield sent, left
+        else:
+            yield [message for message in sent if not isinstance(message, Reasoning)], None
 
 
 def _written(  # noqa: C901 - one case per kind of message
@@ -306,31 +273,33 @@ def _written(  # noqa: C901 - one case per kind of message
                 problem = f"no earlier message has a tool call with the id {call_id}"
                 raise RequestError(problem, param=message.where)
             text, tool = message.text, names.recipient(called)
+        elif isinstance(message, (User, Reasoning, Preamble, Answer)):
+            text = message.text
         elif isinstance(message, ServerCall):
             kind, text, tool = Call, message.arguments, message.name
         elif isinstance(message, ServerResult):
             kind, text, tool = Result, message.text, message.name
         elif isinstance(message, AdditionalTools):
-            text = _HEADING + _tools(message.tools, names, tenant, budget)
+            text = _TOOLS + _tools(Namespace(FUNCTIONS, message.tools), names, tenant, budget)
         elif isinstance(message, EffortUpdate):
             text = f"Reasoning: {message.effort.value}"
         elif isinstance(message, FormatUpdate):
             requested = message.response_format
             text = _PLAIN if requested is None else _response_format(requested)
         else:
-            text = message.text
+            text = _INSTRUCTIONS + message.text
         return _message(tenant, kind, text, tool)
 
-    for _, sent, generated in runs:
+    for sent, spans in runs:
         for message in sent:
-            if generated is None:
+            if spans is None:
                 written.append(ids(message))
                 tokens += len(written[-1])
                 if tokens > MAX_PROMPT_TOKENS:
                     raise PromptTooLong(tokens, WINDOW, at_least=True)
             if isinstance(message, Call):
                 made[message.id] = message.name
-        written += generated or ()
+        written += spans or ()
     return written
 
 
@@ -343,7 +312,7 @@ def _system(turn: Turn, tools: bool) -> tuple[int, ...]:
     builtin = turn.builtin_namespaces
     form = _system_form(*map(bool, given.values()), turn.effort, builtin, tools)
     text = "".join(vocab.clean(given.get(part, part)) for part in _BLANKS.split(form))
-    return _message(turn.tenant, _System, text)
+    return _message(turn.tenant, EffortUpdate, text)
 
 
 _IDENTITY, _DATE = "\ue000", "\ue001"
@@ -386,78 +355,60 @@ def _system_form(
 def _developer(
     turn: Turn,
     instructions: str,
-    tools: Sequence[Tool],
+    tools: tuple[Tool, ...],
     names: Names,
     budget: typescript.SizeBudget,
 ) -> tuple[int, ...]:
-    """The developer message of A2; no ids if it would be empty.
-
-    All sections are encoded as one text, because a token may span two of them.
-    """
+    """The developer message of A2, encoded as one text, because a token may span two sections; no
+    ids if it would be empty."""
     sections = []
     if instructions:
-        sections.append(_FORMS[Instructions].heading + instructions)
-    declared = [_tools(tools, names, turn.tenant, budget)] if tools else []
-    declared += [
-        _tools(
-            each.tools,
-            Names(),
-            turn.tenant,
-            budget,
-            namespace=each.name,
-            description=each.description,
-        )
-        for each in turn.namespaces
-        if not each.is_builtin
-    ]
+        sections.append(_INSTRUCTIONS + instructions)
+    namespaces = [Namespace(FUNCTIONS, tools)] if tools else []
+    namespaces += [each for each in turn.namespaces if not each.is_builtin]
+    declared = [_tools(each, names, turn.tenant, budget) for each in namespaces]
     if declared:
-        sections.append(_HEADING + "\n\n".join(declared))
+        sections.append(_TOOLS + "\n\n".join(declared))
     if turn.response_format is not None:
         sections.append(_response_format(turn.response_format))
-    return _message(turn.tenant, Turn, "\n\n".join(sections)) if sections else ()
+    return _message(turn.tenant, Instructions, "\n\n".join(sections)) if sections else ()
 
 
-_HEADING = "# Tools\n\n"
+_INSTRUCTIONS = "# Instructions\n\n"
+_TOOLS = "# Tools\n\n"
+_FORMATS = "# Response Formats\n\n"
 
 
 _sections: lru.ByteLRU[tuple[str, bytes], tuple[str, int, int]] = lru.ByteLRU(CACHE_BYTES // 8)
 """The text of one namespace, and what its tools take of the budget: characters, schemas."""
 
 
-def _tools(
-    tools: Sequence[Tool],
-    names: Names,
-    tenant: str,
-    budget: typescript.SizeBudget,
-    *,
-    namespace: str = FUNCTIONS,
-    description: str = "",
-) -> str:
+def _tools(namespace: Namespace, names: Names, tenant: str, budget: typescript.SizeBudget) -> str:
     """A namespace of the ``# Tools`` section. Cached per ``tenant``, if it is plain JSON."""
-    values = [(names.alias(tool.name), tool.description, tool.parameters) for tool in tools]
-    key = None
-    with suppress(ValueError):
+    tools, description = namespace.tools, namespace.description
+    alias = names.alias if namespace.name == FUNCTIONS else str
+    values = [(alias(tool.name), tool.description, tool.parameters) for tool in tools]
+    try:
         # Four times as fast as ``json``; version 2 writes equal values as equal bytes.
-        key = marshal.dumps((namespace, description, values), 2)
-    if key is not None and len(key) > MAX_JSON_CHARACTERS:
-        raise typescript.too_large(tools[-1])
-    known = None if key is None else _sections.get((tenant, key))
+        key = marshal.dumps((namespace.name, description, values), 2)
+    except ValueError:
+        key = b""
+    budget.tool = (budget.tool, *tools)[-1]  # which an error names, unless it is due to one tool
+    if len(key) > MAX_JSON_CHARACTERS:
+        budget.take(len(key))  # more than there is
+    known = _sections.get((tenant, key))
+    if known is not None:
+        text, *sizes = known
+        budget.take(*sizes)
+        return text
     before = replace(budget)
     declared: list[str] = []
-    try:
-        if known is not None:
-            text, *sizes = known
-            budget.take(*sizes)
-            return text
-        for tool in tools:
-            name, parameters = names.alias(tool.name), typescript.parameters(tool, budget)
-            declared.append(typescript.declaration(name, vocab.clean(tool.description), parameters))
-            budget.take(len(declared[-1]))
-    except typescript.TooLarge as error:
-        # A cached section is not attributed to one tool: the error names its last one.
-        raise typescript.too_large(tools[len(declared) - 1]) from error
-    text = typescript.section(namespace, declared, vocab.clean(description))
-    if key is not None:
+    for tool in tools:
+        parameters, about = typescript.parameters(tool, budget), vocab.clean(tool.description)
+        declared.append(typescript.declaration(alias(tool.name), about, parameters))
+        budget.take(len(declared[-1]))
+    text = typescript.section(namespace.name, declared, vocab.clean(description))
+    if key:
         taken = before.characters - budget.characters, before.schemas - budget.schemas
         _sections.put((tenant, key), (text, *taken), len(key) + getsizeof(text) + _OVERHEAD)
     return text
@@ -469,18 +420,16 @@ _JSON_OBJECT_FORMAT = ResponseFormat(
     description="The answer is one JSON object, without any text or code fence around it.",
 )
 
-_PLAIN = "# Response Formats\n\nNone any more: answer in plain text."
+_PLAIN = f"{_FORMATS}None any more: answer in plain text."
 
 
 def _response_format(requested: ResponseFormat) -> str:
-    """``# Response Formats`` as in openai-harmony's guide: name, comment, JSON Schema.
-
-    A format that is not JSON has its grammar in place of the schema.
-    """
+    """``# Response Formats`` as in openai-harmony's guide: name, comment, JSON Schema (or the
+    grammar of a format that is not JSON)."""
     if requested.syntax is not None:
         rule = f"// The answer matches this {requested.syntax.kind} grammar, and is nothing else."
         definition = requested.syntax.definition.strip()
-        return f"# Response Formats\n\n## {requested.name}\n\n{rule}\n{definition}"
+        return f"{_FORMATS}## {requested.name}\n\n{rule}\n{definition}"
     shown = _JSON_OBJECT_FORMAT if requested.schema is None else requested
     if characters(shown.schema) + len(shown.description) > MAX_JSON_CHARACTERS:
         problem = f"the schema is too large: more than {MAX_JSON_CHARACTERS} characters"
@@ -491,4 +440,4 @@ def _response_format(requested: ResponseFormat) -> str:
         problem = f"the schema of the response format cannot be written as JSON: {error}"
         raise RequestError(problem, param=requested.where) from error
     comment = "".join(f"// {line}\n" for line in shown.description.splitlines())
-    return f"# Response Formats\n\n## {shown.name}\n\n{comment}{text}"
+    return f"{_FORMATS}## {shown.name}\n\n{comment}{text}"

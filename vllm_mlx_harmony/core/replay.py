@@ -32,13 +32,15 @@ recently used turns are evicted first.
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import accumulate, groupby, islice, pairwise
 from sys import getsizeof
 from typing import Protocol, TypeAlias
+from zlib import crc32
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
@@ -98,6 +100,46 @@ class GeneratedTurn:
     calls: tuple[Call, ...]
     served: str = ""
 
+    def to_bytes(self) -> bytes:
+        """The turn for an archive: a checksum, the length of a JSON header, the header, each id
+        (four bytes, in the machine's order)."""
+        header = {
+            "kinds": [kind.__name__ for kind in self.kinds],
+            "lengths": [len(span) for span in self.spans],
+            "content": self.content,
+            "calls": [[call.id, call.name, call.arguments] for call in self.calls],
+            **({"served": self.served} if self.served else {}),
+        }
+        text = json.dumps(header, separators=(",", ":")).encode()
+        ids = b"".join(array("I", span).tobytes() for span in self.spans)
+        body = len(text).to_bytes(4, "little") + text + ids
+        return crc32(body).to_bytes(_CRC, "little") + body
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> GeneratedTurn | None:
+        """The turn in ``content``; ``None`` if it is damaged, or from another version."""
+        body = content[_CRC:]
+        if crc32(body) != int.from_bytes(content[:_CRC], "little"):
+            return None
+        try:
+            length = int.from_bytes(body[:4], "little")
+            header = json.loads(body[4 : 4 + length])
+            ids = array("I", body[4 + length :])
+            places = accumulate(header["lengths"], initial=0)
+            return cls(
+                tuple(_KINDS[name] for name in header["kinds"]),
+                tuple(shared(ids[start:end]) for start, end in pairwise(places)),
+                header["content"],
+                tuple(Call(*call) for call in header["calls"]),
+                header.get("served", ""),
+            )
+        except (ValueError, KeyError, TypeError):  # written by a version with another format
+            return None
+
+
+_KINDS = {kind.__name__: kind for kind in ASSISTANT_KINDS}
+_CRC = 4
+"""Bytes of the checksum of a turn."""
 
 _Key: TypeAlias = tuple[str, str] | tuple[str, int, str]
 
@@ -168,37 +210,35 @@ class ReplayScope:
 
     def history(
         self, messages: Iterable[Message]
-    ) -> Iterator[tuple[bool, list[Message], GeneratedTurn | None]]:
+    ) -> list[tuple[Sequence[Message], GeneratedTurn | None]]:
         """The `runs_of` of ``messages``, each with the turn that was generated.
 
-        That is ``None`` if it was not generated here, or if a client edited it.
+        That is ``None`` between turns, if it was not generated here, or if a client edited it.
         """
         runs = runs_of(messages)
-        history = blake2b(digest_size=8)
-        keys: dict[int, _Key] = {}
-        for at, (from_assistant, run) in enumerate(runs):
-            if from_assistant:
-                keys[at] = self._key(run, int.from_bytes(history.digest(), "little"))
-            _extended(history, [(from_assistant, run)])
-        found = dict(zip(keys, self._found(list(keys.values())), strict=True))
-        for at, (from_assistant, run) in enumerate(runs):
-            yield from_assistant, run, _unedited(found.get(at), run)
+        keys = [
+            self._key(run, before) if from_assistant else None
+            for (from_assistant, run), before in zip(runs, _hashes(runs), strict=False)
+        ]
+        found = self._found([key for key in keys if key is not None])
+        return [
+            (run, _unedited(found.get(key) if key else None, run))
+            for key, (_, run) in zip(keys, runs, strict=True)
+        ]
 
-    def _found(self, keys: Sequence[_Key]) -> list[GeneratedTurn | None]:
+    def _found(self, keys: Sequence[_Key]) -> dict[_Key, GeneratedTurn]:
         """The turns with these keys, from memory or with one query from the archive."""
-        found = [self._turns.get(key) for key in keys]
+        found = {key: turn for key in keys if (turn := self._turns.get(key)) is not None}
         if self._archive is None:
             return found
-        missing = [at for at, turn in enumerate(found) if turn is None]
-        for key, turn in zip(keys, found, strict=True):
+        for key in found:
+            self._archive.use(_digest(*key))
+        missing = [key for key in keys if key not in found]
+        archived = self._archive.find([_digest(*key) for key in missing]) if missing else ()
+        for key, turn in zip(missing, archived, strict=True):
             if turn is not None:
-                self._archive.use(_digest(*key))
-        if missing:
-            archived = self._archive.find([_digest(*keys[at]) for at in missing])
-            for at, turn in zip(missing, archived, strict=True):
-                if turn is not None:
-                    found[at] = turn
-                    self._turns.put(keys[at], turn, _size(turn, keys[at]))
+                found[key] = turn
+                self._turns.put(key, turn, _size(turn, key))
         return found
 
     def _key(self, turn: Iterable[Message], before: int) -> _Key:
@@ -238,10 +278,8 @@ def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
 
 
 def server_calls_digest(turn: Iterable[Message]) -> str:
-    """A digest of the calls that the server ran in ``turn`` and their results; empty without any.
-
-    It does not depend on ids, nor on the formatting of arguments.
-    """
+    """A digest of the calls that the server ran in ``turn`` and their results, but not of ids and
+    the formatting of arguments; empty without any."""
     ran = [each for each in turn if isinstance(each, (ServerCall, ServerResult))]
     if not ran:
         return ""
@@ -262,20 +300,20 @@ def runs_of(messages: Iterable[Message]) -> list[tuple[bool, list[Message]]]:
 
 
 def history_hash(messages: Iterable[Message]) -> int:
-    """A hash of what a client sees of ``messages``, the same in every process.
+    """A hash of what a client sees of ``messages``, the same in every process (as Python's is not).
 
     It does not depend on how content is joined, nor on reasoning, instructions, call ids and
     arguments.
     """
-    return _extended(blake2b(digest_size=8), runs_of(messages))
+    *_, last = _hashes(runs_of(messages))
+    return last
 
 
-def _extended(history: blake2b, runs: Iterable[tuple[bool, Sequence[Message]]]) -> int:
-    """Adds ``runs`` to ``history``, and returns the `history_hash` of all of them.
-
-    Python's own hash differs in every process.
-    """
+def _hashes(runs: Iterable[tuple[bool, Sequence[Message]]]) -> Iterator[int]:
+    """The `history_hash` of what comes before each of ``runs``, and of all of them."""
+    history = blake2b(digest_size=8)
     for from_assistant, run in runs:
+        yield int.from_bytes(history.digest(), "little")
         if from_assistant:
             content, calls = visible(run)
             parts = [(b"said", content), *((b"call", call.name) for call in calls)]
@@ -288,7 +326,7 @@ def _extended(history: blake2b, runs: Iterable[tuple[bool, Sequence[Message]]]) 
         for kind, text in parts:
             encoded = text.encode("utf-8", "surrogatepass")
             history.update(kind + len(encoded).to_bytes(8, "little") + encoded)
-    return int.from_bytes(history.digest(), "little")
+    yield int.from_bytes(history.digest(), "little")
 
 
 def _digest(*parts: str | int) -> bytes:
@@ -315,11 +353,8 @@ def _is_same(ours: Call, theirs: Call) -> bool:
 
 
 def _canonical(text: str) -> str:
-    """``text``, which is JSON, in a canonical form.
-
-    As Python values ``true`` and ``1`` would be equal. ``1.0`` becomes ``1``, since JavaScript
-    cannot tell them apart.
-    """
+    """``text``, which is JSON, in a canonical form. As Python values, ``true`` and ``1`` would be
+    equal. ``1.0`` becomes ``1``, since JavaScript cannot tell them apart."""
 
     def number(text: str) -> float | int:
         value = float(text)
@@ -332,28 +367,30 @@ def _canonical(text: str) -> str:
 
 
 def _spans(output: Output) -> tuple[Span, ...]:
-    """One span per message; none if the output shows nothing.
-
-    Also none if a message begins after the ids: it was shown when the output ended, of text that
-    had no header.
-    """
+    """One span per message; none if the output shows nothing, or if a message begins after the ids:
+    it was shown when the output ended, of text that had no header."""
     begins = output.begins
     if not begins or begins[-1] >= len(output.ids):
         return ()
-    # In a history, the end of the turn, or the cut, becomes the end of a message.
     ids = output.ids
-    if ids[-1] in vocab.LAST:
-        ids = (*ids[:-1], vocab.END)
-    else:
+    if ids[-1] not in vocab.LAST:
         # After the last complete message, there may be half of another one. Or there is just a
         # header, possibly with noise before it, of a message that never began: it is removed.
         in_message = begins[-1] >= output.ended or vocab.MESSAGE in ids[output.ended :]
         ids = ids if in_message else ids[: output.ended]
-        if ids[-1] not in (vocab.END, vocab.CALL):
-            called = isinstance(output.messages[-1], (Call, ServerCall))
-            ids = (*ids, vocab.CALL if called else vocab.END)
+    ids = terminated(ids, called=isinstance(output.messages[-1], (Call, ServerCall)))
     starts, ends = (0, *begins[1:]), (*begins[1:], len(ids))
     return tuple(shared(ids[start:end]) for start, end in zip(starts, ends, strict=True))
+
+
+def terminated(ids: Sequence[int], *, called: bool) -> tuple[int, ...]:
+    """``ids``, which end in a message (``called``: a call), with the terminator that it has in a
+    history: where the turn ended or was cut, a message ends."""
+    if ids[-1] in vocab.LAST:
+        return (*ids[:-1], vocab.END)
+    if ids[-1] in (vocab.END, vocab.CALL):
+        return tuple(ids)
+    return (*ids, vocab.CALL if called else vocab.END)
 
 
 class _Shared(dict[int, int]):

@@ -38,7 +38,8 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
@@ -56,32 +57,28 @@ MAX_CHARACTERS = 2 * 2**20
 MAX_SCHEMAS_IN_ALL = 40_000
 
 
-class TooLarge(Exception):
-    """The tools of a request exceed their `SizeBudget`."""
-
-
 @dataclass(slots=True)
 class SizeBudget:
-    """The size that is left for the tools of one request, with every ``$ref`` replaced."""
+    """The size that is left for the tools of one request, with every ``$ref`` replaced.
 
+    ``tool`` is the last one that was read, which an error names.
+    """
+
+    tool: Tool = field(default_factory=partial(Tool, ""))
     characters: int = MAX_CHARACTERS
     schemas: int = MAX_SCHEMAS_IN_ALL
 
     def take(self, characters: int, schemas: int = 0) -> None:
-        """Raises ``TooLarge`` if less than that is left."""
+        """Raises ``RequestError`` if less than that is left."""
         self.characters -= characters
         self.schemas -= schemas
         if self.characters < 0 or self.schemas < 0:
-            raise TooLarge
-
-
-def too_large(tool: Tool) -> RequestError:
-    """The error for tools that exceed the budget; ``tool`` is the last of them."""
-    problem = (
-        f"the tools up to {quoted(tool.name)} are too large: more than {MAX_CHARACTERS} "
-        f"characters or {MAX_SCHEMAS_IN_ALL} schemas once every $ref is expanded"
-    )
-    return RequestError(problem, param=tool.where)
+            problem = (
+                f"the tools up to {quoted(self.tool.name)} are too large: more than "
+                f"{MAX_CHARACTERS} characters or {MAX_SCHEMAS_IN_ALL} schemas once every $ref is "
+                "expanded"
+            )
+            raise RequestError(problem, param=self.tool.where)
 
 
 def section(namespace: str, declarations: Iterable[str], description: str = "") -> str:
@@ -98,8 +95,7 @@ def declaration(name: str, description: str, parameters: Type | None) -> str:
 
 def _comment(text: str) -> str:
     """The lines of ``text`` as comments. Like Rust's ``str::lines``, it only splits at ``\\n``."""
-    *ended, last = text.split("\n")
-    lines = [*(line.removesuffix("\r") for line in ended), *filter(None, [last])]
+    lines = text.replace("\r\n", "\n").removesuffix("\n").split("\n") if text else []
     return "".join(f"// {line}\n" for line in lines)
 
 
@@ -120,10 +116,9 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
     if problem:
         problem = f"the parameters of tool {quoted(tool.name)} {problem}"
         raise RequestError(problem, param=tool.where)
-    try:
-        argument = replace(type_of(schema, budget), nullable=False)
-    except TooLarge as error:
-        raise too_large(tool) from error
+    budget = budget or SizeBudget()
+    budget.tool = tool
+    argument = replace(type_of(schema, budget), nullable=False)
     if isinstance(argument, Object):
         return argument if argument.properties else None
     is_empty = isinstance(argument, Inline) and argument.members in (("any",), ("object",))
@@ -131,13 +126,8 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
 
 
 def type_of(schema: object, budget: SizeBudget | None = None) -> Type:
-    """The type that ``schema`` (any JSON value) describes; ``any`` where it is invalid.
-
-    Raises ``TooLarge`` if it exceeds the ``budget``.
-    """
-    budget = budget or SizeBudget()
-    budget.take(0, schemas=1)
-    reader = _Reader(schema, budget)
+    """The type that ``schema`` (any JSON value) describes; ``any`` where it is invalid."""
+    reader = _Reader(schema, budget or SizeBudget())
     return reader.type(reader.keywords((_Node(schema),)))
 
 
@@ -160,7 +150,8 @@ class Type(ABC):
 
     def line(self) -> str | None:
         """The same on one line, or ``None`` if it needs several."""
-        return None
+        text = self.text()
+        return None if "\n" in text else text
 
     def alternatives(self) -> list[Type]:
         """The types of which this one is a union, with null at the end."""
@@ -182,7 +173,8 @@ class Type(ABC):
     def _above(self, indent: str, description: str, *more: str) -> str:
         texts = [f"{_below(self.title)}\n{indent}//"] if self.title else []
         texts += [_below(description)] if description else []
-        texts += ["Examples:", *(f'- "{one}"' for one in self.examples)] if self.examples else []
+        if self.examples:
+            texts += ["Examples:", *(f'- "{_escaped(one)}"' for one in self.examples)]
         return "".join(f"{indent}// {text}\n" for text in (*texts, *filter(None, more)))
 
 
@@ -198,9 +190,6 @@ class Inline(Type):
 
     def text(self, indent: str = "") -> str:
         return " | ".join(self.members)
-
-    def line(self) -> str:
-        return self.text()
 
     def _default(self) -> str:
         bare = self.default.removeprefix('"').removesuffix('"') if self.strings else self.default
@@ -271,9 +260,9 @@ ANY, NULL, NEVER, OBJECT = (Inline(members=(name,)) for name in ("any", "null", 
 _SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
 
 
-def _inline_union(types: Iterable[Type]) -> str | None:
-    """A union of ``types`` on one line."""
-    lines = [each.line() for one in types for each in one.alternatives()]
+def _inline(one: Type) -> str | None:
+    """``one`` on one line with all its alternatives, or ``None``."""
+    lines = [each.line() for each in one.alternatives()]
     return None if None in lines else " | ".join(map(str, lines))
 
 
@@ -305,7 +294,7 @@ def _array_of(item: Type) -> Type:
     if not (is_list or item.nullable or isinstance(item, Union)):
         # Only an object prints its own description.
         return Array(item=item, description="" if isinstance(item, Object) else item.description)
-    line = _inline_union([item])
+    line = _inline(item)
     if line is not None:
         return Inline(members=(f"({line})[]",), description=item.description)
     note = _joined(
@@ -360,39 +349,34 @@ class _Reader:
                     merged[key] = {**before, **added}
         return merged
 
-    def layers(self, node: _Node) -> Iterator[_Keywords]:
-        """The layers of a schema: its reference, its ``allOf``, its own keywords."""
+    def layers(  # noqa: C901 - one case per keyword
+        self, node: _Node
+    ) -> Iterator[_Keywords]:
+        """The layers of a schema: its reference, its ``allOf``, and its own keywords as far as
+        they are well-formed, with ``const`` as an enum and types as a list."""
         value, depth, refs = node
         self._left -= 1
+        self._budget.take(0, schemas=1)
         if value is False:
             yield _NOTHING
         if not isinstance(value, Mapping) or depth >= MAX_DEPTH or self._left < 0:
             return
         ref, parts = value.get("$ref"), value.get("allOf")
         if isinstance(ref, str) and ref.startswith("#/") and ref not in refs:
-            self._budget.take(len(ref), schemas=1)
+            self._budget.take(len(ref))
             yield from self.layers(_Node(pointed(self._root, ref), depth + 1, refs | {ref}))
         for part in parts if isinstance(parts, list) else ():
-            self._budget.take(0, schemas=1)
             yield from self.layers(_Node(part, depth + 1, refs))
-        yield self.own_keywords(value, depth + 1, refs)
-
-    def own_keywords(
-        self, schema: Mapping[Any, Any], depth: int, refs: frozenset[str]
-    ) -> _Keywords:
-        """The well-formed keywords of one layer: ``const`` as an enum, types as a list."""
 
         def layers(one: object) -> _Layers:
-            self._budget.take(0, schemas=1)
-            return (_Node(one, depth, refs),)
+            return (_Node(one, depth + 1, refs),)
 
         own: _Keywords = {}
-        for key, content in schema.items():
+        for key, content in value.items():
             if key in _VALUES:
-                value = _VALUES[key](content)
-                if value is not None:
-                    self._budget.take(len(str(value)))
-                    own["enum" if key == "const" else key] = value
+                if (read := _VALUES[key](content)) is not None:
+                    self._budget.take(len(str(read)))
+                    own["enum" if key == "const" else key] = read
             elif key in ("properties", "patternProperties") and isinstance(content, Mapping):
                 self._budget.take(sum(len(str(name)) for name in content))
                 own[key] = {clean(str(name)): layers(one) for name, one in content.items()}
@@ -401,7 +385,7 @@ class _Reader:
                 own["prefixItems" if key == "items" else key] = [layers(one) for one in content]
             elif key in ("items", "additionalProperties", "propertyNames"):
                 own[key] = layers(content)
-        return own
+        yield own
 
     # its keywords -> its type
 
@@ -431,17 +415,17 @@ class _Reader:
             kinds = ["object"]
         elif not kinds:
             kinds = ["array"] if "items" in schema or "prefixItems" in schema else ["any"]
-        shown = [kind for kind in kinds if kind != "null"]
-        if len(shown) > 1 and all(kind in _SCALARS for kind in shown):
-            scalars = Inline(members=tuple(dict.fromkeys(_SCALARS[kind] for kind in shown)))
-            return [scalars, *([NULL] if len(shown) < len(kinds) else null)]
+        if "null" in kinds:
+            kinds.remove("null")
+            null = [NULL]
+        if len(kinds) > 1 and all(kind in _SCALARS for kind in kinds):
+            scalars = Inline(members=tuple(dict.fromkeys(_SCALARS[kind] for kind in kinds)))
+            return [scalars, *null]
         return [*(self.of_kind(kind, schema) for kind in kinds), *null]
 
     def of_kind(self, kind: str, schema: _Keywords) -> Type:
         if kind in _SCALARS:
             return Inline(members=(_SCALARS[kind],))
-        if kind == "null":
-            return NULL
         if kind == "array":
             return self.array(schema)
         # Some clients write `dict` or nothing at all for an object.
@@ -453,14 +437,14 @@ class _Reader:
         if "prefixItems" not in schema:
             return Array() if rest is None else _array_of(self.type(rest))
         items = [self.type(self.keywords(one)) for one in schema["prefixItems"]]
-        last = [] if rest in (None, _NOTHING) else [self.type(rest or {})]
-        lines = [_inline_union([one]) for one in items]
-        lines += [
-            line and f"...{line}" for line in (_inline_union([_array_of(one)]) for one in last)
-        ]
+        lines = [*map(_inline, items)]
+        if rest is not None and rest != _NOTHING:
+            items.append(self.type(rest))
+            line = _inline(_array_of(items[-1]))
+            lines.append(line and f"...{line}")
         if None not in lines:
             return Inline(members=(f"[{', '.join(map(str, lines))}]",))
-        return _array_of(_union(each for one in [*items, *last] for each in one.alternatives()))
+        return _array_of(_union(each for one in items for each in one.alternatives()))
 
     def object_type(self, schema: _Keywords) -> Type:
         required = {_key(name) for name in schema.get("required", ())}
@@ -483,10 +467,8 @@ class _Reader:
         return Object(properties=tuple(marked))
 
     def properties(self, schema: _Keywords) -> dict[str, Type]:
-        """The named properties, those of variants included unless the object has the same name.
-
-        Printing each variant as an object would repeat the object's own properties at every level.
-        """
+        """The named properties, and those of variants with other names: as objects of their own,
+        these would repeat the object's properties at every level."""
         if "properties" not in schema:
             return {}
         several: dict[str, list[_Layers]] = {}
@@ -502,11 +484,8 @@ class _Reader:
         return properties
 
     def rest_key(self, schema: _Keywords) -> tuple[str, bool]:
-        """The key of additional properties (empty if there can be none), and whether they are
-        required.
-
-        If ``propertyNames`` lists the names, it is that of a mapped type: ``[key in "a" | "b"]``.
-        """
+        """The key of additional properties, and whether they are required. It is that of a mapped
+        type (``[key in "a" | "b"]``) if ``propertyNames`` lists names, and empty for none."""
         names = self.keywords(schema.get("propertyNames", ())).get("enum")
         if names is None or "patternProperties" in schema:
             return "[key: string]", True
@@ -562,15 +541,10 @@ def _read_text(value: object) -> str | None:
     return clean(value) if isinstance(value, str) and value.strip() else None
 
 
-def _read_texts(value: object) -> list[str] | None:
+def _read_texts(value: object) -> tuple[str, ...] | None:
     if not isinstance(value, list):
         return None
-    return [clean(one) for one in value if isinstance(one, str)]
-
-
-def _examples(value: object) -> tuple[str, ...] | None:
-    texts = _read_texts(value)
-    return None if texts is None else tuple(_LINE_ENDS.sub(_ESCAPED, one) for one in texts)
+    return tuple(clean(one) for one in value if isinstance(one, str))
 
 
 def _plain(value: object, depth: int = 0) -> Any:
@@ -591,18 +565,18 @@ def _plain(value: object, depth: int = 0) -> Any:
 
 def _read_default(value: object) -> str:
     plain = _plain(value)
-    return f'"{_LINE_ENDS.sub(_ESCAPED, plain)}"' if isinstance(plain, str) else _json(plain)
+    return f'"{_escaped(plain)}"' if isinstance(plain, str) else _json(plain)
 
 
 _VALUES: dict[str, Callable[[object], Any]] = {
-    "type": lambda value: [value] if isinstance(value, str) else _read_texts(value),
+    "type": lambda value: (value,) if isinstance(value, str) else _read_texts(value),
     "enum": lambda value: [*map(_plain, value)] if isinstance(value, list) else None,
     "const": lambda value: [_plain(value)],
     "required": _read_texts,
     "title": _read_text,
     "description": _read_text,
     "format": _read_text,
-    "examples": _examples,
+    "examples": _read_texts,
     "default": _read_default,
     "nullable": lambda value: value is True,
 }
@@ -616,13 +590,16 @@ _SHAPES = ("enum", "items", "prefixItems", *_OBJECT_KEYWORDS)
 _BARE_KEY = re.compile(r"[\w$.@/-]+")
 _LINE_ENDS = re.compile(r"\r\n|[\r\n\v\f\x1c-\x1e\x85\u2028\u2029]")
 _UNESCAPED = re.compile(r'[^"\\\x00-\x1f\x7f-\x9f\u2028\u2029]*')
-_ESCAPED = r"\\n"
 _dumps = json.JSONEncoder(ensure_ascii=False).encode
 
 
 def _joined(*texts: str) -> str:
     """``texts`` on lines of their own, without duplicates."""
     return "\n".join(dict.fromkeys(filter(None, texts)))
+
+
+def _escaped(text: str) -> str:
+    return _LINE_ENDS.sub(r"\\n", text)
 
 
 def _below(text: str) -> str:

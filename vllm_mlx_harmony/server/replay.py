@@ -15,7 +15,6 @@ from inspect import signature
 
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive, GeneratedTurn, Replay, ReplayScope
-from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.core.turn import Message, Turn
 from vllm_mlx_harmony.server.host import Context, Host, Lease
 from vllm_mlx_harmony.server.peers.connection import (
@@ -43,7 +42,7 @@ class SharedTurns:
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:
         """Writes the turn, unless Redis is unavailable."""
-        name, content = key_of("turn", key.hex()), written(turn)
+        name, content = key_of("turn", key.hex()), turn.to_bytes()
         with suppress(PeersError):
             self._connection.call(
                 lambda redis: redis.set(name, content, ex=self._connection.seconds)
@@ -56,7 +55,7 @@ class SharedTurns:
             found = self._connection.call(lambda redis: redis.mget(names))
         except PeersError:
             return [None] * len(keys)
-        return [None if content is None else read(content) for content in found]
+        return [None if content is None else GeneratedTurn.from_bytes(content) for content in found]
 
     def use(self, key: bytes) -> None:
         """Has no effect: turns expire by the time at which they were generated."""

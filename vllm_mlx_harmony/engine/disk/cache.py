@@ -41,7 +41,6 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 from zlib import crc32
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
-from vllm_mlx_harmony.core.serialization import read, written
 from vllm_mlx_harmony.engine.disk.index import NAME, Contents, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
@@ -493,7 +492,7 @@ class DiskCache:
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:
         """Queues ``turn`` to be written."""
-        content, cleared = written(turn), self._cleared
+        content, cleared = turn.to_bytes(), self._cleared
 
         def write() -> None:
             with self._changing:
@@ -518,7 +517,7 @@ class DiskCache:
                 if there and key in self._turns:
                     self._use(key)
                     content = self._index.turn(key)
-            found.append(None if content is None else read(content))
+            found.append(None if content is None else GeneratedTurn.from_bytes(content))
             if content is not None and found[-1] is None:
                 self._turns.discard(key)
                 self._counters.damaged += 1
