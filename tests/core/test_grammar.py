@@ -26,7 +26,6 @@ from vllm_mlx_harmony.core.grammar import (
     grammar_of,
     with_compact_json,
 )
-from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import (
@@ -279,8 +278,7 @@ def chosen(mask: Mask, chance: random.Random, ending: float) -> int:
 
 
 def read(asked: Turn, output: Output, *, cut: bool) -> None:
-    within = None if asked.prefill is None else Header(channel="final")
-    parser = Parser(Names.of(asked), within=within)
+    parser = Parser(Names.of(asked), answering=asked.prefill is not None)
     for delta in [*parser.feed(output.ids), *parser.close("length" if cut else "stop")]:
         if isinstance(delta, Opened):
             output.messages.append(Message(delta.kind, delta.name))

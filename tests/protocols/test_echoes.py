@@ -437,5 +437,5 @@ def test_an_output_is_not_there_before_it_has_ended() -> None:
     context.finish("stop")
     ids = (*opening(), *ids_of("<|channel|>analysis<|message|>Hm.<|end|>"))
     assert context.outputs == (
-        Output(ASKED.messages, (Reasoning("Hm."),), ids, begins=(2,), ended=len(ids)),
+        Output(ASKED.messages, (Reasoning("Hm."),), ids, begins=(0,), ended=len(ids)),
     )

@@ -29,10 +29,9 @@ from vllm_mlx_harmony.core.reasoning import ReasoningWatch
 class ConstraintSpec:
     """The constraints of one output.
 
-    ``reasoning_tokens`` and ``repetitions`` are the limits of a ``ReasoningWatch``. ``answering``:
-    the prompt contains the beginning of the answer. ``names`` are those of the turn, by which it
-    distinguishes reasoning from calls. ``binding``: the caller was promised the grammar, so the
-    answer fails if the grammar does. ``headers`` are expected (`ExpectedHeader`), not required.
+    ``reasoning_tokens``, ``repetitions``, ``answering`` and ``names`` are those of a
+    ``ReasoningWatch``. ``binding``: the caller was promised the grammar, so the answer fails if the
+    grammar does. ``headers`` are expected (`ExpectedHeader`), not required.
     """
 
     grammar: Compiled | None = None
@@ -58,10 +57,7 @@ class Constraint:
         self._matcher: ConstraintMatcher | None = None
 
     def start(self, *, grammar: bool = True) -> ConstraintMatcher:
-        """A matcher for the beginning of the output, to be used on the engine's thread.
-
-        Without ``grammar`` it follows only the limits.
-        """
+        """A matcher of the output (without ``grammar``: of its limits), for the engine's thread."""
         self._matcher = ConstraintMatcher(self.spec, self.spec.grammar if grammar else None)
         return self._matcher
 
@@ -74,13 +70,13 @@ class Constraint:
     @property
     def reasoning_ended_by(self) -> ReasoningCut:
         """Why reasoning was cut short; empty if it was not."""
-        reasoning = self._matcher.reasoning if self._matcher is not None else None
+        reasoning = None if self._matcher is None else self._matcher.reasoning
         return "" if reasoning is None else reasoning.ended_by
 
     @property
     def reasoning_tokens(self) -> int:
         """Ids of reasoning; 0 if they were not counted."""
-        reasoning = self._matcher.reasoning if self._matcher is not None else None
+        reasoning = None if self._matcher is None else self._matcher.reasoning
         return 0 if reasoning is None else reasoning.tokens
 
 
@@ -131,11 +127,7 @@ class ConstraintMatcher:
         banned = self.reasoning.banned if self.reasoning is not None else frozenset()
         if self._missing > 0:
             banned |= vocab.TURN_ENDS
-        if banned:
-            if not written:
-                self._mask.allow_all()
-            self._mask.discard(banned)
-        return self._mask if written or banned else None
+        return _without(banned, self._mask, written=written)
 
     def after(self, allowed: Mask | None, draft: Sequence[int]) -> list[Mask | None]:
         """The results of ``mask`` after each id of ``draft``, a text or the rest of a header.
@@ -152,16 +144,19 @@ class ConstraintMatcher:
             if allowed is not None and token not in allowed:
                 break
             mask = Mask()
-            written = False
-            if matcher is not None:
-                if not matcher.consume(token) or not matcher.fill(mask):
-                    break
-                written = True
-            if self._missing > at:
-                if not written:
-                    mask.allow_all()
-                mask.discard(vocab.TURN_ENDS)
-                written = True
-            allowed = mask if written else None
+            if matcher is not None and not (matcher.consume(token) and matcher.fill(mask)):
+                break
+            banned = vocab.TURN_ENDS if self._missing > at else frozenset[int]()
+            allowed = _without(banned, mask, written=matcher is not None)
             found.append(allowed)
         return found
+
+
+def _without(banned: frozenset[int], mask: Mask, *, written: bool) -> Mask | None:
+    """``mask`` without ``banned``, or all other ids if it is not ``written``; ``None`` for all."""
+    if not banned:
+        return mask if written else None
+    if not written:
+        mask.allow_all()
+    mask.discard(banned)
+    return mask

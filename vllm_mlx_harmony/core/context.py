@@ -1,13 +1,13 @@
 """A turn in progress: its prompt, the model's output so far, the results of tools.
 
-All of them are one conversation and one sequence of ids, which is a list of *segments*:
+All of them are one conversation and one sequence of ids:
 
     prompt │ <|start|>assistant output │ result │ result │ <|start|>assistant output │ …
 
 What the model generates up to the next result of a client's tool is one *output*. The results of
 tools that the server runs are inside an output, which is stored and replayed as a whole
-(`core.replay.Output`). Positions are relative to a segment; the position in an output or in the
-conversation is a sum of lengths.
+(`core.replay.Output`). The parser reads only what the model generates, so the position of an id in
+the sequence is its number in the parser plus an offset, which changes with each result.
 
 The names of `StreamingHarmonyContext` and its methods are those of vLLM's ``ConversationContext``.
 """
@@ -15,10 +15,8 @@ The names of `StreamingHarmonyContext` and its methods are those of vLLM's ``Con
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate, chain
+from dataclasses import replace
 
-from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import (
     Closed,
     Delta,
@@ -29,11 +27,10 @@ from vllm_mlx_harmony.core.deltas import (
     Text,
     TokenLogprob,
 )
-from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import EndReason, Parser
 from vllm_mlx_harmony.core.render import Rendered, opening, render, render_messages
-from vllm_mlx_harmony.core.replay import ASSISTANT_KINDS, Output
+from vllm_mlx_harmony.core.replay import ASSISTANT_KINDS, Output, terminated
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -59,35 +56,6 @@ _CALLS: dict[Kind, type[Call] | type[ServerCall]] = {
 }
 
 
-@dataclass(slots=True)
-class _Segment:
-    """The ids of the prompt, or of the result of a tool, which the server (``served``) or the
-    client ran.
-
-    ``begins`` are the positions of its messages, ``ended`` is the end of the last complete one.
-    """
-
-    ids: list[int]
-    begins: list[int] = field(default_factory=list)
-    ended: int = 0
-    served: bool = False
-
-
-@dataclass(slots=True)
-class _Generated(_Segment):
-    """One output of the model, which begins with ``opening`` ids of ``<|start|>assistant``.
-
-    The parser had read ``read_before`` ids before it.
-    """
-
-    opening: int = 0
-    read_before: int = 0
-
-    def place(self, read: int) -> int:
-        """The position after the first ``read`` ids of the parser."""
-        return self.opening + max(read - self.read_before, 0)
-
-
 class StreamingHarmonyContext:
     """One turn, from its prompt to its last delta; ``info`` provides the ids of calls.
 
@@ -100,27 +68,26 @@ class StreamingHarmonyContext:
         self, turn: Turn, info: ResponseInfo, renderer: Callable[[Turn], Rendered] = render
     ) -> None:
         rendered = renderer(turn)
-        within = Header(channel="final") if turn.prefill is not None else None
         self.names: Names = rendered.names
         """The names with which the tools were rendered."""
         self._tenant = turn.tenant
-        limits = turn.limits
-        self._parser = Parser(rendered.names, limits.stop, within, one_call=limits.one_call)
+        self._parser = Parser(
+            rendered.names,
+            turn.limits.stop,
+            answering=turn.prefill is not None,
+            one_call=turn.limits.one_call,
+        )
         self._info = info
         self._turn, self._renderer = turn, renderer
         self._messages = list(turn.messages)
         self._open: Opened | None = None
         self._parts: list[str] = []
-        self._output_at = 0  # the first segment of the current output
-        self._messages_before = 0  # the number of messages before that output
-        self._cut = False  # whether the last message of the output was cut
-        self._kept = False  # whether the output is in ``outputs``
-        self._generated: _Generated  # the last segment that the model generated
         self._prompt_tokens = len(rendered.ids)
-        self._inserted = 0  # ids of results that were inserted into the history
+        self._tool_tokens = 0  # ids of results of the server's tools within the turn
+        self._has_results = False  # whether the ids end with one, without <|start|>assistant
+        self._ended = 0  # the end of the last complete message of the output
         self._outputs: list[Output] = []
-        self._segments: list[_Segment] = []
-        self._begin_conversation(rendered.ids)
+        self._begin_output([*rendered.ids])
 
     @property
     def done(self) -> bool:
@@ -151,11 +118,8 @@ class StreamingHarmonyContext:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """The completed outputs, for a `Replay`.
-
-        Outputs that a stop string ended, whose ids contain that string, and outputs that continue
-        a prefill are left out.
-        """
+        """The completed outputs, for a `Replay`: neither those that a stop string ended, whose ids
+        contain that string, nor those that continue a prefill."""
         return tuple(self._outputs)
 
     def start(self, cached_tokens: int | None = None) -> list[Delta]:
@@ -165,23 +129,21 @@ class StreamingHarmonyContext:
     def append_output(
         self, ids: Sequence[int], logprobs: Sequence[TokenLogprob] = ()
     ) -> list[Delta]:
-        """Adds generated ids, and returns their deltas. Ids after the end are ignored.
-
-        ``logprobs`` are those of all ``ids``, if they were requested.
-        """
+        """Adds generated ``ids`` with their ``logprobs``, if those were requested, and returns
+        their deltas. Ids after the end are ignored."""
         if self._has_results:
-            self._begin_output(opening())
+            self._begin_output([*self._ids, *opening()])
         was_done = self.done
         if logprobs:
             deltas = [delta for each in logprobs for delta in self._parser.feed_one(each)]
         else:
             deltas = self._parser.feed(ids)
         if not was_done:
-            self._generated.ids.extend(ids)
+            self._ids += ids
             if self._parser.done_at is not None:
                 # Ids after the end do not belong to the conversation. The end may come before these
                 # ids: where the model began to write as the user or as a tool.
-                del self._generated.ids[self._generated.place(self._parser.done_at) :]
+                del self._ids[self._parser.done_at + self._offset :]
         return self._take_in(deltas)
 
     def append_tool_output(self, messages: Iterable[Result | ServerResult]) -> list[Delta]:
@@ -197,24 +159,26 @@ class StreamingHarmonyContext:
         if earlier := [each for each in results if each.call_id in within]:
             self._insert(earlier)
             results = [each for each in results if each.call_id not in within]
-            if not results:
-                return []
+        if not results:
+            return []
         calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
         rendered = [render_messages([each], self.names, calls, self._tenant) for each in results]
         served = all(isinstance(each, ServerResult) for each in results)
         deltas = [] if self._has_results else self._end_output()
         if not served:
-            self._keep_output()
-        for result, ids in zip(results, rendered, strict=True):
-            begins = [0] if served else []
-            self._segments.append(_Segment([*ids], begins, len(ids), served))
-            self._messages.append(result)
+            self._store_output()
+        for ids in rendered:
+            self._begins.append(len(self._ids))
+            self._ids += ids
+            self._tool_tokens += len(ids) if served else 0
+        self._messages += results
+        self._ended = len(self._ids)
+        self._has_results = True
         return deltas
 
     def render_for_completion(self) -> tuple[int, ...]:
         """The ids to generate from: the prompt, the output as it was generated, and results."""
-        ids = chain.from_iterable(each.ids for each in self._segments)
-        return (*ids, *opening()) if self._has_results else tuple(ids)
+        return (*self._ids, *opening()) if self._has_results else tuple(self._ids)
 
     def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
         """The deltas that end the turn. ``Finished`` has the usage of the whole turn.
@@ -222,11 +186,11 @@ class StreamingHarmonyContext:
         ``cached_tokens`` of the prompt were cached, not computed again.
         """
         if not self._has_results:
-            self._generated.ended = self._place(self._parser.ended_at)
+            self._ended = self._place(self._parser.ended_at)
         *deltas, finished = self._take_in(self._parser.close(reason))
         assert isinstance(finished, Finished)
         if not finished.stop_sequence:
-            self._keep_output()
+            self._store_output()
         usage = replace(
             finished.usage,
             prompt_tokens=self._prompt_tokens,
@@ -246,85 +210,59 @@ class StreamingHarmonyContext:
                 messages += [by_call[message.id]] if message.id in by_call else []
         self._turn = replace(self._turn, messages=tuple(messages))
         ids = self._renderer(self._turn).ids
-        self._inserted = (
-            self._tool_tokens + len(ids) - sum(len(each.ids) for each in self._segments)
-        )
         self._messages = messages
-        self._begin_conversation(ids)
+        self._tool_tokens += len(ids) - len(self._ids)
+        self._has_results = False
+        self._begin_output([*ids])
 
-    @property
-    def _has_results(self) -> bool:
-        """Whether the last segment is a tool's result, without ``<|start|>assistant`` after it."""
-        return self._segments[-1] is not self._generated
-
-    @property
-    def _tool_tokens(self) -> int:
-        """The number of ids of results of the server's tools within the turn."""
-        return self._inserted + sum(len(each.ids) for each in self._segments if each.served)
-
-    def _begin_conversation(self, prompt: Sequence[int]) -> None:
-        """Starts with ``prompt`` alone, which ends where the model continues."""
-        # With a prefill, the output begins within a message.
+    def _begin_output(self, ids: list[int]) -> None:
+        """The model continues ``ids``, in the same output if they end with a server's result."""
         lead = opening()
-        if [*prompt[-len(lead) :]] != lead:
-            lead = []
-        self._segments = [_Segment([*prompt[: len(prompt) - len(lead)]])]
-        self._begin_output(lead)
-
-    def _begin_output(self, lead: list[int]) -> None:
-        """Begins an output after ``lead``, in the same output if the server ran a tool before."""
-        if not self._segments[-1].served:
-            self._output_at = len(self._segments)
-            self._messages_before = len(self._messages)
-            self._cut = self._kept = False
-        self._generated = _Generated([*lead], opening=len(lead), read_before=self._parser.tokens)
-        self._segments.append(self._generated)
+        begins = ids[-len(lead) :] == lead  # with a prefill, it continues a message
+        self._ids = ids
+        self._start = len(ids) - len(lead) * begins  # the position of <|start|>assistant
+        self._offset = len(ids) - self._parser.tokens
+        last = self._messages[-1] if self._messages else None
+        if not (self._has_results and isinstance(last, ServerResult)):
+            self._output_at, self._messages_before = self._start, len(self._messages)
+            self._begins: list[int] = []  # the positions of the output's messages
+            self._cut = False  # whether the last of them was cut
+            # The continuation of a message, or of a turn in the history, cannot be placed without
+            # the rest of it.
+            self._stored = not begins or type(last) in ASSISTANT_KINDS
+        self._has_results = False
 
     def _end_output(self) -> list[Delta]:
         """Closes the output: as deltas, and with the terminator it has in a history."""
         called = self.server_call is not None
         called |= self._open is not None and self._open.kind in _CALLS
-        ids, lead = self._generated.ids, self._generated.opening
-        if lead and len(ids) == lead:
+        self._ended = self._place(self._parser.ended_at)  # before the open message is closed
+        deltas = self._take_in(self._parser.resume())
+        if self._ids[self._start :] == opening():
             # Nothing was generated: the call is in the history, and its result goes there, too.
-            self._segments.pop()
-            self._output_at = len(self._segments)
-        elif ids and ids[-1] in vocab.LAST:
-            ids[-1] = vocab.END
-        elif not ids or ids[-1] not in (vocab.END, vocab.CALL):
-            ids.append(vocab.CALL if called else vocab.END)
-        self._generated.ended = self._place(self._parser.ended_at)  # before the open one is closed
-        return self._take_in(self._parser.resume())
+            del self._ids[self._start :]
+            self._stored = True
+        else:
+            self._ids[-1:] = terminated(self._ids[-1:], called=called)
+        return deltas
 
     def _place(self, read: int) -> int:
-        """The position in the output after ``read`` ids of the parser, for a message boundary.
+        """The position where a message begins or ends, after ``read`` ids of the parser.
 
-        The first message after a result begins at its ``<|start|>assistant``, that is at 0.
+        The first message begins with the ``<|start|>assistant`` before them.
         """
-        follows = any(each.begins for each in self._segments[self._output_at :])
-        at_start = follows and read == self._generated.read_before
-        return 0 if at_start else self._generated.place(read)
+        at = read + self._offset
+        return self._start if at == self._start + len(opening()) else at
 
-    def _keep_output(self) -> None:
-        """Adds the output to ``outputs``, unless that was done before."""
-        if self._kept:
-            return
-        self._kept = True
-        output = self._segments[self._output_at :]
-        ids = [*chain.from_iterable(each.ids for each in output)]
-        before = tuple(self._messages[: self._messages_before])
+    def _store_output(self) -> None:
+        """Adds the output to ``outputs``, unless that was done before or it cannot be placed."""
         messages = tuple(self._messages[self._messages_before :])
-        # The continuation of a turn in the history cannot be placed without the rest of that turn.
-        continues = bool(before) and type(before[-1]) in ASSISTANT_KINDS
-        placeable = bool(output) and isinstance(output[0], _Generated) and output[0].opening > 0
-        if placeable and messages and not continues:
-            ends = [*accumulate(len(each.ids) for each in output)]
-            starts = [0, *ends[:-1]]
-            begins = (
-                start + at for start, each in zip(starts, output, strict=True) for at in each.begins
-            )
-            ended = starts[-1] + output[-1].ended
-            self._outputs.append(Output(before, messages, tuple(ids), tuple(begins), ended))
+        if messages and not self._stored:
+            before = tuple(self._messages[: self._messages_before])
+            ids, at = tuple(self._ids[self._output_at :]), self._output_at
+            begins = tuple(begin - at for begin in self._begins)
+            self._outputs.append(Output(before, messages, ids, begins, self._ended - at))
+        self._stored = True
 
     def _take_in(self, deltas: list[Delta]) -> list[Delta]:
         for delta in deltas:
@@ -332,7 +270,7 @@ class StreamingHarmonyContext:
                 self._parts.append(delta.text)
             elif isinstance(delta, Opened):
                 self._open, self._parts = delta, []
-                self._generated.begins.append(self._place(delta.at))
+                self._begins.append(self._place(delta.at))
             elif isinstance(delta, Closed):
                 self._messages.append(self._open_message())
                 self._open, self._cut = None, not delta.complete

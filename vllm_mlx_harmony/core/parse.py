@@ -7,9 +7,9 @@ parser agrees with ``StreamableParser`` of https://github.com/openai/harmony, wh
 test checks. On other output ``StreamableParser`` raises, which a server cannot afford.
 
 A message is a header, ``<|message|>``, a body and a terminator. The parser is in one of these
-**states**, and every control token is a **sign** that leads to the next state. As in h11
-(https://github.com/python-hyper/h11/blob/master/h11/_state.py), what a sign leads to is a table,
-`TRANSITIONS`, and its effects are code, `Parser._act`:
+**states**, and control tokens lead from one to another. As in h11
+(https://github.com/python-hyper/h11/blob/master/h11/_state.py), where a token leads is a table,
+`TRANSITIONS`, and its effects are code, `Parser._control`:
 
     HEADER ──<|message|>──▶ BODY ──<|end|>──▶ HEADER … ──<|return|>──▶ ENDED
                              └────<|call|>──▶ CALLED ──<|start|>──▶ HEADER   (a transcript)
@@ -30,8 +30,7 @@ so much loose text that it must be the message (to ``BODY``), an author other th
 - `ended_at`: those up to the end of the last complete message: 0, then 5.
 - `done_at`: those of the turn, once it has ended: 5.
 
-Reasoning budgets (`core.reasoning`) and coloured output (`cli.paint`) use this parser as well, so
-that there is only one reader of headers.
+Reasoning budgets (`core.reasoning`) and coloured output (`cli.paint`) use this parser, too.
 
 Three things complicate the picture.
 
@@ -94,63 +93,29 @@ class State(Enum):
     ENDED = auto()  # after <|return|>, a stop string, the call that ends the turn, another role
 
 
-class Sign(Enum):
-    """What a control token means to the parser: the input of the state machine."""
-
-    START = auto()
-    CHANNEL = auto()
-    CONSTRAIN = auto()
-    MESSAGE = auto()
-    END = auto()
-    CALL = auto()
-    RETURN = auto()
-    OTHER = auto()  # reserved, unassigned or out of range
-
-
-SIGNS: dict[int, Sign] = {
-    vocab.START: Sign.START,
-    vocab.CHANNEL: Sign.CHANNEL,
-    vocab.CONSTRAIN: Sign.CONSTRAIN,
-    vocab.MESSAGE: Sign.MESSAGE,
-    vocab.END: Sign.END,
-    vocab.CALL: Sign.CALL,
-    vocab.RETURN: Sign.RETURN,
-    vocab.ENDOFTEXT: Sign.RETURN,
+_ENDS = {
+    vocab.CALL: State.CALLED,
+    vocab.RETURN: State.ENDED,
+    vocab.ENDOFTEXT: State.ENDED,
 }
-"""``CALL`` and ``RETURN`` end a turn (`vocab.TURN_ENDS`)."""
 
-
-TRANSITIONS: dict[State, dict[Sign, State]] = {
-    State.HEADER: {
-        **dict.fromkeys(Sign, State.HEADER),
-        Sign.MESSAGE: State.BODY,
-        Sign.CALL: State.CALLED,
-        Sign.RETURN: State.ENDED,
-    },
+TRANSITIONS: dict[State, dict[int, State]] = {
+    State.HEADER: {vocab.MESSAGE: State.BODY, **_ENDS},
     State.BODY: {
-        **dict.fromkeys(Sign, State.BODY),
-        Sign.START: State.HEADER,
-        Sign.CHANNEL: State.HEADER,
-        Sign.END: State.HEADER,
-        Sign.CALL: State.CALLED,
-        Sign.RETURN: State.ENDED,
+        vocab.START: State.HEADER,
+        vocab.CHANNEL: State.HEADER,
+        vocab.END: State.HEADER,
+        **_ENDS,
     },
-    State.CALLED: {
-        **dict.fromkeys(Sign, State.CALLED),
-        Sign.START: State.HEADER,
-        Sign.RETURN: State.ENDED,
-    },
-    State.RESULT: {
-        **dict.fromkeys(Sign, State.RESULT),
-        Sign.START: State.HEADER,
-        Sign.END: State.HEADER,
-        Sign.CALL: State.CALLED,
-        Sign.RETURN: State.ENDED,
-    },
-    State.ENDED: dict.fromkeys(Sign, State.ENDED),
+    State.CALLED: {**_ENDS, vocab.START: State.HEADER},
+    State.RESULT: {vocab.START: State.HEADER, vocab.END: State.HEADER, **_ENDS},
+    State.ENDED: {},
 }
+"""The state that each control token leads to. Any other token changes nothing: reserved ones, ids
+out of range, and those with a meaning in other states only."""
 
 _CONTENT = (Kind.PREAMBLE, Kind.ANSWER)
+_CALLS = (Kind.CALL, Kind.SERVER_CALL)
 _CHANNEL_KINDS = {"analysis": Kind.REASONING, "commentary": Kind.PREAMBLE}
 _ENDED: State = State.ENDED  # looked up once per feed
 _Decoder = getincrementaldecoder("utf-8")
@@ -158,10 +123,8 @@ _Decoder = getincrementaldecoder("utf-8")
 
 @dataclass(frozen=True, slots=True)
 class _Loose:
-    """Text without ``<|message|>``: its header, its number of ids, where the header began.
-
-    ``logprobs`` as in the parser.
-    """
+    """Text without ``<|message|>``: its number of ``ids``, and how many ``began`` before the header
+    did."""
 
     header: Header
     text: str
@@ -183,18 +146,18 @@ class Parser:
     """Reads what a model generated after ``<|start|>assistant``.
 
     ``names`` maps recipients back to the tools of the request; ``stop`` are the caller's stop
-    strings; ``within`` is the header of a message that the prompt has already begun; ``one_call``
-    ends the turn with its first call; a ``transcript`` contains messages of all authors, as a
-    prompt does, and continues after the end of a turn. Feed ids in chunks of any size, then close:
-    the deltas do not depend on the chunks, except for how ``Text`` is split.
+    strings; ``answering``: the prompt contains the beginning of the answer; ``one_call`` ends the
+    turn with its first call; a ``transcript`` contains messages of all authors, as a prompt does,
+    and continues after the end of a turn. Feed ids in chunks of any size, then close: the deltas do
+    not depend on the chunks, except for how ``Text`` is split.
     """
 
     def __init__(
         self,
         names: Names | None = None,
         stop: Sequence[str] = (),
-        within: Header | None = None,
         *,
+        answering: bool = False,
         one_call: bool = False,
         transcript: bool = False,
     ) -> None:
@@ -209,7 +172,6 @@ class Parser:
         """The number of ids up to the end of the last complete message."""
         self.reading: Kind | None = None
         """The kind of the message whose body is being read; ``None`` in a header."""
-        self._in_call = False  # whether that body is a call, or the last one was
         self._began = 0  # the number of ids before the header that is being read
         self._names = names or Names()
         self._stop_strings = tuple(stop)
@@ -229,9 +191,9 @@ class Parser:
         """The log probabilities of ids not shown yet, each with the number of characters decoded
         before it. A character of which only some bytes came before counts as half."""
         self._begin_header(after_start=False)
-        if within is not None:
+        if answering:
             self.state = State.BODY
-            self._begin_body(within)
+            self._begin_body(Header(channel="final"))
 
     @property
     def done(self) -> bool:
@@ -239,18 +201,14 @@ class Parser:
         return self.done_at is not None
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
-        """The deltas of the next ids."""
         if self.state is _ENDED:
             return []
         for token in ids:
             self.tokens += 1
-            sign = SIGNS.get(token)
-            if sign is not None or not 0 <= token < vocab.STARTOFTEXT:
+            if not 0 <= token < vocab.STARTOFTEXT:
                 self._flush()
-                self._control(sign or Sign.OTHER)
+                self._control(token)
             elif self.state is State.BODY:
-                self.reasoning_tokens += self.reading is Kind.REASONING
-                self._call_tokens += self._in_call
                 self._pending.append(vocab.token_bytes(token))
                 if self._finder is None:
                     continue
@@ -281,10 +239,8 @@ class Parser:
         return self.feed((logprob.token,))
 
     def resume(self) -> list[Delta]:
-        """Begins another output of the same turn, after another ``<|start|>assistant``.
-
-        Returns the deltas that close what the previous output left open.
-        """
+        """Begins another output of the same turn, after another ``<|start|>assistant``, and returns
+        the deltas that close the previous one."""
         self._end_output(complete=True)
         self.state, self.done_at = State.HEADER, None
         self._waiting, self._answered = None, False
@@ -305,7 +261,7 @@ class Parser:
             if self._waiting.text or not cut:
                 self._show_loose(self._waiting)
             # The model gave up that header, and was cut before it wrote what it meant.
-            self._finish_body(complete=not (cut and self._in_call))
+            self._finish_body(complete=not (cut and self.reading in _CALLS))
         self.state = State.ENDED
         cut = cut and self._stopped_by is None
         ended: FinishReason = "tool_calls" if self._has_called else "stop"
@@ -325,53 +281,48 @@ class Parser:
 
     # Control tokens
 
-    def _control(self, sign: Sign) -> None:
+    def _control(self, token: int) -> None:  # noqa: C901, PLR0912 - one case per transition
         if self.state is State.HEADER:
             self._header.gap()
             if self._header.author != "assistant":
                 self._another_speaks(self._header.author)
-        before, self.state = self.state, TRANSITIONS[self.state][sign]
-        self._act(before, sign)
-        if self.state in (State.CALLED, State.ENDED):
-            self._end_turn(self.ended_at)
-        if self._transcript and self.state is State.ENDED:
-            self.state = State.CALLED  # a transcript continues after every end, with <|start|>
-
-    def _act(  # noqa: C901 - one case per transition
-        self, before: State, sign: Sign
-    ) -> None:
-        """The effects of the transition that ``sign`` made from ``before``."""
-        begins = self.state is State.HEADER and sign in (Sign.START, Sign.CHANNEL)
-        match before, sign:
-            case State.HEADER, Sign.CONSTRAIN:
+        before = self.state
+        self.state = TRANSITIONS[before].get(token, before)
+        begins = self.state is State.HEADER and token in (vocab.START, vocab.CHANNEL)
+        match before, token:
+            case State.HEADER, vocab.CONSTRAIN:
                 self._header.constrain()
-            case State.HEADER, Sign.MESSAGE:
+            case State.HEADER, vocab.MESSAGE:
                 self._decoder.reset()
                 header = self._header.header()
                 if header.role == "assistant":
                     self._begin_body(header)
                 else:  # without <|start|>, only <|message|> shows that it is a role
                     self._another_speaks(header.role)
-            case State.HEADER, Sign.END:
+            case State.HEADER, vocab.END:
                 loose = self._loose()
                 if (loose.text or loose.header.recipient) and not self._answered:
                     self._waiting = loose
                 self._end_message()
-            case State.HEADER, Sign.CALL | Sign.RETURN:
+            case State.HEADER, vocab.CALL | vocab.RETURN | vocab.ENDOFTEXT:
                 self._show_loose(self._loose())
                 self._end_message()
-            case State.BODY, Sign.START | Sign.CHANNEL | Sign.END | Sign.CALL | Sign.RETURN:
+            case State.BODY, _ if self.state is not before:
                 self._end_message()
-            case State.RESULT, Sign.END:
+            case State.RESULT, vocab.END:
                 self._end_message()
         if begins:
-            if sign is Sign.START:
+            if token == vocab.START:
                 self._begin_header(after_start=True)
             else:
                 self._header.channel()
             # The id that ended a body is the first of the next header.
             self._began = min(self._began, self.tokens - 1)
             self.ended_at = min(self.ended_at, self._began)
+        if self.state in (State.CALLED, State.ENDED):
+            self._end_turn(self.ended_at)
+        if self._transcript and self.state is State.ENDED:
+            self.state = State.CALLED  # a transcript continues after every end, with <|start|>
 
     def _end_turn(self, at: int) -> None:
         """Ends the turn, unless it had ended before: a transcript continues after its end."""
@@ -399,7 +350,7 @@ class Parser:
         self._decoder = _Decoder("replace")
         self.reading = None
         self._finder: StopStrings | None = None
-        self._opened, self._empty = False, True
+        self._opened = False
         self._decoded = self._shown = 0  # characters of the header, then of the body
         self._logprobs.clear()
 
@@ -417,8 +368,7 @@ class Parser:
         if loose.text or loose.header.recipient:
             self._began = loose.began
             self._begin_body(loose.header, loose.logprobs)
-            self.reasoning_tokens += loose.ids if self.reading is Kind.REASONING else 0
-            self._call_tokens += loose.ids if self._in_call else 0
+            self._count(loose.ids)
             self._show(loose.text)
 
     # Bodies
@@ -426,24 +376,29 @@ class Parser:
     def _begin_body(
         self, header: Header, logprobs: Iterable[tuple[float, TokenLogprob]] = ()
     ) -> None:
-        tool = self._names.addressee(header.recipient)
-        self.reading = Kind.CALL if tool else _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
-        self._in_call = bool(tool)
-        if self._stop_strings and self.reading in _CONTENT:
-            self._finder = StopStrings(self._stop_strings)
-        if self.reading is Kind.CALL:
+        self.reading = _CHANNEL_KINDS.get(header.channel, Kind.ANSWER)
+        if tool := self._names.addressee(header.recipient):
             served = self._names.is_served(header.recipient)
             self.reading = Kind.SERVER_CALL if served else Kind.CALL
             self._open(self.reading, tool)
+        elif self._stop_strings and self.reading in _CONTENT:
+            self._finder = StopStrings(self._stop_strings)
         self._decoded = 0
         self._logprobs = deque(logprobs if self.reading in _CONTENT else ())
 
     def _flush(self) -> None:
         """Decodes all bytes of the body in this feed at once."""
         if self._pending:
+            self._count(len(self._pending))
             text = self._decoder.decode(b"".join(self._pending))
             self._pending.clear()
             self._show(text)
+
+    def _count(self, ids: int) -> None:
+        if self.reading is Kind.REASONING:
+            self.reasoning_tokens += ids
+        elif self.reading in _CALLS:
+            self._call_tokens += ids
 
     def _show(self, text: str) -> None:
         self._decoded += len(text)
@@ -462,12 +417,11 @@ class Parser:
             return
         if not self._opened:
             self._open(self.reading)
-        self._empty = False
         self._shown += len(text)
-        logprobs: list[TextLogprob] = []
+        logprobs: tuple[TextLogprob, ...] = ()
         while self._logprobs and self._logprobs[0][0] < self._shown:
-            logprobs.append(_as_text(self._logprobs.popleft()[1]))
-        self._out.append(Text(text, tuple(logprobs)) if logprobs else Text(text))
+            logprobs += (_as_text(self._logprobs.popleft()[1]),)
+        self._out.append(Text(text, logprobs))
 
     def _open(self, kind: Kind, name: str = "") -> None:
         self._out.append(Opened(self._index, kind, name, self._began))
@@ -487,9 +441,9 @@ class Parser:
             self._show(self._decoder.decode(b"", final=True))
         if self._finder is not None:
             self._emit(self._finder.flush())
-        if complete and self.reading in (Kind.CALL, Kind.SERVER_CALL):
+        if complete and self.reading in _CALLS:
             self._has_called = self._has_called or self.reading is Kind.CALL
-            self._emit("{}" if self._empty else "")
+            self._emit("" if self._shown else "{}")
             if self._one_call or self.reading is Kind.SERVER_CALL:
                 self.state = State.ENDED  # the server runs its call before the model continues
         self._emit_closed(complete=complete)

@@ -3,8 +3,8 @@
 A ``ReasoningWatch`` reads every id of a turn, finds those that are reasoning with a parser
 (semantics B), and decides which id is forced, or which ids are banned, next (C5).
 
-This is not part of the grammar: a budget is not a property of a text, llguidance's own
-``max_tokens`` disables its rollback, and reasoning has to be limited even if the grammar is off.
+This is no part of the grammar, since reasoning has to be limited even if the grammar is off, and
+llguidance's own ``max_tokens`` disables its rollback.
 
 Once a limit is reached, reasoning ends with the current word (at white space or punctuation), or
 after ``GRACE`` more ids. Then ``<|end|><|start|>assistant`` is forced, and the model continues
@@ -29,7 +29,6 @@ from functools import lru_cache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind, ReasoningCut
-from vllm_mlx_harmony.core.header import Header
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser, State
 
@@ -73,7 +72,7 @@ class ReasoningWatch:
         self._limit = limit
         self._loop = Loop(repetitions) if repetitions else None
         self._over = 0
-        self._parser = Parser(names, within=Header(channel="final") if answering else None)
+        self._parser = Parser(names, answering=answering)
         self._body_tokens = 0  # ids of reasoning that skipped the parser
         self._after_channel = False
         self.forced: tuple[int, ...] = ()
@@ -104,7 +103,7 @@ class ReasoningWatch:
         return not limited and (self._loop is None or self._loop.away_by(tokens))
 
     def consume(self, token: int) -> None:
-        """Reads the next id, whether it was forced or sampled."""
+        """Reads the next id, forced or sampled."""
         self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
         self._after_channel = token == vocab.CHANNEL
         was_reasoning = self._is_reasoning
@@ -149,21 +148,17 @@ class Loop:
         self._repetitions = max(repetitions, 2)
         self._ids: list[int] = []  # the last ones, at least MAX_PERIOD of them
         self._dropped = 0  # how many came before them
-        # Where each of the last grams ended. There are two generations, so that old grams can be
-        # dropped all at once.
-        self._places: dict[tuple[int, ...], int] = {}
-        self._older: dict[tuple[int, ...], int] = {}
+        self._places: dict[tuple[int, ...], int] = {}  # where each of the last grams ended
         self._period = 0
         self._run = 0  # how many of the last ids equal those one period before
         self._enough = 0  # the length of a run that is a loop
 
     def away_by(self, tokens: int) -> bool:
-        """Whether a loop is more than ``tokens`` ids away."""
+        """Whether no loop can be complete within the next ``tokens`` ids."""
         missing = self._enough - self._run if self._period else MIN_LOOP - _GRAM
         return not self.found and missing > tokens
 
     def consume(self, token: int) -> None:
-        """Reads the next id."""
         ids = self._ids
         ids.append(token)
         at = self._dropped + len(ids)
@@ -172,7 +167,7 @@ class Loop:
             self._run += 1
             self.found = self.found or self._run >= self._enough
         else:
-            place = self._places.get(gram) or self._older.get(gram)
+            place = self._places.get(gram)
             self._period = 0
             if place is not None and at - place <= MAX_PERIOD:
                 self._period, self._run = at - place, _GRAM
@@ -181,11 +176,11 @@ class Loop:
                 repeated = min((self._repetitions - 1) * self._period, long)
                 self._enough = max(MIN_LOOP, repeated)
         self._places[gram] = at
-        if len(self._places) >= MAX_PERIOD:
-            self._places, self._older = {}, self._places
         if len(ids) > 2 * MAX_PERIOD:
             self._dropped += len(ids) - MAX_PERIOD - 1
             del ids[: -MAX_PERIOD - 1]
+            recent = at - MAX_PERIOD
+            self._places = {gram: at for gram, at in self._places.items() if at >= recent}
 
 
 @lru_cache(maxsize=1)
