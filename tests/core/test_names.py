@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_mlx_harmony.core import names as module
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names, carryable
 from vllm_mlx_harmony.core.turn import (
@@ -213,6 +212,6 @@ def test_thousands_of_names_that_are_alike_take_as_many_tries(tools: list[str]) 
             return super().__contains__(name)
 
     taken, numbers = Counting(), dict[str, int]()
-    aliases = [module._alias(name, taken, numbers) for name in tools]
+    aliases = [carryable(name, taken, numbers) for name in tools]
     assert len(set(aliases)) == len(tools)
     assert tried <= 2 * len(tools)

@@ -26,10 +26,8 @@ class Attachments(str, Enum):
     REFUSE = "refuse"
 
     def line(self, kind: str, part_type: str, where: str) -> str:
-        """What the model reads instead of the part at the path ``where`` of the request.
-
-        ``part_type`` is the API's word for it. With ``REFUSE``, raises ``RequestError``.
-        """
+        """What the model reads instead of the part at the path ``where`` of the request, which the
+        API calls ``part_type``. With ``REFUSE``, raises ``RequestError``."""
         if self is Attachments.REFUSE:
             problem = f"{where} is of type {quoted(part_type)}: this model reads text only"
             raise RequestError(problem, param=where, code="unsupported_value")

@@ -59,10 +59,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The prompt has been rendered; the engine computes it next.
-
-    ``cached_tokens`` of it are cached; ``None`` if that is not known yet.
-    """
+    """The prompt has been rendered, and the engine computes it next. ``cached_tokens`` of it are
+    cached (``None``: not known yet)."""
 
     prompt_tokens: int
     cached_tokens: int | None = None
@@ -72,9 +70,8 @@ class Started:
 class Progress:
     """How far the engine has got with the prompt, before it generates anything.
 
-    ``processed`` of ``total`` tokens are done, the ``cached`` ones included. ``seconds`` have
-    passed since the engine began to compute it. ``place`` is its place in the queue, from 1; 0 once
-    the engine has begun.
+    ``processed`` of ``total`` tokens are done, the ``cached`` ones included, in ``seconds``.
+    ``place`` is its place in the queue, from 1; 0 once the engine has begun.
     """
 
     total: int
@@ -151,10 +148,10 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class ToolStarted:
-    """The server starts to run the tool that the previous message calls.
+    """The server starts to run the tool that the previous message calls, or a ``call`` of an
+    earlier turn that has been approved since.
 
-    Without this delta the call is not run: it needs approval, or was cut off. ``call`` is set for a
-    call of an earlier turn that has been approved since: this turn has no message for it.
+    Without this delta the call is not run: it needs approval, or was cut off.
     """
 
     call: ServerCall | None = None
@@ -162,7 +159,7 @@ class ToolStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolFailure:
-    """Why a call failed. ``by_tool``: the tool itself reported it, in the words of ``text``."""
+    """Why a call failed. ``by_tool``: ``text`` is the tool's own report."""
 
     text: str
     by_tool: bool = False
@@ -204,11 +201,8 @@ Delta: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """A delta of one of several answers to the same prompt, the one at ``index``.
-
-    The ``Progress`` of the prompt, ``Failed`` and the ``Finished`` with the usage of all answers
-    together are not part of any one of them.
-    """
+    """A delta of the answer at ``index``, one of several to the same prompt. ``Progress`` of the
+    prompt, ``Failed`` and the ``Finished`` with the whole usage are not part of any one."""
 
     index: int
     delta: Delta

@@ -61,15 +61,13 @@ class HarmonyFailure(Exception):
         super().__init__(message)
         self.message = message
         self.param = param
-        if code is not None:
-            self.code = code
-        if status is not None:
-            self.status = status
+        self.code = code or self.code
+        self.status = status or self.status
         self.retry_after = retry_after
 
 
 class RequestError(HarmonyFailure):
-    """The request is invalid or asks for something unsupported: 400 unless ``status`` is given."""
+    """The request is invalid or asks for something unsupported."""
 
     status = 400
 

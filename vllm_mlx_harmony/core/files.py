@@ -9,11 +9,8 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes, *, replace: bool = True) -> None:
-    """Writes ``content`` to ``path`` with mode 0600, and creates missing directories.
-
-    Several processes may write at once. Without ``replace``, an existing file stays. Raises
-    ``OSError``.
-    """
+    """Writes ``content`` to ``path`` with mode 0600, and creates missing directories. Several
+    processes may do so at once. Without ``replace``, an existing file stays. Raises ``OSError``."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)  # mode 0600
     try:

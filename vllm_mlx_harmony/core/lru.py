@@ -49,7 +49,7 @@ class ByteLRU(Generic[Key, Value]):
                 self._forget(next(iter(self._entries)))
 
     def discard(self, key: Key) -> bool:
-        """Removes ``key``, and returns whether it was there."""
+        """Removes ``key``; whether it was there."""
         with self._lock:
             return self._forget(key)
 

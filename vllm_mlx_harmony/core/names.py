@@ -38,9 +38,8 @@ class Names:
     """The names of one turn: ``aliases`` maps each declared name to the one in the prompt.
 
     ``builtin`` are the built-in namespaces that the client runs, ``server`` the recipients of the
-    tools that the server runs. A declared tool may have the name of a built-in one and then gets an
-    alias (``functions.python_tool`` beside ``python``). A client that runs both sees ``python`` for
-    both.
+    tools that the server runs. A declared tool with the name of a built-in one gets an alias
+    (``functions.python_tool`` beside ``python``); a client that runs both sees ``python`` for both.
     """
 
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -97,11 +96,8 @@ class Names:
         return name if is_builtin else _PREFIX + self.alias(name)
 
     def addressee(self, recipient: str) -> str:
-        """The tool that ``recipient`` addresses, by its declared name.
-
-        An unknown recipient is returned without ``functions.``. Empty for one that is never a tool
-        (``NOT_TOOLS``).
-        """
+        """The declared name of the tool that ``recipient`` addresses, or an unknown recipient
+        without ``functions.``. Empty for one that is never a tool (``NOT_TOOLS``)."""
         if recipient in NOT_TOOLS:
             return ""
         return self._known(recipient)[0] or recipient.removeprefix(_PREFIX) or recipient
@@ -178,7 +174,7 @@ def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, st
         similar = name
         if declares and _is_trained(name):
             similar = name.replace(".", "_") if "." in name else f"{name}_tool"
-        aliases[name] = name if name in unchanged else _alias(similar, taken, numbers)
+        aliases[name] = name if name in unchanged else carryable(similar, taken, numbers)
     return aliases
 
 
@@ -187,12 +183,13 @@ def _is_trained(name: str) -> bool:
     return _namespace(name) in TRAINED or name in _LIKE_TRAINED
 
 
-def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
-    """A name similar to ``name`` that fits a header; it is added to ``taken``.
+def carryable(name: str, taken: set[str], numbers: dict[str, int] | None = None) -> str:
+    """``name``, or a similar one that fits a header and is free; it is added to ``taken``.
 
     ``numbers`` has the last number for each beginning of a name. Otherwise each of thousands of
     similar names would try all earlier numbers.
     """
+    numbers = {} if numbers is None else numbers
     stem = name if _is_carryable(name) else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
     alias, start = stem[:_MAX_NAME], stem[: _MAX_NAME - _SUFFIX]
     while alias in taken:
@@ -201,11 +198,6 @@ def _alias(name: str, taken: set[str], numbers: dict[str, int]) -> str:
         alias = stem[: _MAX_NAME - len(end)] + end
     taken.add(alias)
     return alias
-
-
-def carryable(name: str, taken: set[str]) -> str:
-    """``name``, or a similar one that fits a header and is free; it is added to ``taken``."""
-    return _alias(name, taken, {})
 
 
 def _is_carryable(name: str) -> bool:

@@ -13,10 +13,8 @@ class StopStrings:
         self._pending = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that can be shown now, and the stop string once one is complete.
-
-        A possible beginning of a stop string is held back until it is decided.
-        """
+        """The text that can be shown now, without what may begin a stop string, and the stop string
+        once one is complete."""
         text = self._pending + text
         found = [(text.find(string), string) for string in self._strings if string in text]
         if found:

@@ -21,18 +21,14 @@ which stops all threads, takes 10 ms to traverse them."""
 
 
 def is_quick_to_parse(text: str) -> bool:
-    """Whether ``text`` is small enough to be parsed and written as JSON in one call.
-
-    It counts characters that may begin a value, those inside strings included.
-    """
+    """Whether ``text`` is small enough to be parsed and written as JSON in one call. Characters
+    that may begin a value count inside strings, too."""
     return len(text) <= MAX_JSON_CHARACTERS and sum(map(text.count, ",[{")) <= MAX_JSON_VALUES
 
 
 def characters(value: object) -> int:
-    """The approximate length of ``value``, parsed JSON, when written.
-
-    Pure Python, so other threads can run meanwhile.
-    """
+    """The approximate length of ``value``, parsed JSON, when written. Other threads can run
+    meanwhile, since this is pure Python."""
     level, total = [value], 0
     while level:
         inner: list[object] = []

@@ -28,10 +28,7 @@ class Effort(str, Enum):
 
     @classmethod
     def parse(cls, word: object, *, param: str = "reasoning_effort") -> Effort:
-        """The effort for the word in a request (semantics A8).
-
-        Raises ``RequestError`` naming ``param`` for any other word or type.
-        """
+        """The effort of a word (semantics A8). Raises ``RequestError`` naming ``param``."""
         effort = EFFORTS.get(word.lower()) if isinstance(word, str) else None
         if effort is None:
             known = ", ".join(EFFORTS)
@@ -106,24 +103,18 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of the call ``call_id``.
-
-    ``where`` is the path of this message in the request, for the error if no earlier call has that
-    id (A5).
-    """
+    """The result of the call ``call_id``."""
 
     call_id: str
     text: str
     where: str = "messages"
+    """The path of this message in the request, for the error if there is no such call (A5)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerCall:
-    """A call of a tool that the server runs within the same turn.
-
-    ``name`` is the whole recipient, under which it is rendered: ``python``, ``browser.open``,
-    ``weather.now``.
-    """
+    """A call of a tool that the server runs within the same turn. ``name`` is the whole recipient:
+    ``python``, ``browser.open``, ``weather.now``."""
 
     id: str
     name: str
@@ -201,23 +192,19 @@ class Namespace:
 
     @property
     def is_builtin(self) -> bool:
-        """Whether it has the name of a built-in tool."""
         return self.name in BUILTIN_TOOLS
 
     @property
     def recipients(self) -> tuple[str, ...]:
-        """The recipients of calls to its tools."""
         if self.name == PYTHON:
             return (PYTHON,)
         return tuple(f"{self.name}.{tool.name}" for tool in self.tools)
 
     @property
     def by_recipient(self) -> dict[str, Tool]:
-        """Its tools by recipient."""
         return dict(zip(self.recipients, self.tools, strict=False))  # python has one recipient
 
     def needs_approval(self, recipient: str) -> bool:
-        """Whether a call to ``recipient`` needs the caller's approval."""
         tool = self.by_recipient.get(recipient)
         return tool is not None and tool.name in self.approval
 
@@ -229,10 +216,9 @@ PYTHON = "python"
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """Which tools the turn may call: declared ``names``, and recipients of tools that the server
-    runs (``None``: all).
+    runs (``None``: all). If it is ``required``, the turn ends in such a call.
 
-    ``required``: the turn has to end in a call of one of them. ``tool_choice: none`` is a turn
-    without tools instead (A9).
+    ``tool_choice: none`` is a turn without tools instead (A9).
     """
 
     required: bool = False
@@ -259,10 +245,8 @@ class ResponseFormat:
 
 @dataclass(frozen=True, slots=True)
 class AdditionalTools:
-    """Tools that are declared later in a conversation, and callable from there on.
-
-    A tool replaces an earlier one with the same name. Earlier messages stay as rendered (A12).
-    """
+    """Tools that are callable from here on, in place of earlier ones with the same name. Earlier
+    messages stay as rendered (A12)."""
 
     tools: tuple[Tool, ...]
 
@@ -398,7 +382,6 @@ class Turn:
 
     @property
     def answer_format(self) -> ResponseFormat | None:
-        """The format of the next answer."""
         for message in reversed(self.messages):
             if isinstance(message, FormatUpdate):
                 return message.response_format
@@ -476,14 +459,14 @@ class Defaults:
 class ResponseInfo:
     """Metadata of an answer: a hexadecimal ``id_seed``, the Unix time ``created``, the ``model``.
 
-    ``choice`` is its place among several answers to the same prompt, from 0. All of this is passed
-    in, so that core and protocols need neither a clock nor random numbers.
+    It is passed in, so that core and protocols need neither a clock nor random numbers.
     """
 
     id_seed: str
     created: int
     model: str
     choice: int = 0
+    """Its place among several answers to the same prompt."""
 
     def call_id(self, index: int) -> str:
         """The id of the call in message ``index`` of the answer, the same in every API."""

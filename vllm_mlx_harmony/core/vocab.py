@@ -12,8 +12,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,7 +38,7 @@ MESSAGE = 200_008
 CALL = 200_012
 
 TURN_ENDS = frozenset({RETURN, CALL, ENDOFTEXT})
-"""Ids that end the model's turn: an engine stops at them (semantics B). `parse.SIGNS` and
+"""Ids that end the model's turn: an engine stops at them (semantics B). `parse.TRANSITIONS` and
 `grammar.language` have what each of them means."""
 
 LAST = frozenset({RETURN, ENDOFTEXT})
@@ -111,10 +110,8 @@ def clean(text: str) -> str:
 
 
 def token_bytes(token: int) -> bytes:
-    """The bytes of ``token``, which may be part of a character.
-
-    Empty for a control or reserved id, and for an id outside the vocabulary.
-    """
+    """The bytes of ``token``, which may be part of a character; empty for a control or reserved id,
+    and for an id outside the vocabulary."""
     return _token_bytes[token]
 
 
@@ -151,10 +148,8 @@ def cache_dir() -> Path:
 
 
 def official_file(packed: bytes | None = None) -> bytes:
-    """The official `o200k_base.tiktoken`, rebuilt from the compressed file in the package.
-
-    Raises ``VocabularyError`` if that file is missing or damaged.
-    """
+    """The official `o200k_base.tiktoken`, rebuilt from the compressed file in the package. Raises
+    ``VocabularyError`` if that file is missing or damaged."""
     try:
         import lzma  # not in every build of Python, and not needed with a cached file
     except ImportError as error:
@@ -184,50 +179,44 @@ _DAMAGED = f"the shipped vocabulary ({DATA_NAME}) is damaged; reinstall vllm-mlx
 
 
 def _load() -> HarmonyEncoding:
-    from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
-
-    with _vocabulary_dir() as directory:
-        before = os.environ.get(BASE_VARIABLE)
-        os.environ[BASE_VARIABLE] = str(directory)
-        try:
-            return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
-        except (HarmonyError, OSError) as error:
-            raise VocabularyError(
-                f"{directory / FILE_NAME} cannot be loaded ({error}); remove it, and unset "
-                f"{BASE_VARIABLE} if it points there"
-            ) from error
-        finally:
-            if before is None:
-                del os.environ[BASE_VARIABLE]
-            else:
-                os.environ[BASE_VARIABLE] = before
-
-
-@contextmanager
-def _vocabulary_dir() -> Iterator[Path]:
-    """A directory with the vocabulary file, which exists as long as the context.
-
-    It is the one that the user configured, else the user's cache, else (if that is read-only or
-    full) a temporary one.
-    """
+    """Loads the file that the user configured, else the one in the user's cache, else (if that is
+    read-only or full) a temporary one."""
     pointed = os.environ.get(BASE_VARIABLE)
     if pointed and (Path(pointed) / FILE_NAME).is_file():
-        yield Path(pointed)
-    elif (cached := _cached()) is not None:
-        yield cached
-    else:
-        try:
-            with tempfile.TemporaryDirectory(
-                prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True
-            ) as name:
-                write_atomically(Path(name) / FILE_NAME, official_file())
-                yield Path(name)
-        except OSError as error:
-            raise VocabularyError(
-                f"the vocabulary cannot be written to {cache_dir()} or to a temporary directory "
-                f"({error}); free some space, or set {BASE_VARIABLE} to a directory that contains "
-                f"{FILE_NAME}"
-            ) from error
+        return _load_from(Path(pointed))
+    if (cached := _cached()) is not None:
+        return _load_from(cached)
+    try:
+        with tempfile.TemporaryDirectory(
+            prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True
+        ) as name:
+            write_atomically(Path(name) / FILE_NAME, official_file())
+            return _load_from(Path(name))
+    except OSError as error:
+        raise VocabularyError(
+            f"the vocabulary cannot be written to {cache_dir()} or to a temporary directory "
+            f"({error}); free some space, or set {BASE_VARIABLE} to a directory that contains "
+            f"{FILE_NAME}"
+        ) from error
+
+
+def _load_from(directory: Path) -> HarmonyEncoding:
+    from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
+
+    before = os.environ.get(BASE_VARIABLE)
+    os.environ[BASE_VARIABLE] = str(directory)
+    try:
+        return load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+    except (HarmonyError, OSError) as error:
+        raise VocabularyError(
+            f"{directory / FILE_NAME} cannot be loaded ({error}); remove it, and unset "
+            f"{BASE_VARIABLE} if it points there"
+        ) from error
+    finally:
+        if before is None:
+            del os.environ[BASE_VARIABLE]
+        else:
+            os.environ[BASE_VARIABLE] = before
 
 
 def _cached() -> Path | None:
