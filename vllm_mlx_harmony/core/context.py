@@ -50,11 +50,6 @@ _MESSAGE_OF: dict[Kind, Callable[[str], Message]] = {
     Kind.ANSWER: Answer,
 }
 
-_CALLS: dict[Kind, type[Call] | type[ServerCall]] = {
-    Kind.CALL: Call,
-    Kind.SERVER_CALL: ServerCall,
-}
-
 
 class StreamingHarmonyContext:
     """One turn, from its prompt to its last delta; ``info`` provides the ids of calls.
@@ -234,8 +229,7 @@ class StreamingHarmonyContext:
 
     def _end_output(self) -> list[Delta]:
         """Closes the output: as deltas, and with the terminator it has in a history."""
-        called = self.server_call is not None
-        called |= self._open is not None and self._open.kind in _CALLS
+        last = self.server_call if self._open is None else self._open_message()
         self._ended = self._place(self._parser.ended_at)  # before the open message is closed
         deltas = self._take_in(self._parser.resume())
         if self._ids[self._start :] == opening():
@@ -243,6 +237,7 @@ class StreamingHarmonyContext:
             del self._ids[self._start :]
             self._stored = True
         else:
+            called = isinstance(last, (Call, ServerCall))
             self._ids[-1:] = terminated(self._ids[-1:], called=called)
         return deltas
 
@@ -279,8 +274,8 @@ class StreamingHarmonyContext:
     def _open_message(self) -> Message:
         """The open message, as far as it was generated."""
         assert self._open is not None
-        text = "".join(self._parts)
-        if self._open.kind in _CALLS:
-            key = self._info.call_id(self._open.index)
-            return _CALLS[self._open.kind](key, self._open.name, text)
-        return _MESSAGE_OF[self._open.kind](text)
+        opened, text = self._open, "".join(self._parts)
+        if opened.kind in _MESSAGE_OF:
+            return _MESSAGE_OF[opened.kind](text)
+        call = Call if opened.kind is Kind.CALL else ServerCall
+        return call(self._info.call_id(opened.index), opened.name, text)
