@@ -485,7 +485,7 @@ def test_long_answers_and_bodies_are_cut(monkeypatch: pytest.MonkeyPatch) -> Non
     assert seen.body is None
     for _ in range(100):
         seen.events([Event("x" * 100)])
-    assert len(seen.frames()) + seen.dropped == 100 and 10 <= len(seen.frames()) <= 12
+    assert len(seen.frames) + seen.dropped == 100 and 10 <= len(seen.frames) <= 12
     seen.whole({"text": "y" * 2000})
     assert seen.dropped
 

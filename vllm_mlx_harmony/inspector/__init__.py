@@ -27,7 +27,6 @@ VARIABLE = "VLLM_MLX_HARMONY_INSPECT"
 
 
 def is_enabled() -> bool:
-    """Whether the variable is set."""
     return os.environ.get(VARIABLE, "").strip() == "1"
 
 

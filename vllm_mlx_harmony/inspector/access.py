@@ -74,7 +74,6 @@ class Sessions:
         )
 
     def close(self, request: Request, response: Response) -> None:
-        """Ends the session of ``request``."""
         self._keys.pop(request.cookies.get(_cookie(request), ""), None)
         response.delete_cookie(_cookie(request), path=PATH, httponly=True, samesite="strict")
 

@@ -49,7 +49,8 @@ class Record:
 
     ``times`` has the time of each id in ``output``, and ``origins`` how it came about, as in
     ``Step``. ``results`` are the parts of ``output`` that are not generated, but results of tools
-    that the server ran. ``dropped`` counts the events that are left out.
+    that the server ran. ``frames`` is the answer as its API has it: events, or one document.
+    ``dropped`` counts the events that are left out.
     """
 
     def __init__(self, log: Log, observed: Observed) -> None:
@@ -65,8 +66,7 @@ class Record:
         self.progress: Progress | None = None
         self.grammar = False
         self.reasoning_ended_by = ""
-        self._events: list[Event] = []
-        self._whole = ""
+        self.frames: list[str] = []
         self.dropped = 0
         self.finish = ""
         self.result = ""
@@ -103,8 +103,7 @@ class Record:
             now = time.perf_counter()
             self.output.extend(ids)
             self.origins += (step.origins or UNKNOWN * len(ids)).encode()
-            for _ in ids:
-                self.times.append(now - self._since)
+            self.times.extend([now - self._since] * len(ids))
             self._log.generated(len(ids), now)
         self._log.changed(self)
 
@@ -112,25 +111,22 @@ class Record:
         """The result is in the next prompt."""
 
     def events(self, events: Sequence[Event]) -> None:
-        """Events as they are sent."""
         for event in events:
             if self._characters > MAX_ANSWER:
                 self.dropped += 1
             else:
                 self._characters += len(event.data)
-                self._events.append(event)
+                self.frames.append(frame(event))
 
     def whole(self, document: dict[str, Any]) -> None:
-        """The answer, if it is not streamed."""
         text = dumps(document)
         if len(text) <= MAX_ANSWER:
-            self._whole, self._characters = text, len(text)
+            self.frames, self._characters = [text], len(text)
         else:
             self.dropped = 1
         self._log.changed(self)
 
     def ended(self, result: str, usage: Usage, failure: Exception | None) -> None:
-        """The end, with its failure."""
         self.result, self.usage = result, usage
         self.seconds = time.perf_counter() - self._since
         self._look()
@@ -165,14 +161,7 @@ class Record:
 
     @property
     def generated(self) -> int:
-        """Ids that the model generated."""
         return len(self.output) - sum(end - start for start, end in self.results)
-
-    def frames(self, first: int = 0) -> list[str]:
-        """The answer as its API has it: events from the one at ``first`` on, or one document."""
-        if self._whole:
-            return [self._whole][first:]
-        return [frame(event) for event in self._events[first:]]
 
     def summary(self) -> dict[str, Any]:
         """A row of the list. ``speed`` is in tokens per second, after the first token."""
@@ -231,19 +220,15 @@ def _without_secrets(observed: Observed) -> bytes | None:
         return raw
     shown = dict(document)
     for name in ("tools", "mcp_servers"):
-        entries = document.get(name)
-        if isinstance(entries, list) and any(SECRETS & set(_fields(each)) for each in entries):
-            shown[name] = [
-                {key: "[redacted]" if key in SECRETS else each[key] for key in each}
-                if isinstance(each, dict)
-                else each
-                for each in entries
-            ]
+        if isinstance(entries := document.get(name), list):
+            shown[name] = [_redacted(each) for each in entries]
     return raw if shown == document else dumps(shown).encode()
 
 
-def _fields(entry: object) -> dict[str, Any]:
-    return entry if isinstance(entry, dict) else {}
+def _redacted(entry: object) -> object:
+    if not isinstance(entry, dict):
+        return entry
+    return {key: "[redacted]" if key in SECRETS else value for key, value in entry.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,11 +251,9 @@ class Log:
         self.failures: deque[Failure] = deque(maxlen=MAX_FAILURES)
         self.finished = self.prompt_tokens = self.cached_tokens = 0
         self._records: dict[str, Record] = {}
-        self._minutes: deque[tuple[float, int]] = deque(maxlen=MINUTES)
-        self._minute, self._tokens = 0.0, 0
+        self._minutes: dict[float, int] = {}
 
     def observe(self, observed: Observed) -> Record:
-        """A record of a new request."""
         record = self._records[observed.id_seed] = Record(self, observed)
         self.changed(record)
         self._trim()
@@ -282,7 +265,6 @@ class Log:
         record.version = self.version
 
     def ended(self, record: Record) -> None:
-        """Adds ``record`` to the sums."""
         self.changed(record)
         self.finished += 1
         self.prompt_tokens += len(record.prompt_ids)
@@ -295,17 +277,14 @@ class Log:
     def generated(self, tokens: int, now: float) -> None:
         """Counts tokens in the current minute; ``now`` as ``time.perf_counter`` has it."""
         minute = now // 60
-        if minute != self._minute:
-            if self._tokens:
-                self._minutes.append((self._minute, self._tokens))
-            self._minute, self._tokens = minute, 0
-        self._tokens += tokens
+        self._minutes[minute] = self._minutes.get(minute, 0) + tokens
+        if len(self._minutes) > MINUTES:
+            del self._minutes[next(iter(self._minutes))]
 
     def minutes(self) -> list[int]:
         """Tokens generated in each of the last minutes, the current one last."""
         now = time.perf_counter() // 60
-        counted = dict([*self._minutes, (self._minute, self._tokens)])
-        return [counted.get(now - ago, 0) for ago in reversed(range(MINUTES))]
+        return [self._minutes.get(now - ago, 0) for ago in reversed(range(MINUTES))]
 
     def of(self, owner: str | None) -> Iterator[Record]:
         """The requests of ``owner``, or all, the oldest first."""
@@ -314,9 +293,7 @@ class Log:
                 yield record
 
     def find(self, key: str, owner: str | None) -> Record | None:
-        """The request with this id."""
-        record = self._records.get(key)
-        return record if record is not None and owner in (None, record.observed.owner) else None
+        return next((record for record in self.of(owner) if record.id == key), None)
 
     def _trim(self) -> None:
         held = sum(record.nbytes for record in self._records.values())

@@ -219,7 +219,7 @@ def _output(record: Record, tokens: int, events: int) -> bytes:
         "times": [round(each, 5) for each in record.times[tokens : tokens + len(texts)]],
         "origins": record.origins[tokens : tokens + len(texts)].decode("utf-8", "replace"),
         "results": record.results,
-        "events": record.frames(events),
+        "events": record.frames[events:],
         "dropped": record.dropped,
     }
     return encode(found).encode()
