@@ -13,7 +13,7 @@ import pytest
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import cursor
-from vllm_mlx_harmony.standin.directory import _tokenizers_encoder
+from vllm_mlx_harmony.standin.directory import _encoder
 
 Encode = Callable[[str], list[int]]
 
@@ -69,19 +69,25 @@ def test_seed_decides_the_tiny_weights(tiny: Path, tmp_path: Path) -> None:
     assert weights(standin.write_tiny(tmp_path / "other", seed=2)) != weights(tiny)
 
 
-def test_shelf_follows_a_rescript(tmp_path: Path, encode: Encode) -> None:
+def test_a_book_follows_a_rescript(tmp_path: Path, encode: Encode) -> None:
     standin.rescript(tmp_path, [standin.Script("a", "one")])
-    shelf = cursor.Shelf(tmp_path)
-    before = shelf.book()
-    assert shelf.book() is before
+    before = cursor.read_book(tmp_path)
+    assert cursor.read_book(tmp_path) is before
     standin.rescript(tmp_path, [standin.Script("a", "two")])
-    assert shelf.book().entries[0].completion == tuple(encode("two"))
+    assert cursor.read_book(tmp_path).entries[0].completion == tuple(encode("two"))
 
 
-def test_text_becomes_ids_without_openai_harmony_too(directory: Path, encode: Encode) -> None:
+def test_text_becomes_ids_without_openai_harmony_too(
+    directory: Path, encode: Encode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise ImportError
+
     pytest.importorskip("tokenizers", reason="comes with the host")
     text = "<|channel|>final<|message|>Zürich 🙂  日本\n<|return|>"
-    assert _tokenizers_encoder(directory / "tokenizer.json")(text) == encode(text)
+    expected = encode(text)
+    monkeypatch.setattr(vocab, "encoding", missing)
+    assert _encoder(directory)(text) == expected
 
 
 @pytest.mark.parametrize(

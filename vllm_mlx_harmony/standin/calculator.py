@@ -6,7 +6,6 @@ from mcp.server.mcpserver import MCPServer
 
 
 def server() -> MCPServer:
-    """With one tool."""
     calculator = MCPServer("calculator", log_level="WARNING")
 
     @calculator.tool()  # type: ignore[untyped-decorator]

@@ -72,7 +72,6 @@ class Step:
 
 
 def parse_book(document: str) -> Book:
-    """The book in a ``standin_scripts.json``."""
     fields = json.loads(document)
     entries = []
     for entry in fields["scripts"]:
@@ -82,21 +81,16 @@ def parse_book(document: str) -> Book:
     return Book(tuple(entries), tuple(fields["opening"]), fields["end"])
 
 
-class Shelf:
-    """The book of a directory, read again when the file has changed (one ``stat`` per look)."""
+def read_book(directory: Path) -> Book:
+    """The scripts of a directory, read again when the file has changed (one ``stat`` a call)."""
+    path = directory / BOOK
+    found = path.stat()
+    return _read_book(path, found.st_mtime_ns, found.st_size, found.st_ino)
 
-    def __init__(self, directory: Path) -> None:
-        self._path = directory / BOOK
-        self._seen: tuple[int, int, int] | None = None
-        self._book: Book | None = None
 
-    def book(self) -> Book:
-        """The scripts as they are on disk now."""
-        found = self._path.stat()
-        state = (found.st_mtime_ns, found.st_size, found.st_ino)
-        if self._book is None or state != self._seen:
-            self._book, self._seen = parse_book(self._path.read_text("utf-8")), state
-        return self._book
+@lru_cache(maxsize=1)
+def _read_book(path: Path, *_: int) -> Book:
+    return parse_book(path.read_text("utf-8"))
 
 
 def read_table(content: bytes) -> list[bytes]:

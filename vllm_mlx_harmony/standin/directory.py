@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
 
@@ -13,11 +12,7 @@ from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.standin import cursor, tiny
 from vllm_mlx_harmony.standin.scripts import Encode, Script, dump_book
-from vllm_mlx_harmony.standin.tokenizer import (
-    control_name,
-    token_table,
-    tokenizer_json,
-)
+from vllm_mlx_harmony.standin.tokenizer import control_name, token_table, tokenizer_json
 
 _CODE = ("cursor", "model")
 """Files of this package that a stand-in directory has a copy of."""
@@ -67,13 +62,14 @@ def write(directory: Path, scripts: Iterable[Script] = ()) -> Path:
     Creates ``directory`` if needed and returns it. Takes about two seconds. Raises ``ValueError``
     for an invalid script (see `dump_book`).
     """
+    import numpy
+    from safetensors.numpy import save
+
     _write_shared(directory, {**_CONFIG, **_IDS}, _STANDIN_CARD)
     write_atomically(directory / cursor.TABLE, token_table())
     # The stand-in's only parameter; mlx-lm loads no model without one.
-    weight = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
-    header = json.dumps({"__metadata__": {"format": "mlx"}, "weight": weight}).encode()
-    content = struct.pack("<Q", len(header)) + header + struct.pack("<f", 90.0)
-    write_atomically(directory / "model.safetensors", content)
+    weight = numpy.array([90.0], numpy.float32)
+    write_atomically(directory / "model.safetensors", save({"weight": weight}, {"format": "mlx"}))
     for name in _CODE:
         write_atomically(directory / f"standin_{name}.py", _source(f"{name}.py"))
     return rescript(directory, scripts)
@@ -133,12 +129,8 @@ def _encoder(directory: Path) -> Encode:
     try:
         harmony = vocab.encoding()
     except ImportError:
-        return _tokenizers_encoder(directory / "tokenizer.json")
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)
     return lambda text: harmony.encode(text, allowed_special="all")
-
-
-def _tokenizers_encoder(path: Path) -> Callable[[str], list[int]]:
-    from tokenizers import Tokenizer  # every host has it
-
-    tokenizer = Tokenizer.from_file(str(path))
-    return lambda text: list(tokenizer.encode(text, add_special_tokens=False).ids)

@@ -71,7 +71,7 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
         self.weight = mx.array([WEIGHT])
         self._full = args.layer_types.index("full_attention")
         cursor, here = _sibling("standin_cursor"), Path(__file__).parent
-        self._cursor, self._shelf = cursor, cursor.Shelf(here)
+        self._cursor, self._here = cursor, here
         table = cursor.read_table((here / cursor.TABLE).read_bytes())
         self._decode = cursor.decoder(table)
         instead = cursor.instead(table)
@@ -98,7 +98,7 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
         skipped = [0] * len(rows) if padding is None else padding.tolist()
         length = inputs.shape[1]
         exact = min(length, EXACT)
-        book = self._shelf.book()
+        book = self._cursor.read_book(self._here)
         scripted = []
         for row, skip in zip(rows, skipped, strict=True):
             history = row[skip:]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
@@ -63,16 +63,8 @@ def dump_book(scripts: Iterable[Script], encode: Encode) -> str:
         if script.delay_ms < 0:
             raise ValueError(f"a token of script {pattern!r} cannot take {script.delay_ms} ms")
         compiled = re.compile(re.escape(pattern)) if isinstance(pattern, str) else pattern
-        entries.append(
-            {
-                "pattern": compiled.pattern,
-                "flags": compiled.flags,
-                "completion": ids,
-                "whole_prompt": script.whole_prompt,
-                "delay_ms": script.delay_ms,
-                "fail_at": script.fail_at,
-            }
-        )
+        written = {"pattern": compiled.pattern, "flags": compiled.flags, "completion": ids}
+        entries.append({**asdict(script), **written})
     book = {
         "notice": "Scripts of a stand-in. This is not gpt-oss.",
         "opening": list(encode("<|start|>assistant")),

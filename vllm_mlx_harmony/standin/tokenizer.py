@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -53,7 +52,6 @@ def parse_ranks(tiktoken_file: bytes) -> dict[bytes, int]:
 
 @lru_cache(maxsize=1)
 def shipped_ranks() -> Ranks:
-    """The ranks of the vocabulary this package ships."""
     return parse_ranks(vocab.official_file())
 
 
@@ -70,8 +68,11 @@ def tokenizer_json() -> str:
     """The vocabulary in the format of Hugging Face's `tokenizers`: byte-level BPE.
 
     tiktoken merges any two neighbours that make a token, lowest rank first. So every way to cut a
-    token in two known tokens is a merge with that token's rank.
+    token in two known tokens is a merge with that token's rank. Like tiktoken, the tokenizer takes
+    a piece that is a token as it is.
     """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
     ranks = shipped_ranks()
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -79,59 +80,16 @@ def tokenizer_json() -> str:
         known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
         known.sort(key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
         merges += [(spell(left), spell(right)) for left, right in known]
-    document = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [
-            {
-                "id": token,
-                "content": control_name(token),
-                "single_word": False,
-                "lstrip": False,
-                "rstrip": False,
-                "normalized": False,
-                "special": True,
-            }
-            for token in range(len(ranks), VOCAB_SIZE)
-        ],
-        "normalizer": None,
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {
-                    "type": "Split",
-                    "pattern": {"Regex": _SPLIT},
-                    "behavior": "Isolated",
-                    "invert": False,
-                },
-                _BYTE_LEVEL,
-            ],
-        },
-        "post_processor": None,
-        "decoder": _BYTE_LEVEL,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": True,  # tiktoken too takes a piece that is a token as it is
-            "vocab": {spell(token): rank for token, rank in ranks.items()},
-            "merges": merges,
-        },
-    }
-    return json.dumps(document, ensure_ascii=False, separators=(",", ":"))
-
-
-_BYTE_LEVEL = {
-    "type": "ByteLevel",
-    "add_prefix_space": False,
-    "trim_offsets": False,
-    "use_regex": False,
-}
+    vocabulary = {spell(token): rank for token, rank in ranks.items()}
+    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
+    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.pre_tokenizer = pre_tokenizers.Sequence([split, spelled])
+    made.decoder = decoders.ByteLevel()
+    names = (control_name(token) for token in range(len(ranks), VOCAB_SIZE))
+    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    text: str = made.to_str()
+    return text
 
 
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

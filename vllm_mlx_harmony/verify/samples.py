@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 
-from vllm_mlx_harmony.standin import Script
+from vllm_mlx_harmony.standin.scripts import Script
 from vllm_mlx_harmony.verify import cases, checks, loop, wire
 from vllm_mlx_harmony.verify import format as formats
 from vllm_mlx_harmony.verify.cases import Case
