@@ -46,7 +46,9 @@ def find_spec(
         return None
     _asking.add(get_ident())
     try:
-        spec = _ask_others(own, name, path, target)
+        others = [each for each in sys.meta_path if each is not own and hasattr(each, "find_spec")]
+        found = (each.find_spec(name, path, target) for each in others)
+        spec = next((each for each in found if each is not None), None)
     finally:
         _asking.discard(get_ident())
     if spec is not None and hasattr(spec.loader, "exec_module"):
@@ -55,17 +57,6 @@ def find_spec(
 
 
 _asking: set[int] = set()
-
-
-def _ask_others(
-    own: object, name: str, path: Sequence[str] | None, target: ModuleType | None
-) -> ModuleSpec | None:
-    for finder in list(sys.meta_path):
-        find = None if finder is own else getattr(finder, "find_spec", None)
-        spec: ModuleSpec | None = find(name, path, target) if find else None
-        if spec is not None:
-            return spec
-    return None
 
 
 class Loader:
@@ -79,13 +70,7 @@ class Loader:
             raise AttributeError(name)
         return getattr(self._real, name)
 
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Calls the real loader."""
-        found: ModuleType | None = self._real.create_module(spec)
-        return found
-
     def exec_module(self, module: ModuleType) -> None:
-        """Calls the real loader, and installs the hook."""
         module.__loader__ = self._real
         if module.__spec__ is not None:
             module.__spec__.loader = self._real
