@@ -48,11 +48,8 @@ def test_answer() -> None:
         ("tool_calls", "f", ['{"a":', "1}"]),
         ("tool_calls", "g", ["{}"]),
     ]
-    assert (answer.finish_reason, answer.prompt_tokens, answer.completion_tokens) == (
-        "tool_calls",
-        7,
-        5,
-    )
+    assert answer.finish_reason == "tool_calls"
+    assert answer.usage == {"prompt_tokens": 7, "completion_tokens": 5}
     assert answer.chunks == len(CHUNKS)
     functions = [call["function"] for call in answer.message()["tool_calls"]]
     assert functions == [{"name": "f", "arguments": '{"a":1}'}, {"name": "g", "arguments": "{}"}]

@@ -231,6 +231,6 @@ def outcomes(url: str, *only: str, repeat: int = 1) -> dict[str, checks.Outcome]
             listed = await trial.models(client)
             server = trial.Server(client, MODEL, KEY, listed[MODEL])
             rows = checks.chosen(CHECKS, only)
-            return await checks.run(server, rows, repeat, lambda outcome: None)
+            return [outcome async for outcome in checks.run(server, rows, repeat)]
 
     return {outcome.name: outcome for outcome in asyncio.run(run())}

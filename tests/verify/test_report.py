@@ -96,7 +96,7 @@ def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = []
     for name, outcomes in (("a", MIXED), ("b", worse)):
         names.append(str(tmp_path / name))
-        Path(names[-1]).write_text(report.dumped(report.document(name, 4, outcomes)), "utf-8")
+        Path(names[-1]).write_text(json.dumps(report.document(name, 4, outcomes)), "utf-8")
     assert main(["verify", "--compare", *names]) == 1
     shown = capsys.readouterr().out
     assert "wire.chat.stop" in shown and "wire.chat.key" not in shown

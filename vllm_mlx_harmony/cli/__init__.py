@@ -1,1 +1,1 @@
-"""The commands, one file each. `__main__` has the command line."""
+"""The commands, one file each: its ``main`` takes the arguments, and returns the exit code."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,6 @@ class Agent:
 
     @property
     def install(self) -> str:
-        """The command that installs it."""
         if self.homebrew:
             return f"brew install {self.homebrew}"
         if self.python:
@@ -89,7 +89,6 @@ class Agent:
 
 
 def json_text(document: object) -> str:
-    """A JSON document as a file has it."""
     return json.dumps(document, ensure_ascii=False, indent=2) + "\n"
 
 
@@ -209,7 +208,6 @@ def _claude(served: Served, key: str, _: Path) -> Run:
 
 
 def opencode_document(served: Served) -> dict[str, Any]:
-    """A provider, through the package for OpenAI-compatible servers."""
     model = {
         "name": served.model,
         "reasoning": True,
@@ -235,14 +233,8 @@ def opencode_document(served: Served) -> dict[str, Any]:
     }
 
 
-def _opencode(served: Served, key: str, _: Path) -> Run:
-    document = json.dumps(opencode_document(served))
-    return Run(variables={"OPENCODE_CONFIG_CONTENT": document, KEY_VARIABLE: key})
-
-
-def _kilo(served: Served, key: str, _: Path) -> Run:
-    document = json.dumps(opencode_document(served))  # Kilo is a fork of opencode
-    return Run(variables={"KILO_CONFIG_CONTENT": document, KEY_VARIABLE: key})
+def _opencode(variable: str, served: Served, key: str, _: Path) -> Run:
+    return Run(variables={variable: json.dumps(opencode_document(served)), KEY_VARIABLE: key})
 
 
 # --- Others
@@ -367,13 +359,16 @@ def _hermes(served: Served, key: str, directory: Path) -> Run:
 AGENTS: Mapping[str, Agent] = {
     "codex": Agent("Codex", "codex", "@openai/codex", _codex),
     "claude": Agent("Claude Code", "claude", "@anthropic-ai/claude-code", _claude),
-    "opencode": Agent("opencode", "opencode", "opencode-ai", _opencode),
+    "opencode": Agent(
+        "opencode", "opencode", "opencode-ai", partial(_opencode, "OPENCODE_CONFIG_CONTENT")
+    ),
     "qwen": Agent("Qwen Code", "qwen", "@qwen-code/qwen-code", _qwen),
     "pi": Agent("pi", "pi", "@mariozechner/pi-coding-agent", _pi),
     "cn": Agent("Continue", "cn", "@continuedev/cli", _continue),
     "cline": Agent("Cline", "cline", "cline", _cline),
     "copilot": Agent("Copilot CLI", "copilot", "@github/copilot", _copilot),
-    "kilo": Agent("Kilo", "kilo", "@kilocode/cli", _kilo),
+    # a fork of opencode
+    "kilo": Agent("Kilo", "kilo", "@kilocode/cli", partial(_opencode, "KILO_CONFIG_CONTENT")),
     "goose": Agent("goose", "goose", "@aaif/goose", _goose, homebrew="block-goose-cli"),
     "hermes": Agent("Hermes", "hermes", "hermes-agent", _hermes, python="3.11"),
 }

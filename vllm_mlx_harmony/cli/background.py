@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from vllm_mlx_harmony.cli import process
 from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, free_port, is_free, wait_until_ready
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
@@ -48,7 +48,6 @@ class Background:
 
     @property
     def url(self) -> str:
-        """Its address, without a path."""
         return f"http://{ADDRESS}:{self.port}"
 
 
@@ -58,7 +57,6 @@ def directory() -> Path:
 
 
 def log() -> Path:
-    """The file with the server's output."""
     return directory() / "server.log"
 
 
@@ -75,30 +73,16 @@ def running() -> Background | None:
     return None
 
 
-def start(
-    source: str, name: str, flags: Sequence[str] = (), *, standin: bool = False
-) -> Background:
-    """Starts a server of the model ``source`` as ``name``, or returns the running one.
-
-    It may not be ready yet.
-    """
+def start(source: str, name: str, *, standin: bool = False) -> Background:
+    """The running server, or one of the model ``source`` as ``name``, which starts now."""
     with _lock(fcntl.LOCK_EX) as lock:
         if lock is None:  # another command has started one, or is looking for it
-            return running() or start(source, name, flags, standin=standin)
+            return running() or start(source, name, standin=standin)
         (directory() / "server.json").unlink(missing_ok=True)
         port = PORT if is_free(PORT) else free_port()
-        arguments = command(source, port, ["--served-model-name", name, *flags])
-        with log().open("wb") as printed:
-            process = subprocess.Popen(
-                arguments,
-                stdin=subprocess.DEVNULL,
-                stdout=printed,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,  # it outlives the terminal, and Ctrl-C is for the agent
-                pass_fds=(lock,),
-            )
-        server = Background(process.pid, port, name, standin)
+        arguments = command(source, port, ["--served-model-name", name])
+        pid = process.start(arguments, log(), os.environ, lock).pid
+        server = Background(pid, port, name, standin)
         write_atomically(directory() / "server.json", json.dumps(asdict(server)).encode())
         return server
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse
 from typing import Any
+from urllib.error import HTTPError
 
 from vllm_mlx_harmony.cli.errors import UsageError
-from vllm_mlx_harmony.cli.process import ADDRESS
+from vllm_mlx_harmony.cli.process import LOCAL, send
 
 PATIENCE = 120.0
 """Timeout of a read in seconds."""
@@ -28,7 +28,6 @@ class Part:
 
     @property
     def text(self) -> str:
-        """The whole field."""
         return "".join(self.deltas)
 
 
@@ -39,12 +38,10 @@ class Completion:
     parts: list[Part] = field(default_factory=list)
     chunks: int = 0
     finish_reason: str | None = None
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
+    usage: dict[str, int] = field(default_factory=dict)
 
     @property
     def calls(self) -> list[Part]:
-        """The tool calls, in order."""
         return [part for part in self.parts if part.key == "tool_calls"]
 
     def message(self) -> dict[str, object]:
@@ -69,11 +66,8 @@ class Completion:
         }
 
     def add(self, chunk: dict[str, Any]) -> None:
-        """Adds the next chunk of the stream."""
         self.chunks += 1
-        if usage := chunk.get("usage"):
-            self.prompt_tokens = usage["prompt_tokens"]
-            self.completion_tokens = usage["completion_tokens"]
+        self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
             self.finish_reason = choice["finish_reason"] or self.finish_reason
             for name in ("reasoning", "content"):
@@ -101,17 +95,13 @@ def ask(port: int, body: dict[str, object]) -> Completion:
 @contextmanager
 def post(port: int, path: str, body: dict[str, object]) -> Iterator[HTTPResponse]:
     """The response to a request. Raises ``UsageError`` if it fails."""
-    connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
     try:
-        connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != HTTPStatus.OK:
-            raise UsageError(f"the server answered {response.status}: {response.read().decode()}")
-        yield response
+        with send(f"{LOCAL}:{port}{path}", body, patience=PATIENCE) as response:
+            yield response
+    except HTTPError as error:
+        raise UsageError(f"the server answered {error.code}: {error.read().decode()}") from error
     except (OSError, HTTPException) as error:
         raise UsageError(f"the connection to the server failed: {error}") from error
-    finally:
-        connection.close()
 
 
 def events(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:

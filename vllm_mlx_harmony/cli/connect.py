@@ -8,11 +8,12 @@ the environment.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http import HTTPStatus
@@ -21,14 +22,14 @@ from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
-from urllib.request import Request, urlopen
 
 import tomlkit
 from tomlkit.items import Item
 
 from vllm_mlx_harmony.cli import agents
 from vllm_mlx_harmony.cli.agents import CONTEXT, KEY_VARIABLE, NAME, Served
-from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.errors import UsageError, number
+from vllm_mlx_harmony.cli.process import send
 from vllm_mlx_harmony.core.files import write_atomically
 
 URL = "http://127.0.0.1:8000"
@@ -72,47 +73,58 @@ class Setup:
     question: tuple[str, Mapping[str, object]]
 
 
-def run(
-    agent: str,
-    *,
-    url: str,
-    model: str | None,
-    key: str | None,
-    context: int | None,
-    write: bool,
-    check: bool,
-    undo: bool,
-) -> int:
-    """Prints the configuration of an agent for a server, writes it, or removes it with ``undo``.
-
-    The server is queried for ``model`` and ``context`` unless they are given, and with ``write``
-    and ``check`` for one answer before a file is changed. Raises ``UsageError`` if it does not
-    answer, and for files that cannot be written.
-    """
-    if undo:
-        for path in AGENTS[agent](Served(url, model or "")).files:
+def main(arguments: Sequence[str]) -> int:
+    """Asks the server for what is not given, and for one answer before a file is changed."""
+    given = parser().parse_args(arguments)
+    agent = AGENTS[given.agent]
+    if given.undo:
+        for path in agent(Served(given.url, given.model or "")).files:
             _restore(path)
         return 0
-    key = key or os.environ.get(KEY_VARIABLE) or None
-    served = look(url, model, key, context)
-    setup = AGENTS[agent](served)
+    key = given.key or os.environ.get(KEY_VARIABLE) or None
+    served = look(given.url, given.model, key, given.context)
+    setup = agent(served)
     print(f"{setup.agent} with {served.model} ({served.context:,} tokens) at {served.url}\n")
-    if write and check:
+    if given.write and given.check:
         print(f"{ask(served, key, *setup.question)}\n")
     for path, content in setup.files.items():
-        if write:
+        if given.write:
             _write(path, content)
         else:
             print(f"--- {_shown(path)}\n{content}")
-    if write:
+    if given.write:
         print()
     if served.keyed:
         print(f"The agent reads the key from the environment: export {KEY_VARIABLE}=…")
-    print(f"{'Start' if write else 'Add --write to write these files, then start'} it with\n")
-    print(f"  {setup.command}")
-    if write:
-        print(f"\nUndo it with\n\n  vllm-mlx-harmony connect {agent} --undo")
+    start = "Start" if given.write else "Add --write to write these files, then start"
+    print(f"{start} it with\n\n  {setup.command}")
+    if given.write:
+        print(f"\nUndo it with\n\n  vllm-mlx-harmony connect {given.agent} --undo")
     return 0
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony connect",
+        description="Prints the configuration of a coding agent for a server, or writes it.",
+    )
+    add = made.add_argument
+    add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
+    add("--url", default=URL, help=f"URL of the server (default: {URL})")
+    add("--model", help="name of the model (default: the only one of the server)")
+    secret = "the server's API key (default: $VLLM_API_KEY); never written to a file"
+    add("--key", help=secret)
+    add(
+        "--context",
+        type=number(f"a number of tokens, {LEAST_CONTEXT} or more", LEAST_CONTEXT),
+        metavar="TOKENS",
+        help="context length (default: the server's, or 131072)",
+    )
+    add("--write", action="store_true", help="write the files; existing ones are backed up first")
+    unchecked = "skip the test request before writing"
+    add("--no-check", dest="check", action="store_false", help=unchecked)
+    add("--undo", action="store_true", help="restore the files as they were before")
+    return made
 
 
 # --- The server
@@ -171,10 +183,7 @@ def _models(base: str, key: str | None) -> tuple[dict[str, Any], bool]:
 
 
 def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) -> str:
-    """Sends a request for a short answer, and returns a line about it.
-
-    Raises ``Refused`` if the server does not answer it.
-    """
+    """A line about the answer to a short request. Raises ``Refused`` if there is none."""
     began = time.monotonic()
     try:
         document = _json(f"{served.url}{path}", key, {"model": served.model, **body}, ANSWERING)
@@ -189,20 +198,12 @@ def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) 
 
 
 def _json(url: str, key: str | None, body: object = None, patience: float = PATIENCE) -> object:
-    """The JSON document at ``url``, or with ``body`` the answer to a POST. Raises ``OSError``."""
-    headers = {"Content-Type": "application/json"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
-    data = None if body is None else json.dumps(body).encode()
-    with urlopen(Request(url, data, headers), timeout=patience) as response:
-        return json.loads(response.read())
+    with send(url, body, key=key, patience=patience) as response:
+        return json.load(response)
 
 
 def _refused(place: str, error: HTTPError, key: str | None) -> UsageError:
-    """What an error means, with the server's own words if there are any.
-
-    ``Refused`` if it may be that of a server of ours.
-    """
+    """What an error means, in the server's own words, too; ``Refused`` if it may be ours."""
     failed = error.code >= HTTPStatus.INTERNAL_SERVER_ERROR
     meaning = _MEANINGS.get(error.code, "look at its log" if failed else "is it vllm-mlx?")
     if error.code == HTTPStatus.UNAUTHORIZED and key:
@@ -226,7 +227,6 @@ def _is_url(text: str) -> bool:
 
 
 def codex(served: Served) -> Setup:
-    """A provider in its own file, and a catalog of models."""
     home = Path(os.environ.get("CODEX_HOME") or Path.home() / ".codex")
     catalog = home / f"{NAME}-models.json"
     settings = agents.codex_settings(served, catalog)
@@ -239,7 +239,6 @@ def codex(served: Served) -> Setup:
 
 
 def claude(served: Served) -> Setup:
-    """Settings that set its environment variables."""
     home = Path(os.environ.get("CLAUDE_CONFIG_DIR") or Path.home() / ".claude")
     path = home / f"{NAME}.json"
     variables = agents.claude_variables(served)
@@ -253,7 +252,6 @@ def claude(served: Served) -> Setup:
 
 
 def opencode(served: Served) -> Setup:
-    """A provider."""
     home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "opencode"
     path = home / f"{NAME}.json"
     content = agents.json_text(agents.opencode_document(served))

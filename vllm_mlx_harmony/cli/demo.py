@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import shlex
@@ -62,11 +63,33 @@ TOOL: dict[str, Any] = {
 }
 
 
-def run(*, batched: bool = False, console: Console | None = None) -> int:
-    """Shows the conversation. Returns 0 if the client received the scripted output, otherwise 1.
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony demo",
+        description="Shows a tool-call conversation through the real server, with a scripted "
+        "stand-in for the model. Downloads nothing.",
+    )
+    parser.add_argument(
+        "--continuous-batching",
+        dest="batched",
+        action="store_true",
+        help="pass --continuous-batching to the server",
+    )
+    parser.add_argument(
+        "--tools",
+        action="store_true",
+        help="show a turn with tools that the server runs over MCP",
+    )
+    given = parser.parse_args(arguments)
+    if given.tools:
+        from vllm_mlx_harmony.cli import demo_tools
 
-    Raises ``UsageError`` if the server cannot run.
-    """
+        return demo_tools.run(batched=given.batched)
+    return run(batched=given.batched)
+
+
+def run(*, batched: bool = False, console: Console | None = None) -> int:
+    """Shows the conversation. Returns 0 if the client received the scripted output, otherwise 1."""
     require_host("the demo")
     console = console or Console(highlight=False)
     console.print(
@@ -112,7 +135,6 @@ def require_host(what: str) -> None:
 
 @contextmanager
 def home_directory() -> Iterator[Path]:
-    """A temporary home directory for the server."""
     prefix = "vllm-mlx-harmony-"
     with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as home:
         yield Path(home)
@@ -153,8 +175,8 @@ def _is_scripted(answer: Completion, script: str, prompt: tuple[int, ...]) -> bo
     fields = {Kind.REASONING: "reasoning", Kind.CALL: "tool_calls"}
     expected = [(fields.get(each.kind, "content"), each.name, each.text) for each in messages]
     received = [(part.key, part.name, part.text) for part in answer.parts]
-    ended = (answer.finish_reason, answer.prompt_tokens) == (finished.reason, len(prompt))
-    return received == expected and ended
+    ended = (answer.finish_reason, answer.usage["prompt_tokens"])
+    return received == expected and ended == (finished.reason, len(prompt))
 
 
 def ids_of(text: str) -> tuple[int, ...]:

@@ -47,10 +47,7 @@ TOOLS = [{"type": "mcp", "server_label": "calculator", "require_approval": "neve
 
 
 def run(*, batched: bool = False) -> int:
-    """Shows the answer item by item. Returns 0 if it is as expected, otherwise 1.
-
-    Raises ``UsageError`` if the server or the MCP server cannot run.
-    """
+    """Shows the answer item by item. Returns 0 if it is as expected, otherwise 1."""
     if find_spec("mcp") is None:
         raise UsageError("tool servers need a package: pip install 'vllm-mlx-harmony[tools]'")
     console = Console(highlight=False)

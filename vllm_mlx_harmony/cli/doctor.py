@@ -19,17 +19,19 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from packaging.utils import canonicalize_name
 from rich.console import Console
 from rich.text import Text
 
 from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.cli.errors import number
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS
-from vllm_mlx_harmony.cli.process import is_free
+from vllm_mlx_harmony.cli.process import LOCAL, is_free, send
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import LIBRARIES, versions
 
@@ -38,7 +40,6 @@ if TYPE_CHECKING:
 
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"
-ADDRESS = "127.0.0.1"
 PORT = 8000
 """vllm-mlx's default port."""
 
@@ -63,10 +64,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Findings that are shown as one line, ``summary``, if all of them are ok.
-
-    ``internal``: of interest only if one is not.
-    """
+    """Findings that are one line, ``summary``, if all are ok, or none at all if ``internal``."""
 
     name: str
     findings: tuple[Finding, ...]
@@ -75,7 +73,6 @@ class Group:
 
     @property
     def ok(self) -> bool:
-        """Whether no check has failed."""
         return all(finding.ok is not False for finding in self.findings)
 
     def lines(self, *, verbose: bool) -> Iterator[tuple[bool | None, str, str]]:
@@ -103,12 +100,10 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no check has failed."""
         return all(group.ok for group in self.groups)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """Those of all groups."""
         return tuple(finding for group in self.groups for finding in group.findings)
 
     def text(self, *, verbose: bool = False) -> str:
@@ -117,15 +112,10 @@ class Report:
         rows = [row for group in groups for row in group.lines(verbose=verbose)]
         width = max(len(name) for _, name, _ in rows)
         lines = [f"{_MARKS[ok]}{name:<{width}}  {text}".rstrip() for ok, name, text in rows]
-        return "\n".join([*lines, "", self.conclusion])
-
-    @property
-    def conclusion(self) -> str:
-        """The last line: the number of problems, or the next command."""
         wrong = sum(finding.ok is False for finding in self.findings)
-        if wrong:
-            return f"{wrong} problem{'s' * (wrong > 1)}: see the lines marked → for fixes."
-        return f"{self.ready} Next: vllm-mlx-harmony launch codex"
+        problems = f"{wrong} problem{'s' * (wrong > 1)}: see the lines marked → for fixes."
+        end = problems if wrong else f"{self.ready} Next: vllm-mlx-harmony launch codex"
+        return "\n".join([*lines, "", end])
 
 
 _MARKS = {True: "✓ ", False: "✗ ", None: "  "}
@@ -133,7 +123,6 @@ _STYLES = {"✓ ": "green", "✗ ": "bold red"}
 
 
 def _one(name: str, ok: bool | None, detail: str, fix: str = "") -> Group:
-    """A group of one finding."""
     return Group(name, (Finding(ok, name, detail, fix),))
 
 
@@ -173,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "model", nargs="?", help="20b, 120b, a directory, or a cached repository id"
     )
     parser.add_argument(
-        "--port", type=_port_number, default=PORT, help="port to check (default: %(default)s)"
+        "--port",
+        type=number(f"a port: 1 to {LAST_PORT}", most=LAST_PORT),
+        default=PORT,
+        help="port to check (default: %(default)s)",
     )
     parser.add_argument(
         "--ssd-cache-dir", metavar="DIR", help="disk cache to check, as given to `serve`"
@@ -190,14 +182,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         text.stylize(_STYLES.get(line[:2], ""), 0, 1)
         console.print(text, soft_wrap=True)
     return 0 if report.ok else 1
-
-
-def _port_number(text: str) -> int:
-    """Raises ``ArgumentTypeError`` if the text is not a port."""
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if not 0 < number <= LAST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port: 1 to {LAST_PORT}")
-    return number
 
 
 def _tools(path: str) -> Group:
@@ -267,7 +251,7 @@ def _packages() -> Group:
     found = versions()
     findings = [Finding(None, name, version) for name, version in found.items()]
     for names in (("vllm-mlx",), LIBRARIES):
-        if not any(name in found for name in names):
+        if found.keys().isdisjoint(names):
             fix = f"pip install {names[0]}"
             findings.append(Finding(False, names[0], f"not installed: {fix}", fix))
     findings.extend(_clashes())
@@ -282,8 +266,7 @@ def _mlx() -> Group:
     except ImportError as error:
         linux = sys.platform == "linux"
         wanted = "'vllm-mlx-harmony[cpu]'" if linux else "--force-reinstall mlx mlx-metal"
-        message = f"mlx cannot be imported ({error})"
-        return _one("mlx", False, message, f"pip install {wanted}")
+        return _one("mlx", False, f"mlx cannot be imported ({error})", f"pip install {wanted}")
     return Group("mlx", (Finding(True, "mlx", "can be imported"),), internal=True)
 
 
@@ -317,9 +300,8 @@ def _rate(now: float, usual: float) -> Group:
 
 def _clashes() -> Iterator[Finding]:
     """Other distributions with a package of that name: the one installed last is imported."""
-    owners = metadata.packages_distributions().get(PACKAGE, ())
-    normal = {owner: owner.lower().replace("_", "-").replace(".", "-") for owner in owners}
-    for name in sorted(owner for owner in normal if normal[owner] != "vllm-mlx"):
+    owners = set(metadata.packages_distributions().get(PACKAGE, ()))
+    for name in sorted(each for each in owners if canonicalize_name(each) != "vllm-mlx"):
         yield Finding(
             False,
             "clash",
@@ -340,17 +322,12 @@ def _loading() -> Group:
     paths = [path for name in directories if (path := Path(name) / STARTUP_FILE).is_file()]
     # Python does not read `.pth` files that have macOS's hidden flag.
     files = [path for path in paths if not getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN]
-    if files:
-        findings.append(Finding(True, "startup file", str(files[0])))
-    else:
-        message = f"no {STARTUP_FILE} in a site directory"
-        findings.append(Finding(False, "startup file", message, f"reinstall, or {explicit}"))
-    if _startup.registered():
-        findings.append(Finding(True, "import hook", f"waits for {_startup.HOST} in this process"))
-    elif not _startup.switched_off():
-        findings.append(
-            Finding(False, "import hook", f"does not wait for {_startup.HOST}", explicit)
-        )
+    file = str(files[0]) if files else f"no {STARTUP_FILE} in a site directory"
+    findings.append(Finding(bool(files), "startup file", file, f"reinstall, or {explicit}"))
+    waits = _startup.registered()
+    if waits or not _startup.switched_off():
+        message = f"{'waits' if waits else 'does not wait'} for {_startup.HOST} in this process"
+        findings.append(Finding(waits, "import hook", message, explicit))
     return Group("loading", tuple(findings), "`vllm-mlx serve` loads the plugin")
 
 
@@ -387,10 +364,10 @@ def _host() -> Iterator[Group]:
     if versions().get(contract.HOST) is None:
         return
     fix = f"{fix}; if that does not help, report it: this host differs from the released one"
-    names = [_requirement(row, fix) for row in contract.NAMES]
+    names = _requirements(contract.NAMES, fix)
     replaced = sum(isinstance(row, patching.Patch) for row in contract.NAMES)
     summary = f"{len(names) - replaced} used and {replaced} replaced are as expected"
-    yield Group("names", tuple(names), summary, internal=True)
+    yield Group("names", names, summary, internal=True)
     try:
         found = entry_points.in_use()
         rows = contract.table(found)[len(names) :]
@@ -400,13 +377,16 @@ def _host() -> Iterator[Group]:
         return
     sources = tuple(Finding(True, group, source) for group, source in found.sources.items())
     yield Group("parts", sources, f"{len(sources)} found", internal=True)
-    added = tuple(_requirement(row, fix) for row in rows)
-    yield Group("routes", added, f"{len(added)} routes and entries can be added", internal=True)
+    summary = f"{len(rows)} routes and entries can be added"
+    yield Group("routes", _requirements(rows, fix), summary, internal=True)
 
 
-def _requirement(row: Requirement, fix: str) -> Finding:
-    problem = row.problem()
-    return Finding(problem is None, f"requirement {row.label}", problem or row.why, fix)
+def _requirements(rows: Sequence[Requirement], fix: str) -> tuple[Finding, ...]:
+    problems = [(row, row.problem()) for row in rows]
+    return tuple(
+        Finding(problem is None, f"requirement {row.label}", problem or row.why, fix)
+        for row, problem in problems
+    )
 
 
 def _port(port: int) -> Group:
@@ -421,14 +401,11 @@ def _port(port: int) -> Group:
 
 def _server(port: int) -> str:
     """Which of our servers listens on the port; empty for another program."""
-    connection = HTTPConnection(ADDRESS, port, timeout=PATIENCE)
     try:
-        connection.request("GET", "/health")
-        answer = json.loads(connection.getresponse().read())
+        with send(f"{LOCAL}:{port}/health", patience=PATIENCE) as response:
+            answer = json.load(response)
     except (OSError, HTTPException, ValueError):
         return ""
-    finally:
-        connection.close()
     if not isinstance(answer, dict):
         return ""
     if answer.get("server") == GATEWAY:

@@ -1,8 +1,10 @@
-"""The error of every command, and the reading of input files."""
+"""What commands have in common: their error, numbers among their arguments, and input files."""
 
 from __future__ import annotations
 
 import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from pathlib import Path
 
 STDIN = "-"
@@ -10,6 +12,18 @@ STDIN = "-"
 
 class UsageError(Exception):
     """A command cannot run. The user sees the message; the exit code is 2."""
+
+
+def number(what: str, least: int = 1, most: int = 2**31 - 1) -> Callable[[str], int]:
+    """A ``type`` for ``add_argument``: a number from ``least``, 1 or more, to ``most``."""
+
+    def read(text: str) -> int:
+        value = int(text) if text.isascii() and text.isdigit() else 0
+        if not least <= value <= most:
+            raise ArgumentTypeError(f"{text!r} is not {what}")
+        return value
+
+    return read
 
 
 def read_text(name: str) -> str:
@@ -32,5 +46,4 @@ def read_text(name: str) -> str:
 
 
 def called(name: str) -> str:
-    """The name of the file in error messages."""
     return "standard input" if name == STDIN else name

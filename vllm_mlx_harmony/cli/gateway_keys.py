@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
@@ -36,7 +35,6 @@ NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of ``gateway keys``."""
     made = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway keys",
         description="Adds, lists and revokes API keys in the gateway's TOML file, as digests.",
@@ -107,15 +105,14 @@ def _revoke(document: tomlkit.TOMLDocument, names: Sequence[str]) -> list[str]:
 
 
 def _list(document: tomlkit.TOMLDocument, _: Sequence[str]) -> list[str]:
-    return [_described(name, value) for name, value in document.get("keys", {}).items()]
-
-
-def _described(name: str, value: Any) -> str:
-    table = value if isinstance(value, Mapping) else {"key": value}
-    key = str(table.get("key", ""))
-    shown = f"{key[: len(DIGEST) + 12]}…" if key.startswith(DIGEST) else "in plain text"
-    limits = (f"{limit} = {number}" for limit, number in table.items() if limit != "key")
-    return "  ".join((name, shown, *limits))
+    lines = []
+    for name, value in document.get("keys", {}).items():
+        table = value if isinstance(value, Mapping) else {"key": value}
+        key = str(table.get("key", ""))
+        shown = f"{key[: len(DIGEST) + 12]}…" if key.startswith(DIGEST) else "in plain text"
+        limits = (f"{limit} = {number}" for limit, number in table.items() if limit != "key")
+        lines.append("  ".join((name, shown, *limits)))
+    return lines
 
 
 def _write(path: Path, text: str) -> None:

@@ -21,7 +21,6 @@ class Weights:
 
     @property
     def gigabytes(self) -> str:
-        """The memory that it needs."""
         return f"{self.needed / GIGABYTE:.0f}"
 
 

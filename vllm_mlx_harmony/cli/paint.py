@@ -8,8 +8,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby, pairwise
-from operator import attrgetter
+from itertools import accumulate, groupby, pairwise
 
 from rich.text import Text as Painting
 
@@ -60,9 +59,10 @@ def painted(ids: Iterable[int], *, apart: bool = False) -> Painting:
 
     ``apart`` adds line breaks, so that each message begins on a new line.
     """
-    parser, style, at = Parser(transcript=True), HEADER_STYLE, 0
-    runs: list[_Run] = []
-    for piece in pieces(ids):
+    parser, style = Parser(transcript=True), HEADER_STYLE
+    found = list(pieces(ids))
+    styles: list[str] = []
+    for piece in found:
         in_body = parser.reading is not None
         deltas = parser.feed(piece.ids)
         if parser.reading is not None:
@@ -71,41 +71,32 @@ def painted(ids: Iterable[int], *, apart: bool = False) -> Painting:
             style = HEADER_STYLE
         elif piece.ids[0] == vocab.MESSAGE:
             style = _ROLE_STYLES[parser.author]
-        runs.append(_Run(at, piece, CONTROL_STYLE if piece.control else style))
+        styles.append(CONTROL_STYLE if piece.control else style)
         if not in_body and piece.ids[0] != vocab.MESSAGE:
-            _paint_headless(runs, deltas)
-        at += len(piece.ids)
-    _paint_headless(runs, parser.close("stop"))
+            _paint_headless(found, styles, deltas)
+    _paint_headless(found, styles, parser.close("stop"))
     painting = Painting()
-    for run in runs:
-        if apart and painting and run.piece.ids[0] == vocab.START:
+    for piece, style in zip(found, styles, strict=True):
+        if apart and painting and piece.ids[0] == vocab.START:
             painting.append("\n")
-        painting.append(run.piece.text, run.style)
+        painting.append(piece.text, style)
     return painting
 
 
-@dataclass(slots=True)
-class _Run:
-    """A piece, the number of ids before it, and its style."""
-
-    at: int
-    piece: Piece
-    style: str
-
-
-def _paint_headless(runs: list[_Run], deltas: list[Delta]) -> None:
+def _paint_headless(found: list[Piece], styles: list[str], deltas: list[Delta]) -> None:
     """Colours messages without ``<|message|>``, whose kind is known only after their text."""
     for opened, first in pairwise(deltas):
         if isinstance(opened, Opened) and isinstance(first, Text):
-            texts: list[_Run] = []
-            for run in runs[bisect_left(runs, opened.at, key=attrgetter("at")) :]:
-                if not run.piece.control:
-                    texts.append(run)
-                elif run.piece.ids[0] in _HEADER_PARTS:
+            starts = [0, *accumulate(len(piece.ids) for piece in found)]
+            texts: list[int] = []
+            for at in range(bisect_left(starts, opened.at), len(styles)):
+                if not found[at].control:
+                    texts.append(at)
+                elif found[at].ids[0] in _HEADER_PARTS:
                     texts.clear()
-                elif run.piece.ids[0] in _TERMINATORS:
+                elif found[at].ids[0] in _TERMINATORS:
                     break
             # The parser adds empty arguments to a call that has only a header.
-            if first.text != "{}" or any("{}" in run.piece.text for run in texts):
-                for run in texts:
-                    run.style = KIND_STYLES[opened.kind]
+            if first.text != "{}" or any("{}" in found[at].text for at in texts):
+                for at in texts:
+                    styles[at] = KIND_STYLES[opened.kind]

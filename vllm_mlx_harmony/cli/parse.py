@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -33,13 +34,23 @@ class ParsedMessage:
         return {"kind": self.kind.value, **content, "complete": self.complete}
 
 
-def run(name: str, *, cut: bool, as_json: bool) -> int:
-    """Prints the messages of the completion in a file, in colours if the terminal has them.
-
-    Raises ``UsageError`` for a file that contains neither text nor ids.
-    """
-    messages, finished = parse(read_ids(name), cut=cut)
-    if as_json:
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony parse", description="Prints the messages in a completion."
+    )
+    parser.add_argument(
+        "name",
+        metavar="FILE",
+        help="the model's output: text with its control tokens, or a JSON list of token ids; "
+        "- is standard input",
+    )
+    cut = "the output was cut off by a token limit"
+    parser.add_argument("--cut", action="store_true", help=cut)
+    printed = "print messages, finish reason and usage as JSON"
+    parser.add_argument("--json", action="store_true", help=printed)
+    given = parser.parse_args(arguments)
+    messages, finished = parse(read_ids(given.name), cut=given.cut)
+    if given.json:
         print(json.dumps(document(messages, finished), ensure_ascii=False, indent=2))
     else:
         show(messages, finished)
@@ -55,7 +66,6 @@ def parse(ids: Iterable[int], *, cut: bool = False) -> tuple[list[ParsedMessage]
 
 
 def messages(deltas: Iterable[Delta]) -> list[ParsedMessage]:
-    """The messages that consist of ``deltas``."""
     found: list[ParsedMessage] = []
     for delta in deltas:
         if isinstance(delta, Opened):
@@ -81,23 +91,19 @@ def document(messages: Sequence[ParsedMessage], finished: Finished) -> dict[str,
 
 
 def show(messages: Sequence[ParsedMessage], finished: Finished) -> None:
-    """Prints the messages, each with a heading."""
     console = Console(highlight=False)
     for message in messages:
-        console.print(heading(message), soft_wrap=True)
-        console.print(Painted(message.text, KIND_STYLES[message.kind]), soft_wrap=True, end="\n\n")
+        style = KIND_STYLES[message.kind]
+        cut = "" if message.complete else " (cut)"
+        heading = f"{message.kind.value} {message.name}".strip() + cut
+        console.print(Painted.assemble(("── ", "dim"), (heading, f"bold {style}")), soft_wrap=True)
+        console.print(Painted(message.text, style), soft_wrap=True, end="\n\n")
     usage = finished.usage
     console.print(
         f"finish: {finished.reason}; {usage.completion_tokens} tokens, "
         f"{usage.reasoning_tokens} of them reasoning",
         style="dim",
     )
-
-
-def heading(message: ParsedMessage) -> Painted:
-    """The heading of a message."""
-    words = f"{message.kind.value} {message.name}".strip() + ("" if message.complete else " (cut)")
-    return Painted.assemble(("── ", "dim"), (words, f"bold {KIND_STYLES[message.kind]}"))
 
 
 def read_ids(name: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import site
@@ -10,11 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from http import HTTPStatus
-from http.client import HTTPConnection, HTTPException
+from http.client import HTTPException, HTTPResponse
 from pathlib import Path
+from urllib.request import ProxyHandler, Request, build_opener
 
 from vllm_mlx_harmony import _startup
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -22,6 +23,7 @@ from vllm_mlx_harmony.core import vocab
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 ADDRESS = "127.0.0.1"
+LOCAL = f"http://{ADDRESS}"
 STARTING = 180.0
 """Seconds within which a server must be ready; two idle cores take about 12."""
 STOPPING = 10.0
@@ -70,20 +72,32 @@ def serving(
         return "" if code is None else f"the server ended with exit code {code}"
 
     arguments = command(model, port, flags)
-    with log.open("wb") as printed, _signals_raise():
-        process = subprocess.Popen(
-            arguments,
-            stdin=subprocess.DEVNULL,
-            stdout=printed,
-            stderr=subprocess.STDOUT,
-            env={**environment(home), **(env or {})},
-            start_new_session=True,  # Ctrl-C is for this process, which stops the server
-        )
+    with _signals_raise():
+        process = start(arguments, log, {**environment(home), **(env or {})})
         try:
             wait_until_ready(port, log, STARTING, problem)
             yield Running(process.pid, port, tuple(arguments), log)
         finally:
             stop(process)
+
+
+def start(
+    command: Sequence[str], log: Path, env: Mapping[str, str], *handles: int
+) -> subprocess.Popen[bytes]:
+    """Starts a server, whose output is in ``log``, with its own session: Ctrl-C is not for it.
+
+    It inherits ``handles``.
+    """
+    with log.open("wb") as printed:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
+            env={**env, "PYTHONUNBUFFERED": "1"},
+            start_new_session=True,
+            pass_fds=handles,
+        )
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
@@ -98,7 +112,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port that is free now."""
     with socket.socket() as probe:
         probe.bind((ADDRESS, 0))
         port: int = probe.getsockname()[1]
@@ -107,15 +120,25 @@ def free_port() -> int:
 
 def environment(home: Path) -> dict[str, str]:
     """The environment of this process, with another home directory but the same packages."""
-    own = {
-        "HOME": str(home),
-        "PYTHONUSERBASE": site.getuserbase(),  # `pip install --user` installs below HOME
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONUNBUFFERED": "1",
-    }
+    own = {"HF_HUB_OFFLINE": "1", **os.environ, "HOME": str(home)}
+    own["PYTHONUSERBASE"] = site.getuserbase()  # `pip install --user` installs below HOME
     if (vocab.cache_dir() / vocab.FILE_NAME).is_file():
-        own[vocab.BASE_VARIABLE] = str(vocab.cache_dir())
-    return {**own, **{k: v for k, v in os.environ.items() if k not in ("HOME", "PYTHONUSERBASE")}}
+        own.setdefault(vocab.BASE_VARIABLE, str(vocab.cache_dir()))
+    return own
+
+
+def send(url: str, body: object = None, *, key: str | None = None, patience: float) -> HTTPResponse:
+    """The response to a GET, or with ``body`` to a POST; not by a proxy for a `LOCAL` server.
+
+    Raises ``HTTPError`` for any status but 2xx, or another ``OSError``, or ``HTTPException``.
+    """
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
+    opener = build_opener(ProxyHandler({} if url.startswith(LOCAL) else None))
+    response: HTTPResponse = opener.open(Request(url, data, headers), timeout=patience)
+    return response
 
 
 def is_free(port: int) -> bool:
@@ -153,12 +176,8 @@ def wait_until_ready(port: int, log: Path, patience: float, problem: Callable[[]
     until = time.monotonic() + patience
     while True:
         ready = False
-        with (
-            suppress(OSError, HTTPException),
-            closing(HTTPConnection(ADDRESS, port, timeout=5)) as connection,
-        ):
-            connection.request("GET", "/health")
-            ready = connection.getresponse().status == HTTPStatus.OK
+        with suppress(OSError, HTTPException), send(f"{LOCAL}:{port}/health", patience=5):
+            ready = True
         failed = problem()
         if ready:
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -16,15 +17,22 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.defaults import current_date
 
 
-def run(name: str, *, as_json: bool) -> int:
-    """Prints the prompt of the request in a file, in colours on a terminal, or else unchanged.
-
-    Raises ``UsageError`` for a file that is not JSON, and ``RequestError`` for a request that the
-    server would reject.
-    """
-    ids = prompt(_document(name))
-    if as_json:
-        print(json.dumps(document(ids), ensure_ascii=False))
+def main(arguments: Sequence[str]) -> int:
+    """Prints the prompt, in colours on a terminal. Raises ``RequestError`` as the server does."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony render",
+        description="Prints the exact prompt that a Chat Completions request becomes.",
+    )
+    body = "the request body; - is standard input"
+    parser.add_argument("name", metavar="REQUEST.json", help=body)
+    printed = "print the token ids, their count and the text as JSON"
+    parser.add_argument("--json", action="store_true", help=printed)
+    given = parser.parse_args(arguments)
+    ids = prompt(_document(given.name))
+    if given.json:
+        cut = [{"text": piece.text, "control": piece.control} for piece in pieces(ids)]
+        document = {"count": len(ids), "ids": ids, "pieces": cut}
+        print(json.dumps(document, ensure_ascii=False))
         return 0
     console = Console(highlight=False)
     if console.is_terminal:
@@ -39,12 +47,6 @@ def prompt(body: object) -> tuple[int, ...]:
     """The prompt of a request on a server with no defaults of its own."""
     request = chat.read(body, Defaults(date=current_date()))
     return tuple(render(request.turn).ids)
-
-
-def document(ids: Sequence[int]) -> dict[str, object]:
-    """The output of ``--json``."""
-    cut = [{"text": piece.text, "control": piece.control} for piece in pieces(ids)]
-    return {"count": len(ids), "ids": list(ids), "pieces": cut}
 
 
 def _document(name: str) -> object:

@@ -90,6 +90,6 @@ def _fields(answer: Completion) -> Text:
         name = f"{part.key} {part.name}".strip()
         lines.append(Text.assemble((f"{name}: ", f"underline {style}"), deltas))
     lines.append(Text(f"finish_reason: {answer.finish_reason}"))
-    usage = f"{answer.prompt_tokens} prompt tokens, {answer.completion_tokens} completion tokens"
-    lines.append(Text(f"usage: {usage}"))
+    prompt, completion = answer.usage["prompt_tokens"], answer.usage["completion_tokens"]
+    lines.append(Text(f"usage: {prompt} prompt tokens, {completion} completion tokens"))
     return Text("\n").join(lines)

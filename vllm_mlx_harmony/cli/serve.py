@@ -53,8 +53,6 @@ def main(arguments: Sequence[str]) -> int:
 
     As the first argument, ``20b`` and ``120b`` are the models that ``launch`` downloads.
     ``--tool-call-parser harmony`` comes first, so that ``arguments`` can override it.
-    Raises ``UsageError`` if the plugin is disabled, the host cannot be imported, or the file of
-    ``--log-file`` cannot be opened.
     """
     arguments = _without_own(list(arguments))
     if _startup.switched_off():

@@ -52,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
         if file.exists():  # it may run with other arguments
             _run("stop")
         background.directory().mkdir(parents=True, exist_ok=True)
-        write_atomically(file, content(command, log()))
+        content = plist(command, log()) if sys.platform == "darwin" else unit(command)
+        write_atomically(file, content)
         print(f"wrote {file}")
     elif not file.exists():
         raise UsageError("the service is not installed: vllm-mlx-harmony service install 20b")
@@ -70,21 +71,14 @@ def _run(action: str) -> list[int]:
 
 
 def log() -> Path:
-    """The log of the service on a Mac."""
     return background.directory() / "service.log"
 
 
 def path() -> Path:
-    """The file of the service."""
     if sys.platform == "darwin":
         return Path.home() / "Library" / "LaunchAgents" / f"{LABEL}.plist"
     base = os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config"
     return Path(base) / "systemd" / "user" / f"{LABEL}.service"
-
-
-def content(command: Sequence[str], log: Path) -> bytes:
-    """The content of that file."""
-    return plist(command, log) if sys.platform == "darwin" else unit(command)
 
 
 def plist(command: Sequence[str], log: Path) -> bytes:
@@ -124,7 +118,6 @@ WantedBy=default.target
 
 
 def commands(action: str) -> list[list[str]]:
-    """The commands of the service manager for an action."""
     if sys.platform == "darwin":
         domain = f"gui/{os.getuid()}"
         service = f"{domain}/{LABEL}"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from importlib.util import find_spec
-from json import loads
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from vllm_mlx_harmony.cli.errors import UsageError, read_text
+from vllm_mlx_harmony.cli.errors import UsageError, number, read_text
 
 if TYPE_CHECKING:
     from httpx import AsyncClient
@@ -27,50 +28,75 @@ KEY = "stand-in"
 PACKAGES = ("anthropic", "httpx", "httpx_sse", "jsonschema", "openai")
 
 
-def run(
-    *,
-    url: str | None,
-    model: str | None,
-    key: str | None,
-    only: Sequence[str],
-    case: Sequence[str],
-    repeat: int,
-    timeout: float,
-    stand_in: bool,
-    json: str | None,
-    html: str | None,
-    compare: list[str] | None,
-) -> int:
-    """Prints what a server does right and wrong. Returns 0 if all that it supports passed, else 1.
-
-    Raises ``UsageError`` if the checks cannot run.
-    """
+def main(arguments: Sequence[str]) -> int:
+    """Prints what a server does right and wrong. Returns 0 if all that it supports passed."""
+    parser = argparse.ArgumentParser(
+        prog="vllm-mlx-harmony verify",
+        description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
+        "everything that it supports passed; with --compare, if no check that passed fails now.",
+    )
+    add_server(
+        parser,
+        model="name of the model (default: the only one of the server)",
+        repeat="repetitions of the checks that depend on what the model writes",
+        defaults=(1, 300),
+    )
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="run these checks only: a name, its beginning or a pattern, such as wire, "
+        "format.chat or *.messages.stop; repeatable",
+    )
+    parser.add_argument(
+        "--case",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="check only the request that the inspector saved in FILE; repeatable",
+    )
+    parser.add_argument(
+        "--stand-in",
+        action="store_true",
+        help="check this package's own server, with a scripted stand-in for the model",
+    )
+    given = parser.parse_args(arguments)
     require("verify", PACKAGES)
     from vllm_mlx_harmony.verify import report, suite
     from vllm_mlx_harmony.verify.checks import chosen
 
     console = Console(highlight=False)
-    if compare:
-        shown, right = report.compared(*(read_results(name, "verify") for name in compare))
+    if given.compare:
+        shown, right = report.compared(*(read_results(name, "verify") for name in given.compare))
         console.print(shown)
         return int(not right)
-    if stand_in == (url is not None):
+    if given.stand_in == (given.url is not None):
         raise UsageError("give the URL of a server, or --stand-in")
-    cases = tuple(_case(name) for name in case)
-    if not (checks := cases or chosen(suite.CHECKS, only)):
-        raise UsageError(f"no check is called {' or '.join(only)}: see docs/verify.md")
+    cases = tuple(_case(name) for name in given.case)
+    if not (checks := cases or chosen(suite.CHECKS, given.only)):
+        raise UsageError(f"no check is called {' or '.join(given.only)}: see docs/verify.md")
+    screen = report.Screen(console, checks)
     with ExitStack() as stack:
-        if stand_in:
-            url, key = stack.enter_context(_standing_in(console)), KEY
-        screen = report.Screen(console, checks)
-        found = asyncio.run(_run(url or "", model, key, timeout, repeat, screen))
+        if given.stand_in:
+            given.url, given.key = stack.enter_context(_standing_in(console)), KEY
+        model = asyncio.run(_run(given, screen))
     console.print(report.verdict(checks, screen.outcomes))
-    results = report.document(found, repeat, screen.outcomes)
-    if json:
-        Path(json).write_text(report.dumped(results), "utf-8")
-    if html:
-        Path(html).write_text(report.html(checks, results, screen.outcomes), "utf-8")
+    results = report.document(model, given.repeat, screen.outcomes)
+    write_results(given, results, report.html(checks, results, screen.outcomes))
     return int(any(each.state == "failed" for each in screen.outcomes))
+
+
+async def _run(given: argparse.Namespace, screen: Screen) -> str:
+    """Runs the checks of ``screen``. Returns the name of the model."""
+    from vllm_mlx_harmony.verify import checks, trial
+
+    async with connected(given, purpose="checked") as (client, name, context):
+        server = trial.Server(client, name, given.key, context)
+        with screen:
+            async for outcome in checks.run(server, screen.checks, given.repeat):
+                screen.add(outcome)
+    return name
 
 
 def _case(name: str) -> Check:
@@ -81,24 +107,6 @@ def _case(name: str) -> Check:
         return saved.check(Path(name).stem, read_text(name))
     except ValueError as error:
         raise UsageError(f"{name} is not a case of the inspector: {error}") from error
-
-
-def require(command: str, packages: Sequence[str]) -> None:
-    """Raises ``UsageError`` if a package that the command needs is not installed."""
-    if missing := [name for name in packages if not find_spec(name)]:
-        fix = "pip install 'vllm-mlx-harmony[verify]'"
-        raise UsageError(f"{command} needs {', '.join(missing)}: {fix}")
-
-
-def read_results(name: str, command: str) -> Document:
-    """A file that the ``--json`` of a command wrote. Raises ``UsageError`` for any other."""
-    try:
-        results = loads(read_text(name))
-        if results["kind"] == f"vllm-mlx-harmony {command}":
-            return dict(results)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise UsageError(f"{name} is not a file that {command} --json wrote")
 
 
 @contextmanager
@@ -117,11 +125,52 @@ def _standing_in(console: Console) -> Iterator[str]:
         yield f"http://{ADDRESS}:{server.port}"
 
 
+# --- What `bench` uses, too
+
+
+def add_server(
+    parser: argparse.ArgumentParser, *, model: str, repeat: str, defaults: tuple[int, int]
+) -> None:
+    """Adds the arguments of the commands for any server: which one, how often, the results.
+
+    ``defaults`` are those of ``--repeat`` and ``--timeout``.
+    """
+    repeated, timeout = defaults
+    positive, default = number("a positive number"), "(default: %(default)s)"
+    add = parser.add_argument
+    add("url", nargs="?", metavar="URL", help="URL of the server, with or without /v1")
+    add("--model", help=model)
+    add("--key", help="the server's API key")
+    add("--repeat", type=positive, default=repeated, metavar="N", help=f"{repeat} {default}")
+    add(
+        "--timeout",
+        type=positive,
+        default=timeout,
+        metavar="SECONDS",
+        help=f"read timeout in seconds {default}",
+    )
+    add("--json", metavar="FILE", help="write the results to FILE")
+    add("--html", metavar="FILE", help="write the results to FILE as a page")
+    add(
+        "--compare",
+        nargs=2,
+        metavar=("BEFORE", "AFTER"),
+        help="compare two files written with --json",
+    )
+
+
+def require(command: str, packages: Sequence[str]) -> None:
+    """Raises ``UsageError`` if a package that the command needs is not installed."""
+    if missing := [name for name in packages if not find_spec(name)]:
+        fix = "pip install 'vllm-mlx-harmony[verify]'"
+        raise UsageError(f"{command} needs {', '.join(missing)}: {fix}")
+
+
 @asynccontextmanager
 async def connected(
-    url: str, key: str | None, timeout: float, model: str | None, *, purpose: str
+    given: argparse.Namespace, *, purpose: str
 ) -> AsyncIterator[tuple[AsyncClient, str, int | None]]:
-    """A client of a server, the name of its model and the context length, if that is listed.
+    """A client of the server, the name of its model and the context length, if that is listed.
 
     Raises ``UsageError`` for a server that cannot be reached, or is not fit for the ``purpose``.
     """
@@ -131,24 +180,31 @@ async def connected(
     from vllm_mlx_harmony.verify.values import Failed
 
     try:
-        async with trial.client(url, key, timeout) as client:
-            yield client, *await trial.selected(client, model)
+        async with trial.client(given.url, given.key, given.timeout) as client:
+            yield client, *await trial.selected(client, given.model)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UsageError(f"{url!r} is not a server's address: {error}") from error
+        raise UsageError(f"{given.url!r} is not a server's address: {error}") from error
     except httpx.TransportError as error:
-        raise UsageError(f"no server answers at {url}: {error}") from error
+        raise UsageError(f"no server answers at {given.url}: {error}") from error
     except Failed as error:
-        raise UsageError(f"the server at {url} cannot be {purpose}: {error}") from error
+        raise UsageError(f"the server at {given.url} cannot be {purpose}: {error}") from error
 
 
-async def _run(  # noqa: PLR0917
-    url: str, model: str | None, key: str | None, timeout: float, repeat: int, screen: Screen
-) -> str:
-    """Runs the checks of ``screen``. Returns the name of the model."""
-    from vllm_mlx_harmony.verify import checks, trial
+def write_results(given: argparse.Namespace, results: Document, page: str) -> None:
+    """Writes the files of ``--json`` and ``--html``."""
+    if given.json:
+        text = json.dumps(results, indent=1, ensure_ascii=False)
+        Path(given.json).write_text(f"{text}\n", "utf-8")
+    if given.html:
+        Path(given.html).write_text(page, "utf-8")
 
-    async with connected(url, key, timeout, model, purpose="checked") as (client, name, context):
-        server = trial.Server(client, name, key, context)
-        with screen:
-            await checks.run(server, screen.checks, repeat, screen.add)
-    return name
+
+def read_results(name: str, command: str) -> Document:
+    """A file that the ``--json`` of a command wrote. Raises ``UsageError`` for any other."""
+    try:
+        results = json.loads(read_text(name))
+        if results["kind"] == f"vllm-mlx-harmony {command}":
+            return dict(results)
+    except (ValueError, KeyError, TypeError):
+        pass
+    raise UsageError(f"{name} is not a file that {command} --json wrote")

@@ -6,10 +6,12 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import TypeAlias
 
-from vllm_mlx_harmony.measure.requests import FEW, TOOL, Client, Message, Timed, Unusable, step
+from vllm_mlx_harmony.measure.requests import FEW, TOOL, Client, Message, Timed, step
+from vllm_mlx_harmony.verify.values import Failed
 
 LENGTHS = (1_000, 8_000, 32_000, 100_000)
 STREAMS = (1, 2, 4, 8)
@@ -65,42 +67,33 @@ def plan(context: int | None, most: int) -> Iterator[Measurement]:
     room = min(most, context - ANSWER if context else most)
     for length in LENGTHS:
         if length <= room:
-            yield Measurement(f"first token, {length:,} tokens", _first(length))
+            yield Measurement(f"first token, {length:,} tokens", partial(_first, length))
     for count in STREAMS:
-        yield Measurement(f"speed of {count} at once", _speed(count))
+        yield Measurement(f"speed of {count} at once", partial(_speed, count))
     if room >= TURNS * (RESULT + 50):
         yield Measurement(f"tool loop of {TURNS} turns", _loop)
     if room >= BESIDE:
         yield Measurement("an answer beside a long prompt", _beside)
 
 
-def _first(length: int) -> Callable[[Client], Points]:
-    async def run(client: Client) -> Points:
-        prompt = client.prompt(length)
-        cold = await client.answer(prompt, FEW)
-        yield Point("first token, cold", length, cold.first)
-        yield Point("first token, warm", length, (await client.answer(prompt, FEW)).first)
-
-    return run
+async def _first(length: int, client: Client) -> Points:
+    prompt = client.prompt(length)
+    cold = await client.answer(prompt, FEW)
+    yield Point("first token, cold", length, cold.first)
+    yield Point("first token, warm", length, (await client.answer(prompt, FEW)).first)
 
 
 def story(client: Client) -> list[Message]:
-    """A prompt with a long answer."""
     return [{"role": "user", "content": f"{client.source.random()} {STORY}"}]
 
 
-def _speed(count: int) -> Callable[[Client], Points]:
-    async def run(client: Client) -> Points:
-        answers = await asyncio.gather(
-            *(client.answer(story(client), ANSWER) for _ in range(count))
-        )
-        begin = min(each.first for each in answers)
-        end = max(each.times[-1] for each in answers)
-        tokens = sum(each.output or len(each.times) for each in answers)
-        yield Point("one stream's speed", count, median(each.speed for each in answers))
-        yield Point("all streams' speed", count, (tokens - count) / (end - begin))
-
-    return run
+async def _speed(count: int, client: Client) -> Points:
+    answers = await asyncio.gather(*(client.answer(story(client), ANSWER) for _ in range(count)))
+    begin = min(each.first for each in answers)
+    end = max(each.times[-1] for each in answers)
+    tokens = sum(each.output or len(each.times) for each in answers)
+    yield Point("one stream's speed", count, median(each.speed for each in answers))
+    yield Point("all streams' speed", count, (tokens - count) / (end - begin))
 
 
 async def _loop(client: Client) -> Points:
@@ -127,7 +120,7 @@ async def _beside(client: Client) -> Points:
             if beside is not None and beside.done():
                 break
     if beside is None:
-        raise Unusable(f"the answer ended after {len(timed.times)} tokens")
+        raise Failed(f"the answer ended after {len(timed.times)} tokens")
     await beside
     gaps = [after - before for before, after in zip(timed.times, timed.times[1:], strict=False)]
     yield Point("longest pause, undisturbed", BESIDE, max(gaps[: alone - 1]))

@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import httpx
-from httpx_sse import EventSource, SSEError
+from httpx_sse import SSEError
 
-from vllm_mlx_harmony.verify.values import Failed
+from vllm_mlx_harmony.verify.apis import DONE, Chat
+from vllm_mlx_harmony.verify.trial import Exchange, stream
+from vllm_mlx_harmony.verify.values import Failed, require
 
 Message: TypeAlias = dict[str, Any]
 
-OK = 200
 WORDS = (
     *("river", "stone", "winter", "garden", "morning", "letter", "window", "mountain", "silver"),
     *("bridge", "paper", "candle", "forest", "harbour", "copper", "summer", "island", "thunder"),
@@ -39,10 +40,6 @@ FEW = 16
 """Tokens of an answer of which only the first counts: the first ones of a gpt-oss are a header."""
 
 
-class Unusable(Failed):
-    """The server does not answer such a request. The message says how."""
-
-
 @dataclass(slots=True)
 class Timed:
     """A streamed answer. ``times`` are seconds from the request to each event with output."""
@@ -54,17 +51,16 @@ class Timed:
 
     @property
     def first(self) -> float:
-        """Seconds to the first token. Raises ``Unusable`` if there is none."""
-        if not self.times:
-            raise Unusable("an answer without a token")
+        """Seconds to the first token. Raises ``Failed`` if there is none."""
+        require(self.times, "an answer without a token")
         return self.times[0]
 
     @property
     def speed(self) -> float:
-        """Tokens per second, from the first token on. Raises ``Unusable`` for fewer than two."""
+        """Tokens per second, from the first token on. Raises ``Failed`` for fewer than two."""
         tokens = self.output or len(self.times)
-        if tokens < 2 or self.times[-1] <= self.first:  # noqa: PLR2004
-            raise Unusable("an answer with fewer than two tokens")
+        several = tokens > 1 and self.times[-1] > self.first
+        require(several, "an answer with fewer than two tokens")
         return (tokens - 1) / (self.times[-1] - self.first)
 
 
@@ -79,10 +75,10 @@ class Client:
     fixed: int = 0
 
     async def calibrate(self) -> None:
-        """Learns how many tokens the prompts have. Raises ``Unusable`` if they are not counted."""
+        """Learns how many tokens the prompts have. Raises ``Failed`` if they are not counted."""
         few, many = [await self.answer(self.text(count), FEW) for count in (50, 250)]
-        if many.prompt <= few.prompt:
-            raise Unusable("usage does not count the tokens of prompts")
+        counted = many.prompt > few.prompt
+        require(counted, "usage does not count the tokens of prompts")
         self.per_word = (many.prompt - few.prompt) / 200
         self.fixed = max(0, round(few.prompt - 50 * self.per_word))
 
@@ -91,7 +87,6 @@ class Client:
         return self.text(max(1, round((tokens - self.fixed) / self.per_word)))
 
     def text(self, words: int) -> list[Message]:
-        """A prompt of random words."""
         text = " ".join(self.source.choices(WORDS, k=words))
         return [{"role": "user", "content": f"{self.source.random()} {text}"}]
 
@@ -106,31 +101,26 @@ class Client:
     async def running(
         self, timed: Timed, messages: Sequence[Message], limit: int, **options: object
     ) -> AsyncGenerator[None, None]:
-        """Yields at every event with output, after adding it to ``timed``. Raises ``Unusable``."""
+        """Yields at every event with output, after adding it to ``timed``. Raises ``Failed``."""
         body = {"model": self.model, "messages": messages, "max_tokens": limit, "stream": True}
         usage = {"stream_options": {"include_usage": True}}
+        whole = {**body, **usage, **options}
         began = time.perf_counter()
-        async with self.http.stream(
-            "POST", "/v1/chat/completions", json={**body, **usage, **options}
-        ) as response:
-            if response.status_code != OK:
-                text = (await response.aread()).decode("utf-8", "replace")
-                raise Unusable(f"status {response.status_code}: {text[:200]}")
-            try:
-                async for event in EventSource(response).aiter_sse():
-                    if event.data == "[DONE]":
+        try:
+            async with aclosing(stream(self.http, Chat.path, whole, Exchange())) as events:
+                async for event in events:
+                    if event.data == DONE:
                         break
                     if _read(timed, event.json()):
                         timed.times.append(time.perf_counter() - began)
                         yield
-            except (SSEError, ValueError, KeyError, TypeError, AttributeError) as error:
-                raise Unusable(f"not a stream of Chat Completions: {error!r}") from error
+        except (SSEError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Failed(f"not a stream of Chat Completions: {error!r}") from error
 
 
 def _read(timed: Timed, chunk: Message) -> bool:
     """Whether a chunk has output; its usage is added."""
-    if "error" in chunk:
-        raise Unusable(f"an error in the stream: {chunk['error']}")
+    require("error" not in chunk, f"an error in the stream: {chunk.get('error')}")
     if usage := chunk.get("usage"):
         timed.prompt, timed.output = usage["prompt_tokens"], usage["completion_tokens"]
         timed.cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")

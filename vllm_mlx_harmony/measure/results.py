@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from html import escape
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias
@@ -18,6 +16,7 @@ from rich.table import Table
 
 from vllm_mlx_harmony.measure.plan import CURVES, Point
 from vllm_mlx_harmony.verify import page
+from vllm_mlx_harmony.verify.report import grid, versions
 
 Results: TypeAlias = dict[str, Any]
 
@@ -41,7 +40,6 @@ def document(model: str, served: Mapping[str, str], points: Sequence[Point]) -> 
 
 
 def machine() -> dict[str, str]:
-    """What this machine is: processor, memory, system, versions."""
     name = platform.machine()
     with suppress(OSError, subprocess.SubprocessError):
         if platform.system() == "Darwin":
@@ -51,16 +49,12 @@ def machine() -> dict[str, str]:
             lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
             name = next((line.split(":")[1] for line in lines if "model name" in line), name)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    found = {
+    return {
         "processor": f"{name.strip()}, {os.cpu_count()} cores",
         "memory": f"{memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
-        "python": platform.python_version(),
+        **versions("vllm-mlx-harmony", "vllm-mlx", "mlx", "mlx-lm"),
     }
-    for package in ("vllm-mlx-harmony", "vllm-mlx", "mlx", "mlx-lm"):
-        with suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    return found
 
 
 def rows(results: Results) -> list[tuple[str, str, str, str]]:
@@ -73,33 +67,24 @@ def rows(results: Results) -> list[tuple[str, str, str, str]]:
 
 
 def shown(value: float, curve: str) -> str:
-    """A number with its unit."""
     return f"{value:.4g} {CURVES[curve][0]}"
 
 
 def table(results: Results) -> Table:
-    """The results for the terminal."""
-    made = Table("", box=None, padding=(0, 2, 0, 0))
-    for title in ("at", "median", "spread"):
-        made.add_column(title, justify="right")
-    for row in rows(results):
-        made.add_row(*row)
-    return made
+    return grid(("at", "median", "spread"), rows(results))
 
 
 def compared(before: Results, after: Results) -> Table:
     """The medians of two files, and how many times the first the second is."""
-    made = Table("", box=None, padding=(0, 2, 0, 0))
-    for title in ("at", "before", "after", "ratio"):
-        made.add_column(title, justify="right")
+    found = []
     for name, curve in before["curves"].items():
         for x, values in curve.items():
             others = after["curves"].get(name, {}).get(x)
             if others:
                 one, other = median(values), median(others)
                 ratio = f"{other / one:.2f}" if one else "–"
-                made.add_row(name, f"{int(x):,}", shown(one, name), shown(other, name), ratio)
-    return made
+                found.append((name, f"{int(x):,}", shown(one, name), shown(other, name), ratio))
+    return grid(("at", "before", "after", "ratio"), found)
 
 
 def html(results: Results) -> str:
@@ -147,8 +132,3 @@ def plot(
     )
     drawn = "".join(parts)
     return f'<p>{legend}</p><svg viewBox="0 0 {width} {height}" role="img">{drawn}</svg>'
-
-
-def dumped(results: Results) -> str:
-    """The text of a results file."""
-    return json.dumps(results, indent=1) + "\n"

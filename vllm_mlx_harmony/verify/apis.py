@@ -8,11 +8,13 @@ in the client. What types cannot say, the order of events and that deltas add up
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cache
-from typing import Any, Protocol, TypeAlias
+from typing import Any
 
+from httpx_sse import ServerSentEvent
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_mlx_harmony.verify.values import (
@@ -29,32 +31,32 @@ from vllm_mlx_harmony.verify.values import (
 DONE = "[DONE]"
 
 
-@dataclass(frozen=True, slots=True)
-class Event:
-    """A server-sent event. ``name`` is empty if it has none."""
-
-    name: str
-    data: str
-
-
-class Api(Protocol):
+class Api(ABC):
     """One of the APIs. ``link`` is its reference."""
 
     name: str
     path: str
     link: str
 
+    @abstractmethod
     def body(self, model: str, ask: Ask) -> Document:
         """The body of a request, not streamed."""
 
+    @abstractmethod
     def read(self, document: Document) -> Answer:
         """The answer in a response. Raises ``Failed`` if it is not of the SDK's type."""
 
-    def assemble(self, events: Sequence[Event]) -> Document:
+    @abstractmethod
+    def assemble(self, events: Sequence[ServerSentEvent]) -> Document:
         """The response that a stream adds up to. Raises ``Failed`` if an event is wrong."""
 
     def check_error(self, document: Document) -> None:
         """Raises ``Failed`` if an error does not have the API's shape."""
+        error = document.get("error")
+        require(isinstance(error, dict), "an error without the object `error`")
+        for name in ("message", "type"):
+            text = dict(error or {}).get(name)
+            require(isinstance(text, str) and text, f"an error whose `{name}` is no text")
 
 
 NEW = frozenset({"cache_write_tokens"})
@@ -89,27 +91,20 @@ def validate(name: str, document: object) -> None:
             raise Failed(f"not the SDK's {name}: {each['msg']} at {where or 'the top'}")
 
 
-Types: TypeAlias = Mapping[str, TypeAdapter[Any]]
-
-
 @cache
-def _types() -> Types:
+def _types() -> dict[str, TypeAdapter[Any]]:
     """Imported late: the SDKs take seconds."""
     from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
     from openai.types import Model
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
     from openai.types.responses import Response, ResponseStreamEvent
 
-    types = {
-        "Model": Model,
-        "ChatCompletion": ChatCompletion,
-        "ChatCompletionChunk": ChatCompletionChunk,
-        "Response": Response,
+    unions = {
         "ResponseStreamEvent": ResponseStreamEvent,
-        "Message": Message,
-        "MessageTokensCount": MessageTokensCount,
         "RawMessageStreamEvent": RawMessageStreamEvent,
     }
+    models = (Model, ChatCompletion, ChatCompletionChunk, Response, Message, MessageTokensCount)
+    types = {**unions, **{model.__name__: model for model in models}}
     return {name: TypeAdapter(each) for name, each in types.items()}
 
 
@@ -127,27 +122,23 @@ def _without_empty(fields: Document) -> Document:
     return {name: value for name, value in fields.items() if value not in (None, "", [], {})}
 
 
-class OpenAi:
-    """What the two APIs of OpenAI have in common."""
+def _usage(document: Document, prompt: str, output: str) -> Usage:
+    """The usage in a response of OpenAI's, by the API's words for the prompt and the output."""
+    usage = document.get("usage") or {}
+    return Usage(
+        usage.get(f"{prompt}_tokens", 0),
+        usage.get(f"{output}_tokens", 0),
+        (usage.get(f"{prompt}_tokens_details") or {}).get("cached_tokens"),
+        (usage.get(f"{output}_tokens_details") or {}).get("reasoning_tokens"),
+    )
 
-    def check_error(self, document: Document) -> None:
-        """See ``Api``."""
-        error = document.get("error")
-        require(isinstance(error, dict), "an error without the object `error`")
-        for name in ("message", "type"):
-            text = dict(error or {}).get(name)
-            require(isinstance(text, str) and text, f"an error whose `{name}` is no text")
 
-
-class Chat(OpenAi):
-    """Chat Completions."""
-
+class Chat(Api):
     name = "chat"
     path = "/v1/chat/completions"
     link = "https://platform.openai.com/docs/api-reference/chat"
 
     def body(self, model: str, ask: Ask) -> Document:
-        """See ``Api``."""
         messages: list[Document] = [{"role": "system", "content": ask.system}] if ask.system else []
         for each in ask.messages:
             match each:
@@ -159,15 +150,7 @@ class Chat(OpenAi):
                     result = {"tool_call_id": each.call.id, "content": each.text}
                     messages.append({"role": "tool", **result})
         named = {"type": "function", "function": {"name": ask.choice}}
-        functions = [
-            {
-                "name": tool.name,
-                "description": tool.description,
-                "parameters": tool.parameters,
-                **({"strict": True} if tool.strict else {}),
-            }
-            for tool in ask.tools
-        ]
+        functions = [asdict(tool) for tool in ask.tools]
         answer = {"name": "answer", "schema": ask.schema, "strict": True}
         options = {
             "tools": [{"type": "function", "function": each} for each in functions],
@@ -177,13 +160,12 @@ class Chat(OpenAi):
             "stop": ask.stop,
         }
         fixed = {"model": model, "messages": messages, "max_tokens": ask.limit}
-        return {**fixed, **_without_empty(options), **_sampling(ask)}
+        return {**fixed, **_without_empty(options), **ask.extra}
 
     def read(self, document: Document) -> Answer:
-        """See ``Api``."""
         validate("ChatCompletion", document)
         require(len(document["choices"]) == 1, f"{len(document['choices'])} choices, not one")
-        choice, usage = document["choices"][0], document.get("usage") or {}
+        choice = document["choices"][0]
         message = choice["message"]
         calls = tuple(
             Call(each["function"]["name"], each["function"]["arguments"], each["id"])
@@ -197,23 +179,16 @@ class Chat(OpenAi):
             reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
             calls=calls,
             finish=names[choice["finish_reason"]],  # type: ignore[arg-type]
-            usage=Usage(
-                usage.get("prompt_tokens", 0),
-                usage.get("completion_tokens", 0),
-                (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
-                (usage.get("completion_tokens_details") or {}).get("reasoning_tokens"),
-            ),
+            usage=_usage(document, "prompt", "completion"),
             history=({"content": None, **_without_empty(message)},),
         )
 
-    def assemble(self, events: Sequence[Event]) -> Document:
-        """See ``Api``."""
+    def assemble(self, events: Sequence[ServerSentEvent]) -> Document:
         require(events and events[-1].data == DONE, "the stream does not end with [DONE]")
         chunks = [parsed(event.data) for event in events[:-1]]
-        message: Document = {"role": "", "content": None}
-        texts: dict[str, str] = {}
+        texts = dict.fromkeys(("content", "reasoning", "reasoning_content", "refusal"), "")
         calls: list[Document] = []
-        finish, usage = None, None
+        role, finish, usage = None, None, None
         for chunk in chunks:
             require("error" not in chunk, f"an error in the stream: {chunk.get('error')}")
             validate("ChatCompletionChunk", chunk)
@@ -221,23 +196,19 @@ class Chat(OpenAi):
             for choice in chunk["choices"]:
                 require(finish is None, "a delta after finish_reason")
                 delta, finish = choice["delta"], choice["finish_reason"]
-                message["role"] = delta.get("role") or message["role"]
-                for name in ("content", "reasoning", "reasoning_content", "refusal"):
-                    texts[name] = texts.get(name, "") + (delta.get(name) or "")
+                role = delta.get("role") or role
+                for name in texts:
+                    texts[name] += delta.get(name) or ""
                 for call in delta.get("tool_calls") or ():
                     self._add(calls, call)
         require(finish, "no chunk has a finish_reason")
-        require(message["role"] == "assistant", "no delta has the role")
-        message |= {name: text for name, text in texts.items() if text}
-        choice = {
-            "index": 0,
-            "finish_reason": finish,
-            "logprobs": None,
-            "message": {**message, **({"tool_calls": calls} if calls else {})},
-        }
+        require(role == "assistant", "no delta has the role")
+        written = _without_empty({**texts, "tool_calls": calls})
+        message = {"role": role, "content": None, **written}
+        choice = {"index": 0, "finish_reason": finish, "logprobs": None, "message": message}
         first = {name: chunks[0][name] for name in ("id", "model", "created")}
-        whole = {**first, "object": "chat.completion", "choices": [choice]}
-        return {**whole, **({"usage": usage} if usage else {})}
+        whole = {**first, "object": "chat.completion", "choices": [choice], "usage": usage}
+        return _without_empty(whole)
 
     def _add(self, calls: list[Document], call: Document) -> None:
         function = call.get("function") or {}
@@ -251,15 +222,12 @@ class Chat(OpenAi):
         calls[-1]["function"]["arguments"] += function.get("arguments") or ""
 
 
-class Responses(OpenAi):
-    """Responses."""
-
+class Responses(Api):
     name = "responses"
     path = "/v1/responses"
     link = "https://platform.openai.com/docs/api-reference/responses"
 
     def body(self, model: str, ask: Ask) -> Document:
-        """See ``Api``."""
         items: list[Document] = []
         for each in ask.messages:
             match each:
@@ -274,27 +242,17 @@ class Responses(OpenAi):
         answer = {"type": "json_schema", "name": "answer", "schema": ask.schema, "strict": True}
         options = {
             "instructions": ask.system,
-            "tools": [
-                {
-                    "type": "function",
-                    "name": tool.name,
-                    "description": tool.description,
-                    "parameters": tool.parameters,
-                    "strict": tool.strict,
-                }
-                for tool in ask.tools
-            ],
+            "tools": [{"type": "function", **asdict(tool), "strict": False} for tool in ask.tools],
             "tool_choice": ask.choice if ask.choice in ("required", "none", "") else named,
             "text": ask.schema and {"format": answer},
             "reasoning": ask.effort and {"effort": ask.effort},
         }
         fixed = {"model": model, "input": items, "max_output_tokens": ask.limit}
-        return {**fixed, **_without_empty(options), **_sampling(ask)}
+        return {**fixed, **_without_empty(options), **ask.extra}
 
     def read(self, document: Document) -> Answer:
-        """See ``Api``."""
         validate("Response", document)
-        output, usage = document["output"], document.get("usage") or {}
+        output = document["output"]
         calls = tuple(
             Call(item["name"], item["arguments"], item["call_id"])
             for item in output
@@ -311,17 +269,12 @@ class Responses(OpenAi):
             reasoning="\n".join(_texts(output, "reasoning", "content", "summary")),
             calls=calls,
             finish="length" if cut else "calls" if calls else "stop",
-            usage=Usage(
-                usage.get("input_tokens", 0),
-                usage.get("output_tokens", 0),
-                (usage.get("input_tokens_details") or {}).get("cached_tokens"),
-                (usage.get("output_tokens_details") or {}).get("reasoning_tokens"),
-            ),
+            usage=_usage(document, "input", "output"),
             history=tuple(output),
         )
 
-    def assemble(self, events: Sequence[Event]) -> Document:
-        """See ``Api``. Each ``….done`` must have the text that its ``….delta`` events add up to."""
+    def assemble(self, events: Sequence[ServerSentEvent]) -> Document:
+        """Each ``….done`` must have the text that its ``….delta`` events add up to."""
         documents = [parsed(event.data) for event in events if event.data != DONE]
         require(documents, "a stream without events")
         texts: dict[tuple[object, ...], str] = {}
@@ -401,15 +354,13 @@ class _Blocks:
             self.open = {}
 
 
-class Messages:
-    """Messages."""
-
+class Messages(Api):
     name = "messages"
     path = "/v1/messages"
     link = "https://platform.claude.com/docs/en/api/messages"
 
     def body(self, model: str, ask: Ask) -> Document:
-        """See ``Api``. Results of the same turn are in one message."""
+        """Results of the same turn are in one message."""
         messages: list[Document] = []
         for before, each in zip((None, *ask.messages), ask.messages, strict=False):
             match each:
@@ -431,7 +382,6 @@ class Messages:
                     "name": tool.name,
                     "description": tool.description,
                     "input_schema": tool.parameters,
-                    **({"strict": True} if tool.strict else {}),
                 }
                 for tool in ask.tools
             ],
@@ -440,10 +390,9 @@ class Messages:
             "stop_sequences": [ask.stop] if ask.stop else [],
         }
         fixed = {"model": model, "messages": messages, "max_tokens": ask.limit}
-        return {**fixed, **_without_empty(options), **_sampling(ask)}
+        return {**fixed, **_without_empty(options), **ask.extra}
 
     def read(self, document: Document) -> Answer:
-        """See ``Api``."""
         validate("Message", document)
         content, usage, reason = document["content"], document["usage"], document["stop_reason"]
         calls = tuple(
@@ -475,20 +424,20 @@ class Messages:
             history=tuple(content),
         )
 
-    def assemble(self, events: Sequence[Event]) -> Document:
-        """See ``Api``."""
+    def assemble(self, events: Sequence[ServerSentEvent]) -> Document:
         message: Document = {}
         blocks = _Blocks()
         kind = ""
         for event in events:
-            require(kind != "message_stop", f"{event.name} after message_stop")
+            require(kind != "message_stop", f"{event.event} after message_stop")
             document, before = parsed(event.data), kind
             require(
-                event.name == document.get("type"), f"{document.get('type')} is named {event.name}"
+                event.event == document.get("type"),
+                f"{document.get('type')} is named {event.event}",
             )
-            if event.name == "ping":
+            if event.event == "ping":
                 continue
-            kind = event.name
+            kind = event.event
             require(kind != "error", f"an error in the stream: {document.get('error')}")
             validate("RawMessageStreamEvent", document)
             require(bool(message) != (kind == "message_start"), f"{kind} out of order")
@@ -506,18 +455,8 @@ class Messages:
         return {**message, "content": blocks.done}
 
     def check_error(self, document: Document) -> None:
-        """See ``Api``."""
-        error = document.get("error")
         require(document.get("type") == "error", "an error whose `type` is not `error`")
-        require(isinstance(error, dict), "an error without the object `error`")
-        for name in ("message", "type"):
-            text = dict(error or {}).get(name)
-            require(isinstance(text, str) and text, f"an error whose `{name}` is no text")
-
-
-def _sampling(ask: Ask) -> Document:
-    extra = dict(ask.extra or {})
-    return extra if ask.temperature is None else {"temperature": ask.temperature, **extra}
+        super().check_error(document)
 
 
 APIS: tuple[Api, ...] = (Chat(), Responses(), Messages())

@@ -32,7 +32,6 @@ def _typed(kind: Kind) -> Document:
 
 
 def listed(kind: Kind, **bounds: int) -> Document:
-    """An array."""
     return {"type": "array", "items": _typed(kind), **bounds}
 
 
@@ -42,58 +41,25 @@ TOOLS = {
     tool.name: tool
     for tool in (
         Tool("get_weather", "The weather in a city, now.", schema(city="string")),
-        Tool(
-            "get_forecast",
-            "The weather in a city for some days.",
-            schema(city="string", days="integer", unit=["celsius", "fahrenheit"]),
-        ),
+        Tool("get_forecast", "The weather in a city for some days.", schema(city="string", days="integer", unit=["celsius", "fahrenheit"])),
         Tool("get_stock_price", "The price of a stock.", schema(symbol="string")),
-        Tool(
-            "convert_currency",
-            "Converts an amount of money at today's rate. Currencies are ISO 4217 codes.",
-            schema(amount="number", source="string", target="string"),
-        ),
-        Tool(
-            "send_email",
-            "Sends an e-mail.",
-            schema(to=listed("string"), subject="string", body="string"),
-        ),
-        Tool(
-            "create_event",
-            "Adds an event to the user's calendar. Times are ISO 8601.",
-            schema(title="string", start="string", minutes="integer", place=MAYBE),
-        ),
-        Tool(
-            "search_files", "Files whose text has a pattern.", schema(pattern="string", path=MAYBE)
-        ),
+        Tool("convert_currency", "Converts an amount of money at today's rate. Currencies are ISO 4217 codes.", schema(amount="number", source="string", target="string")),
+        Tool("send_email", "Sends an e-mail.", schema(to=listed("string"), subject="string", body="string")),
+        Tool("create_event", "Adds an event to the user's calendar. Times are ISO 8601.", schema(title="string", start="string", minutes="integer", place=MAYBE)),
+        Tool("search_files", "Files whose text has a pattern.", schema(pattern="string", path=MAYBE)),
         Tool("read_file", "The text of a file.", schema(path="string")),
         Tool("run_command", "Runs a shell command.", schema(command=listed("string"))),
         Tool("query_database", "Runs an SQL query that only reads.", schema(sql="string")),
         Tool("find_customer", "The id of a customer, by name.", schema(name="string")),
         Tool("list_orders", "The orders of a customer, by id.", schema(customer_id="integer")),
-        Tool(
-            "set_light",
-            "Sets a lamp.",
-            schema(room="string", on="boolean", colour=["white", "red", "blue"]),
-        ),
+        Tool("set_light", "Sets a lamp.", schema(room="string", on="boolean", colour=["white", "red", "blue"])),
         Tool("translate", "Translates a text.", schema(text="string", language="string")),
-        Tool(
-            "book_table",
-            "Books a table in a restaurant.",
-            schema(restaurant="string", people="integer", time="string"),
-        ),
-        Tool(
-            "order_pizza",
-            "Orders pizzas.",
-            schema(
-                pizzas=listed(schema(name="string", size=["small", "large"], count="integer")),
-                address="string",
-            ),
-        ),
+        Tool("book_table", "Books a table in a restaurant.", schema(restaurant="string", people="integer", time="string")),
+        Tool("order_pizza", "Orders pizzas.", schema(pizzas=listed(schema(name="string", size=["small", "large"], count="integer")), address="string")),
         Tool("get_time", "The time in a city, now.", schema(city="string")),
         Tool("ready", "Tells the user that you are ready.", schema()),
     )
-}
+}  # fmt: skip
 
 Called: TypeAlias = tuple[str, Document]
 

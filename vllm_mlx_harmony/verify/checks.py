@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from http import HTTPStatus
@@ -14,7 +14,7 @@ import httpx
 from httpx_sse import SSEError
 
 from vllm_mlx_harmony.verify.apis import Api
-from vllm_mlx_harmony.verify.trial import Exchange, Server, Trial
+from vllm_mlx_harmony.verify.trial import Server, Trial
 from vllm_mlx_harmony.verify.values import Ask, Failed, Unsupported
 
 Run: TypeAlias = Callable[[Trial], Awaitable[None]]
@@ -75,47 +75,34 @@ def chosen(checks: Iterable[Check], only: Sequence[str]) -> tuple[Check, ...]:
     )
 
 
-async def run(
-    server: Server,
-    checks: Sequence[Check],
-    repeat: int,
-    report: Callable[[Outcome], None],
-) -> list[Outcome]:
-    """Runs checks one after the other, and reports each when it is done."""
-    outcomes: list[Outcome] = []
+async def run(server: Server, checks: Sequence[Check], repeat: int) -> AsyncIterator[Outcome]:
+    """Runs checks one after the other."""
     absent: dict[str, str] = {}
     for check in checks:
         if check.api.name not in absent:
             absent[check.api.name] = await _absence(server, check.api)
         if problem := absent[check.api.name]:
-            outcome = Outcome(check.name, check.holds, check.link, "unsupported", problem=problem)
+            yield Outcome(check.name, check.holds, check.link, "unsupported", problem=problem)
         else:
-            outcome = await _repeated(server, check, repeat if check.repeats else 1)
-        outcomes.append(outcome)
-        report(outcome)
-    return outcomes
+            yield await _repeated(server, check, repeat if check.repeats else 1)
 
 
 async def _absence(server: Server, api: Api) -> str:
     """Why an API cannot be checked; empty if it is there."""
     body = api.body(server.model, PROBE)
     try:
-        reply = await Trial(server, api).send("POST", api.path, body)
+        status = (await Trial(server, api).send("POST", api.path, body)).status_code
     except httpx.HTTPError:
         return ""  # the checks say what is wrong
-    return f"POST {api.path} is {reply.status}" if reply.status in ABSENT else ""
+    return f"POST {api.path} is {status}" if status in ABSENT else ""
 
 
 async def _repeated(server: Server, check: Check, repeat: int) -> Outcome:
-    began, first = time.monotonic(), None
-    passed = 0
-    for _ in range(repeat):
-        outcome = await _once(server, check)
-        passed += outcome.state == "passed"
-        first = outcome if first is None or first.state == "passed" else first
-        if outcome.state == "unsupported":
-            break
-    assert first is not None
+    began, outcomes = time.monotonic(), list[Outcome]()
+    while len(outcomes) < repeat and not (outcomes and outcomes[-1].state == "unsupported"):
+        outcomes.append(await _once(server, check))
+    first = next((each for each in outcomes if each.state != "passed"), outcomes[0])
+    passed = sum(each.state == "passed" for each in outcomes)
     return replace(first, seconds=time.monotonic() - began, passed=passed, runs=repeat)
 
 
@@ -134,5 +121,5 @@ async def _once(server: Server, check: Check) -> Outcome:
         problem = f"the response is not as expected: {error!r}"
     else:
         return outcome
-    last = trial.exchanges[-1] if trial.exchanges else Exchange("")
+    last = trial.exchange
     return replace(outcome, state="failed", problem=problem, sent=last.sent, received=last.received)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from functools import partial
 
 from jsonschema import Draft202012Validator
@@ -49,7 +50,6 @@ BESIDE = "Name a fruit."
 
 
 def tools(names: str) -> tuple[Tool, ...]:
-    """Some of the tools, by name."""
     return tuple(TOOLS[name] for name in names.split())
 
 
@@ -197,60 +197,35 @@ REASONING = "https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot"
 CHOICE = "https://platform.openai.com/docs/guides/function-calling#tool-choice"
 STRICT = "https://platform.openai.com/docs/guides/structured-outputs"
 
-ROWS: tuple[tuple[str, str, str, Run], ...] = (
-    *(
-        (
-            case.name,
-            f"{case.calls[0][0]} is called with valid arguments",
-            COMPATIBILITY,
-            partial(called, case),
-        )
-        for case in CASES
-        if case.calls
-    ),
-    *(
-        (
-            case.name,
-            "no tool is called if none is needed",
-            COMPATIBILITY,
-            partial(not_called, case),
-        )
-        for case in CASES
-        if not case.calls
-    ),
-    *(
-        (
-            f"calls-{case.name}",
-            "all calls are made, at once or one after another",
-            COMPATIBILITY,
-            partial(several, case),
-        )
-        for case in SEVERAL
-    ),
-    ("choice-required", "a tool is called", CHOICE, required),
-    ("choice-named", "the named tool is called", CHOICE, named),
-    ("choice-none", "no tool is called", CHOICE, none),
-    *(
-        (
-            f"schema-{name}",
-            "the answer is valid for a strict schema",
-            STRICT,
-            partial(strict, text, schema),
-        )
-        for name, text, schema, _ in SCHEMAS
-    ),
-    ("reasoning-returned", "reasoning is returned in a field of its own", REASONING, reasoning),
-    ("reasoning-kept", "reasoning within a tool loop is in the next prompt", REASONING, survives),
-    ("reasoning-effort", "higher effort gives more reasoning", HARMONY, effort),
-    ("system-hierarchy", "the system prompt overrides the user", HARMONY, hierarchy),
-    (
-        "system-beside-tools",
-        "the system prompt still applies when there are tools",
-        HARMONY,
-        beside,
-    ),
-)
-"""Name, what must hold, link to its source, check."""
+
+def _rows() -> Iterator[tuple[str, str, str, Run]]:
+    """Name, what must hold, link to its source, check."""
+    for case in CASES:
+        if case.calls:
+            holds, check = f"{case.calls[0][0]} is called with valid arguments", called
+        else:
+            holds, check = "no tool is called if none is needed", not_called
+        yield case.name, holds, COMPATIBILITY, partial(check, case)
+    for case in SEVERAL:
+        holds = "all calls are made, at once or one after another"
+        yield f"calls-{case.name}", holds, COMPATIBILITY, partial(several, case)
+    yield "choice-required", "a tool is called", CHOICE, required
+    yield "choice-named", "the named tool is called", CHOICE, named
+    yield "choice-none", "no tool is called", CHOICE, none
+    for name, text, schema, _ in SCHEMAS:
+        holds = "the answer is valid for a strict schema"
+        yield f"schema-{name}", holds, STRICT, partial(strict, text, schema)
+    returned = "reasoning is returned in a field of its own"
+    yield "reasoning-returned", returned, REASONING, reasoning
+    kept = "reasoning within a tool loop is in the next prompt"
+    yield "reasoning-kept", kept, REASONING, survives
+    yield "reasoning-effort", "higher effort gives more reasoning", HARMONY, effort
+    yield "system-hierarchy", "the system prompt overrides the user", HARMONY, hierarchy
+    applies = "the system prompt still applies when there are tools"
+    yield "system-beside-tools", applies, HARMONY, beside
+
+
+ROWS = tuple(_rows())
 
 CHECKS = tuple(
     Check(f"format.{api.name}.{name}", api, holds, link, run, repeats=True)

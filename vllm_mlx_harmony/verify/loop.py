@@ -33,7 +33,6 @@ def code(page: int) -> str:
 
 
 def text(page: int) -> str:
-    """What the tool returns for a page."""
     return f"Page {page}. {FILLER}The code of page {page} is {code(page)}."
 
 

@@ -35,10 +35,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table of text, whose columns but the first have numbers."""
 
     def row(cells: Sequence[str], tag: str) -> str:
-        kinds = ("", *([' class="number"'] * (len(cells) - 1)))
-        return "".join(
-            f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(kinds, cells, strict=True)
-        )
+        name, *numbers = map(escape, cells)
+        rest = "".join(f'<{tag} class="number">{each}</{tag}>' for each in numbers)
+        return f"<{tag}>{name}</{tag}>{rest}"
 
     lines = [f"<tr>{row(cells, 'td')}</tr>" for cells in rows]
     return f"<table><tr>{row(head, 'th')}</tr>{''.join(lines)}</table>"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from html import escape
 from importlib import metadata
 from platform import python_version
@@ -34,44 +34,35 @@ SHOWN = 400
 STYLES = {"passed": "green", "failed": "bold red", "unsupported": "yellow"}
 
 
-@dataclass(slots=True)
-class Screen:
+def progress(console: Console) -> Progress:
+    """A bar, the time, and what is running."""
+    columns = (
+        *(BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()),
+        TextColumn("left · {task.description}", style="dim"),
+    )
+    return Progress(*columns, console=console, transient=True)
+
+
+class Screen(Live):
     """A table of kinds and APIs and a bar while checks run; failures stand above it."""
 
-    console: Console
-    checks: Sequence[Check]
-    outcomes: list[Outcome] = field(default_factory=list)
-    live: Live = field(init=False)
-    progress: Progress = field(init=False)
+    def __init__(self, console: Console, checks: Sequence[Check]) -> None:
+        self.checks = checks
+        self.outcomes: list[Outcome] = []
+        self.progress = progress(console)
+        self.task = self.progress.add_task(checks[0].name, total=len(checks))
+        super().__init__(console=console, refresh_per_second=8, transient=True)
 
-    def __post_init__(self) -> None:
-        columns = (
-            *(BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn()),
-            *(TimeRemainingColumn(), TextColumn("left · {task.description}", style="dim")),
-        )
-        self.progress = Progress(*columns, console=self.console)
-        self.progress.add_task(self.checks[0].name, total=len(self.checks))
-        self.live = Live(self._shown(), console=self.console, refresh_per_second=8, transient=True)
-
-    def __enter__(self) -> Screen:
-        self.live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.live.stop()
+    def get_renderable(self) -> Group:
+        return Group(table(self.checks, self.outcomes), self.progress)
 
     def add(self, outcome: Outcome) -> None:
-        """Shows one more outcome."""
         self.outcomes.append(outcome)
         if outcome.state == "failed":
-            self.live.console.print(failure(outcome))
-        following = [*self.checks[len(self.outcomes) :], None][0]
-        name = following.name if following else ""
-        self.progress.update(self.progress.task_ids[0], advance=1, description=name)
-        self.live.update(self._shown())
-
-    def _shown(self) -> Group:
-        return Group(table(self.checks, self.outcomes), self.progress)
+            self.console.print(failure(outcome))
+        following = self.checks[len(self.outcomes) :]
+        name = following[0].name if following else ""
+        self.progress.update(self.task, advance=1, description=name)
 
 
 def counts(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
@@ -88,14 +79,19 @@ def counts(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[tuple[s
     return rows
 
 
+def grid(titles: Iterable[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table for the terminal: names, and columns with titles."""
+    made = Table("", box=None, padding=(0, 2, 0, 0))
+    for title in titles:
+        made.add_column(title, justify="right")
+    for row in rows:
+        made.add_row(*row)
+    return made
+
+
 def table(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Table:
     """``counts`` for the terminal."""
-    shown = Table("", box=None, padding=(0, 2, 0, 0))
-    for api in APIS:
-        shown.add_column(api.name, justify="right")
-    for row in counts(checks, outcomes):
-        shown.add_row(*row)
-    return shown
+    return grid((api.name for api in APIS), counts(checks, outcomes))
 
 
 def scores(outcomes: Sequence[Outcome]) -> list[str]:
@@ -149,11 +145,9 @@ def verdict(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Group:
 
 def document(model: str, repeat: int, outcomes: Sequence[Outcome]) -> Document:
     """The results file: ``--json``."""
-    packages = ("vllm-mlx-harmony", "openai", "anthropic")
-    versions = {name: _version(name) for name in packages}
     return {
         "kind": "vllm-mlx-harmony verify",
-        "versions": {**versions, "python": python_version()},
+        "versions": versions("vllm-mlx-harmony", "openai", "anthropic"),
         "model": model,
         "repeat": repeat,
         "checks": [
@@ -163,33 +157,38 @@ def document(model: str, repeat: int, outcomes: Sequence[Outcome]) -> Document:
     }
 
 
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of packages, if installed, and of Python."""
+    found = {}
+    for name in packages:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return {**found, "python": python_version()}
+
+
 def html(checks: Sequence[Check], results: Document, outcomes: Sequence[Outcome]) -> str:
     """One page: the table, the rates, and each check with what was sent and received."""
     versions = ", ".join(f"{name} {version}" for name, version in results["versions"].items())
     body = [f"<p>{escape(results['model'])} · {escape(versions)}</p>"]
     body.append(page.table(("", *(api.name for api in APIS)), counts(checks, outcomes)))
     body += [f"<p>{escape(line)}</p>" for line in scores(outcomes)]
-    for state, title in (
-        ("failed", "Failed"),
-        ("unsupported", "Not supported"),
-        ("passed", "Passed"),
-    ):
-        group = [each for each in outcomes if each.state == state]
-        if not group:
-            continue
-        body.append(f"<h2>{title}: {len(group)}</h2><table>")
-        for each in group:
-            texts = "".join(
-                f"<pre>{escape(text)}</pre>" for text in (each.sent, each.received) if text
-            )
-            runs = f" ({each.passed} of {each.runs})" if each.runs > 1 else ""
-            body.append(
-                f'<tr><td class="{state}">{escape(each.name)}{runs}</td>'
-                f'<td><a href="{escape(each.link)}">{escape(each.holds)}</a>'
-                f"<br>{escape(each.problem)}{texts}</td></tr>"
-            )
-        body.append("</table>")
+    titles = {"failed": "Failed", "unsupported": "Not supported", "passed": "Passed"}
+    for state, title in titles.items():
+        rows = [_row(each) for each in outcomes if each.state == state]
+        if rows:
+            body.append(f"<h2>{title}: {len(rows)}</h2><table>{''.join(rows)}</table>")
     return page.page("vllm-mlx-harmony verify", *body)
+
+
+def _row(outcome: Outcome) -> str:
+    texts = (outcome.sent, outcome.received)
+    exchange = "".join(f"<pre>{escape(text)}</pre>" for text in texts if text)
+    runs = f" ({outcome.passed} of {outcome.runs})" if outcome.runs > 1 else ""
+    return (
+        f'<tr><td class="{outcome.state}">{escape(outcome.name)}{runs}</td>'
+        f'<td><a href="{escape(outcome.link)}">{escape(outcome.holds)}</a>'
+        f"<br>{escape(outcome.problem)}{exchange}</td></tr>"
+    )
 
 
 def compared(before: Document, after: Document) -> tuple[Table, bool]:
@@ -213,15 +212,3 @@ def _state(check: Document | None) -> str:
         return "not run"
     runs = check.get("runs", 1)
     return f"{check['state']} {check['passed']} of {runs}" if runs > 1 else str(check["state"])
-
-
-def dumped(results: Document) -> str:
-    """A results file's text."""
-    return json.dumps(results, indent=1, ensure_ascii=False) + "\n"
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return "unknown"

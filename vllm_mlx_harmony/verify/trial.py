@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
 import httpx
-from httpx_sse import EventSource
+from httpx_sse import EventSource, ServerSentEvent
 
-from vllm_mlx_harmony.verify.apis import Api, Event, parsed
+from vllm_mlx_harmony.verify.apis import Api, parsed
 from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Failed, Usage, require
 
 OK = 200
 KEPT = 2000
 """Characters of a request and of its response that are recorded."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """A response that was not streamed."""
-
-    status: int
-    headers: Mapping[str, str]
-    text: str
-
-    @property
-    def document(self) -> Document:
-        """Its body. Raises ``Failed`` if that is not a JSON object."""
-        return parsed(self.text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,53 +35,46 @@ class Server:
 
 def client(url: str, key: str | None, timeout: float) -> httpx.AsyncClient:
     """A client for ``url``, with or without ``/v1``; ``timeout`` is in seconds."""
-    headers = {"anthropic-version": "2023-06-01", **_credentials(key)}
+    credentials = {"Authorization": f"Bearer {key}", "x-api-key": key} if key else {}
+    headers = {"anthropic-version": "2023-06-01", **credentials}
     base = url.rstrip("/").removesuffix("/v1")
     return httpx.AsyncClient(base_url=base, headers=headers, timeout=timeout)
-
-
-def _credentials(key: str | None) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}", "x-api-key": key} if key else {}
 
 
 @dataclass(slots=True)
 class Exchange:
     """The beginnings of what was sent and received."""
 
-    sent: str
+    sent: str = ""
     received: str = ""
 
     def add(self, text: str) -> None:
-        """Records more of the response."""
         self.received += text[: KEPT - len(self.received)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Trial:
-    """One run of a check on one API of a server."""
+    """One run of a check on one API of a server, and its last exchange."""
 
     server: Server
     api: Api
-    exchanges: list[Exchange] = field(default_factory=list)
+    exchange: Exchange = field(default_factory=Exchange)
 
     async def send(
         self,
         method: str,
         path: str,
-        body: Document | str | None = None,
-        *,
-        headers: Mapping[str, str] | None = None,
-    ) -> Reply:
+        body: Document | str = "",
+        **headers: str,
+    ) -> httpx.Response:
         """A response, whatever its status. A body of text is sent as it is."""
-        text = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False)
-        content = None if body is None else text
-        exchange = self._exchange(method, path, content or "")
-        kind = {"Content-Type": "application/json"} if content else {}
-        response = await self.server.client.request(
-            method, path, content=content, headers={**kind, **(headers or {})}
-        )
+        content = body if isinstance(body, str) else json.dumps(body, ensure_ascii=False)
+        exchange = self._exchange(method, path, content)
+        if content:
+            headers["Content-Type"] = "application/json"
+        response = await self.server.client.request(method, path, content=content, headers=headers)
         exchange.add(f"{response.status_code} {response.text}")
-        return Reply(response.status_code, response.headers, response.text)
+        return response
 
     async def answer(self, ask: Ask) -> Answer:
         """The answer to a request that is not streamed. Raises ``Failed``."""
@@ -108,46 +87,53 @@ class Trial:
     async def post(self, body: Document) -> Document:
         """The response to a body. Raises ``Failed`` unless it is 200."""
         reply = await self.send("POST", self.api.path, body)
-        require(reply.status == OK, f"status {reply.status}, not 200")
-        return reply.document
+        require(reply.status_code == OK, f"status {reply.status_code}, not 200")
+        return parsed(reply.text)
 
     async def streamed(self, ask: Ask) -> Answer:
         """The answer to a streamed request. Raises ``Failed``."""
         return self.api.read(self.api.assemble(await self.collected(ask)))
 
-    async def collected(self, ask: Ask) -> list[Event]:
+    async def collected(self, ask: Ask) -> list[ServerSentEvent]:
         """All events of a streamed request. Raises ``Failed``."""
         async with aclosing(self.events(ask)) as events:
             return [event async for event in events]
 
-    def events(self, ask: Ask) -> AsyncGenerator[Event, None]:
-        """The events of a streamed request, as ``stream`` has them."""
+    def events(self, ask: Ask) -> AsyncGenerator[ServerSentEvent, None]:
+        """The events of a streamed request."""
         body = {**self.api.body(self.server.model, ask), "stream": True}
         if self.api.name == "chat":
             body = {"stream_options": {"include_usage": True}, **body}
         return self.stream(body)
 
-    async def stream(self, body: Document) -> AsyncGenerator[Event, None]:
-        """The response to a body. Raises ``Failed`` unless it is of server-sent events.
-
-        Closing the iterator closes the connection.
-        """
+    def stream(self, body: Document) -> AsyncGenerator[ServerSentEvent, None]:
+        """The events of the response to a body."""
         exchange = self._exchange("POST", self.api.path, json.dumps(body, ensure_ascii=False))
-        async with self.server.client.stream("POST", self.api.path, json=body) as response:
-            exchange.add(f"{response.status_code}\n")
-            kind = response.headers.get("content-type", "").partition(";")[0]
-            if response.status_code != OK or kind != "text/event-stream":
-                exchange.add((await response.aread()).decode("utf-8", "replace"))
-                raise Failed(f"status {response.status_code} with {kind or 'no content type'}")
-            async for event in EventSource(response).aiter_sse():
-                name = event.event if event.event != "message" else ""
-                exchange.add(f"event: {name}\ndata: {event.data}\n" if name else f"{event.data}\n")
-                yield Event(name, event.data)
+        return stream(self.server.client, self.api.path, body, exchange)
 
     def _exchange(self, method: str, path: str, content: str) -> Exchange:
-        exchange = Exchange(f"{method} {path} {content[:KEPT]}".strip())
-        self.exchanges.append(exchange)
-        return exchange
+        self.exchange = Exchange(f"{method} {path} {content[:KEPT]}".strip())
+        return self.exchange
+
+
+async def stream(
+    http: httpx.AsyncClient, path: str, body: Document, exchange: Exchange
+) -> AsyncGenerator[ServerSentEvent, None]:
+    """The events of a streamed response. Raises ``Failed`` for any other.
+
+    Closing the iterator closes the connection.
+    """
+    async with http.stream("POST", path, json=body) as response:
+        exchange.add(f"{response.status_code}\n")
+        kind = response.headers.get("content-type", "").partition(";")[0]
+        if response.status_code != OK or kind != "text/event-stream":
+            text = (await response.aread()).decode("utf-8", "replace")
+            exchange.add(text)
+            kind = kind or "no content type"
+            raise Failed(f"status {response.status_code} with {kind}: {text[:200]}")
+        async for event in EventSource(response).aiter_sse():
+            exchange.add(f"event: {event.event}\ndata: {event.data}\n")
+            yield event
 
 
 async def models(http: httpx.AsyncClient) -> dict[str, int | None]:
@@ -156,7 +142,12 @@ async def models(http: httpx.AsyncClient) -> dict[str, int | None]:
     require(response.status_code == OK, f"GET /v1/models: status {response.status_code}")
     listed = parsed(response.text).get("data")
     require(isinstance(listed, list), "GET /v1/models has no list `data`")
-    return {each["id"]: _context(each) for each in listed or ()}
+    found = {}
+    for each in listed or ():
+        # as vLLM and this project list it, or llama.cpp
+        length = each.get("max_model_len") or (each.get("meta") or {}).get("n_ctx")
+        found[each["id"]] = length if isinstance(length, int) else None
+    return found
 
 
 async def selected(http: httpx.AsyncClient, model: str | None) -> tuple[str, int | None]:
@@ -183,9 +174,3 @@ async def versions(http: httpx.AsyncClient) -> dict[str, str]:
     if response.status_code == OK and response.text.startswith("{"):
         found["version"] = str(parsed(response.text).get("version", ""))
     return {name: text for name, text in found.items() if text}
-
-
-def _context(model: Document) -> int | None:
-    """As vLLM and this project list it, or llama.cpp."""
-    length = model.get("max_model_len") or (model.get("meta") or {}).get("n_ctx")
-    return length if isinstance(length, int) else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Document: TypeAlias = dict[str, Any]
@@ -34,7 +34,6 @@ class Tool:
     name: str
     description: str
     parameters: Document
-    strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,5 +92,4 @@ class Ask:
     effort: str = ""
     stop: str = ""
     limit: int = LIMIT
-    temperature: float | None = None
-    extra: Mapping[str, object] | None = None
+    extra: Mapping[str, object] = field(default_factory=dict)

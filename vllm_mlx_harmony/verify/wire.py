@@ -9,9 +9,11 @@ from contextlib import aclosing
 from dataclasses import replace
 from http import HTTPStatus
 
+from httpx import Response
+
 from vllm_mlx_harmony.verify.apis import APIS, DONE, Messages, parsed, validate
 from vllm_mlx_harmony.verify.checks import Check, Run
-from vllm_mlx_harmony.verify.trial import Reply, Trial
+from vllm_mlx_harmony.verify.trial import Trial
 from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Tool, Unsupported, require
 
 PLAIN = Ask(("In one short sentence: why is the sea salty?",))
@@ -72,7 +74,7 @@ async def stream(trial: Trial) -> None:
 
 async def same(trial: Trial) -> None:
     """On GPUs, rounding depends on what runs beside a request, so a second pair is tried."""
-    asked, problem = replace(COUNT, temperature=0.0), ""
+    asked, problem = replace(COUNT, extra={"temperature": 0.0}), ""
     for _ in range(2):
         one, other = await trial.answer(asked), await trial.streamed(asked)
         problem = next(
@@ -103,14 +105,14 @@ async def usage(trial: Trial) -> None:
     require(same, f"{one.usage.prompt} prompt tokens whole, {other.usage.prompt} streamed")
 
 
-def refused(trial: Trial, reply: Reply, *statuses: int) -> None:
+def refused(trial: Trial, reply: Response, *statuses: int) -> None:
     """Raises ``Failed`` unless a reply is an error in the API's shape."""
     expected = " or ".join(map(str, statuses))
-    require(reply.status in statuses, f"status {reply.status}, not {expected}")
-    trial.api.check_error(reply.document)
+    require(reply.status_code in statuses, f"status {reply.status_code}, not {expected}")
+    trial.api.check_error(parsed(reply.text))
 
 
-async def post(trial: Trial, body: Document | str) -> Reply:
+async def post(trial: Trial, body: Document | str) -> Response:
     return await trial.send("POST", trial.api.path, body)
 
 
@@ -131,8 +133,8 @@ async def wrong_type(trial: Trial) -> None:
 async def unknown_parameter(trial: Trial) -> None:
     asked = replace(PLAIN, extra={"no_such_parameter": {"a": 1}})
     reply = await post(trial, trial.api.body(trial.server.model, asked))
-    if reply.status == HTTPStatus.OK:
-        trial.api.read(reply.document)
+    if reply.status_code == HTTPStatus.OK:
+        trial.api.read(parsed(reply.text))
     else:
         refused(trial, reply, HTTPStatus.BAD_REQUEST)
 
@@ -158,7 +160,6 @@ async def stop(trial: Trial) -> None:
 
 
 async def both(trial: Trial, asked: Ask) -> tuple[Answer, Answer]:
-    """The answers, whole and streamed."""
     return await trial.answer(asked), await trial.streamed(asked)
 
 
@@ -188,7 +189,7 @@ async def _until_idle(trial: Trial) -> None:
     until = time.monotonic() + PATIENCE
     while True:
         reply = await trial.send("GET", "/metrics")
-        numbers = RUNNING.findall(reply.text) if reply.status == HTTPStatus.OK else []
+        numbers = RUNNING.findall(reply.text) if reply.status_code == HTTPStatus.OK else []
         if not any(map(float, numbers)):
             return
         require(time.monotonic() < until, f"/metrics still counts running requests: {numbers}")
@@ -230,14 +231,14 @@ async def key(trial: Trial) -> None:
         raise Unsupported("no --key is given")
     wrong = {"Authorization": "Bearer wrong", "x-api-key": "wrong"}
     body = trial.api.body(trial.server.model, PLAIN)
-    reply = await trial.send("POST", trial.api.path, body, headers=wrong)
+    reply = await trial.send("POST", trial.api.path, body, **wrong)
     refused(trial, reply, HTTPStatus.UNAUTHORIZED)
 
 
 async def models(trial: Trial) -> None:
     reply = await trial.send("GET", "/v1/models")
-    require(reply.status == HTTPStatus.OK, f"status {reply.status}")
-    for each in reply.document["data"]:
+    require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
+    for each in parsed(reply.text)["data"]:
         validate("Model", each)
 
 
@@ -257,8 +258,8 @@ async def previous(trial: Trial) -> None:
     before, after = (trial.api.read(each).usage.prompt for each in (first, second))
     require(after > before, f"{after} prompt tokens after {before}: the first turn is missing")
     stored = await trial.send("GET", f"{trial.api.path}/{first['id']}")
-    require(stored.status == HTTPStatus.OK, f"GET of a stored response: {stored.status}")
-    require(stored.document["output"] == first["output"], "the stored output is another one")
+    require(stored.status_code == HTTPStatus.OK, f"GET of a stored response: {stored.status_code}")
+    require(parsed(stored.text)["output"] == first["output"], "the stored output is another one")
 
 
 async def missing_response(trial: Trial) -> None:
@@ -271,11 +272,11 @@ async def count_tokens(trial: Trial) -> None:
     body = trial.api.body(trial.server.model, TIME)
     del body["max_tokens"]
     reply = await trial.send("POST", f"{Messages.path}/count_tokens", body)
-    if reply.status in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+    if reply.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
         raise Unsupported("no /v1/messages/count_tokens")
-    require(reply.status == HTTPStatus.OK, f"status {reply.status}")
-    validate("MessageTokensCount", reply.document)
-    counted, prompt = reply.document["input_tokens"], (await trial.answer(TIME)).usage.prompt
+    require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
+    validate("MessageTokensCount", parsed(reply.text))
+    counted, prompt = parsed(reply.text)["input_tokens"], (await trial.answer(TIME)).usage.prompt
     require(counted == prompt, f"{counted} tokens counted, {prompt} in usage")
 
 
