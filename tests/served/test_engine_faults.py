@@ -216,8 +216,18 @@ def test_an_answer_longer_than_the_idle_time_keeps_its_model(unloading: Server, 
         _wait_until_unloading(client)
 
 
-def _wait_until_unloading(client: httpx.Client) -> None:
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+def test_an_invalid_request_loads_no_model(unloading: Server, path: str) -> None:
+    with unloading.client(300) as client:
+        _wait_until_unloading(client, "unloaded")
+        for named in ({}, {"model": str(unloading.model)}):
+            asked = {**named, **body(path, "Hi.", temperature="warm")}
+            assert client.post(path, json=asked).status_code == 400
+        assert client.get("/v1/status").json()["residency"]["state"] == "unloaded"
+
+
+def _wait_until_unloading(client: httpx.Client, state: str = "unload") -> None:
     deadline = time.monotonic() + 60
-    while '"state":"unload' not in client.get("/v1/status").text.replace(" ", ""):
+    while f'"state":"{state}' not in client.get("/v1/status").text.replace(" ", ""):
         assert time.monotonic() < deadline, "the model is not unloaded"
         time.sleep(0.01)

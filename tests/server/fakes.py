@@ -150,7 +150,7 @@ class Alone:
         entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nobody"}
         return {"object": "list", "data": [entry]}
 
-    async def must_load(self, model: str) -> bool:
+    async def must_load(self, model: str | None) -> bool:
         """It is loaded."""
         return False
 

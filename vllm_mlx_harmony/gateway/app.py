@@ -121,7 +121,7 @@ class Gateway:
             entry["max_model_len"] = self.fleet.context_length
         return {"object": "list", "data": [entry]}
 
-    async def must_load(self, model: str) -> bool:
+    async def must_load(self, model: str | None) -> bool:
         return False
 
     async def acquire(

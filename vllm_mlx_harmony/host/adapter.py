@@ -61,9 +61,12 @@ class VllmMlx:
                 entry["max_model_len"] = length
         return listed
 
-    async def must_load(self, model: str) -> bool:
-        manager = server()._model_manager
-        if manager is None or model in manager._loaded or model not in manager._registry:
+    async def must_load(self, model: str | None) -> bool:
+        vllm = server()
+        manager = vllm._model_manager
+        if manager is None:
+            return vllm._engine is None and model in (None, vllm._model_name)
+        if model is None or model in manager._loaded or model not in manager._registry:
             return False
         source = manager._registry[model].source
         return bool(await asyncio.to_thread(is_harmony_model, source))

@@ -149,7 +149,7 @@ class Host(Protocol):
     async def models(self) -> dict[str, Any]:
         """The document of ``GET /v1/models``, with ``max_model_len`` where it is known."""
 
-    async def must_load(self, model: str) -> bool:
+    async def must_load(self, model: str | None) -> bool:
         """Whether ``acquire`` would first load ``model``, which is known to be a Harmony model.
 
         If so, its requests are checked before it is loaded.

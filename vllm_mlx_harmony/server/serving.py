@@ -242,7 +242,7 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
     if own is None and host.model_name is None:  # there are several models
         await reject_invalid(api, request, document)
         raise RequestError("model must be a string", param="model")
-    if own is not None and await host.must_load(own):
+    if await host.must_load(own):
         await reject_invalid(api, request, document)
     lease = await host.acquire(request, own, host.deadline(timeout))
     if lease is None:
