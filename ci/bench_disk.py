@@ -118,7 +118,7 @@ async def _before(model: Path, kind: str, directory: str) -> None:
         await engine.start()
         first = [*opening()[:-2], *filler(1, TOKENS), *opening()[-2:]]
         answer = await said(engine, first)
-        disk.flush(120)
+        disk._queue.join()
         counters = disk.counters()
         _put_below(engine, None)
         again = [*first, *answer, *result(0)[:100], *result(0)[-3:]]

@@ -9,6 +9,7 @@ from typing import Any
 from mlx_lm import utils
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 
 
@@ -32,3 +33,9 @@ def loading(
         return module, None, cache(module)
 
     return load
+
+
+def flushed(disk: DiskCache, patience: float = 10) -> bool:
+    """Waits until everything is written, at most ``patience`` seconds; whether it is."""
+    with (done := disk._queue.all_tasks_done):
+        return done.wait_for(lambda: not disk._queue.unfinished_tasks, patience)

@@ -22,6 +22,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from engine_models import flushed
 
 from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.core.turn import Call, Reasoning
@@ -54,7 +55,7 @@ def offered(pieces: list[Piece], places: list[int] = PLACES) -> Any:
 def write(disk: DiskCache, pieces: list[Piece], root: bytes = ROOT, ids: list[int] = IDS) -> None:
     places = PLACES[: len(pieces)]
     disk.offer(root, pack(ids[: places[-1]]), *offered(pieces, places))
-    assert disk.flush(10)
+    assert flushed(disk)
 
 
 def load(
@@ -125,7 +126,7 @@ def test_files_are_safetensors_of_every_type(
 def test_nobody_else_may_read_it(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert disk.flush(10)
+    assert flushed(disk)
     paths = list((disk.directory / DIRECTORY).rglob("*"))
     modes = {stat.S_IMODE(path.stat().st_mode) for path in paths if path.is_file()}
     assert modes == {0o600} and len(paths) > 4
@@ -156,7 +157,7 @@ def test_of_two_cuts_the_longer_is_found(disk: DiskCache, model: Any, pieces: li
     write(disk, pieces[:1])
     longer = join(model, pieces[:2])
     disk.offer(ROOT, pack(IDS[:400]), *offered([cut(longer, 0, 400)], [400]))
-    assert disk.flush(10)
+    assert flushed(disk)
     assert fetch(disk) == [(0, 400)]
 
 
@@ -195,7 +196,7 @@ def test_pieces_of_an_earlier_digest_are_not_found_and_go_first(
     disk = open_disk()
     write(disk, pieces, old)
     disk.put(b"k", TURN)
-    assert disk.flush(10)
+    assert flushed(disk)
     both = disk.counters().nbytes
     disk.close(1.0)
     again = open_disk(budget=both + 1000)
@@ -219,14 +220,14 @@ def test_ends_go_before_beginnings_and_the_least_used_first(
     write(disk, pieces, ids=other)  # goes on from the same beginning
     both = disk.counters().nbytes
     assert len(files(disk)) == 5
-    assert fetch(disk) == ALL and disk.flush(10)  # used last
+    assert fetch(disk) == ALL and flushed(disk)  # used last
     small = open_disk(budget=both)
     small.offer(ROOT, pack(list(range(7000, 7150))), *offered(pieces[:1], [150]))
-    assert small.flush(10) and small.counters().evictions == 1
+    assert flushed(small) and small.counters().evictions == 1
     assert reach(small, ROOT, [*other, 1]) == 400
     smaller = open_disk(budget=one + 2 * pieces[0].nbytes + 2000)
     smaller.offer(ROOT, pack(list(range(8000, 8150))), *offered(pieces[:1], [150]))
-    assert smaller.flush(10)
+    assert flushed(smaller)
     assert fetch(smaller) == ALL  # its own beginning is the other's, too
     assert reach(smaller, ROOT, [*other, 1]) == 150
     assert smaller.counters().nbytes <= smaller.budget
@@ -244,7 +245,7 @@ def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk(buffer=pieces[0].nbytes + pieces[1].nbytes - 1)
     with disk._changing:  # the writer waits
         disk.offer(ROOT, pack(IDS), *offered(pieces))
-    assert disk.flush(10) and disk.counters().dropped == 1
+    assert flushed(disk) and disk.counters().dropped == 1
     assert fetch(disk) == ALL[:1]
     for _ in range(2):  # what was dropped is offered again
         write(disk, pieces)
@@ -258,7 +259,7 @@ def test_a_use_that_overtakes_its_writing_is_no_loss(open_disk: Open, pieces: li
     with disk._changing:  # the writer waits
         disk.offer(ROOT, pack(IDS[:150]), *offered(pieces[:1], PLACES[:1]))
         disk.offer(ROOT, pack(IDS), *offered(pieces))
-    assert disk.flush(10)
+    assert flushed(disk)
     assert len(disk._written) == 3  # nothing is offered a second time
     assert fetch(disk) == ALL
 
@@ -268,9 +269,9 @@ def test_turns_live_within_the_budget(open_disk: Open) -> None:
     disk = open_disk(budget=10 * nbytes)
     for n in range(20):
         disk.put(b"%d" % n, TURN)
-        assert disk.flush(10)
+        assert flushed(disk)
         disk.use(b"0")
-        assert disk.flush(10)
+        assert flushed(disk)
     assert disk.find([b"0", b"19", b"1"]) == [TURN, TURN, None]
     assert disk.counters().turns == 10 and disk.counters().nbytes == 10 * nbytes
 
@@ -309,11 +310,11 @@ class Clock:
 def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert disk.flush(10)
+    assert flushed(disk)
     with disk.computing():
         disk.offer(b"other", pack(IDS), *offered(pieces))
         disk.clear()
-    assert disk.flush(10)
+    assert flushed(disk)
     assert files(disk) == [] and fetch(disk) == [] and disk.find([b"k"]) == [None]
     assert disk.counters().nbytes == disk.counters().pieces == disk.counters().turns == 0
     assert b"of a client" in TURN.to_bytes()
@@ -483,7 +484,7 @@ def test_no_more_is_written_in_a_day_than_its_budget(
         for _ in range(3):
             write(disk, pieces)
             disk.put(b"k", TURN)
-            assert disk.flush(10)
+            assert flushed(disk)
         later = open_disk(per_day=pieces[0].nbytes)
         write(later, pieces)
     assert [record.message.count("until midnight") for record in caplog.records] == [1, 1]
@@ -501,11 +502,11 @@ def test_no_more_is_written_in_a_day_than_its_budget(
     write(unlimited, pieces[:2])
     assert fetch(unlimited) == ALL[:2]
     disk.put(b"k", TURN)
-    assert disk.flush(10) and disk.find([b"k"]) == [None], "the other has used up the new day, too"
+    assert flushed(disk) and disk.find([b"k"]) == [None], "the other has used up the new day, too"
     with closing(sqlite3.connect(disk.directory / DIRECTORY / index.NAME)) as file, file:
         file.execute("DELETE FROM written")
     disk.put(b"k", TURN)
-    assert disk.flush(10) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
+    assert flushed(disk) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
 
 
 def mounted(place: Path, options: str) -> None:
@@ -582,7 +583,7 @@ def test_the_directory_of_pieces_is_made_anew(
     """What was in it is computed again; turns are elsewhere."""
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert disk.flush(10)
+    assert flushed(disk)
     shutil.rmtree(disk.directory / DIRECTORY / PIECES)
     with caplog.at_level(logging.WARNING):
         assert fetch(disk) == [] and disk.find([b"k"]) == [TURN]
@@ -650,7 +651,7 @@ def test_an_earlier_version_is_replaced(open_disk: Open, pieces: list[Piece]) ->
     disk = open_disk()
     write(disk, pieces)
     disk.put(b"k", TURN)
-    assert disk.flush(10)
+    assert flushed(disk)
     path = disk.directory / DIRECTORY / index.NAME
     disk.close(1.0)
     with sqlite3.connect(path) as file:
@@ -710,7 +711,7 @@ TURN = GeneratedTurn(
 def test_turns_outlive_the_process(open_disk: Open) -> None:
     disk = open_disk()
     disk.put(b"key", TURN)
-    assert disk.flush(10)
+    assert flushed(disk)
     again = open_disk()
     assert again.find([b"key", b"other"]) == [TURN, None]
 
@@ -729,7 +730,7 @@ def test_turns_are_read_beside_what_is_being_written(
     """On the event loop; another process writes, for seconds, and our writer waits for it."""
     disk.put(b"k", TURN)
     put_damaged(disk, 0, monkeypatch)
-    assert disk.flush(10)
+    assert flushed(disk)
     other = sqlite3.connect(disk.directory / DIRECTORY / index.NAME, isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
     with closing(other), ThreadPoolExecutor(1) as loop, disk._changing:
@@ -738,7 +739,7 @@ def test_turns_are_read_beside_what_is_being_written(
         assert disk.counters().damaged == 1
         other.execute("ROLLBACK")
     disk.put(b"last", TURN)
-    assert disk.flush(10) and disk.counters().turns == 2
+    assert flushed(disk) and disk.counters().turns == 2
 
 
 def test_turns_are_read_while_all_rows_are_summed(
@@ -746,7 +747,7 @@ def test_turns_are_read_while_all_rows_are_summed(
 ) -> None:
     """On the event loop; a large directory takes a second."""
     disk.put(b"k", TURN)
-    assert disk.flush(10)
+    assert flushed(disk)
     summing, may_end = threading.Event(), threading.Event()
 
     def slow() -> int:
@@ -775,7 +776,7 @@ def test_what_fails_at_once_is_written_when_it_is_offered_again(
 
     def put_and_wait(job: Any) -> None:
         put(job)
-        disk.flush(10)
+        flushed(disk)
 
     def full(*_: object) -> list[str]:
         raise sqlite3.OperationalError("disk is full")
@@ -801,7 +802,7 @@ def test_a_damaged_turn_is_dropped(
     disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_damaged(disk, at, monkeypatch)
-    assert disk.flush(10)
+    assert flushed(disk)
     for _ in range(2):
         assert disk.find([b"damaged"]) == [None] and disk.counters().damaged == 1
-    assert disk.flush(10) and disk.counters().turns == 0
+    assert flushed(disk) and disk.counters().turns == 0

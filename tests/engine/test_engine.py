@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from engine_models import load_module, loading
+from engine_models import flushed, load_module, loading
 from mlx_lm.models.cache import BatchKVCache, KVCache
 
 from vllm_mlx_harmony import standin
@@ -748,7 +748,7 @@ def test_no_more_is_evicted_while_what_was_is_being_written(
                 assert engine.cache.status().evictions == 1
                 assert disk.evicted > 0
             held.set()
-            assert disk.flush(60)
+            assert flushed(disk, 60)
             assert fits().result()
             assert engine.cache.status().evictions == 1 and disk.evicted == 0
         finally:

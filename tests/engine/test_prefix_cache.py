@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx.core as mx
+from engine_models import flushed
 from mlx_lm.models.cache import ConcatenateKVCache, KVCache
 
 from vllm_mlx_harmony.core import vocab
@@ -61,7 +62,7 @@ def test_what_memory_has_lost_comes_back_from_the_disk(random_model: Any, disk: 
     first = new(random_model, disk)
     assert restored(first, [*IDS, 1])[1] == 0
     computed = compute(random_model, first, IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
     again = new(random_model, disk)
     assert again.lookup([*IDS, 1], "").in_memory == 0
     layers, cached = restored(again, [*IDS, 1])
@@ -79,13 +80,13 @@ def test_tenants_and_models_are_apart(model: Any, disk: DiskCache) -> None:
     tree: PrefixTree[Any] = PrefixTree(PLENTY)
     one, other = PrefixCache(model, tree, disk, b"one"), PrefixCache(model, tree, disk, b"other")
     compute(model, one, IDS, "alice")
-    assert disk.flush(10)
+    assert flushed(disk)
     for cache in (one, PrefixCache(model, PrefixTree(PLENTY), disk, b"one")):
         assert [known(cache, [*IDS, 1], name) for name in ("alice", "bob", "")] == [600, 0, 0]
         assert restored(cache, [*IDS, 1], "bob")[1] == 0
     assert known(other, [*IDS, 1], "alice") == 0
     compute(model, other, IDS, EVERYBODY)
-    assert disk.flush(10)
+    assert flushed(disk)
     for cache in (other, PrefixCache(model, PrefixTree(PLENTY), disk, b"other")):
         assert [restored(cache, [*IDS, 1], name)[1] for name in ("alice", "bob")] == [600, 600]
 
@@ -97,7 +98,7 @@ def test_without_a_disk_or_an_identity_it_is_in_memory(
     cache = PrefixCache(model, PrefixTree(PLENTY), None if weights else disk, weights)
     compute(model, cache, IDS)
     assert restored(cache, [*IDS, 1])[1] == 600
-    assert disk.flush(10) and disk.counters().pieces == 0
+    assert flushed(disk) and disk.counters().pieces == 0
 
 
 def test_layers_that_were_restored_are_a_copy(model: Any) -> None:
@@ -136,7 +137,7 @@ def test_what_was_evicted_before_its_turn_is_computed(
 ) -> None:
     """Nor can what was read from the disk be used that continues it."""
     compute(model, new(model, disk), IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
     cache, layers = new(model, disk), model.make_cache()
     model(mx.array([IDS[:200]]), cache=layers)
     cache.store(IDS[:200], layers, "")
@@ -166,7 +167,7 @@ def test_what_waits_for_its_turn_is_bounded(
     first = new(model, open_disk())
     for person in range(4):
         compute(model, first, [person, *IDS])
-    assert first._disk is not None and first._disk.flush(10)
+    assert first._disk is not None and flushed(first._disk)
     disk = open_disk(buffer=1000)
     cache = new(model, disk)
     turns: list[int] = []
@@ -202,7 +203,7 @@ def test_what_waits_for_its_turn_is_bounded(
 
 def test_prompts_that_come_together_are_read_once(model: Any, disk: DiskCache) -> None:
     compute(model, new(model, disk), IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
     cache = new(model, disk)
 
     async def both() -> list[Match]:
@@ -217,7 +218,7 @@ def test_prompts_that_come_together_are_read_once(model: Any, disk: DiskCache) -
 
 def test_what_is_in_memory_by_now_is_not_read(model: Any, disk: DiskCache) -> None:
     compute(model, new(model, disk), IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
     cache = new(model, disk)
     match = cache.lookup([*IDS, 1], "")
     compute(model, cache, IDS)
@@ -229,7 +230,7 @@ def test_what_is_in_memory_by_now_is_not_read(model: Any, disk: DiskCache) -> No
 def test_a_piece_may_begin_before_what_memory_has(model: Any, disk: DiskCache) -> None:
     """The same ids were cut elsewhere: the rest of the piece is what is taken of it."""
     computed = compute(model, new(model, disk), IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
     cache, half = new(model, disk), model.make_cache()
     model(mx.array([IDS[:350]]), cache=half)
     cache.store(IDS[:350], half, "")
@@ -242,7 +243,7 @@ def test_a_piece_may_begin_before_what_memory_has(model: Any, disk: DiskCache) -
 def test_memory_that_is_too_small_costs_only_the_rest(model: Any, disk: DiskCache) -> None:
     first = new(model, disk)
     compute(model, first, IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
     _, held = first._tree.find(first._owners(""), pack([*IDS, 1]))
     cache = new(model, disk, sum(piece.nbytes for piece in held[:2]))
     layers, cached = cache.restore(asyncio.run(cache.load(cache.lookup([*IDS, 1], ""))))
@@ -252,7 +253,7 @@ def test_memory_that_is_too_small_costs_only_the_rest(model: Any, disk: DiskCach
 def test_evicted_from_memory_it_stays_on_disk(model: Any, disk: DiskCache) -> None:
     cache = new(model, disk)
     compute(model, cache, IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
     held = cache.status().nbytes
     assert 0 < cache.evict(1) < held
     assert cache.lookup([*IDS, 1], "").in_memory == 500
@@ -275,7 +276,7 @@ def test_switched_off_it_does_nothing(model: Any, disk: DiskCache) -> None:
     cache = new(model, disk, budget=0)
     compute(model, cache, IDS)
     assert not cache.enabled and restored(cache, [*IDS, 1])[1] == 0
-    assert disk.flush(10) and disk.counters().pieces == 0
+    assert flushed(disk) and disk.counters().pieces == 0
     assert (cache.status().hits, cache.status().misses, cache.status().refused) == (0, 0, 0)
 
 
@@ -302,7 +303,7 @@ def test_a_failure_costs_only_the_reuse(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     compute(model, new(model, disk), IDS)
-    assert disk.flush(10)
+    assert flushed(disk)
 
     def fail(*args: Any, **keywords: Any) -> Any:
         raise RuntimeError("no room")
@@ -313,7 +314,7 @@ def test_a_failure_costs_only_the_reuse(
     layers, cached = cache.restore(match)
     assert cached == layers[0].offset == (0 if broken in {"join", "imported"} else 600)
     compute(model, cache, [7, *IDS])
-    assert disk.flush(10)
+    assert flushed(disk)
     assert "no room" in caplog.text
     monkeypatch.undo()
     assert restored(cache, [*IDS, 1])[1] == 600

@@ -216,8 +216,8 @@ def test_penalties_are_over_the_whole_text_and_never_on_control_ids(
     before, row = logits[0].tolist(), vocab.START
     for place, token in enumerate(SAID):
         last = mx.array([row], dtype=mx.uint32)
-        found = one.adjusted(last, None, logits)
-        one.key()
+        one.count(last, VOCAB_SIZE)
+        found = one.biased(logits)
         expected = penalised(before, SAID[:place], one.settings)
         assert mx.allclose(found[0], mx.array(expected), atol=1e-5).item(), place
         row = token
@@ -226,12 +226,10 @@ def test_penalties_are_over_the_whole_text_and_never_on_control_ids(
 def test_an_answer_that_is_continued_begins_with_text() -> None:
     goes_on = Sampler(settings(presence_penalty=2.0), [vocab.START, 8, vocab.MESSAGE, 30])
     logits = mx.zeros((1, 100))
-    last = [30]
-    for token in (40, 41):
-        assert goes_on.adjusted(mx.array(last, dtype=mx.uint32), None, logits)[0, 30].item() == 0
-        goes_on.key()
-        last = [token]
-    found = goes_on.adjusted(mx.array(last, dtype=mx.uint32), None, logits)
+    for token in (30, 40, 41):
+        goes_on.count(mx.array([token], dtype=mx.uint32), 100)
+        found = goes_on.biased(logits)
+        assert found[0, 30].item() == 0
     assert (found[0, 40].item(), found[0, 41].item(), found[0, 42].item()) == (-2.0, -2.0, 0.0)
 
 

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 import mlx.core as mx
-from engine_models import loading
+from engine_models import flushed, loading
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
@@ -380,7 +380,7 @@ def test_a_drafted_answer_is_on_disk_as_any_other(
                 totals = engine.totals
                 assert totals.drafts_accepted > 20
                 assert totals.drafts_rejected > 20
-                disk.flush(60.0)
+                flushed(disk, 60.0)
                 continue
             assert run(engine.reusable_tokens([*ids, 7], "")) == len(ids)
             found = run(answer(engine, [*ids, 7, 16], seed=2))

@@ -15,6 +15,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 import mlx_lm.utils
+from engine_models import flushed
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import doctor
@@ -35,7 +36,7 @@ def filled(directory: Path) -> DiskCache:
     piece = np.zeros(16, np.uint8)
     offered = [(end, piece) for end in (1, 2, 3)]
     disk.offer(b"root", pack([7, 8, 9]), offered, lambda _: {"whole": tensor})
-    assert disk.flush(10)
+    assert flushed(disk)
     return disk
 
 
@@ -127,7 +128,7 @@ def test_the_disk_knows_a_model_by_its_files(
         await engine.stop()
 
     asyncio.run(computed())
-    assert disk.flush(10)
+    assert flushed(disk)
     assert disk.counters().pieces == (0 if changed else 1)
     shutil.rmtree(disk.directory)
     disk.close(1.0)

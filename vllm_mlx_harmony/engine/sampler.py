@@ -80,17 +80,6 @@ class Sampler:
         self._steps += 1
         return self._random.getrandbits(32), self._random.getrandbits(32)
 
-    def adjusted(self, last: mx.array, read: int | None, logits: mx.array) -> mx.array:
-        """``logits`` (1, vocabulary) after processor, bias and penalties.
-
-        ``last`` (1,) is the id this step follows, the prompt's at first; ``read`` is the same,
-        known to Python, for sequences with a processor.
-        """
-        if self.processor is not None:
-            logits = self.processor(read if self._steps else None, logits)
-        self.count(last, logits.shape[-1])
-        return self.biased(logits)
-
     def count(self, last: mx.array, size: int) -> None:
         """Takes in the id (1,) that the next one follows, of a vocabulary of ``size``."""
         if not self.penalises:
@@ -151,8 +140,11 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
             read = last.tolist()
         parts = mx.split(logits.astype(mx.float32), len(samplers))
         for at, each in enumerate(samplers):
+            if each.processor is not None:
+                parts[at] = each.processor(read[at] if each._steps else None, parts[at])
             if each.adjusts:
-                parts[at] = each.adjusted(last[at : at + 1], read[at], parts[at])
+                each.count(last[at : at + 1], logits.shape[-1])
+                parts[at] = each.biased(parts[at])
         logits = mx.concatenate(parts)
     kinds = [(each.settings.temperature == 0, *each.filters) for each in samplers]
     if len({*kinds}) == 1:

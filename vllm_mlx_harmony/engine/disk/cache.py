@@ -551,11 +551,6 @@ class DiskCache:
         found = asdict(self._contents)
         return replace(self._counters, waiting=self._waiting, paused=paused, **found)
 
-    def flush(self, patience: float) -> bool:
-        """Waits until everything is written, at most ``patience`` seconds; whether it is."""
-        with (done := self._queue.all_tasks_done):
-            return done.wait_for(lambda: not self._queue.unfinished_tasks, patience)
-
     def close(self, patience: float = 0.0) -> None:
         """Writes for ``patience`` seconds what still waits, at full speed, and ends."""
         self._closing = True
