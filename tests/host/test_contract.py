@@ -34,7 +34,7 @@ from vllm_mlx_harmony.host import (
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import NotHarmony
 from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.patching import Attribute, Name, Patch
+from vllm_mlx_harmony.host.patching import Name, Patch
 from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.responses import store
@@ -163,7 +163,7 @@ def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Requirement, ...]:
         Name("vllm_mlx.cli:main", "is there", ""),
         patch("vllm_mlx.server:_sanitize_log_text", shout),
         patch("vllm_mlx.engine.simple:SimpleEngine.is_mllm", lambda p: property(p.fget)),
-        patch("vllm_mlx.engine.simple:SimpleEngine.is_healthy", again),  # inherited
+        patch("vllm_mlx.engine.simple:SimpleEngine.start", again),
         patch(PARSERS, lambda parsers: {**parsers, "new": parsers["harmony"]}),
         route("/v1/chat/completions", "POST", lambda: {"ours": True}),
         route("/v1/models/{model_id}", "GET", lambda model_id: model_id, ("/v1/models", "GET")),
@@ -513,7 +513,7 @@ def test_what_is_applied_is_in_force_and_taken_back(
     undos = patching.apply_all(table)
     assert vllm_mlx.server._sanitize_log_text("a") == "A"
     changed = differences(before)
-    assert ("vllm_mlx.engine.simple", "SimpleEngine", "is_healthy") in changed
+    assert ("vllm_mlx.engine.simple", "SimpleEngine", "start") in changed
     assert ("parser", "new") in changed
     patching.undo_all(undos)
     assert differences(before) == []
@@ -658,10 +658,10 @@ class Inheriting(Setting):
             (f"{__name__}:Inheriting.{name}", None)
             for name in ("annotated", "plain", "typed", "one", "two", "counted", "own")
         ),
-        (f"{__name__}:Inheriting.local", "has no local"),
+        (f"{__name__}:Inheriting.local", "is missing"),
         ("vllm_mlx.engine.simple:SimpleEngine._generation_lock", None),
         ("vllm_mlx.scheduler:Scheduler.waiting", None),
-        ("vllm_mlx.engine.simple:SimpleEngine._no_such_thing", "has no _no_such_thing"),
+        ("vllm_mlx.engine.simple:SimpleEngine._no_such_thing", "is missing"),
         ("vllm_mlx.engine.simple:NoSuchEngine._model", "is missing"),
         ("vllm_mlx.no_such_module:Engine._model", "is missing"),
     ],
@@ -670,8 +670,7 @@ def test_an_attribute_that_objects_have_is_found(
     target: str, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Inheriting=Inheriting))
-    row = Attribute(target, "a test")
-    found = row.problem()
+    found = Name(target, "a test").problem()
     assert found is None if problem is None else problem in (found or "")
 
 
@@ -729,7 +728,7 @@ def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
             "from vllm_mlx.engine.base import GenerationOutput\nGenerationOutput('', prompt=1)",
             "prompt",
         ),
-        ("from vllm_mlx.api.utils import clean_output_text\nclean_output_text('', 1)", "'', 1"),
+        ("from vllm_mlx.cli import create_parser\ncreate_parser(1)", "create_parser(1)"),
     ],
 )
 def test_what_has_no_row_is_found(tmp_path: Path, source: str, problem: str | None) -> None:

@@ -535,23 +535,22 @@ def test_started_twice_at_once_it_loads_one_model(
 def test_a_model_may_be_loaded_while_health_is_reported(
     monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    engines = [HarmonyEngine(str(number)) for number in range(3)]
-    first, *others = engines
-    adding = iter(others)
+    class Adding:
+        """An engine during whose check two others are loaded."""
+
+        @property
+        def healthy(self) -> bool:
+            loaded.update(dict.fromkeys((2, 3), ("another", SimpleNamespace(healthy=True))))
+            return True
 
     async def forward(_: Any) -> Response:
         return Response()
 
-    def is_healthy(_: HarmonyEngine) -> bool:
-        for each in adding:
-            host_engine._loaded[id(each)] = each
-        return True
-
+    loaded: dict[int, Any] = {1: ("one", Adding())}
     monkeypatch.setattr(engine_routes, "forward_to_host", forward)
-    monkeypatch.setattr(HarmonyEngine, "is_healthy", is_healthy)
-    host_engine._loaded[id(first)] = first
+    monkeypatch.setattr(host_engine, "_loaded", loaded)
     assert run(engine_routes.health(Request({"type": "http"}))).status_code == 200
-    assert len(host_engine.loaded()) >= 3
+    assert len(host_engine.serving()) == 3
 
 
 def test_a_model_that_is_nowhere_has_no_known_window() -> None:

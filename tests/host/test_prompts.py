@@ -1,4 +1,4 @@
-"""What the host's own paths prompt a Harmony model with, through the host's real preparation."""
+"""The prompts of warm-ups and of raw completions, and the defaults of all prompts."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from rows import ids
 pytest.importorskip("vllm_mlx")
 pytest.importorskip("mlx_lm")
 
-from fastapi import HTTPException
 from vllm_mlx import prompt_warmup, server
-from vllm_mlx.api.models import ChatCompletionRequest
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.attachments import Attachments
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
-from vllm_mlx_harmony.host import contract, warmup
-from vllm_mlx_harmony.host import engine as host_engine
+from vllm_mlx_harmony.host import contract, loading
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.engine import HarmonyEngine, prompt_ids
+from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.defaults import (
     ATTACHMENTS_VARIABLE,
@@ -42,17 +39,8 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 SYSTEM = {"role": "system", "content": "Be brief."}
 ASK = {"role": "user", "content": "Weather in Paris?"}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Now."}}
-CALL = {
-    "id": "call_1",
-    "type": "function",
-    "function": {"name": "weather", "arguments": '{"city": "Paris"}'},
-}
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "18 °C"}
-CALLED = {"role": "assistant", "content": "Let me see.", "tool_calls": [CALL]}
-
 SCRIPTS = [
-    Script("<|start|>functions.weather to=assistant", "<|channel|>final<|message|>18.<|return|>"),
     Script("<|message|>Weather in Paris?<|end|>", "<|channel|>final<|message|>Ask.<|return|>"),
 ]
 
@@ -72,77 +60,28 @@ def engine(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[Harmo
     run(engine.stop())
 
 
-@pytest.fixture(params=[True, False], ids=["tool choice on", "tool choice off"])
-def _flags(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `--enable-auto-tool-choice` sets; the engine follows at each request."""
-    monkeypatch.setattr(server, "_enable_auto_tool_choice", request.param)
-    monkeypatch.setattr(server, "_tool_call_parser", "harmony")
-
-
-def prompt_of(engine: HarmonyEngine, messages: list[dict[str, Any]]) -> str:
-    """The prompt that the host's own chat route would ask the engine to build."""
-    asked = ChatCompletionRequest(model="m", messages=messages, tools=[WEATHER])
-    engine.preserve_native_tool_format = server._detect_native_tool_support()
-    engine.use_harmony_rendering = server._detect_harmony_rendering()
-    ready = server._prepare_chat_completion_invocation(engine, asked, 100)
-    return spelled(prompt_ids(ready.messages, ready.chat_kwargs["tools"], {}))
-
-
 def spelled(prompt: tuple[int, ...]) -> str:
     return vocab.encoding().decode(list(prompt))
 
 
-@pytest.mark.usefixtures("_flags")
-@pytest.mark.parametrize("history", [[CALLED, RESULT], [CALLED, RESULT, ASK], [CALLED]])
-def test_tool_calls_stay_structured(engine: Any, history: list[dict[str, Any]]) -> None:
-    prompt = prompt_of(engine, [SYSTEM, ASK, *history])
-    assert "[Calling tool" not in prompt
-    assert "[Tool Result" not in prompt
-    assert (
-        "<|start|>assistant<|channel|>commentary<|message|>Let me see.<|end|>"
-        "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
-    ) in prompt
-    assert '"city"' in prompt
-    if RESULT in history:
-        assert (
-            "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>18 °C" in prompt
-        )
-    assert "Be brief." in prompt
-    assert "type weather = () => any;" in prompt
-    assert prompt.endswith("<|start|>assistant")
+@pytest.mark.parametrize("method", ["chat", "stream_chat"])
+def test_chats_of_vllm_mlx_itself_are_ours(engine: Any, method: str) -> None:
+    with pytest.raises(HostError, match="/v1/chat/completions"):
+        getattr(engine, method)(messages=[ASK], max_tokens=50)
 
 
-@pytest.mark.parametrize("tools", [None, [WEATHER]])
-def test_the_hosts_own_chat_sees_what_was_asked(
-    engine: Any, run: Run, tools: list[dict[str, Any]] | None
-) -> None:
-    """The stand-in answers only what its prompt says in Harmony."""
-    asked = engine.chat(messages=[SYSTEM, ASK], tools=tools, max_tokens=50, temperature=0.0)
-    assert "Ask." in run(asked).text
-    history = [SYSTEM, ASK, CALLED, RESULT]
-    answered = engine.chat(messages=history, tools=tools, max_tokens=50, temperature=0.0)
-    assert "18." in run(answered).text
-
-
-@pytest.mark.parametrize("method", ["chat", "generate"])
-def test_prompts_are_computed_in_a_thread(
-    engine: Any, run: Run, monkeypatch: pytest.MonkeyPatch, method: str
+def test_texts_are_encoded_in_a_thread(
+    engine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A megabyte takes half a second, for which all other requests would stop."""
-    threads = []
+    threads, encode = [], engine.tokenizer.encode
 
-    def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*given: Any) -> Any:
-            threads.append(threading.current_thread())
-            return function(*given)
+    def recorded(text: str) -> Any:
+        threads.append(threading.current_thread())
+        return encode(text)
 
-        return call
-
-    tokenizer = SimpleNamespace(encode=recorded(engine.tokenizer.encode))
-    monkeypatch.setattr(engine.engine, "tokenizer", tokenizer)
-    monkeypatch.setattr(host_engine, "prompt_ids", recorded(prompt_ids))
-    prompt = [ASK] if method == "chat" else "<|start|>user<|message|>Hi.<|end|><|start|>assistant"
-    run(getattr(engine, method)(prompt, max_tokens=3))
+    monkeypatch.setattr(engine.engine, "tokenizer", SimpleNamespace(encode=recorded))
+    run(engine.generate("<|start|>user<|message|>Hi.<|end|><|start|>assistant", max_tokens=3))
     assert len(threads) == 1 and threading.current_thread() not in threads
 
 
@@ -169,19 +108,12 @@ def test_what_is_warmed_up_serves_every_tenant(engine: Any, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "messages", [[], [{"role": "nobody", "content": "x"}], [RESULT], [{"role": "user"}]]
+    "messages",
+    [[{"role": "nobody", "content": "x"}], [RESULT], [{"role": "assistant", "content": 5}]],
 )
-def test_what_cannot_be_rendered_is_a_400_of_the_host(messages: list[Any]) -> None:
-    with pytest.raises(HTTPException) as raised:
-        prompt_ids(messages, None, None)
-    assert raised.value.status_code == 400
-
-
-def test_template_options_are_ours_and_unknown_ones_nobodys() -> None:
-    options = {"reasoning_effort": "high", "enable_thinking": False, "model_identity": "You are X."}
-    prompt = spelled(prompt_ids([ASK], None, options))
-    assert "Reasoning: high" in prompt
-    assert "You are X." in prompt
+def test_what_cannot_be_rendered_is_no_warm_up(messages: list[Any]) -> None:
+    with pytest.raises(RequestError):
+        loading._beginning(messages)
 
 
 def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:
@@ -189,7 +121,7 @@ def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:
         return given, keywords
 
     other = SimpleNamespace()
-    warmed = run(warmup.warm_prefix_cache(own)(other, [[ASK]], max_tokens=2))
+    warmed = run(loading.warm_prefix_cache(own)(other, [[ASK]], max_tokens=2))
     assert warmed == ((other, [[ASK]]), {"max_tokens": 2})
 
 

@@ -1,4 +1,4 @@
-"""Text in, tool calls and content out: whole, and cut anywhere."""
+"""Text in, tool calls and content out."""
 
 from __future__ import annotations
 
@@ -87,74 +87,6 @@ def test_whole(text: str, calls: Calls, content: str | None) -> None:
     assert [(call["name"], call["arguments"]) for call in found.tool_calls] == calls
     assert (found.content, found.tools_called) == (content, bool(calls))
     assert len({call["id"] for call in found.tool_calls}) == len(calls)
-
-
-def pieces(text: str, size: int) -> list[str]:
-    return [text[at : at + size] for at in range(0, len(text), size)]
-
-
-class Client:
-    """Puts together what streamed, as a client does."""
-
-    def __init__(self) -> None:
-        self.content = ""
-        self.calls: dict[int, dict[str, Any]] = {}
-
-    def take(self, delta: dict[str, Any] | None) -> None:
-        for field in delta or {}:
-            assert field in ("content", "tool_calls")
-        self.content += (delta or {}).get("content", "")
-        for call in (delta or {}).get("tool_calls", ()):
-            made = self.calls.setdefault(call["index"], {"arguments": "", "ids": []})
-            made["ids"] += [call["id"]] if "id" in call else []
-            made["name"] = call["function"].get("name", made.get("name"))
-            made["arguments"] += call["function"]["arguments"]
-
-
-def streamed(parser: HarmonyToolParser, parts: list[str]) -> Client:
-    client, before = Client(), ""
-    for part in parts:
-        client.take(
-            parser.extract_tool_calls_streaming(before, before + part, part, request=REQUEST)
-        )
-        before += part
-    client.take(parser.finalize_streaming(before))
-    return client
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-@pytest.mark.parametrize(("text", "calls", "content"), ROWS)
-def test_in_pieces(text: str, calls: Calls, content: str | None, size: int) -> None:
-    client = streamed(HarmonyToolParser(None), pieces(text, size))
-    assert [(call["name"], call["arguments"]) for call in client.calls.values()] == calls
-    assert client.content == (content or "")
-    assert all(len(call["ids"]) == 1 for call in client.calls.values())
-    assert "<|channel" not in client.content
-
-
-def test_arguments_stream_as_they_arrive() -> None:
-    parser = HarmonyToolParser(None)
-    head, tail = PARIS[:-6], PARIS[-6:]
-    parser.extract_tool_calls_streaming("", head, head, request=REQUEST)
-    delta = parser.extract_tool_calls_streaming(head, PARIS, tail, request=REQUEST)
-    assert delta == {"tool_calls": [{"index": 0, "function": {"arguments": tail}}]}
-
-
-@pytest.mark.parametrize("again", ["reset", "start"])
-def test_a_second_answer_does_not_see_the_first(again: str) -> None:
-    parser = HarmonyToolParser(None)
-    parser.extract_tool_calls_streaming("", PARIS, PARIS, request=REQUEST)
-    if again == "reset":
-        parser.reset()
-    client = streamed(parser, pieces("<|channel|>final<|message|>Hi", 5))
-    assert (client.content, client.calls) == ("Hi", {})
-
-
-def test_ids_are_better_than_text_where_there_are_any() -> None:
-    parser = HarmonyToolParser(None)
-    answer = [200005, 17196, 200008, 13225, 200002]  # <|channel|>final<|message|>Hello<|return|>
-    delta = parser.extract_tool_calls_streaming("", "Hello", "Hello", delta_token_ids=answer)
-    assert delta == {"content": "Hello"}
 
 
 @pytest.mark.parametrize(

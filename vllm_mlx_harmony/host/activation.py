@@ -12,8 +12,8 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 
+from vllm_mlx_harmony._loading import warn
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import FLAGS
 
@@ -80,7 +80,7 @@ def _activate(args: argparse.Namespace) -> None:
     try:
         importlib.import_module("openai_harmony")
     except ImportError as error:
-        _warn(
+        warn(
             f"not active: openai-harmony cannot be imported ({error}); "
             "`pip install openai-harmony` fixes it. vllm-mlx runs on its own"
         )
@@ -105,7 +105,7 @@ def _activate(args: argparse.Namespace) -> None:
     except Exception as error:  # the plugin may fail, vllm-mlx may not
         logger.debug("activation failed", exc_info=True)
         uninstall()
-        _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
+        warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -141,18 +141,9 @@ def _apply(args: argparse.Namespace) -> None:
     from vllm_mlx_harmony.host import flags, resources, summary
 
     given = flags.given(args)
-    resources.configure(flags.engine_options(args, Options()), flags.cache_budget(given))
+    options, budget = flags.engine_options(args, Options()), flags.cache_budget(given)
     directory = getattr(args, "ssd_cache_dir", None)
-    enabled = resources.budget() > 0
-    if directory and enabled:
-        resources.disk = resources.opened(directory, args.ssd_cache_max_gb)
-    if resources.disk is not None:
-        costs = resources.disk.directory / resources.COSTS
-        resources.options = replace(resources.options, costs=costs)
-    summary.set_flags(args, flags.without_effect(given, enabled=enabled))
+    resources.configure(options, budget, directory, getattr(args, "ssd_cache_max_gb", 0))
+    summary.set_flags(args, flags.without_effect(given, enabled=resources.budget() > 0))
     if path := getattr(args, "models_config", None):
         summary.show(("models", f"{path}, loaded on demand"))
-
-
-def _warn(message: str) -> None:
-    print(f"vllm-mlx-harmony: {message}", file=sys.stderr)

@@ -28,7 +28,7 @@ from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import entry_points, patching, server_globals
 from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
-from vllm_mlx_harmony.host.patching import Attribute, Name, Patch, Requirement, Undo
+from vllm_mlx_harmony.host.patching import Name, Patch, Requirement, Undo
 
 HOST = "vllm-mlx"
 SUPPORTED = SpecifierSet(">=0.6,<0.7")
@@ -67,7 +67,7 @@ NAMES: tuple[Name, ...] = (
         "computes --warm-prompts as requests render them",
         "engine prompts max_tokens",
         required=False,
-        replacement=f"{_OURS}.warmup:warm_prefix_cache",
+        replacement=f"{_OURS}.loading:warm_prefix_cache",
     ),
     Patch(
         "uvicorn.main:Server",
@@ -95,7 +95,6 @@ NAMES: tuple[Name, ...] = (
         "an output in text form",
         "text tokens prompt_tokens completion_tokens finish_reason new_text finished ...",
     ),
-    Name("vllm_mlx.api.utils:clean_output_text", "cleans the text of an output", "text"),
     Name(
         "vllm_mlx.tool_parsers.abstract_tool_parser:ToolParser",
         "the base class of our tool parser",
@@ -123,7 +122,7 @@ NAMES: tuple[Name, ...] = (
         )
     ),
     *(
-        Attribute(f"mlx_lm.models.cache:{owner}.{name}", why)
+        Name(f"mlx_lm.models.cache:{owner}.{name}", why)
         for owner, why, names in (
             ("KVCache", "state of a layer with full attention", "keys values offset nbytes"),
             (

@@ -1,7 +1,7 @@
 """vllm-mlx's engine for a Harmony model: its `BaseEngine` over an engine of our own.
 
 Its ``engine``, an `MlxEngine`, is what computes, and what our routes use. All else in vllm-mlx that
-uses an engine calls the methods here: raw completions, its own chat path, status, caches.
+uses an engine calls the methods here: raw completions, status, caches.
 """
 
 from __future__ import annotations
@@ -11,35 +11,28 @@ import gc
 import threading
 import time
 from codecs import getincrementaldecoder
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
+from typing import Any, NoReturn
 
 import mlx.core as mx
-from fastapi import HTTPException
-from pydantic import BaseModel
-from vllm_mlx.api.utils import clean_output_text
 from vllm_mlx.engine.base import BaseEngine, GenerationOutput
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.errors import HostError, RequestError
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
-from vllm_mlx_harmony.core.turn import VOCAB_SIZE
+from vllm_mlx_harmony.core.turn import Limits, Sampling
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk import identity
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options, Totals
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
-from vllm_mlx_harmony.host import entry_points, metrics, resources, status_line
-from vllm_mlx_harmony.host.server_globals import server
-from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server import defaults
+from vllm_mlx_harmony.host import metrics, resources, status_line
 from vllm_mlx_harmony.server.model_files import is_harmony
-from vllm_mlx_harmony.server.sampling import EPSILON, Settings, capped
+from vllm_mlx_harmony.server.sampling import capped, resolve
 from vllm_mlx_harmony.server.tasks import in_thread, unfreeze, wait_until_done
 from vllm_mlx_harmony.standin import is_standin
 
@@ -52,9 +45,6 @@ CLEARED = {NAME: True}
 _GB = 1e9
 
 _Decoder = getincrementaldecoder("utf-8")
-
-Json: TypeAlias = Mapping[str, object]
-Messages: TypeAlias = Sequence[Json | BaseModel]
 
 
 class NotHarmony(HostError):
@@ -69,49 +59,17 @@ class NotHarmony(HostError):
         )
 
 
-_loaded: WeakValueDictionary[int, HarmonyEngine] = WeakValueDictionary()
-
-
-def loaded() -> list[HarmonyEngine]:
-    """The engines whose model is loaded; other threads may be loading and unloading some."""
-    return [each for found in _loaded.valuerefs() if (each := found()) is not None]
+_loaded: dict[int, tuple[str, MlxEngine]] = {}
 
 
 def serving() -> list[tuple[str, MlxEngine]]:
-    """The engines of the models that are loaded, with their names."""
-    named = [(each.model_name, each.engine) for each in loaded()]
-    found = [(name, engine) for name, engine in named if engine is not None]
-    return sorted(found, key=lambda one: one[0])
+    """The engines of the models that are loaded, with their names; any thread may call it."""
+    return sorted(_loaded.values(), key=lambda one: one[0])
 
 
 def engine_of(engine: object) -> MlxEngine | None:
     """The `MlxEngine` in vllm-mlx's ``engine``; ``None`` if that is not Harmony, or not loaded."""
     return engine.engine if isinstance(engine, HarmonyEngine) else None
-
-
-def prompt_ids(
-    messages: Messages, tools: Sequence[Json] | None, options: Json | None
-) -> tuple[int, ...]:
-    """The prompt of vllm-mlx's ``messages`` and ``tools``, rendered as our routes render them;
-    ``options`` are its template options.
-
-    Raises HTTPException 400, which vllm-mlx's routes return, for an invalid message.
-    """
-    known = ("reasoning_effort", "model_identity", "builtin_tools")
-    body = {
-        "model": "host",
-        "messages": [
-            each.model_dump(exclude_none=True) if isinstance(each, BaseModel) else each
-            for each in messages
-        ],
-        "tools": tools or None,
-        "chat_template_kwargs": {name: (options or {}).get(name) for name in known},
-    }
-    given = defaults.read(server()._default_chat_template_kwargs or {})
-    try:
-        return entry_points.in_use().renderer(chat.read(body, given).turn).ids
-    except RequestError as error:
-        raise HTTPException(status_code=error.status, detail=error.message) from error
 
 
 class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
@@ -140,14 +98,6 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self._since = time.time()
         self._loading = threading.Lock()
 
-    @property
-    def preserve_native_tool_format(self) -> bool:
-        """Tool calls stay structured, whatever vllm-mlx sets: no ``[Calling tool:`` in a prompt."""
-        return True
-
-    @preserve_native_tool_format.setter
-    def preserve_native_tool_format(self, value: bool) -> None: ...
-
     # --- Loaded and unloaded
 
     @property
@@ -167,7 +117,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
                 engine.close()
                 raise
             self.engine = engine
-            _loaded[id(self)] = self
+            _loaded[id(self)] = self.model_name, engine
         metrics.show()
         status_line.start(lambda: [(name, engine.status()) for name, engine in serving()])
 
@@ -206,7 +156,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     async def stream_generate(
         self,
-        prompt: str | Sequence[int],
+        prompt: str,
         max_tokens: int = 256,
         temperature: float = 0.7,
         top_p: float | None = 0.9,
@@ -218,24 +168,18 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         repetition_penalty: float | None = None,
         **others: object,
     ) -> AsyncGenerator[GenerationOutput, None]:
-        """What follows ``prompt``, a text or ids, up to a stop string or the end of the turn.
+        """What follows ``prompt``, up to a stop string or the end of the turn.
 
         Control tokens are text, except those that end a turn (``TURN_ENDS``), which are left out.
         """
         if self.engine is None:
             await self.start()
         assert self.engine is not None
-        encode = self.tokenizer.encode
-        ids = tuple(await in_thread(encode, prompt) if isinstance(prompt, str) else prompt)
-        settings = Settings(
-            max_tokens=max_tokens,
-            temperature=0.0 if min(temperature, top_p or 1.0) < EPSILON else temperature,
-            top_p=max(top_p or 1.0, EPSILON),
-            top_k=top_k if top_k is not None and 0 < top_k < VOCAB_SIZE else 0,
-            min_p=min_p or 0.0,
-            presence_penalty=presence_penalty or 0.0,
-            repetition_penalty=repetition_penalty or 1.0,
-        )
+        ids = tuple(await in_thread(self.tokenizer.encode, prompt))
+        # vllm-mlx's samplers ignore a ``top_p`` and a penalty of 0.
+        penalties = presence_penalty, repetition_penalty or None
+        sampling = Sampling(temperature, top_p or None, top_k, min_p, *penalties)
+        settings = resolve(sampling, Limits(), lambda _: max_tokens)
         settings = capped(settings, len(ids), self.engine.context_length)
         stops = StopStrings([stop] if isinstance(stop, str) else stop or [])
         decoder, text, tokens = _Decoder("replace"), "", 0
@@ -263,40 +207,34 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
                 if finish is not None:
                     return
 
-    async def generate(
-        self, prompt: str | Sequence[int], *args: Any, **keywords: Any
-    ) -> GenerationOutput:
+    async def generate(self, prompt: str, *args: Any, **keywords: Any) -> GenerationOutput:
         """``stream_generate``, as one output."""
-        return await _last(self.stream_generate(prompt, *args, **keywords))
-
-    async def stream_chat(
-        self, messages: Messages, tools: Sequence[Json] | None = None, **others: Any
-    ) -> AsyncGenerator[GenerationOutput, None]:
-        """What the model says to ``messages``; vllm-mlx passes all else by name."""
-        options = others.pop("chat_template_kwargs", None)
-        prompt = await in_thread(prompt_ids, messages, tools, options)
-        async with aclosing(self.stream_generate(prompt, **others)) as outputs:
+        async with aclosing(self.stream_generate(prompt, *args, **keywords)) as outputs:
             async for output in outputs:
-                yield output
+                last = output  # there is always one: an answer ends with a finish
+        return last
 
-    async def chat(self, messages: Messages, **keywords: Any) -> GenerationOutput:
-        """``stream_chat``, as one output, cleaned as vllm-mlx cleans it."""
-        last = await _last(self.stream_chat(messages, **keywords))
-        return replace(last, text=clean_output_text(last.text))
+    def chat(self, *_: object, **__: object) -> NoReturn:
+        """Never called: vllm-mlx's own chat routes are behind ours."""
+        raise HostError(
+            f"{self.model_name} is a Harmony model: /v1/chat/completions, /v1/responses and "
+            "/v1/messages of vllm-mlx-harmony answer its chats"
+        )
+
+    stream_chat = chat
 
     # --- What vllm-mlx shows
 
     def get_stats(self) -> dict[str, object]:
-        """For ``/v1/status`` and the metrics."""
-        requests = [] if self.engine is None else [asdict(each) for each in self.engine.status()]
+        """For ``/v1/status`` and the metrics; empty unless the model is loaded."""
+        if self.engine is None:
+            return {}
+        requests, totals = [asdict(each) for each in self.engine.status()], self.engine.totals
         running = sum(each["place"] == 0 for each in requests)
-        totals = Totals() if self.engine is None else self.engine.totals
         return {
             "engine_type": "harmony",
-            "model_name": self.model_name,
             "uptime_seconds": time.time() - self._since,
-            "loaded": self.engine is not None,
-            "running": self.engine is not None and self.engine.healthy,
+            "running": self.engine.healthy,
             "num_running": running,
             "num_waiting": len(requests) - running,
             "metal_active_memory_gb": round(device.used() / _GB, 2),
@@ -310,9 +248,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         }
 
     def get_cache_stats(self) -> dict[str, object]:
-        if self.engine is None:
-            return {NAME: asdict(resources.tree().counters())}
-        counters = asdict(self.engine.cache.status())
+        counters = {} if self.engine is None else asdict(self.engine.cache.status())
         return {NAME: {name: value for name, value in counters.items() if value is not None}}
 
     async def clear_runtime_caches(self) -> dict[str, bool]:
@@ -322,10 +258,3 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
 
     clear_prefix_cache = clear_runtime_caches
     """The same, under the name that ``DELETE /v1/cache/prefix`` of vllm-mlx calls."""
-
-
-async def _last(outputs: AsyncGenerator[GenerationOutput, None]) -> GenerationOutput:
-    async with aclosing(outputs):
-        async for output in outputs:
-            last = output  # there is always one: an answer ends with a finish
-    return last

@@ -9,17 +9,15 @@ even if the engine's thread has died.
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Message
 
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.host import resources
-from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, loaded, serving
+from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, serving
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.inspector.routes import Section
@@ -68,17 +66,9 @@ async def status(_: Request) -> Response:
 
 async def health(request: Request) -> Response:
     """``GET /health``: 503 while the thread of any loaded engine is dead."""
-    response = await forward_to_host(request)
-    if all(engine.is_healthy() for engine in loaded()):
-        return response
-    sent: list[Message] = []
-
-    async def keep(message: Message) -> None:
-        sent.append(message)
-
-    await response(request.scope, request.receive, keep)
-    content = b"".join(message.get("body", b"") for message in sent)
-    return JSONResponse({**json.loads(content), "status": "unhealthy"}, 503)
+    if all(engine.healthy for _, engine in serving()):
+        return await forward_to_host(request)
+    return JSONResponse({**await server().health(), "status": "unhealthy"}, 503)
 
 
 def inspected() -> list[Section]:

@@ -68,10 +68,9 @@ def find(name: str) -> Extensions:
 
     Raises HostError if there is none of a group, or one cannot be loaded.
     """
-    found = {group: resolve(group, name) for group in OWN}
-    parser, renderer, context = (part for part, _ in found.values())
-    sources = {group: source for group, (_, source) in found.items()}
-    return Extensions(parser, renderer, context, sources)
+    parts, sources = zip(*(resolve(group, name) for group in OWN), strict=True)
+    parser, renderer, context = parts
+    return Extensions(parser, renderer, context, dict(zip(OWN, sources, strict=True)))
 
 
 _in_use: Extensions | None = None

@@ -58,9 +58,6 @@ WITHOUT_EFFECT = {
 }
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
 
-FOR_DISK = "ssd_cache_dir ssd_cache_max_gb"
-"""Flags without effect if there is no prefix cache."""
-
 
 def given(args: argparse.Namespace) -> Given:
     """The flags that were given on the command line of this process, by name.
@@ -151,8 +148,8 @@ def without_effect(flags: Given, *, enabled: bool) -> list[str]:
     ``enabled``: whether there is a prefix cache.
     """
     sentences = []
-    reasons = WITHOUT_EFFECT if enabled else {"the prefix cache is off": FOR_DISK, **WITHOUT_EFFECT}
-    for why, names in reasons.items():
+    off = {} if enabled else {"the prefix cache is off": "ssd_cache_dir ssd_cache_max_gb"}
+    for why, names in {**off, **WITHOUT_EFFECT}.items():
         if found := [f"--{name.replace('_', '-')}" for name in names.split() if name in flags]:
             sentences.append(f"{', '.join(found)}: {why}")
     given = flags.get("default_chat_template_kwargs") or ()

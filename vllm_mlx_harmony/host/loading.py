@@ -1,4 +1,4 @@
-"""Where vllm-mlx makes and loads engines: for a Harmony model, ours is made in place of its own.
+"""Where vllm-mlx makes, loads and warms up engines: for a Harmony model, ours is made and used.
 
 Each function takes the original and returns its replacement. The engines of other models are not
 touched.
@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from copy import copy
 from functools import wraps
+from itertools import takewhile
+from time import perf_counter
+from typing import TypeAlias
 
-from vllm_mlx_harmony.host import flags, resources, summary
+from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
+from vllm_mlx_harmony.host import entry_points, flags, resources, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, server
+from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.model_files import is_harmony_model
+from vllm_mlx_harmony.server.sampling import Settings
+
+logger = logging.getLogger(__name__)
+
+Messages: TypeAlias = Sequence[Mapping[str, object]]
+Warm: TypeAlias = Callable[..., Awaitable[Mapping[str, object]]]
 
 
 def load_model(original: Callable[..., object]) -> Callable[..., object]:
@@ -67,3 +82,53 @@ def instantiate_model(
         return await original(manager, entry, resolved_source)
 
     return instantiate
+
+
+def warm_prefix_cache(original: Warm) -> Warm:
+    """Replaces ``warm_prefix_cache``, which computes common beginnings of prompts before the first
+    request (``--warm-prompts``): ours are for all API keys. Those that fail are skipped with a
+    warning."""
+
+    @wraps(original)
+    async def warm(
+        engine: object, prompts: Sequence[Messages], *, max_tokens: int = 1
+    ) -> Mapping[str, object]:
+        ours = engine_of(engine)
+        if ours is None:
+            return await original(engine, prompts, max_tokens=max_tokens)
+        started, computed, skipped = perf_counter(), 0, 0
+        settings = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
+        for index, messages in enumerate(prompts):
+            try:
+                prompt = _beginning(messages)
+                async with aclosing(ours.generate(prompt, settings, EVERYBODY, None)) as steps:
+                    async for _ in steps:
+                        pass
+                computed += len(prompt)
+            except HarmonyFailure as error:
+                logger.warning("warm-up prompt %d was skipped: %s", index, error)
+                skipped += 1
+        return {
+            "count": len(prompts) - skipped,
+            "skipped": skipped,
+            "elapsed_ms": (perf_counter() - started) * 1000,
+            "total_prompt_tokens": computed,
+            "mode": "harmony",
+        }
+
+    return warm
+
+
+def _beginning(messages: Messages) -> tuple[int, ...]:
+    """The ids that all prompts with ``messages`` begin with, whatever the last user message is.
+
+    Raises ``RequestError`` for an invalid message.
+    """
+    given = defaults.read(server()._default_chat_template_kwargs or {})
+    before = messages[:-1] if messages and messages[-1].get("role") == "user" else messages
+    prompts = []
+    for word in ("Alpha", "Bravo"):
+        body = {"model": "host", "messages": [*before, {"role": "user", "content": word}]}
+        prompts.append(entry_points.in_use().renderer(chat.read(body, given).turn).ids)
+    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
+    return tuple(token for token, _ in pairs)

@@ -50,7 +50,8 @@ class Requirement(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A function, class or global that is used as it is: `package.module:Object.attribute`.
+    """A name that is used as it is, `package.module:Object.attribute`: a function, a class, a
+    global, or an attribute of the instances of a class.
 
     `parameters` are those of the function, in order and separated by spaces, or the ones that are
     passed by name and `OTHERS`; None if it is not called.
@@ -74,23 +75,6 @@ class Name:
 
 
 @dataclass(frozen=True, slots=True)
-class Attribute(Name):
-    """An attribute of the instances of a class: `package.module:Class.attribute`."""
-
-    def problem(self) -> str | None:
-        path, _, name = self.target.rpartition(".")
-        if missing := find_problem(path):
-            return missing
-        found = locate(path)
-        there = hasattr(found, name)
-        for each in found.__mro__:
-            set_by = getattr(vars(each).get("__init__"), "__code__", None)
-            there |= name in inspect.get_annotations(each)
-            there |= set_by is not None and name in set_by.co_names
-        return None if there else f"{path} has no {name}"
-
-
-@dataclass(frozen=True, slots=True)
 class Patch(Name):
     """An attribute of a module or class that is replaced.
 
@@ -103,12 +87,10 @@ class Patch(Name):
     def apply(self) -> Undo:
         path, _, name = self.target.rpartition("." if "." in self.label else ":")
         owner = locate(path)
-        inherited, original = name not in vars(owner), inspect.getattr_static(owner, name)
+        original = getattr(owner, name)
         replace = self.replacement if callable(self.replacement) else locate(self.replacement)
         setattr(owner, name, replace(original))
-        return (
-            partial(delattr, owner, name) if inherited else partial(setattr, owner, name, original)
-        )
+        return partial(setattr, owner, name, original)
 
 
 def apply_all(requirements: Sequence[Requirement]) -> list[tuple[str, Undo]]:
@@ -157,7 +139,7 @@ def find_problem(target: str, parameters: str | None = None) -> str | None:
     try:
         found = locate(target)
     except (ImportError, AttributeError) as error:
-        return f"{target} is missing ({error})"
+        return None if _is_set_by_instances(target) else f"{target} is missing ({error})"
     if parameters is None:
         return None
     try:
@@ -173,3 +155,17 @@ def find_problem(target: str, parameters: str | None = None) -> str | None:
             for each in others
         )
     return None if fits else f"{target} takes ({', '.join(actual)}), not ({', '.join(wanted)})"
+
+
+def _is_set_by_instances(target: str) -> bool:
+    """Whether a target is an attribute that a class annotates, or sets in ``__init__``."""
+    path, _, name = target.rpartition(".")
+    try:
+        owner = locate(path)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    for each in inspect.getmro(owner) if isinstance(owner, type) else ():
+        initializer = getattr(vars(each).get("__init__"), "__code__", None)
+        if name in inspect.get_annotations(each) or name in getattr(initializer, "co_names", ()):
+            return True
+    return False

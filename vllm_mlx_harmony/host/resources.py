@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -38,11 +39,16 @@ disk: DiskCache | None = None
 _budget: int | None = None
 
 
-def configure(given: Options, budget: int | None) -> None:
-    """Sets the options and the bytes of the prefix cache, ``None`` by default, and empties it."""
-    global options, _budget
-    options, _budget = given, budget
+def configure(given: Options, bound: int | None, directory: str | None, gigabytes: float) -> None:
+    """Sets the options, the ``bound`` of the prefix cache in memory (``None``: by default), which
+    is emptied, and the ``directory``, if any, of the one on disk."""
+    global options, disk, _budget
+    options, _budget = given, bound
     tree.cache_clear()
+    if directory and budget() > 0:
+        disk = opened(directory, gigabytes)
+    if disk is not None:
+        options = replace(options, costs=disk.directory / COSTS)
 
 
 def budget() -> int:

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, TypeVar, cast, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, get_type_hints
 
 from starlette.requests import HTTPConnection, Request
 
-from vllm_mlx_harmony.host.patching import OTHERS, Attribute, Name
+from vllm_mlx_harmony.host.patching import OTHERS, Name
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
-
-T = TypeVar("T")
 
 
 class ModelSpec(Protocol):
@@ -112,6 +110,9 @@ class Server(Protocol):
     async def check_rate_limit(self, request: HTTPConnection) -> None:
         """limits requests, and messages on a WebSocket"""
 
+    async def health(self) -> Mapping[str, object]:
+        """the answer of /health"""
+
     async def list_models(self) -> BaseModel:
         """the models of /v1/models"""
 
@@ -128,17 +129,17 @@ def server() -> Server:
 
 def names() -> Iterator[Name]:
     """A row of the table for each name of the protocols."""
-    for specification, owner, row in (
-        (Server, "vllm_mlx.server:", Name),
-        (Metrics, "vllm_mlx.server:_metrics.", Name),
-        (InferenceTracker, "vllm_mlx.metrics:InferenceTracker.", Name),
-        (ModelSpec, "vllm_mlx.lifecycle:ModelSpec.", Attribute),
-        (ResolvedModelConfig, "vllm_mlx.model_registry:ResolvedModelConfig.", Attribute),
-        (RegisteredModel, "vllm_mlx.model_registry:RegisteredModel.", Attribute),
-        (ModelManager, "vllm_mlx.model_registry:ModelManager.", Attribute),
+    for specification, owner in (
+        (Server, "vllm_mlx.server:"),
+        (Metrics, "vllm_mlx.server:_metrics."),
+        (InferenceTracker, "vllm_mlx.metrics:InferenceTracker."),
+        (ModelSpec, "vllm_mlx.lifecycle:ModelSpec."),
+        (ResolvedModelConfig, "vllm_mlx.model_registry:ResolvedModelConfig."),
+        (RegisteredModel, "vllm_mlx.model_registry:RegisteredModel."),
+        (ModelManager, "vllm_mlx.model_registry:ModelManager."),
     ):
         for name, hint in get_type_hints(specification, include_extras=True).items():
-            yield row(f"{owner}{name}", hint.__metadata__[0])
+            yield Name(f"{owner}{name}", hint.__metadata__[0])
         for name, function in inspect.getmembers(specification, inspect.isfunction):
             if not name.startswith("__"):
                 parameters = " ".join([*inspect.signature(function).parameters, OTHERS][1:])

@@ -6,7 +6,7 @@ Printed after the model is known and before the server listens.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.engine.engine import MlxEngine
@@ -18,31 +18,34 @@ from vllm_mlx_harmony.server.settings import size
 
 WIDTH = 14
 
-_without_effect: Sequence[str] = ()
-_access = ""
-_next = ""
-
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _PORT = 8000
 
+_of_flags: list[tuple[str, str]] = []
 
-def set_flags(args: argparse.Namespace, without_effect: Sequence[str]) -> None:
+
+def set_flags(args: argparse.Namespace, without_effect: Iterable[str]) -> None:
     """Sets what the flags say, and the sentences about those ``without_effect``."""
-    global _without_effect, _access, _next
-    _without_effect = without_effect
     host, port = getattr(args, "host", _LOCAL[0]), getattr(args, "port", _PORT)
     rate = getattr(args, "rate_limit", 0)
-    local = host in _LOCAL
-    _access = "reachable from this machine" if local else f"reachable from the network ({host})"
+    access = f"reachable from the network ({host})"
+    if host in _LOCAL:
+        access = "reachable from this machine"
     key = bool(getattr(args, "api_key", None))
-    _access += ", API key required" if key else ", open to all clients: no --api-key"
+    access += ", API key required" if key else ", open to all clients: no --api-key"
     if rate > 0:
-        _access += f", {rate} requests a minute"
+        access += f", {rate} requests a minute"
     address = _LOCAL[0] if host in (*_LOCAL[:2], "0.0.0.0", "::") else host
     address = f"[{address}]" if ":" in address else address
     default = (address, port) == (_LOCAL[0], _PORT)
     url = "" if default else f" --url http://{address}:{port}"
-    _next = f"vllm-mlx-harmony launch codex{url}"
+    page = f"{inspector.PAGE} shows prompts and answers to whoever has access"
+    _of_flags[:] = [
+        ("access", access),
+        *([("inspector", page)] if inspector.is_enabled() else ()),
+        *(("no effect", sentence) for sentence in without_effect),
+        ("next", f"vllm-mlx-harmony launch codex{url}"),
+    ]
 
 
 def show_model(path: str, engine: MlxEngine | None) -> None:
@@ -83,8 +86,4 @@ def _common() -> Iterator[tuple[str, str]]:
         conversations = f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"
         held = f"{size(found.nbytes)}, {conversations}, from {disk.directory}"
         yield "", f"up to {size(disk.budget)} on disk: {held}"
-    yield "access", _access
-    if inspector.is_enabled():
-        yield "inspector", f"{inspector.PAGE} shows prompts and answers to whoever has access"
-    yield from (("no effect", sentence) for sentence in _without_effect)
-    yield "next", _next
+    yield from _of_flags
