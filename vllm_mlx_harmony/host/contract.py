@@ -105,6 +105,10 @@ NAMES: tuple[Name, ...] = (
         "the tool calls and the content of an answer",
         "tools_called tool_calls content",
     ),
+    *(
+        Name(f"vllm_mlx.model_registry:ResolvedModelConfig.{name}", "a setting of one model")
+        for name in ("prefill_step_size", "stream_interval", "gpu_memory_utilization")
+    ),
     Name("mlx_lm.utils:load", "loads a model", "path_or_hf_repo tokenizer_config lazy ..."),
     *(
         Name(f"mlx_lm.models.cache:{name}", why, parameters)

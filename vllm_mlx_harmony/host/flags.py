@@ -19,7 +19,6 @@ from typing import Any, cast, get_args
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine.engine import Options, Speculate
 from vllm_mlx_harmony.engine.scheduler import Limits
-from vllm_mlx_harmony.host.server_globals import ResolvedModelConfig
 from vllm_mlx_harmony.server.defaults import OPTIONS
 from vllm_mlx_harmony.server.settings import number
 
@@ -114,8 +113,9 @@ def cache_budget(flags: Given) -> int | None:
     return limit
 
 
-def engine_options(args: argparse.Namespace | ResolvedModelConfig, default: Options) -> Options:
-    """Options of engines, from flags or settings in ``args``, if any, and the environment."""
+def engine_options(args: object, default: Options) -> Options:
+    """Options of engines, from the flags or the settings of one of several models in ``args``, if
+    any, and the environment."""
     limits = default.limits
 
     def of(name: str, otherwise: int, least: int = 1) -> int:

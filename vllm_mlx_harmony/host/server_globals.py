@@ -26,14 +26,6 @@ class ModelSpec(Protocol):
     model_path: Annotated[str | None, "its directory"]
 
 
-class ResolvedModelConfig(Protocol):
-    """The settings of one of several models."""
-
-    prefill_step_size: Annotated[int, "a setting of one model"]
-    stream_interval: Annotated[int, "a setting of one model"]
-    gpu_memory_utilization: Annotated[float, "a setting of one model"]
-
-
 class RegisteredModel(Protocol):
     """One of several models, loaded or not."""
 
@@ -44,7 +36,7 @@ class ModelManager(Protocol):
     """The models of ``--models-config``."""
 
     _engine_factory: Annotated[
-        Callable[[ResolvedModelConfig], object] | None, "makes the engine of one of several models"
+        Callable[[object], object] | None, "makes the engine of one of several models"
     ]
     _loaded: Annotated[Mapping[str, object], "which of several models are loaded"]
     _registry: Annotated[Mapping[str, RegisteredModel], "the models by name"]
@@ -134,7 +126,6 @@ def names() -> Iterator[Name]:
         (Metrics, "vllm_mlx.server:_metrics."),
         (InferenceTracker, "vllm_mlx.metrics:InferenceTracker."),
         (ModelSpec, "vllm_mlx.lifecycle:ModelSpec."),
-        (ResolvedModelConfig, "vllm_mlx.model_registry:ResolvedModelConfig."),
         (RegisteredModel, "vllm_mlx.model_registry:RegisteredModel."),
         (ModelManager, "vllm_mlx.model_registry:ModelManager."),
     ):
