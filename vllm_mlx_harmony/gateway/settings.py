@@ -38,7 +38,7 @@ from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias, get_args
+from typing import Annotated, Literal, NamedTuple, TypeAlias, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -221,18 +221,22 @@ Level: TypeAlias = Literal["debug", "info", "warning", "error"]
 # --- The settings
 
 
-@dataclass(frozen=True, slots=True)
-class Help:
+class Help(NamedTuple):
     """A setting in ``--help``."""
 
-    group: str
     metavar: str
     text: str
 
 
-ENGINES, SERVER, ACCESS = "engines", "server", "access"
-GENERATION, TOOLS, LOGS = "generation", "tools", "logs"
-"""The groups of ``--help``."""
+GROUPS = {
+    "engines": "engines",
+    "host": "server",
+    "keys": "access",
+    "default_max_output_tokens": "generation",
+    "builtin_tools": "tools",
+    "inspect": "logs",
+}
+"""The groups of ``--help``, by the first setting of each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,111 +247,93 @@ class GatewaySettings:
         tuple[Spec, ...],
         PlainValidator(_engines),
         Help(
-            ENGINES,
             "[KIND=]URL",
             f"URL of an engine, detected unless KIND is given: {', '.join(KINDS)}; repeatable",
         ),
     ]
-    model: Annotated[str, Help(ENGINES, "NAME", "the model's name, for clients and for engines")]
+    model: Annotated[str, Help("NAME", "the model's name, for clients and for engines")]
     engine_model: Annotated[
-        str, Help(ENGINES, "NAME", "the model's name at the engines, if it differs from --model")
+        str, Help("NAME", "the model's name at the engines, if it differs from --model")
     ] = ""
-    engine_key: Annotated[str, Help(ENGINES, "KEY", "API key that the engines require")] = ""
-    host: Annotated[str, Help(SERVER, "HOST", "address to listen on")] = "127.0.0.1"
-    port: Annotated[Count, Field(le=65_535), Help(SERVER, "PORT", "port to listen on")] = 8000
+    engine_key: Annotated[str, Help("KEY", "API key that the engines require")] = ""
+    host: Annotated[str, Help("HOST", "address to listen on")] = "127.0.0.1"
+    port: Annotated[Count, Field(le=65_535), Help("PORT", "port to listen on")] = 8000
     workers: Annotated[
         Count,
         Field(ge=1, le=256),
-        Help(SERVER, "NUMBER", "processes that share the port; more than one requires a Redis"),
+        Help("NUMBER", "processes that share the port; more than one requires a Redis"),
     ] = 1
     timeout: Annotated[
         Number,
         Help(
-            SERVER,
             "SECONDS",
             "time limit of a request; for a streamed one, the longest time without a token",
         ),
     ] = 600.0
     shutdown_grace: Annotated[
-        Number, Help(SERVER, "SECONDS", "grace period for running requests after SIGTERM")
+        Number, Help("SECONDS", "grace period for running requests after SIGTERM")
     ] = 30.0
     keys: Annotated[
         tuple[Key, ...],
         PlainValidator(_keys),
         Help(
-            ACCESS,
             "[NAME=]KEY",
             "API key of a client, or its sha256:DIGEST; each key is a separate tenant; repeatable",
         ),
     ] = ()
     requests_per_minute: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "requests per minute and key (0: unlimited)")
+        Count, Help("REQUESTS", "requests per minute and key (0: unlimited)")
     ] = 0
     tokens_per_minute: Annotated[
-        Count,
-        Help(ACCESS, "TOKENS", "tokens per minute and key, of prompts and outputs (0: unlimited)"),
+        Count, Help("TOKENS", "tokens per minute and key, of prompts and outputs (0: unlimited)")
     ] = 0
     requests_per_day: Annotated[
-        Count,
-        Help(
-            ACCESS,
-            "REQUESTS",
-            "requests per day (UTC) and key (0: unlimited)",
-        ),
+        Count, Help("REQUESTS", "requests per day (UTC) and key (0: unlimited)")
     ] = 0
-    tokens_per_day: Annotated[
-        Count, Help(ACCESS, "TOKENS", "tokens per day and key (0: unlimited)")
-    ] = 0
+    tokens_per_day: Annotated[Count, Help("TOKENS", "tokens per day and key (0: unlimited)")] = 0
     concurrent_requests: Annotated[
-        Count, Help(ACCESS, "REQUESTS", "concurrent requests per key (0: unlimited)")
+        Count, Help("REQUESTS", "concurrent requests per key (0: unlimited)")
     ] = 0
-    default_max_output_tokens: Annotated[
-        Count, Help(GENERATION, "TOKENS", "default maximum output tokens")
-    ] = 32_768
+    default_max_output_tokens: Annotated[Count, Help("TOKENS", "default maximum output tokens")] = (
+        32_768
+    )
     max_output_tokens: Annotated[
-        Count, Help(GENERATION, "TOKENS", "upper bound for a request's maximum output tokens")
+        Count, Help("TOKENS", "upper bound for a request's maximum output tokens")
     ] = 131_072
     reasoning_tokens: Annotated[
-        Count | None, Help(GENERATION, "TOKENS", "reasoning budget if the request sets none")
+        Count | None, Help("TOKENS", "reasoning budget if the request sets none")
     ] = None
     reasoning_effort: Annotated[
-        str, _one_of(EFFORTS), Help(GENERATION, "EFFORT", f"default effort: {', '.join(EFFORTS)}")
+        str, _one_of(EFFORTS), Help("EFFORT", f"default effort: {', '.join(EFFORTS)}")
     ] = "medium"
     temperature: Annotated[
-        Number | None, Field(le=100), Help(GENERATION, "NUMBER", "default sampling temperature")
+        Number | None, Field(le=100), Help("NUMBER", "default sampling temperature")
     ] = None
     top_p: Annotated[
-        Number | None,
-        Field(le=1),
-        Help(GENERATION, "NUMBER", "default nucleus sampling probability"),
+        Number | None, Field(le=1), Help("NUMBER", "default nucleus sampling probability")
     ] = None
-    model_identity: Annotated[
-        str | None, Help(GENERATION, "TEXT", "first sentence of the system message")
-    ] = None
+    model_identity: Annotated[str | None, Help("TEXT", "first sentence of the system message")] = (
+        None
+    )
     builtin_tools: Annotated[
         tuple[Annotated[str, _one_of(BUILTIN_TOOLS)], ...],
         BeforeValidator(_list),
-        Help(TOOLS, "TOOL", f"built-in tool of the model: {', '.join(BUILTIN_TOOLS)}; repeatable"),
+        Help("TOOL", f"built-in tool of the model: {', '.join(BUILTIN_TOOLS)}; repeatable"),
     ] = ()
     mcp_config: Annotated[
         str | None,
-        Help(
-            TOOLS, "FILE", "MCP servers, JSON or YAML; requires VLLM_MLX_HARMONY_TOOLS=on (or all)"
-        ),
+        Help("FILE", "MCP servers, JSON or YAML; requires VLLM_MLX_HARMONY_TOOLS=on (or all)"),
     ] = None
-    inspect: Annotated[
-        bool, Help(LOGS, "", "show prompts and answers, token by token, at /harmony")
-    ] = False
+    inspect: Annotated[bool, Help("", "show prompts and answers, token by token, at /harmony")] = (
+        False
+    )
     access_log: Annotated[
-        Format,
-        Help(LOGS, "FORMAT", f"one line per request on standard output: {', '.join(FORMATS)}"),
+        Format, Help("FORMAT", f"one line per request on standard output: {', '.join(FORMATS)}")
     ] = "off"
     metrics_by_key: Annotated[
-        bool, Help(LOGS, "", "add the name of the key to the metrics of requests and tokens")
+        bool, Help("", "add the name of the key to the metrics of requests and tokens")
     ] = False
-    log_level: Annotated[Level, Help(LOGS, "LEVEL", f"one of {', '.join(get_args(Level))}")] = (
-        "info"
-    )
+    log_level: Annotated[Level, Help("LEVEL", f"one of {', '.join(get_args(Level))}")] = "info"
 
     def limits(self, key: Key | None = None) -> Limits:
         """The limits of a key; without one, those of all clients together."""
