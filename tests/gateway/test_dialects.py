@@ -47,7 +47,7 @@ def read(kind: str, events: Iterable[str]) -> list[Step]:
     """The steps of a stream."""
     steps: list[Step] = []
     for event in events:
-        steps.append(dialect(kind).read(event, sum(len(each.ids) for each in steps)))
+        steps.append(dialect(kind).read(event.encode(), sum(len(each.ids) for each in steps)))
     return steps
 
 
@@ -81,7 +81,7 @@ def test_progress_is_read(kind: str, reported: object, expected: Progress | None
         assert DIALECTS[kind].body(REQUEST)["return_progress"] is True
     else:
         event = {"ids": [], "finish": None, "cached_tokens": 0}
-    chunk = DIALECTS[kind].read(json.dumps({**event, "prompt_progress": reported}), 0)
+    chunk = DIALECTS[kind].read(json.dumps({**event, "prompt_progress": reported}).encode(), 0)
     assert (chunk.ids, chunk.finish, chunk.progress) == ((), None, expected)
 
 
@@ -127,10 +127,10 @@ GARBAGE = ["", "null", "[]", "7", "{", '{"choices": 1}', '{"choices": [7]}', '{"
 @pytest.mark.parametrize("kind", KINDS)
 def test_garbage_is_the_engines_failure(kind: str, data: str) -> None:
     if kind == "vllm-mlx" and data.startswith("{") and len(data) > 1:
-        assert dialect(kind).read(data, 0).ids == ()
+        assert dialect(kind).read(data.encode(), 0).ids == ()
         return
     with pytest.raises(OutputError):
-        dialect(kind).read(data, 0)
+        dialect(kind).read(data.encode(), 0)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_garbage_is_the_engines_failure(kind: str, data: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_in_a_stream(kind: str, error: Any, kind_of: type[HarmonyFailure]) -> None:
     with pytest.raises(kind_of, match=r"no such grammar|CUDA error"):
-        dialect(kind).read(json.dumps({"error": error}), 0)
+        dialect(kind).read(json.dumps({"error": error}).encode(), 0)
 
 
 def test_an_engine_that_gives_up_says_so() -> None:

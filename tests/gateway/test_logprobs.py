@@ -44,7 +44,7 @@ def steps(kind: str, most: int) -> list[Step]:
     said = ids(SCRIPTS["Hello!"])
     body = json.loads(json.dumps(KINDS[kind].body(request(most))))
     events = with_logprobs(kind, body, EXCHANGES[kind].events([1, 2], said, "stop"))
-    return [KINDS[kind].read(each, at) for at, each in enumerate(events)]
+    return [KINDS[kind].read(each.encode(), at) for at, each in enumerate(events)]
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 20])
@@ -70,7 +70,7 @@ def test_tokens_as_numbers() -> None:
     top = [{"token_id": 5, "logprob": -1, "rank": 1}]
     content = [{"token_id": 5, "logprob": -1, "rank": 1, "top_logprobs": top}]
     choice = {"index": 0, "token_ids": [5], "logprobs": {"content": content}}
-    (one,) = KINDS["vllm-tokens"].read(json.dumps({"choices": [choice]}), 0).logprobs
+    (one,) = KINDS["vllm-tokens"].read(json.dumps({"choices": [choice]}).encode(), 0).logprobs
     assert (one.token, one.logprob, one.top) == (5, -1.0, ((5, -1.0),))
 
 
@@ -87,7 +87,7 @@ GARBAGE: list[Any] = [
 def test_garbage_is_the_engines_failure(logprobs: Any) -> None:
     event = {"choices": [{"index": 0, "token_ids": [5], "logprobs": logprobs}]}
     with pytest.raises(OutputError):
-        KINDS["vllm"].read(json.dumps(event), 0)
+        KINDS["vllm"].read(json.dumps(event).encode(), 0)
 
 
 def posted(kind: str, path: str = "/v1/chat/completions", **fields: Any) -> Any:

@@ -63,7 +63,7 @@ def test_only_the_id_endpoint_is_sent_one(kind: str) -> None:
     ],
 )
 def test_counts_are_read(event: dict[str, Any], counts: tuple[int, int]) -> None:
-    step = KINDS[PLUGIN].read(json.dumps({"ids": [5], **event}), 0)
+    step = KINDS[PLUGIN].read(json.dumps({"ids": [5], **event}).encode(), 0)
     assert (step.ids, step.accepted, step.rejected) == ((5,), *counts)
 
 

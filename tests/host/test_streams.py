@@ -325,11 +325,11 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(taken.wait(), message)
 
-        sending = with_timeout(0.05, send, lambda: given_up.append(True))
-        await sending(0.001)
-        await asyncio.sleep(0.1)
-        assert not given_up
-        await sending(0.2)
-        assert given_up == [True]
+        with with_timeout(0.05, send, lambda: given_up.append(True)) as sending:
+            await sending(0.001)
+            await asyncio.sleep(0.1)
+            assert not given_up
+            await sending(0.2)
+            assert given_up == [True]
 
     run(test)

@@ -9,7 +9,6 @@ import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -433,7 +432,7 @@ class PredictingEngine(ScriptedEngine):
         self.predicted, tried = settings.prediction, 0
         async for step in super().generate(prompt, settings, *others):
             tried += len(step.ids)
-            yield replace(step, accepted=tried, rejected=2 * tried)
+            yield step._replace(accepted=tried, rejected=2 * tried)
 
 
 async def predicted(host: Alone, path: str, stream: bool, content: Any) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +76,7 @@ def test_origins_come_with_the_ids(host: Alone, asked: bool) -> None:
     class Reporting(ScriptedEngine):
         async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
             async for step in super().generate(prompt, settings, *more):
-                yield replace(step, origins="m" * len(step.ids) if settings.origins else "")
+                yield step._replace(origins="m" * len(step.ids) if settings.origins else "")
 
     host.engine = Reporting({"Hello!": SCRIPT}, at_once=2)
     settings = {**SETTINGS, "origins": True} if asked else SETTINGS
@@ -162,7 +161,7 @@ def test_a_prediction_comes_with_the_prompt_and_counts_with_the_ids(host: Alone)
         async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
             taken.append(settings.prediction)
             async for step in super().generate(prompt, settings, *more):
-                yield replace(step, accepted=2, rejected=1)
+                yield step._replace(accepted=2, rejected=1)
 
     host.engine = Predicting({"Hello!": SCRIPT}, context_length=131_072)
     predicted = [5] * MANY

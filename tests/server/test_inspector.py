@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ class Reporting(ScriptedEngine):
 
     async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
         async for step in super().generate(prompt, settings, *more):
-            yield replace(step, origins="c" * len(step.ids) if settings.origins else "")
+            yield step._replace(origins="c" * len(step.ids) if settings.origins else "")
 
 
 @pytest.mark.parametrize(("engine", "origin"), [(ScriptedEngine, "?"), (Reporting, "c")])

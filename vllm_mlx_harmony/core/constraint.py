@@ -95,7 +95,7 @@ class ConstraintMatcher:
                 names=spec.names,
             )
         self._grammar: Matcher | None = None if grammar is None else grammar.matcher()
-        self._mask = Mask()
+        self._mask: Mask | None = None  # of an engine in this process; others need none
         self._missing = spec.min_tokens
 
     def consume(self, token: int) -> None:
@@ -112,6 +112,8 @@ class ConstraintMatcher:
         """The ids that are allowed next, valid until the next call; ``None`` if all may."""
         if self.error:
             return None
+        if self._mask is None:
+            self._mask = Mask()
         forced = self.reasoning.forced if self.reasoning is not None else ()
         if forced:
             self._mask.only(forced[0])

@@ -46,6 +46,7 @@ from vllm_mlx_harmony.core.turn import (
     Tool,
     Turn,
     User,
+    latest_tools,
 )
 
 # openai_harmony is imported where it is used, so that this package can be imported without it and
@@ -82,7 +83,7 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     # The leading instructions and tools become one developer message (A2, A3).
     leading = tuple(takewhile(lambda each: isinstance(each, _LEADING), turn.messages))
     rest = turn.messages[len(leading) :]
-    tools = replace(turn, messages=leading).callable_tools
+    tools = latest_tools(turn.tools, leading)
     texts = (each.text for each in leading if isinstance(each, Instructions))
     instructions = "\n\n".join(text for text in texts if text.strip())
     ids = list(_system(turn, bool(tools)))

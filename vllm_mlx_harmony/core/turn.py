@@ -6,7 +6,7 @@ what the server provides (`Defaults`, `ResponseInfo`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, Literal, TypeAlias, get_args
@@ -283,6 +283,15 @@ Message: TypeAlias = (
 )
 
 
+def latest_tools(tools: tuple[Tool, ...], messages: Iterable[Message]) -> tuple[Tool, ...]:
+    """``tools`` and those that ``messages`` declare, each as it was declared last."""
+    latest = {tool.name: tool for tool in tools}
+    for message in messages:
+        if isinstance(message, AdditionalTools):
+            latest.update({tool.name: tool for tool in message.tools})
+    return tuple(latest.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next id is sampled. ``None`` means the server's default.
@@ -374,11 +383,7 @@ class Turn:
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that the next turn of the assistant may call, as they were declared last."""
-        tools = {tool.name: tool for tool in self.tools}
-        for message in self.messages:
-            if isinstance(message, AdditionalTools):
-                tools.update({tool.name: tool for tool in message.tools})
-        return tuple(tools.values())
+        return latest_tools(self.tools, self.messages)
 
     @property
     def answer_format(self) -> ResponseFormat | None:

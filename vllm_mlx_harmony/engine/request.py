@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -129,8 +129,7 @@ class Request:
             self.ended = True
             raise step
         while step.progress is None and self.items and isinstance(more := self.items[0], Step):
-            step = replace(
-                more,
+            step = more._replace(
                 ids=step.ids + more.ids,
                 origins=step.origins + more.origins,
                 logprobs=step.logprobs + more.logprobs,

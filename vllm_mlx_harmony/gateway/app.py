@@ -19,7 +19,7 @@ from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
 from socket import socket
-from typing import Any, TypeVar
+from typing import Any
 
 import uvicorn
 from aiohttp import ClientSession
@@ -60,8 +60,6 @@ from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 logger = logging.getLogger("vllm_mlx_harmony")
-
-T = TypeVar("T")
 
 TICK = 0.1
 """Seconds between two checks for engines whose probe is due."""

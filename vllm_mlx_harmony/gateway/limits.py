@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 MINUTE, DAY = 60, 86_400
 
@@ -49,8 +49,7 @@ class Limits:
         return [each for each in every if each.limit]
 
 
-@dataclass(frozen=True, slots=True)
-class Quota:
+class Quota(NamedTuple):
     """``limit`` units in ``seconds``, and the ``amount`` to be added to what was used."""
 
     unit: Unit
@@ -84,8 +83,7 @@ class Quota:
         return Budget(self, max(0, math.floor(self.limit - used)), wait, reset)
 
 
-@dataclass(frozen=True, slots=True)
-class Budget:
+class Budget(NamedTuple):
     """How much of a limit remains."""
 
     quota: Quota

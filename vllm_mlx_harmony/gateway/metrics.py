@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -98,6 +99,11 @@ class Metrics:
         )
         for metric in (fleet.routed, fleet.retried, fleet.requests):
             self.registry.register(metric)
+        for labelled in (
+            *(self.requests, self.seconds, self.first, self.per_token, self.prompt),
+            *(self.generated, self.predicted, fleet.routed, fleet.requests),
+        ):  # a request looks up about 15, which takes a tenth as long from a cache
+            labelled.labels = cache(labelled.labels)  # type: ignore[method-assign, assignment]
         self.shown = self.registry
         if METRICS_VARIABLE in os.environ:
             self.shown = CollectorRegistry()

@@ -41,6 +41,7 @@ from vllm_mlx_harmony.server.generation import Deltas, Job, run, run_choices
 from vllm_mlx_harmony.server.host import TIMED_OUT
 from vllm_mlx_harmony.server.observer import notify
 from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.timers import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,7 @@ class Answer:
         self._is_remote = job.lease.harmony_engine.remote
         self._pings_after: float = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
         self._ping = job.ping if self._pings_after else None
+        self._ping_timer: asyncio.TimerHandle | None = None
         self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
         self._progress_at: float | None = None  # when progress was last reported
@@ -114,7 +116,8 @@ class Answer:
         self._stopped = False  # nothing more is taken from the engine
         self._ended = False  # the last event is written, or is being written
         self._complete = False  # nothing more is put into the buffer
-        self._read_to_end = False  # the reader has reached the end
+        self.read_to_end = False
+        """Whether the reader has reached the end, and there is nothing to close."""
         self._metrics_finished = False
         self._failure: Exception | None = None  # to be raised to the reader
 
@@ -188,6 +191,7 @@ class Answer:
 
         ``result`` is for the metrics. The engine stops at the end of its current step.
         """
+        self._stop_pings()
         _being_read.discard(self)
         self._finish_metrics(result)
         self._unread.clear()
@@ -202,7 +206,7 @@ class Answer:
         Returns at once if the answer was read to its end.
         """
         self.close(result)
-        if not self._read_to_end:
+        if not self.read_to_end:
             await tasks.wait_until_done(self._task)
 
     def _pop(self) -> Event:
@@ -220,12 +224,14 @@ class Answer:
         """Waits until something is put into the buffer, the answer ends, or ``seconds`` pass."""
         loop = asyncio.get_running_loop()
         self._reader_waiter = loop.create_future()
-        timer = None if seconds is None else loop.call_later(seconds, self._wake)
-        try:
-            await self._reader_waiter
-        finally:
-            if timer is not None:
-                timer.cancel()
+        # It goes on when an event comes first, and may wake the reader too early.
+        if seconds is not None and self._ping_timer is None:
+            self._ping_timer = loop.call_later(seconds, self._ping_due)
+        await self._reader_waiter
+
+    def _ping_due(self) -> None:
+        self._ping_timer = None
+        self._wake()
 
     def _raise_failure(self) -> None:
         """Raises the failure and drops it, because its traceback refers to this answer."""
@@ -237,8 +243,14 @@ class Answer:
         finally:
             del failure
 
+    def _stop_pings(self) -> None:
+        if self._ping_timer is not None:
+            self._ping_timer.cancel()
+            self._ping_timer = None
+
     def _end_reading(self) -> None:
-        self._read_to_end = True
+        self._stop_pings()
+        self.read_to_end = True
         _being_read.discard(self)
 
     # --- For everything else
@@ -281,8 +293,8 @@ class Answer:
         of the prompt. Each later group may take as long as the whole request may, as in vllm-mlx.
         """
         self._generating = True
-        silence: asyncio.TimerHandle | None = None
-        loop, deadline = asyncio.get_running_loop(), self._lease.deadline
+        deadline = self._lease.deadline
+        silence = Timer(deadline.total, self._time_out)
         try:
             if failure := rejection():
                 raise failure
@@ -294,14 +306,12 @@ class Answer:
                 if group and isinstance(group[0], Progress):
                     self._write_progress(group[0])
                     continue
-                if silence is not None:
-                    silence.cancel()
+                silence.stop()
                 await self._write(group)
-                silence = loop.call_later(deadline.total, self._time_out)
+                silence.start()
         finally:
             self._generating = False
-            if silence is not None:
-                silence.cancel()
+            silence.close()
 
     def _time_out(self) -> None:
         problem = f"nothing was generated for {self._lease.deadline.total:.0f} seconds"

@@ -81,8 +81,8 @@ def bounded(request: Request) -> Request:
 
     Raises it at once for a ``Content-Length`` above the limit.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isascii() and declared.isdigit() and int(declared[:18]) > max_body():
+    declared, limit = request.headers.get("content-length", ""), max_body()
+    if declared.isascii() and declared.isdigit() and int(declared[:18]) > limit:
         raise too_large()
     size = 0
 
@@ -90,7 +90,7 @@ def bounded(request: Request) -> Request:
         nonlocal size
         message = await request.receive()
         size += len(message.get("body", b""))
-        if size > max_body():
+        if size > limit:
             raise too_large()
         return message
 

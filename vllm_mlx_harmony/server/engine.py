@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Progress, TokenLogprob
@@ -18,8 +17,7 @@ the likeliest one; a constraint permitted no other id; it was part of a draft th
 engine does not say."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """The ids generated since the last step, usually one.
 
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
@@ -27,7 +25,7 @@ class Step:
     empty unless ``Settings.origins`` asks for it. Then it has a letter for each id, such as
     ``DRAWN``, which says how it came about. Of the ids that were tried as copies before they were
     known, so many have been ``accepted`` and ``rejected`` so far. ``logprobs`` are those of all
-    ``ids``, if the settings ask for them.
+    ``ids``, if the settings ask for them. A named tuple, since every token makes several.
     """
 
     ids: tuple[int, ...]

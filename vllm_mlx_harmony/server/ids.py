@@ -128,7 +128,7 @@ class IdContext:
     def append(self, step: Step) -> list[Any]:
         """The step without what ``finish`` reports, if it has ids."""
         self._generated += len(step.ids)
-        return [replace(step, finish=None, cached_tokens=0)] if step.ids else []
+        return [step._replace(finish=None, cached_tokens=0)] if step.ids else []
 
     def finish(self, reason: Finish, cached_tokens: int) -> list[Delta]:
         usage = Usage(len(self._prompt), self._generated, cached_tokens=cached_tokens)

@@ -12,6 +12,7 @@ released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -20,7 +21,6 @@ from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
@@ -56,6 +56,11 @@ from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tasks import in_thread, unless_disconnected
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
+
+if sys.version_info >= (3, 11):
+    from asyncio import timeout
+else:
+    from vllm_mlx_harmony.server.tasks import timeout
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +203,7 @@ async def serve(
     """
     request = bounded(request)
     try:
-        with anyio.fail_after(UPLOAD_SECONDS):
+        async with timeout(UPLOAD_SECONDS):
             body = await request.body()
     except TimeoutError as error:
         problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"

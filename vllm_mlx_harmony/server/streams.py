@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.timers import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -50,14 +51,16 @@ class EventStream(StreamingResponse):
             # Each write waits until the previous one has left the process. Otherwise the end of an
             # answer would be in asyncio's own buffer, which nothing waits for.
             transport.set_write_buffer_limits(high=0)
-        sending = with_timeout(send_timeout(), send, partial(abort_connection, transport))
+        give_up = partial(abort_connection, transport)
         try:
-            await tasks.unless_disconnected(self.stream_response(sending), self._request)
+            with with_timeout(send_timeout(), send, give_up) as sending:
+                await tasks.unless_disconnected(self.stream_response(sending), self._request)
         except OSError as error:  # from servers of ASGI 2.4 or later, for a client that has gone
             raise ClientDisconnect from error
         finally:
             # A separate task, because this one may be cancelled together with what it awaits.
-            tasks.start(_close(self._events))
+            if not (isinstance(self._events, Answer) and self._events.read_to_end):
+                tasks.start(_close(self._events))
             if transport is not None and not transport.is_closing():
                 transport.set_write_buffer_limits()  # a later response may use this connection
 
@@ -93,21 +96,26 @@ def send_timeout() -> float:
     return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
 
 
+@contextmanager
 def with_timeout(
     seconds: float, send: Callable[[T], Awaitable[None]], give_up: Callable[[], object]
-) -> Callable[[T], Coroutine[Any, Any, None]]:
+) -> Iterator[Callable[[T], Coroutine[Any, Any, None]]]:
     """``send``, which calls ``give_up`` after waiting ``seconds`` for the client."""
-    loop = asyncio.get_running_loop()
 
     def late() -> None:
         logger.info("disconnecting a client that has read nothing for %.0f seconds", seconds)
         give_up()
 
+    timer = Timer(seconds, late)
+
     async def sending(message: T) -> None:
-        timer = loop.call_later(seconds, late)
+        timer.start()
         try:
             await send(message)
         finally:
-            timer.cancel()
+            timer.stop()
 
-    return sending
+    try:
+        yield sending
+    finally:
+        timer.close()

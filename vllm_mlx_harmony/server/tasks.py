@@ -12,15 +12,25 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
 from starlette.requests import Request
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.server.host import Deadline
 
 T = TypeVar("T")
+
+
+@asynccontextmanager
+async def timeout(seconds: float) -> AsyncIterator[None]:
+    """``asyncio.timeout`` for Python 3.10."""
+    with anyio.fail_after(seconds):
+        yield
+
 
 _tasks: set[asyncio.Task[None]] = set()
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeAlias
 
+from pydantic_core import from_json
+
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB, Progress, TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
@@ -20,7 +22,7 @@ from vllm_mlx_harmony.server.sampling import Settings
 TURN_ENDS = sorted(vocab.TURN_ENDS)
 """The stop ids of every request."""
 
-DONE = "[DONE]"
+DONE = b"[DONE]"
 """The last event of OpenAI's streams, and of those modelled on them."""
 
 NOTHING = Step(())
@@ -85,7 +87,7 @@ class Dialect:
     body: Callable[[EngineRequest], Json]
     step: Callable[[Json, int], Step]
 
-    def read(self, data: str, seen: int) -> Step:
+    def read(self, data: bytes, seen: int) -> Step:
         """The step of one event behind ``seen`` ids.
 
         Raises ``OutputError`` for a malformed event, and the exception for an error event.
@@ -93,7 +95,10 @@ class Dialect:
         if data == DONE:
             return NOTHING
         try:
-            event = json.loads(data)
+            try:
+                event = from_json(data)
+            except ValueError:  # for invalid UTF-8 and lone surrogates, too
+                event = json.loads(data.decode("utf-8", "replace"))
         except ValueError as error:
             raise garbled(data) from error
         if not isinstance(event, dict):
@@ -177,7 +182,7 @@ def ids_of(value: object) -> tuple[int, ...]:
     integers."""
     if value is None:
         return ()
-    if not isinstance(value, list) or not all(type(each) is int for each in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise garbled(value)
     return tuple(value)
 

@@ -169,14 +169,12 @@ class HttpEngine:
 
         Raises ``EngineUnavailable`` before the first id.
         """
-        prediction = settings.prediction if self.capabilities.prediction else ()
-        settings = replace(settings, prediction=prediction)
-        grammar = self._grammar(constraint.spec) if constraint is not None else None
-        min_tokens = constraint.spec.min_tokens if constraint is not None else 0
+        spec = ConstraintSpec() if constraint is None else constraint.spec
+        grammar, min_tokens = self._grammar(spec), spec.min_tokens
         request = EngineRequest(
             model=self.served_name,
             prompt=prompt,
-            settings=settings if settings.max_tokens else replace(settings, max_tokens=1),
+            settings=self._accepted(settings),
             salt=_salt(tenant) if self.capabilities.tenant_salt else "",
             grammar=grammar,
             min_tokens=min_tokens,
@@ -209,16 +207,22 @@ class HttpEngine:
             if settings.max_tokens <= count:
                 yield turn.step(finish="length")
                 return
-            if grammar is not None and constraint is not None and constraint.spec.grammar:
-                grammar = self._written(constraint.spec.grammar.grammar.without_analysis)
+            if grammar is not None and spec.grammar is not None:
+                grammar = self._written(spec.grammar.grammar.without_analysis)
             request = replace(
                 request,
                 prompt=(*prompt, *turn.ids),
-                settings=replace(settings, max_tokens=settings.max_tokens - count),
+                settings=replace(request.settings, max_tokens=settings.max_tokens - count),
                 grammar=grammar,
                 min_tokens=max(0, min_tokens - count),
             )
         raise OutputError("the model did not stop reasoning")
+
+    def _accepted(self, settings: Settings) -> Settings:
+        """``settings`` as the engine accepts them: for at least one id."""
+        if settings.prediction and not self.capabilities.prediction:
+            settings = replace(settings, prediction=())
+        return settings if settings.max_tokens else replace(settings, max_tokens=1)
 
     def _grammar(self, spec: ConstraintSpec) -> str | None:
         """The text of the grammar; ``None`` if there is none, or if the engine need not follow it.
@@ -336,9 +340,10 @@ class _Turn:
 
     def count(self, cached: int, accepted: int = 0, rejected: int = 0) -> None:
         """Notes the counts of the current stream."""
-        self._cached = max(self._cached, cached)
-        self._accepted = max(self._accepted, self._accepted_before + accepted)
-        self._rejected = max(self._rejected, self._rejected_before + rejected)
+        if cached or accepted or rejected:
+            self._cached = max(self._cached, cached)
+            self._accepted = max(self._accepted, self._accepted_before + accepted)
+            self._rejected = max(self._rejected, self._rejected_before + rejected)
 
     def step(
         self,
@@ -376,15 +381,17 @@ class _Turn:
                 ids = ids[: at + 1]
                 break
         self.ids += ids
-        origins, logprobs = "", list[TokenLogprob]()
+        origins = ""
+        logprobs: tuple[TokenLogprob, ...] = ()
         if self._settings.origins:
             origins = step.origins[: len(ids)].ljust(len(ids), UNKNOWN)
         if (most := self._settings.top_logprobs) is not None:
             if len(step.logprobs) < len(ids):
                 raise OutputError("the engine did not return every log probability")
-            logprobs = [replace(each, top=each.top[:most]) for each in step.logprobs[: len(ids)]]
+            shown = step.logprobs[: len(ids)]
+            logprobs = tuple(replace(each, top=each.top[:most]) for each in shown)
         progress = None if self.ids else step.progress
-        return self.step(ids, None, origins, tuple(logprobs), progress)
+        return self.step(ids, None, origins, logprobs, progress)
 
     def force(self, taken: Step) -> Step:
         """``taken`` with the forced ids, which now belong to the turn."""
@@ -440,7 +447,7 @@ async def _steps(content: StreamReader, dialect: Dialect) -> AsyncGenerator[list
                 raise failure
 
 
-async def _events(content: StreamReader) -> AsyncGenerator[list[str], None]:
+async def _events(content: StreamReader) -> AsyncGenerator[list[bytes], None]:
     """The data of server-sent events, in the groups in which they arrived.
 
     https://html.spec.whatwg.org/multipage/server-sent-events.html; fields other than ``data`` are
@@ -448,14 +455,14 @@ async def _events(content: StreamReader) -> AsyncGenerator[list[str], None]:
     """
     rest = b""
     data: list[bytes] = []
-    async for piece in content.iter_any():
+    while piece := await content.readany():
         *lines, rest = (rest + piece).split(b"\n")
-        group: list[str] = []
+        group: list[bytes] = []
         for line in lines:
             if line.startswith(b"data:"):
                 data.append(line[5:].strip())
             elif data and not line.strip():
-                group.append(b"\n".join(data).decode("utf-8", "replace"))
+                group.append(b"\n".join(data))
                 data = []
         if group:
             yield group

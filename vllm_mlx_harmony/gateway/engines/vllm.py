@@ -106,8 +106,9 @@ def _step(event: Json, seen: int) -> Step:
         raise garbled(event)
     finish = finish_of(choices[0].get("finish_reason"))
     ids = ids_of(choices[0].get("token_ids"))
-    logprobs = logprobs_of(ids, _entries(choices[0].get("logprobs")))
-    return Step(ids, finish, cached, logprobs=logprobs)
+    if (logprobs := choices[0].get("logprobs")) is None:
+        return Step(ids, finish, cached)
+    return Step(ids, finish, cached, logprobs=logprobs_of(ids, _entries(logprobs)))
 
 
 def _entries(logprobs: object) -> Iterator[tuple[object, list[tuple[object, object]]]]:

@@ -56,7 +56,7 @@ class ChatRequest:
     def emitter(self, info: ResponseInfo) -> Emitter | ChoicesEmitter:
         emitters = [
             Emitter(
-                replace(info, choice=choice),
+                replace(info, choice=choice) if choice else info,
                 stream=self.stream,
                 include_usage=self.include_usage,
                 shows_reasoning=self.shows_reasoning,

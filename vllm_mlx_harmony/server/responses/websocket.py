@@ -98,17 +98,18 @@ class Conversation:
             abort_connection(self._transport)
             answering.cancel()
 
-        self._send = with_timeout(send_timeout(), self._write, give_up)
-        try:
-            await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (answering, listening):
-                await cancel_and_wait(task)
-                error = None if task.cancelled() else task.exception()
-                if error and not isinstance(error, WebSocketDisconnect):
-                    logger.error("a WebSocket failed", exc_info=error)
-            # `_api` refers to this object, so the response would live until a garbage collection.
-            self._previous = None
+        with with_timeout(send_timeout(), self._write, give_up) as self._send:
+            try:
+                await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (answering, listening):
+                    await cancel_and_wait(task)
+                    error = None if task.cancelled() else task.exception()
+                    if error and not isinstance(error, WebSocketDisconnect):
+                        logger.error("a WebSocket failed", exc_info=error)
+                # `_api` refers to this object, so the response would live until a garbage
+                # collection.
+                self._previous = None
 
     async def _write(self, text: str) -> None:
         """Returns when the operating system has all of ``text``. Raises ``WebSocketDisconnect``.
