@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from aiohttp import ClientSession
+from aiohttp import ClientSession, TCPConnector
 from fake_engines import FakeEngine
 from starlette.requests import Request
 
@@ -35,8 +36,19 @@ class ClientOfLoop:
     def post(self, *arguments: Any, **keywords: Any) -> Any:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            self._clients[loop] = http.client(self._receive_buffer)
+            self._clients[loop] = self._made()
         return self._clients[loop].post(*arguments, **keywords)
+
+    def _made(self) -> ClientSession:
+        if self._receive_buffer is None:
+            return http.client()
+        return ClientSession(connector=TCPConnector(limit=0, socket_factory=self._socket))
+
+    def _socket(self, address: Any) -> socket.socket:
+        family, kind, protocol, _, _ = address
+        made = socket.socket(family, kind, protocol)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
+        return made
 
 
 def engine_at(

@@ -20,14 +20,11 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from hashlib import blake2b
 from http import HTTPStatus
-from typing import Any
 
 from aiohttp import (
     ClientConnectorError,
@@ -108,17 +105,13 @@ class EngineLost(OutputError):
     """The connection broke in the middle of an answer."""
 
 
-def client(receive_buffer: int | None = None) -> ClientSession:
+def client() -> ClientSession:
     """The HTTP client of a process, made in its event loop. It keeps connections alive.
 
     There is no limit to their number and none to silence: the front end limits the time of a
-    request (``Host.deadline``). ``receive_buffer`` is the size of the kernel's buffer in bytes.
+    request (``Host.deadline``).
     """
-    connector = TCPConnector(
-        limit=0,
-        keepalive_timeout=KEEP_ALIVE_SECONDS,
-        socket_factory=None if receive_buffer is None else partial(_socket, receive_buffer),
-    )
+    connector = TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS)
     return ClientSession(
         connector=connector, cookie_jar=DummyCookieJar(), timeout=silence(None), trust_env=False
     )
@@ -127,14 +120,6 @@ def client(receive_buffer: int | None = None) -> ClientSession:
 def silence(seconds: float | None) -> ClientTimeout:
     """A timeout for each read; ``None`` is no limit."""
     return ClientTimeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=seconds)
-
-
-def _socket(receive_buffer: int, address: Any) -> socket.socket:
-    """A socket for ``address``, as ``getaddrinfo`` returns it."""
-    family, kind, protocol, _, _ = address
-    made = socket.socket(family, kind, protocol)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
-    return made
 
 
 @dataclass(eq=False)
