@@ -22,7 +22,7 @@ from typing import Any
 
 from bench_reuse import (
     ANSWER,
-    ENGINES,
+    OURS,
     ask,
     filler,
     make,
@@ -50,38 +50,37 @@ computing it; time of a decoding step while pieces are written; milliseconds of 
 
 def rows(model: Path) -> Iterator[Row]:
     """All rows, each as soon as it is there."""
-    for kind in ENGINES:
-        yield from restart(model, kind)
+    yield from restart(model)
     yield from decode(model)
     yield from start()
     yield from sizes()
 
 
-def restart(model: Path, kind: str) -> Iterator[Row]:
+def restart(model: Path) -> Iterator[Row]:
     """A long prompt, kill -9, and the next turn: of the same server, and of one started again."""
     with tempfile.TemporaryDirectory() as directory:
-        unbroken = _child("before", model, kind, directory)
-        again = _child("after", model, kind, directory, unbroken["answer"])
+        unbroken = _child("before", model, directory)
+        again = _child("after", model, directory, unbroken["answer"])
         raw = _raw(Path(directory), again["bytes_read"])
-    name = f"{kind}: {unbroken['tokens']} tokens, kill -9"
+    name = f"{unbroken['tokens']} tokens, kill -9"
     part = again["computed"] / again["tokens"]
     yield Row(f"{name}, computed", "x", None, part, f"<= {NEW}", part <= NEW)
     same = again["said"] == unbroken["said"]
-    yield Row(f"{kind}: same ids as of an unbroken server", "ids", None, ANSWER, "all", same)
+    yield Row("same ids as of an unbroken server", "ids", None, ANSWER, "all", same)
     fresh, read = again["fresh_seconds"] * 1e3, again["seconds"] * 1e3
     met = read <= FASTER * fresh
-    what = f"{kind}: time to first token, computed and read"
+    what = "time to first token, computed and read"
     yield Row(what, "ms", fresh, read, f"<= {FASTER} of computed", met)
     for what, nbytes, seconds, disk in (
         ("written", unbroken["bytes_written"], unbroken["write_seconds"], raw[0]),
         ("read", again["bytes_read"], again["read_seconds"], raw[1]),
     ):
-        yield Row(f"{kind}: {what}, the disk and ours", "MB/s", disk, nbytes / seconds / 1e6)
+        yield Row(f"{what}, the disk and ours", "MB/s", disk, nbytes / seconds / 1e6)
 
 
-def _child(what: str, model: Path, kind: str, directory: str, *more: Any) -> dict[str, Any]:
+def _child(what: str, model: Path, directory: str, *more: Any) -> dict[str, Any]:
     """What a server of its own says of ``what``; it is killed when it has said it."""
-    arguments = [what, str(model), kind, directory, json.dumps(more)]
+    arguments = [what, str(model), directory, json.dumps(more)]
     command = [sys.executable, __file__, *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -111,10 +110,10 @@ def _raw(directory: Path, nbytes: int) -> tuple[float, float]:
     return count * 1.048 / (written - began), count * 1.048 / (read - written)
 
 
-async def _before(model: Path, kind: str, directory: str) -> None:
+async def _before(model: Path, directory: str) -> None:
     """A long prompt, written; then the next turn, from memory and not written."""
-    with plugged(True, PLENTY), _on(DiskCache(Path(directory), PLENTY)) as disk:
-        engine = make(kind, model)
+    with plugged(PLENTY), _on(DiskCache(Path(directory), PLENTY)) as disk:
+        engine = make(OURS, model)
         await engine.start()
         first = [*opening()[:-2], *filler(1, TOKENS), *opening()[-2:]]
         answer = await said(engine, first)
@@ -133,22 +132,21 @@ async def _before(model: Path, kind: str, directory: str) -> None:
         )
 
 
-async def _after(model: Path, kind: str, directory: str, answer: list[int]) -> None:
+async def _after(model: Path, directory: str, answer: list[int]) -> None:
     """The next turn, from the disk; and computed, without it."""
-    with plugged(True, PLENTY) as tree, _on(DiskCache(Path(directory), PLENTY)) as disk:
-        assert tree is not None
-        engine = make(kind, model)
+    with plugged(PLENTY) as tree, _on(DiskCache(Path(directory), PLENTY)) as disk:
+        engine = make(OURS, model)
         await engine.start()
         for _ in range(2):
-            await ask(engine, kind, filler(99, 40), True)
+            await ask(engine, OURS, filler(99, 40))
         first = [*opening()[:-2], *filler(1, TOKENS), *opening()[-2:]]
         again = [*first, *answer, *result(0)[:100], *result(0)[-3:]]
-        asked = await ask(engine, kind, again, True)
+        asked = await ask(engine, OURS, again)
         counters = disk.counters()
         _put_below(engine, None)
         spoken = await said(engine, again)
         tree.forget(lambda _: True)
-        fresh = await ask(engine, kind, again, True)
+        fresh = await ask(engine, OURS, again)
         _say(
             {
                 "tokens": len(again),
@@ -183,11 +181,11 @@ def _put_below(engine: Any, disk: DiskCache | None) -> None:
 
 def decode(model: Path) -> Iterator[Row]:
     """Eight streams, with and without pieces being written behind them, in turns."""
-    with tempfile.TemporaryDirectory() as directory, plugged(True):
+    with tempfile.TemporaryDirectory() as directory, plugged():
         seconds = asyncio.run(_streams(model, Path(directory)))
     without, with_ = (median(times) * 1e3 for times in seconds)
     met = with_ <= SLOWER * without
-    what = f"batched: {STREAMS} streams, a step while written"
+    what = f"{STREAMS} streams, a step while written"
     yield Row(what, "ms", without, with_, f"<= {SLOWER} of without", met)
 
 
@@ -197,7 +195,7 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
 
     from vllm_mlx_harmony.engine.pieces import WHOLE, Piece, exported
 
-    engine = make("batched", model)
+    engine = make(OURS, model)
     with _on(DiskCache(directory / "first", PLENTY)):
         await engine.start()
     part = mx.zeros((4, 8, 4096, 64), dtype=mx.bfloat16)
@@ -289,9 +287,9 @@ def main(arguments: Sequence[str]) -> int:
     if not arguments:
         with tiny_model() as model:
             return printed(rows(model))
-    what, path, kind, directory, more = arguments
+    what, path, directory, more = arguments
     measure: Any = {"before": _before, "after": _after}[what]
-    asyncio.run(measure(Path(path), kind, directory, *json.loads(more)))
+    asyncio.run(measure(Path(path), directory, *json.loads(more)))
     return 0
 
 
