@@ -305,14 +305,6 @@ LEGS: tuple[Leg, ...] = (
     ),
     core("3.12", SMOKE),
     Leg(
-        name="one-id-a-step",
-        what="the real server without drafts (--speculate off)",
-        install=HOSTED,
-        present=HOST,
-        commands=((*PYTEST, "tests/served/test_chat_answers.py"),),
-        variables=(("VLLM_MLX_HARMONY_SPECULATE", "off"),),
-    ),
-    Leg(
         name="no-harmony",
         what="no openai-harmony: a warning, and the host's own path",
         install=("-e", ".[cpu,test]"),

@@ -17,7 +17,7 @@ GENERATED = [row for row in ROWS if can_be_generated(row)]
 FULL = os.environ.get("SERVED") == "full"
 """Whether all rows go over sockets, for once."""
 
-ON_SOCKETS = 40
+ON_SOCKETS = 15
 """Rows of each API that go over sockets."""
 
 

@@ -178,13 +178,18 @@ def test_one_model_is_told_of(client: OpenAI, model: str) -> None:
     )
 
 
-@pytest.mark.parametrize("interval", [2, 7, 64] if FULL else [64])
-def test_any_stream_interval(start: Start, standin_dir: Path, interval: int) -> None:
-    """Ids that come in groups say the same. All of them in
+STEPS = {
+    "1": {"env": {"VLLM_MLX_HARMONY_SPECULATE": "off"}},
+    **{n: {"flags": ("--stream-interval", n)} for n in (["2", "7", "64"] if FULL else ["64"])},
+}
+
+
+@pytest.mark.parametrize("how", STEPS.values(), ids=STEPS)
+def test_ids_that_come_in_other_groups(start: Start, standin_dir: Path, how: Any) -> None:
+    """Never more than one in a step, or many at once: it says the same. All intervals are in
     `tests/host/test_engine.py`."""
     standin.rescript(standin_dir, SCRIPTS)
-    grouping = ("--stream-interval", str(interval))
-    server = start(*FLAG, *grouping, command=HARMONY)
+    server = start(*FLAG, *how.get("flags", ()), command=HARMONY, env=how.get("env"))
     with server.openai() as client:
         for row in [row for row in SERVED if row.said]:
             check(client, client.models.list().data[0].id, row)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -113,7 +112,6 @@ def test_the_status_is_behind_the_key(keyed_server: Server) -> None:
     assert found.status_code == 200
     (model,) = found.json()["models"]
     assert set(model) == {"model", "memory", "steps", "requests"}
-    how = os.environ.get("VLLM_MLX_HARMONY_SPECULATE", "auto")
-    assert model["steps"]["speculate"] == how
-    assert model["steps"]["relative_costs"].get("1") == (1.0 if how == "auto" else None)
+    assert model["steps"]["speculate"] == "auto"
+    assert model["steps"]["relative_costs"]["1"] == 1.0
     assert model["memory"]["longest_request"] > 0 and model["memory"]["limit"] > 0
