@@ -9,8 +9,8 @@ import shlex
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,31 +21,67 @@ PROGRAM = (sys.executable, "-m", "vllm_mlx_harmony")
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The program in a process of its own."""
-    command = [*PROGRAM, *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=REPOSITORY, **options
-    )
+Ended = Callable[..., tuple[int, str, str]]
 
 
-def test_help_names_every_command() -> None:
-    shown = run("--help")
-    assert shown.returncode == 0
+@pytest.fixture
+def ended(capsys: pytest.CaptureFixture[str]) -> Ended:
+    """The exit code of a command line, and what is on standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(arguments)
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_names_every_command(ended: Ended) -> None:
+    code, shown, _ = ended("--help")
+    assert code == 0
     for command in ("serve", "connect", "demo", "doctor", "verify", "bench", "render", "parse"):
-        assert re.search(rf"^    {command} ", shown.stdout, re.MULTILINE)
+        assert re.search(rf"^    {command} ", shown, re.MULTILINE)
 
 
 def test_version() -> None:
-    assert run("--version").stdout == f"vllm-mlx-harmony {__version__}\n"
+    """As a program, in a process of its own."""
+    shown = subprocess.run([*PROGRAM, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"vllm-mlx-harmony {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("render",), ("parse", "--what")])
-def test_a_wrong_command_line_is_a_2(arguments: tuple[str, ...]) -> None:
-    ended = run(*arguments)
-    assert ended.returncode == 2
-    assert "usage: vllm-mlx-harmony" in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_a_wrong_command_line_is_a_2(ended: Ended, arguments: tuple[str, ...]) -> None:
+    code, _, errors = ended(*arguments)
+    assert code == 2
+    assert "usage: vllm-mlx-harmony" in errors
+
+
+WRONG: dict[str, tuple[str, str]] = {
+    "a directory": ("render .", "Is a directory"),
+    "an empty file": ("render /dev/null", "is not JSON"),
+    "no window": ("connect codex --model m --context -5", "'-5' is not a number of tokens"),
+    "a small window": ("connect codex --model m --context 3", "'3' is not a number of tokens"),
+    "no number": ("connect codex --model m --context x", "'x' is not a number of tokens"),
+    "no address": ("connect codex --model m --context 9999 --url foo", "'foo' is not a server"),
+    "no port": ("connect codex --model m --context 9999 --url http://a:99999", "not a server"),
+    "an empty model": ("connect codex --model '' --context 9999", "--model is empty"),
+    "no server": ("verify", "give the URL of a server, or --stand-in"),
+    "a silent server": ("verify http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
+    "no URL": ("verify nonsense", "'nonsense' is not a server's address"),
+    "no check": ("verify http://a --only nothing", "no check is called nothing"),
+    "no repetition": ("verify http://a --repeat 0", "'0' is not a positive number"),
+    "doctor": ("doctor --port 99999", "'99999' is not a port"),
+}
+"""What is typed, and what standard error says."""
+
+
+@pytest.mark.parametrize(("typed", "expected"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_done_is_said(ended: Ended, typed: str, expected: str) -> None:
+    code, _, errors = ended(*shlex.split(typed))
+    assert code == 2
+    assert expected in errors and "Traceback" not in errors
 
 
 ODD: dict[str, tuple[str, int, str]] = {
@@ -53,27 +89,13 @@ ODD: dict[str, tuple[str, int, str]] = {
     "no output": ("parse FILE >&-", 0, ""),
     "no errors": ("parse nowhere 2>&-", 2, ""),
     "a full disk": ("parse FILE >/dev/full", 2, "No space left"),
-    "a directory": ("render .", 2, "Is a directory"),
-    "an empty file": ("render /dev/null", 2, "is not JSON"),
-    "no window": ("connect codex --model m --context -5", 2, "'-5' is not a number of tokens"),
-    "a small window": ("connect codex --model m --context 3", 2, "'3' is not a number of tokens"),
-    "no number": ("connect codex --model m --context x", 2, "'x' is not a number of tokens"),
-    "no address": ("connect codex --model m --context 9999 --url foo", 2, "'foo' is not a server"),
-    "no port": ("connect codex --model m --context 9999 --url http://a:99999", 2, "not a server"),
-    "an empty model": ("connect codex --model '' --context 9999", 2, "--model is empty"),
-    "no server": ("verify", 2, "give the URL of a server, or --stand-in"),
-    "a silent server": ("verify http://127.0.0.1:9", 2, "no server answers at http://127.0.0.1:9"),
-    "no URL": ("verify nonsense", 2, "'nonsense' is not a server's address"),
-    "no check": ("verify http://a --only nothing", 2, "no check is called nothing"),
-    "no repetition": ("verify http://a --repeat 0", 2, "'0' is not a positive number"),
-    "doctor": ("doctor --port 99999", 2, "'99999' is not a port"),
 }
-"""What is typed, the exit code, and what standard error says."""
+"""What is typed in a shell, the exit code, and what standard error says."""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has such a device")
 @pytest.mark.parametrize(("typed", "code", "expected"), ODD.values(), ids=ODD)
-def test_odd_input_is_no_traceback(typed: str, code: int, expected: str, tmp_path: Path) -> None:
+def test_odd_streams_are_no_traceback(typed: str, code: int, expected: str, tmp_path: Path) -> None:
     file = tmp_path / "completion"
     file.write_text("<|channel|>final<|message|>Good day.<|return|>")
     program = " ".join(map(shlex.quote, PROGRAM))
