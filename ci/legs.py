@@ -105,22 +105,15 @@ MEASURED = (
 ONCE = ((*PYTEST, *BELOW_HOST, "-m", "(once or hypothesis) and not served"),)
 """The tests that compute much, and property tests with all examples."""
 
-SMOKE = (
+OF_THE_LIBRARY = (
     (
-        *PYTEST,
-        *("tests/cli", "tests/core/test_context.py", "tests/core/test_replay.py"),
+        *(*PYTEST, "tests/core", "tests/cli"),
         *(f"tests/protocols/test_{name}_client.py" for name in ("chat", "messages", "responses")),
         *("-m", "not served and not once"),
     ),
 )
-"""Imports and uses everything below the host: for 3.12, between the oldest and the newest Python,
-which run all tests. Most legs of the front end and the host run on 3.11."""
-
-OF_THE_LIBRARY = (
-    (*PYTEST, "tests/core", "tests/protocols/test_chat_client.py", "-m", "not once"),
-    (*PYTEST, "tests/cli", "-m", "not served"),
-)
-"""The tests of what uses openai-harmony; protocols do not, as import-linter checks."""
+"""The tests of what uses openai-harmony; protocols do not, as import-linter checks. They import and
+use everything below the host, on a Python between the oldest and the newest."""
 
 NOT_OF_MLX_LM = tuple(
     f"--ignore=tests/engine/test_{name}.py"
@@ -281,8 +274,8 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="packaging",
         what="wheel, editable and tool installs: active, and gone when uninstalled",
-        install=("-e", ".[cpu,test]", "--group", "dev"),
-        present=HOST,
+        install=HOSTED,
+        present=(*HOST, "uv"),
         commands=((*PYTEST, "tests/packaging"),),
         runners=("ubuntu-latest", "macos-14"),
     ),
@@ -303,7 +296,6 @@ LEGS: tuple[Leg, ...] = (
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "3", "tests/tools"),),
     ),
-    core("3.12", SMOKE),
     Leg(
         name="no-harmony",
         what="no openai-harmony: a warning, and the host's own path",

@@ -150,7 +150,7 @@ def test_two_models_run_side_by_side(start: Start, standin_dir: Path, tmp_path: 
         )
     )
     command = (*HARMONY, "--models-config")  # in place of a model
-    server = start(*FLAG, model=config, command=command, preloaded=False)
+    server = start(*FLAG, model=config, command=command)
     with server.client(300) as client, server.client(300) as beside:
         asked = {"model": "first", **body(CHAT, "Slowly.", stream=True, max_tokens=60)}
         with client.stream("POST", CHAT, json=asked) as running:
