@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -50,12 +51,12 @@ def said(deltas: list[Delta]) -> tuple[tuple[str, ...], ...]:
 
 def every_cut(ids: list[int]) -> list[Chunks]:
     """Whole, id by id, with empty chunks, and in two at every place."""
-    return [
-        [ids],
-        [[token] for token in ids],
-        [chunk for token in ids for chunk in ([], [token])],
-        *([ids[:at], ids[at:]] for at in range(1, len(ids))),
-    ]
+    return [[ids], *id_by_id(ids), *([ids[:at], ids[at:]] for at in range(1, len(ids)))]
+
+
+def id_by_id(ids: list[int]) -> list[Chunks]:
+    """With empty chunks between them, and without."""
+    return [[[token] for token in ids], [chunk for token in ids for chunk in ([], [token])]]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
@@ -69,11 +70,14 @@ def test_row(row: Row) -> None:
     assert closed == [True] * (len(row.said) - 1) + [row.whole] * bool(row.said)
 
 
+@pytest.mark.parametrize(
+    "cuts", [id_by_id, pytest.param(every_cut, marks=pytest.mark.once)], ids=["ids", "all"]
+)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_any_chunking_gives_the_same(row: Row) -> None:
+def test_any_chunking_gives_the_same(row: Row, cuts: Callable[[list[int]], list[Chunks]]) -> None:
     ids = ids_of(row.output)
     whole = deltas_of(parser_of(row), [ids], cut=row.cut)
-    for chunks in every_cut(ids):
+    for chunks in cuts(ids):
         assert deltas_of(parser_of(row), chunks, cut=row.cut) == whole
 
 

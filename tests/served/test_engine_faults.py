@@ -95,8 +95,8 @@ def test_a_thread_that_dies_is_seen_everywhere(dying: tuple[Server, Path]) -> No
 
 # --- Its memory is small.
 
-MEMORY = 32_000_000
-"""Bytes: 25,844,832 of weights, and room for about 5,000 ids in nine tenths of them."""
+MEMORY = 30_000_000
+"""Bytes: 25,844,832 of weights, and room for about 2,000 ids in nine tenths of them."""
 
 WORD = " word"
 
@@ -112,7 +112,7 @@ def test_what_can_never_fit_is_rejected_and_what_does_not_fit_now_waits(
         assert 1_000 < longest < 10_000
         assert f"{longest:,} tokens fit in memory, of 131,072" in server.log
         for path in (CHAT, RESPONSES, MESSAGES):
-            refused = client.post(path, json={"model": model, **body(path, WORD * 10_000)})
+            refused = client.post(path, json={"model": model, **body(path, WORD * 5_000)})
             assert refused.status_code == 400, refused.text
             problem = refused.json()["error"]
             assert str(longest) in problem["message"].replace(",", "")
