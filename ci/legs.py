@@ -90,20 +90,24 @@ FLOOR = 98
 """Minimum coverage of the lines and branches of `core` and `protocols`, in per cent."""
 
 FEW = (("EXAMPLES", "few"),)
-"""Property tests with a tenth of their examples. The leg `once` runs all of them."""
+"""Property tests with a tenth of their examples. The legs of `everything` draw all of them."""
 
 WHOLE = ((*PYTEST, *BELOW_HOST, "-m", "not served"),)
 
-EACH = ((*PYTEST, *BELOW_HOST, "-m", "not served and not once"),)
+EACH = ("-m", "not served and not once and not hypothesis")
 """The tests whose result may depend on the version of Python."""
 
 MEASURED = (
-    (*EACH[0], "--cov=vllm_mlx_harmony", "--cov-branch", "--cov-report="),
-    ("coverage", "report", f"--fail-under={FLOOR}", "--include=*/core/*,*/protocols/*"),
+    (
+        *(*PYTEST, "tests/core", "tests/protocols", *EACH, "--cov-branch", "--cov-report="),
+        *("--cov=vllm_mlx_harmony.core", "--cov=vllm_mlx_harmony.protocols"),
+    ),
+    ("coverage", "report", f"--fail-under={FLOOR}"),
+    (*PYTEST, "tests/ci", "tests/cli", *EACH),
 )
 
 ONCE = ((*PYTEST, *BELOW_HOST, "-m", "(once or hypothesis) and not served"),)
-"""The tests that compute much, and property tests with all examples."""
+"""The tests that compute much, and property tests."""
 
 OF_THE_LIBRARY = (
     (
@@ -191,7 +195,7 @@ LEGS: tuple[Leg, ...] = (
         commands=((*PYTEST, "tests/served"),),
         runners=("ubuntu-latest", "macos-14"),
     ),
-    core(NEWEST, ONCE, name="once", what="what need not run on every Python,", variables=()),
+    core(NEWEST, ONCE, name="once", what="what need not run on every Python,"),
     Leg(
         name="gateway",
         what="the gateway over fake engines on real sockets: every kind, every fault, its process",
@@ -228,7 +232,7 @@ LEGS: tuple[Leg, ...] = (
         runners=("ubuntu-latest", "macos-14"),
     ),
     core(NEWEST, MEASURED),
-    core(OLDEST, EACH),
+    core(OLDEST, ((*PYTEST, *BELOW_HOST, *EACH),)),
     Leg(
         name="front-end",
         what="the three APIs over a fake engine, in an environment without vllm-mlx and mlx",

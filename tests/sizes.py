@@ -1,7 +1,7 @@
 """How many examples are drawn: all of them, or with ``EXAMPLES=few`` a tenth, at least ten.
 
 Whoever looks at what depends on the version of Python or of a library draws few: what is found with
-many does not depend on them, and they are drawn once.
+many does not depend on them; `ci/leg.py everything` draws all.
 """
 
 from __future__ import annotations
