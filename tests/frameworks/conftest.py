@@ -55,10 +55,8 @@ class Server:
         return f"{self.root}/v1"
 
 
-@pytest.fixture(scope="session", params=WANTED)
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+@pytest.fixture(scope="session")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The host with the plugin, and a model that wants something else than is asked for."""
     place = tmp_path_factory.mktemp("server")
     scripts = [Script(f"Wanted: {name}", said) for name, said in WANTS.items()]
@@ -66,8 +64,14 @@ def server(
     model = standin.write(place / "model", scripts)
     flags = (*served.FLAG, "--served-model-name", MODEL)
     running = served.start(model, *flags, home=place / "home", command=served.HARMONY)
-    yield Server(running.base_url, f"Who is Ada Lovelace? Wanted: {request.param}")
+    yield running.base_url
     running.stop()
+
+
+@pytest.fixture(scope="session", params=WANTED)
+def server(request: pytest.FixtureRequest, root: str) -> Server:
+    """It, and a question to whose answer its model wants something of this kind."""
+    return Server(root, f"Who is Ada Lovelace? Wanted: {request.param}")
 
 
 @pytest.fixture(scope="session")
