@@ -1,6 +1,6 @@
 """What would end a server, through a gateway: it compiles grammars as the front end does.
 
-The tests are those of `tests/server/test_grammar_limits.py`; only what they ask is another host.
+All schemas and syntaxes are in `tests/server/test_grammar_limits.py`.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
+import test_grammar_limits as of_the_front_end
 from fake_engines import FakeEngine, served
+from grammar_texts import LARK, SCHEMAS
 from in_process import Watched
 from starlette.testclient import TestClient
-from test_grammar_limits import (  # noqa: F401
-    FINAL,
-    KEY,
-    _patient,
-    test_a_schema_that_would_end_the_server,
-    test_a_syntax_that_would_end_the_server,
-)
+from test_grammar_limits import FINAL, KEY, _patient  # noqa: F401
 
 from vllm_mlx_harmony.server.app import application
 
@@ -38,3 +34,10 @@ def client() -> Iterator[TestClient]:
         one = TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost")
         one.headers["Authorization"] = f"Bearer {KEY}"
         yield one
+
+
+def test_a_schema_and_a_syntax_that_would_end_the_server(client: TestClient) -> None:
+    of_the_front_end.test_a_schema_that_would_end_the_server(
+        client, of_the_front_end.chat, next(iter(SCHEMAS))
+    )
+    of_the_front_end.test_a_syntax_that_would_end_the_server(client, next(iter(LARK)))

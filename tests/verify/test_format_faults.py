@@ -28,11 +28,6 @@ def passed(url: str, *only: str) -> dict[str, bool]:
     return {name: each.state == "passed" for name, each in outcomes(url, *only).items()}
 
 
-def test_everything_passes() -> None:
-    with serving() as url:
-        assert all(passed(url, "format", "loop").values())
-
-
 # --- A prompt that does not arrive: another is answered
 
 PROMPTS = {
