@@ -631,7 +631,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 found = _with_uvloop(crowded(parsed.port, pid, parsed.quick))
                 figures.workers[str(count)] = found
     for name, value in asdict(figures).items():
-        print(f"{name:26} {value if isinstance(value, (dict, int)) else f'{value:.3f}'}")
+        print(f"{name:26} {f'{value:.3f}' if isinstance(value, float) else value}")
     for name, value, goal in (
         ("added per request, p50", figures.request_added_p50, GOALS["request_ms"]),
         ("added per token", figures.token_at_once_added, GOALS["token_us"]),
