@@ -21,7 +21,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat, responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.protocols.logprobs import entries
+from vllm_mlx_harmony.protocols.openai_answer import entries
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 WORD = TextLogprob(" word", b" word", -1.0)

@@ -9,9 +9,8 @@ from pydantic import Field
 
 from vllm_mlx_harmony.core.turn import BuiltinTool
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
 from vllm_mlx_harmony.protocols.sampling import RequestBody
-from vllm_mlx_harmony.protocols.validation import Seed, Wire, unsupported
+from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, unsupported
 
 UnsupportedFields: TypeAlias = "tuple[tuple[str, Callable[[Any], object], str], ...]"
 """Fields that are rejected because ignoring them would change the answer: the name, a predicate for

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import fields
+from typing import Any
 
 from pydantic import Field
 
@@ -24,12 +24,12 @@ class RequestBody(Wire):
     top_k: int | None = Field(default=None, ge=-1)
 
 
-def sampling(body: RequestBody, logit_bias: Iterable[tuple[int, float]] = ()) -> Sampling:
-    """The sampling that ``body`` asks for."""
+def sampling(body: RequestBody, **others: Any) -> Sampling:
+    """The sampling that ``body`` asks for; ``others`` are its fields that need a conversion."""
     given = {name: getattr(body, name) for name in _NAMES & type(body).model_fields.keys()}
     if body.top_k == -1:  # vLLM's value for "all tokens"
         given["top_k"] = 0
-    return Sampling(**given, logit_bias=tuple(logit_bias))
+    return Sampling(**given, **others)
 
 
 _NAMES = {each.name for each in fields(Sampling)} - {"logit_bias", "top_logprobs"}

@@ -106,6 +106,9 @@ StopStrings: TypeAlias = Annotated[
 ]
 """Stop strings. Bounded because every piece of output is searched for all of them."""
 
+TopLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=20)]
+"""How many of the likeliest tokens are returned."""
+
 Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 """A signed 64-bit seed, as other servers accept it."""
 
@@ -206,24 +209,17 @@ def _is_encodable(body: object) -> bool:
     return sound
 
 
-_Steps: TypeAlias = "tuple[_Steps, int | str] | tuple[()]"
-
-
-def _infinite(body: object) -> list[int | str] | None:
-    """The path of a number in ``body`` that is not finite. No recursion: it may be very deep."""
-    unseen: list[tuple[_Steps, object]] = [((), body)]
-    while unseen:
-        steps, value = unseen.pop()
-        if isinstance(value, float) and not isfinite(value):
-            parts: list[int | str] = []
-            while steps:
-                steps, part = steps
-                parts.append(part)
-            return parts[::-1]
-        if isinstance(value, dict):
-            unseen += [((steps, str(key)), inner) for key, inner in value.items()]
-        elif isinstance(value, list):
-            unseen += [((steps, index), inner) for index, inner in enumerate(value)]
+def _infinite(value: object, depth: int = 0) -> tuple[int | str, ...] | None:
+    """The path of the first number in ``value`` that is not finite, up to ``MAX_DEPTH``."""
+    if isinstance(value, float) and not isfinite(value):
+        return ()
+    inner: Iterable[tuple[int | str, object]] = ()
+    if depth < MAX_DEPTH and isinstance(value, (dict, list)):
+        inner = value.items() if isinstance(value, dict) else enumerate(value)
+    for step, each in inner:
+        found = _infinite(each, depth + 1)
+        if found is not None:
+            return (step, *found)
     return None
 
 

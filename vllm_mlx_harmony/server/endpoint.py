@@ -25,7 +25,7 @@ from vllm_mlx_harmony.core.errors import (
     OutputError,
     RequestError,
 )
-from vllm_mlx_harmony.protocols.openai_error import error_body
+from vllm_mlx_harmony.protocols.openai_answer import error_body
 from vllm_mlx_harmony.server.host import host_of
 
 logger = logging.getLogger(__name__)

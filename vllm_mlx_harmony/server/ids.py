@@ -42,9 +42,8 @@ from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols.events import Event, encode
-from vllm_mlx_harmony.protocols.logprobs import TopLogprobs
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
-from vllm_mlx_harmony.protocols.validation import Seed, Wire, checked
+from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, checked
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Finish, Step

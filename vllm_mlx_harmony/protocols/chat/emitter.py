@@ -35,9 +35,7 @@ from vllm_mlx_harmony.protocols.events import (
     quote,
 )
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
-from vllm_mlx_harmony.protocols.logprobs import entries
-from vllm_mlx_harmony.protocols.openai_error import error_body
-from vllm_mlx_harmony.protocols.openai_usage import output_details
+from vllm_mlx_harmony.protocols.openai_answer import entries, error_body, output_details
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 
 _REASONING, _CONTENT = "reasoning", "content"

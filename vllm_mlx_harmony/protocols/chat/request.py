@@ -123,8 +123,9 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         date=defaults.date,
         builtin_tools=builtin_tools,
         prefill=prefill,
-        sampling=replace(
-            sampling(body, dict(_logit_bias(body)).items()),
+        sampling=sampling(
+            body,
+            logit_bias=tuple(dict(_logit_bias(body)).items()),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
         limits=Limits(

@@ -65,8 +65,11 @@ class Expect(Enum):
 
 
 _WHITE = re.compile(r"[ \t\n\r]+")
-_NUMERIC = re.compile(r"[-+.0-9eE]+")
-_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
+_WORD = re.compile(
+    r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?(?=[^-+.0-9eE])"
+)
+"""A literal, or a number that has ended."""
+_WORD_BEGUN = re.compile(r"t(?:ru?)?|f(?:a(?:ls?)?)?|n(?:ul?)?|[-+.0-9eE]+")
 # Halves of a surrogate pair are characters only together: clients reject a lone one.
 _CHARACTERS = re.compile(
     r"""(?:[^"\\\x00-\x1f]+
@@ -82,7 +85,6 @@ _ESCAPE_BEGUN = re.compile(
         )?)?""",
     re.VERBOSE,
 )
-_LITERALS = {"t": "true", "f": "false", "n": "null"}
 _CLOSERS = {"{": "}", "[": "]"}
 
 
@@ -200,21 +202,15 @@ class ObjectText:
 
     def _read_word(self, text: str, at: int) -> int:
         """Reads a literal or a number, and returns its end, or ``at`` if more of it may follow."""
-        literal = _LITERALS.get(text[at])
-        if literal is not None:
-            end = at + len(literal)
-            self._broken = not literal.startswith(text[at:end])
-            if self._broken or end > len(text):
-                return at
-        else:
-            numeric = _NUMERIC.match(text, at)
-            end = numeric.end() if numeric else at
-            self._broken = end - at > MAX_DIGITS
-            if self._broken or end == len(text):
-                return at
-            number = text[at:end]
-            self._broken = not (_NUMBER.fullmatch(number) and isfinite(float(number)))
-        if not self._broken:
-            self._release(text[at:end])
-            self._expect = Expect.NEXT
-        return end
+        word = _WORD.match(text, at)
+        if word is None:
+            begun = _WORD_BEGUN.fullmatch(text, at)
+            self._broken = begun is None or len(begun.group()) > MAX_DIGITS
+            return at
+        is_number = word.group()[0] not in "tfn"
+        if is_number and (len(word.group()) > MAX_DIGITS or not isfinite(float(word.group()))):
+            self._broken = True
+            return at
+        self._release(word.group())
+        self._expect = Expect.NEXT
+        return word.end()

@@ -1,6 +1,6 @@
 """The Responses API: a request body into a Turn, deltas into events or a response."""
 
-from vllm_mlx_harmony.protocols.openai_error import error_body
+from vllm_mlx_harmony.protocols.openai_answer import error_body
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter, response_id
 from vllm_mlx_harmony.protocols.responses.request import (
     ResponsesRequest,

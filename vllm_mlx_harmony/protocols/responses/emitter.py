@@ -30,7 +30,7 @@ from vllm_mlx_harmony.protocols.events import (
     Document,
     Event,
 )
-from vllm_mlx_harmony.protocols.logprobs import entries
+from vllm_mlx_harmony.protocols.openai_answer import entries
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
     IN_PROGRESS,

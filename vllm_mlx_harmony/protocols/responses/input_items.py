@@ -85,14 +85,20 @@ class ItemReader:
         )
         keys = (each.document.get("call_id") for each in others)
         foreign = {key for key in keys if isinstance(key, str)}
-        placed = enumerate(zip(known, _calls_follow(known), strict=True))
-        for from_assistant, run in groupby(placed, lambda each: _is_from_assistant(each[1][0])):
+        for from_assistant, group in groupby(
+            enumerate(known), lambda each: _is_from_assistant(each[1])
+        ):
+            run = list(group)
+            # A client's tool counts wherever it is called, since such calls end the run however
+            # they are placed; a server's tool counts if it is called after the item.
+            calls = any(item.type in CALLS for _, item in run)
+            served = max((at for at, item in run if item.type in SERVER_CALLS), default=-1)
             messages: list[Message] = []
-            for at, (item, calls_follow) in run:
+            for at, item in run:
                 if from_assistant and item.type not in _BESIDE_ANSWERS:
                     self.approved.clear()
                 if not (isinstance(item, _OUTPUT_ITEMS) and item.call_id in foreign):
-                    messages += self._read(item, f"input[{at}]", calls_follow)
+                    messages += self._read(item, f"input[{at}]", calls or at < served)
             if from_assistant:  # results follow the calls: no text may stand between them
                 messages.sort(key=lambda message: isinstance(message, Call))
             yield from messages
@@ -113,8 +119,8 @@ class ItemReader:
     ) -> Iterator[Message]:
         """The messages that ``item``, at ``where``, stands for.
 
-        ``calls_follow``: see `_calls_follow`. Items of other kinds stand for nothing: clients send
-        back whatever another server gave them.
+        ``calls_follow``: the model calls a tool in the same run of its items. Items of other kinds
+        stand for nothing: clients send back whatever another server gave them.
         """
         match item:
             case schema.MessageItem():
@@ -299,19 +305,3 @@ _BESIDE_ANSWERS = frozenset({"mcp_approval_request", "mcp_list_tools", "item_ref
 """The model's items that a client may list among its answers to requests for approval.
 
 The model writes any other item after its client has answered all requests so far."""
-
-
-def _calls_follow(items: Sequence[Item]) -> list[bool]:
-    """For each of ``items``, whether the model calls a tool in the same run of its items.
-
-    A client's tool counts wherever it is called, since such calls end the run however they are
-    placed; a server's tool counts if it is called after the item.
-    """
-    reversed_: list[bool] = []
-    for _, group in groupby(reversed(items), _is_from_assistant):
-        run = list(group)
-        calls = any(item.type in CALLS for item in run)
-        for item in run:
-            reversed_.append(calls)
-            calls = calls or item.type in SERVER_CALLS
-    return reversed_[::-1]

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, quoted
 from vllm_mlx_harmony.core.turn import ResponseInfo
-from vllm_mlx_harmony.protocols.events import Document, Event, encode
+from vllm_mlx_harmony.protocols.events import Document, Event
+from vllm_mlx_harmony.protocols.openai_answer import output_details
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
-from vllm_mlx_harmony.protocols.openai_usage import output_details
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
+from vllm_mlx_harmony.protocols.responses.output_items import pending
 from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item, read_item
 from vllm_mlx_harmony.protocols.validation import invalid
 
@@ -52,14 +53,13 @@ def lost(document: Mapping[str, object]) -> Document:
 
 def failed_event(document: Mapping[str, object], number: int) -> Event:
     """The last event of a response that has failed, with its sequence number."""
-    kind = "response.failed"
-    return Event(encode({"type": kind, "sequence_number": number, "response": document}), kind)
+    return pending("response.failed", response=document)(number)
 
 
 def error_event(failure: HarmonyFailure, number: int) -> Event:
     """The last event of a stream that ends although the response has not failed."""
-    event = {"type": "error", "sequence_number": number, "code": failure.code}
-    return Event(encode({**event, "message": failure.message, "param": failure.param}), "error")
+    about = {"code": failure.code, "message": failure.message, "param": failure.param}
+    return pending("error", **about)(number)
 
 
 def deleted(key: str) -> Document:
