@@ -19,13 +19,35 @@ NOT_RUN = "[this call did not finish]"
 """What the model reads in place of a result that the history does not have."""
 
 
-def recipient_of(namespaces: Iterable[Namespace], label: str, name: str) -> str:
+def recipients_of(
+    namespaces: Iterable[Namespace], label: str | None, name: str | None
+) -> tuple[str, ...]:
+    """The recipients of the tools ``name`` of the server ``label``; ``None`` stands for any."""
+    return tuple(
+        recipient
+        for namespace in namespaces
+        if label in (None, namespace.label)
+        for recipient, tool in namespace.by_recipient.items()
+        if name in (None, tool.origin[-1])
+    )
+
+
+def label_and_name(namespaces: Iterable[Namespace], recipient: str) -> tuple[str, str]:
+    """The server's label and the tool's name at ``recipient``, which need not exist."""
+    head, _, rest = recipient.partition(".")
+    for namespace in namespaces:
+        if namespace.name == head:
+            tool = namespace.by_recipient.get(recipient)
+            return namespace.label, tool.origin[-1] if tool else rest or head
+    return head, rest or head
+
+
+def recipient_of(namespaces: Sequence[Namespace], label: str, name: str) -> str:
     """The recipient of the tool ``name`` of the server ``label``, which need not exist."""
+    if known := recipients_of(namespaces, label, name):
+        return known[0]
     for namespace in namespaces:
         if namespace.label == label:
-            for known, tool in namespace.by_recipient.items():
-                if tool.origin[-1] == name:
-                    return known
             return f"{namespace.name}.{carryable(name, set())}"
     if label == name == PYTHON:
         return PYTHON

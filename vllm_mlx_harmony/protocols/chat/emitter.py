@@ -7,23 +7,8 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from typing_extensions import assert_never
 
-from vllm_mlx_harmony.core.deltas import (
-    ChoiceDelta,
-    Closed,
-    Delta,
-    Failed,
-    Finished,
-    FinishReason,
-    Kind,
-    Opened,
-    Progress,
-    Started,
-    Text,
-    TextLogprob,
-    ToolFinished,
-    ToolStarted,
-    Usage,
-)
+from vllm_mlx_harmony.core import deltas
+from vllm_mlx_harmony.core.deltas import Delta, FinishReason, Kind, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import (
@@ -107,40 +92,40 @@ class Emitter:
     def feed(self, delta: Delta) -> list[Event]:  # noqa: C901 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
-            case Text() if self._served:
+            case deltas.Text() if self._served:
                 self._parts.append(delta.text)
                 return []
-            case Text() if self._input is not None:
+            case deltas.Text() if self._input is not None:
                 return self._show(self._input.feed(delta.text))
-            case Text():
+            case deltas.Text():
                 return [] if self._hidden else self._show(delta.text, delta.logprobs)
-            case Started():
+            case deltas.Started():
                 return self._send('{"role":"assistant","content":null,"refusal":null}')
-            case Progress() if self.shows_progress:
+            case deltas.Progress() if self.shows_progress:
                 # With an empty delta: clients that join roles would join llama.cpp's.
                 field = f',"{FIELD}":{encode(prompt_progress(delta))}}}'
                 return [Event(event.data[:-1] + field) for event in self._send("{}")]
-            case Progress() | ToolStarted():
+            case deltas.Progress() | deltas.ToolStarted():
                 return []
-            case Opened():
+            case deltas.Opened():
                 return self._open(delta)
-            case Closed():
+            case deltas.Closed():
                 return [] if self._input is None else self._show(self._input.close())
-            case ToolFinished():
+            case deltas.ToolFinished():
                 call = self._ran_calls[-1]
                 call["arguments"], call["output"] = "".join(self._parts), delta.text
                 call["error"] = None if delta.failure is None else delta.failure.text
                 index = len(self._ran_calls) - 1  # without which openai's client cannot join them
                 return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
-            case Finished():
+            case deltas.Finished():
                 return [*self.finish(delta), *self.end(delta.usage)]
-            case Failed():
+            case deltas.Failed():
                 self._error = delta.error
                 return [Event(encode(error_body(delta.error))), DONE] if self.stream else []
             case _:
                 assert_never(delta)
 
-    def finish(self, delta: Finished) -> list[Event]:
+    def finish(self, delta: deltas.Finished) -> list[Event]:
         self._reason = delta.reason
         if delta.reasoning_ended_by:  # openai's client adds fields of deltas to the message
             self._ended_by = {REASONING_ENDED_BY: delta.reasoning_ended_by}
@@ -173,7 +158,7 @@ class Emitter:
         document = self._envelope("chat.completion")
         return {**document, "choices": [choice], "usage": _usage(self._usage)}
 
-    def _open(self, delta: Opened) -> list[Event]:
+    def _open(self, delta: deltas.Opened) -> list[Event]:
         self._hidden = delta.kind is Kind.REASONING and not self.shows_reasoning
         self._input = None
         self._joint = ""
@@ -202,7 +187,7 @@ class Emitter:
             self._around = self._framed(*_OPENINGS[name])
         return []
 
-    def _show(self, text: str, logprobs: Sequence[TextLogprob] = ()) -> list[Event]:
+    def _show(self, text: str, logprobs: Sequence[deltas.TextLogprob] = ()) -> list[Event]:
         if not text:
             return []
         if self._joint:
@@ -263,14 +248,14 @@ class ChoicesEmitter:
     def __init__(self, choices: Sequence[Emitter]) -> None:
         self._choices = choices
 
-    def feed(self, delta: Delta | ChoiceDelta) -> list[Event]:
+    def feed(self, delta: Delta | deltas.ChoiceDelta) -> list[Event]:
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
-            case ChoiceDelta(index, Finished() as finished):
+            case deltas.ChoiceDelta(index, deltas.Finished() as finished):
                 return self._choices[index].finish(finished)
-            case ChoiceDelta(index, inner):
+            case deltas.ChoiceDelta(index, inner):
                 return self._choices[index].feed(inner)
-            case Finished(usage=usage):
+            case deltas.Finished(usage=usage):
                 return self._choices[0].end(usage)
             case _:
                 return self._choices[0].feed(delta)

@@ -15,12 +15,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatFormat, StructuredOutputs
-from vllm_mlx_harmony.protocols.validation import (
-    invalid,
-    repaired,
-    required,
-    unsupported,
-)
+from vllm_mlx_harmony.protocols.validation import invalid, repaired, required, unsupported
 
 
 def response_format(body: ChatBody) -> ResponseFormat | None:

@@ -32,11 +32,7 @@ from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter, Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage, read_body
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
-from vllm_mlx_harmony.protocols.openai_content import (
-    call_arguments,
-    message_text,
-    result_text,
-)
+from vllm_mlx_harmony.protocols.openai_content import call_arguments, message_text, result_text
 from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 

@@ -10,28 +10,15 @@ from typing import Literal, TypeAlias
 
 from typing_extensions import assert_never
 
-from vllm_mlx_harmony.core.deltas import (
-    Closed,
-    Delta,
-    Failed,
-    Finished,
-    FinishReason,
-    Kind,
-    Opened,
-    Progress,
-    Started,
-    Text,
-    ToolFinished,
-    ToolStarted,
-    Usage,
-)
+from vllm_mlx_harmony.core import deltas
+from vllm_mlx_harmony.core.deltas import Delta, FinishReason, Kind, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooLong
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
-from vllm_mlx_harmony.protocols.server_calls import CodeArguments
+from vllm_mlx_harmony.protocols.server_calls import CodeArguments, label_and_name
 
 PING = Event('{"type":"ping"}', "ping")
 """Keeps a connection alive while a long prompt is prefilled. Allowed anywhere in a stream."""
@@ -199,26 +186,21 @@ class Emitter:
     namespaces: Sequence[Namespace] = ()
 
     def __post_init__(self) -> None:
-        self._served = {
-            recipient: (each.label, tool.origin[-1])
-            for each in self.namespaces
-            for recipient, tool in each.by_recipient.items()
-        }
         self._block: _TextBlock | None = None  # the open one, unless it is hidden
         self._server_call = ""  # the id of the last one
         self._count = 0
         self._head = ""
         self._parts: list[str] = []
         self._content: list[Document] = []
-        self._finished: Finished | None = None
+        self._finished: deltas.Finished | None = None
         self._error: HarmonyFailure | None = None
 
     def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
-            case Text():
+            case deltas.Text():
                 return self._show(self._block.take(delta.text)) if self._block else []
-            case Started():
+            case deltas.Started():
                 # The cached part is left out while it is unknown, because clients add up these
                 # numbers.
                 usage: Document = {"input_tokens": delta.prompt_tokens, "output_tokens": 0}
@@ -226,7 +208,7 @@ class Emitter:
                     usage = _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
                 nothing = {"stop_reason": None, "stop_sequence": None}
                 return self._send("message_start", message=self._message(nothing, usage))
-            case Opened():
+            case deltas.Opened():
                 block = self._block = self._new_block(delta)
                 if block is None:
                     return []
@@ -238,7 +220,7 @@ class Emitter:
                 )
                 opened = block.document("", "")
                 return self._send("content_block_start", index=index, content_block=opened)
-            case Closed():
+            case deltas.Closed():
                 block, self._block = self._block, None
                 if block is None:
                     return []
@@ -250,10 +232,10 @@ class Emitter:
                 if not self.stream:
                     self._content.append(block.document("".join(self._parts), signature))
                 return [*events, *self._send("content_block_stop", index=index)]
-            case ToolStarted():
+            case deltas.ToolStarted():
                 self._server_call = delta.call.id if delta.call else self._server_call
                 return []
-            case ToolFinished():  # its block is complete when it starts
+            case deltas.ToolFinished():  # its block is complete when it starts
                 result = {
                     "type": "mcp_tool_result",
                     "tool_use_id": _mcp_id(self._server_call),
@@ -266,17 +248,17 @@ class Emitter:
                     *self._send("content_block_start", index=index, content_block=result),
                     *self._send("content_block_stop", index=index),
                 ]
-            case Finished():
+            case deltas.Finished():
                 self._finished = delta
                 stopped, usage = _ending(delta)
                 return [
                     *self._send("message_delta", delta=stopped, usage=usage),
                     *self._send("message_stop"),
                 ]
-            case Failed():
+            case deltas.Failed():
                 self._error = delta.error
                 return self._send(**error_body(delta.error, request_id(self.info.id_seed)))
-            case Progress():  # in a comment: there is no event for it
+            case deltas.Progress():  # in a comment: there is no event for it
                 return []
             case _:
                 assert_never(delta)
@@ -292,14 +274,13 @@ class Emitter:
             raise OutputError("the answer is incomplete or was streamed")
         return self._message(*_ending(self._finished))
 
-    def _new_block(self, delta: Opened) -> _TextBlock | None:
+    def _new_block(self, delta: deltas.Opened) -> _TextBlock | None:
         """The block for a message; ``None`` if the request hides it."""
         match delta.kind:
             case Kind.CALL:
                 return _ToolUseBlock(self.info.call_id(delta.index), delta.name)
             case Kind.SERVER_CALL:
-                head, _, rest = delta.name.partition(".")
-                label, tool = self._served.get(delta.name, (head, rest or head))
+                label, tool = label_and_name(self.namespaces, delta.name)
                 self._server_call = self.info.call_id(delta.index)
                 return _ToolUseBlock(self._server_call, tool, label, code=delta.name == PYTHON)
             case Kind.REASONING if self.thinking in ("hidden", "preambles"):
@@ -348,7 +329,7 @@ def _usage(usage: Usage) -> Document:
     }
 
 
-def _ending(finished: Finished) -> tuple[Document, Document]:
+def _ending(finished: deltas.Finished) -> tuple[Document, Document]:
     """The stop reason, for which a stop string takes precedence, and the usage.
 
     Fields of our own are in the usage's details: Anthropic's client accepts any there.

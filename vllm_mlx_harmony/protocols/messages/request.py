@@ -49,6 +49,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
 from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.server_calls import (
     last_call,
+    recipients_of,
     with_missing_results,
     with_results_moved,
 )
@@ -488,12 +489,7 @@ def _tool_choice(
         raise required("tool_choice.name")
     if choice.name in {tool.name for tool in tools}:
         return ToolChoice(required=True, names=(choice.name,))
-    served = tuple(
-        recipient
-        for namespace in namespaces
-        for recipient, tool in namespace.by_recipient.items()
-        if tool.origin[-1] == choice.name
-    )
+    served = recipients_of(namespaces, None, choice.name)
     if not served:
         problem = f"tool_choice.name: there is no tool named {quoted(choice.name)} to call"
         raise RequestError(problem, param="tool_choice.name")

@@ -113,7 +113,7 @@ the one here."""
 
 
 def translated_call(
-    namespaces: Iterable[Namespace],
+    namespaces: Sequence[Namespace],
     label: str | None,
     name: str,
     given: Mapping[str, object],

@@ -8,28 +8,11 @@ from http import HTTPStatus
 
 from typing_extensions import assert_never
 
-from vllm_mlx_harmony.core.deltas import (
-    Closed,
-    Delta,
-    Failed,
-    Finished,
-    Kind,
-    Opened,
-    Progress,
-    Started,
-    Text,
-    ToolFinished,
-    ToolStarted,
-    Usage,
-)
+from vllm_mlx_harmony.core import deltas
+from vllm_mlx_harmony.core.deltas import Delta, Kind, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import ResponseInfo, ServerCall
-from vllm_mlx_harmony.protocols.events import (
-    DONE,
-    REASONING_ENDED_BY,
-    Document,
-    Event,
-)
+from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Document, Event
 from vllm_mlx_harmony.protocols.openai_answer import entries
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
@@ -102,43 +85,43 @@ class Emitter:
     def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
-            case Text() if self._item is not None:
+            case deltas.Text() if self._item is not None:
                 logprobs = entries(delta.logprobs, no_bytes=[])
                 return self._write_events(self._item.take(delta.text, logprobs))
-            case Started():
+            case deltas.Started():
                 return self._start()
-            case Opened(kind=Kind.SERVER_CALL):
+            case deltas.Opened(kind=Kind.SERVER_CALL):
                 index, key = len(self._output), key_of(self.info, delta.index)
                 item = server_item(index, key, delta.name, self.options)
                 return self._step(item, item.opened())
-            case Opened():
+            case deltas.Opened():
                 message = output_item(delta, len(self._output), self.info, self.options)
                 return self._step(message, message.opened())
-            case Closed(complete=True) if self._item is not None:
+            case deltas.Closed(complete=True) if self._item is not None:
                 return self._step(self._item, self._item.closed())
-            case Closed():
+            case deltas.Closed():
                 return self._end_item()
-            case Text() | Progress():  # progress is in a comment: there is no event for it
-                return []
-            case ToolStarted(call=ServerCall() as call):
+            case deltas.Text() | deltas.Progress():
+                return []  # progress is in a comment: there is no event for it
+            case deltas.ToolStarted(call=ServerCall() as call):
                 key = key_of(self.info, _APPROVED - len(self._output))
                 approved = f"mcpr_{call.id.partition('_')[2]}"
                 item = server_item(len(self._output), key, call.name, self.options, approved)
                 begun = [*item.opened(), *item.take(call.arguments), *item.closed()]
                 return self._step(item, [*begun, *item.started()])
-            case ToolStarted():
+            case deltas.ToolStarted():
                 assert isinstance(self._item, ServerItem)
                 return self._step(self._item, self._item.started())
-            case ToolFinished():
+            case deltas.ToolFinished():
                 assert isinstance(self._item, ServerItem)
                 return self._step(self._item, self._item.finished(delta.text, delta.failure))
-            case Finished():
+            case deltas.Finished():
                 self._usage = delta.usage
                 if delta.reasoning_ended_by:
                     self._fixed[REASONING_ENDED_BY] = delta.reasoning_ended_by
                 left = self._end_item()  # a call that was not run
                 return [*left, *self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)]
-            case Failed():
+            case deltas.Failed():
                 self._error = delta.error
                 return [*self._start(), *self._end_item(), *self._end(_FAILED)]
             case _:

@@ -18,7 +18,7 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.responses.schema import McpTool, ResponsesTool, ToolFilter
-from vllm_mlx_harmony.protocols.server_calls import recipient_of
+from vllm_mlx_harmony.protocols.server_calls import label_and_name, recipient_of, recipients_of
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 Kind: TypeAlias = Literal["mcp", "code_interpreter", "web_search"]
@@ -63,16 +63,9 @@ class ServerTools:
 
     def tool(self, recipient: str) -> ServerTool:
         """The tool at ``recipient``, which need not exist."""
-        head, _, rest = recipient.partition(".")
-        for namespace in self.namespaces:
-            if namespace.name != head:
-                continue
-            kind = self._kinds.get(head, "mcp")
-            tool = namespace.by_recipient.get(recipient)
-            if tool is not None:
-                return ServerTool(kind, namespace.label, tool.origin[-1])
-            return ServerTool("mcp", namespace.label, rest)
-        return ServerTool("mcp", head, rest or head)
+        exists = any(recipient in each.by_recipient for each in self.namespaces)
+        kind = self._kinds.get(recipient.partition(".")[0]) if exists else None
+        return ServerTool(kind or "mcp", *label_and_name(self.namespaces, recipient))
 
     def recipient(self, label: str, name: str) -> str:
         """The recipient of the tool ``name`` of the server ``label``."""
@@ -84,13 +77,7 @@ class ServerTools:
 
     def named(self, label: str, name: str | None, where: str) -> tuple[str, ...]:
         """The recipients of a choice: all tools of ``label``, or one. Raises ``RequestError``."""
-        found = tuple(
-            known
-            for namespace in self.namespaces
-            if namespace.label == label
-            for known, tool in namespace.by_recipient.items()
-            if name is None or tool.origin[-1] == name
-        )
+        found = recipients_of(self.namespaces, label, name)
         if not found:
             raise invalid(where, f"{where}: {quoted(label)} has no such tool in this request")
         return found
@@ -98,12 +85,8 @@ class ServerTools:
     def of_type(self, kind: str) -> tuple[str, ...]:
         """The recipients of the tools declared as ``code_interpreter`` or ``web_search…``."""
         wanted, name = _NAMESPACES.get(kind, (None, ""))
-        return tuple(
-            recipient
-            for namespace in self.namespaces
-            if namespace.name == name and self._kinds.get(name) == wanted
-            for recipient in namespace.recipients
-        )
+        found = next((each for each in self.namespaces if each.name == name), None)
+        return found.recipients if found and self._kinds.get(name) == wanted else ()
 
 
 NO_SERVER_TOOLS = ServerTools()
