@@ -10,8 +10,10 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Call, Defaults, Tool, ToolChoice, Turn, User
 from vllm_mlx_harmony.protocols.responses import read
-from vllm_mlx_harmony.protocols.responses.schema import read_body
+from vllm_mlx_harmony.protocols.responses.schema import ResponsesBody
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import DeclaredTool, ToolReader, Tools
+from vllm_mlx_harmony.protocols.validation import checked
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
@@ -34,9 +36,10 @@ def search(**fields: Any) -> dict[str, Any]:
 
 def tools(*declared: dict[str, Any], choice: Any = None) -> Tools:
     body = {"model": "m", "tools": list(declared), "tool_choice": choice}
-    asked = read_body(body)
+    asked = checked(ResponsesBody, body)
     reader = ToolReader()
-    return reader.tools(reader.declare(asked.tools or (), "tools"), asked.tool_choice)
+    shown = reader.declare(asked.tools or (), "tools")
+    return reader.tools(shown, asked.tool_choice, ServerTools(), ())
 
 
 def shown(*declared: dict[str, Any], choice: Any = None) -> list[str]:
@@ -298,7 +301,7 @@ class Later:
         self.reader = ToolReader()
 
     def names(self, *declared: dict[str, Any], found: bool = True) -> list[str]:
-        asked = read_body({"model": "m", "tools": list(declared)})
+        asked = checked(ResponsesBody, {"model": "m", "tools": list(declared)})
         new = self.reader.declare(asked.tools or (), "input[3].tools", found=found)
         return [tool.name for tool in new]
 
@@ -312,7 +315,7 @@ def test_only_what_is_new_is_declared_again() -> None:
     assert later.names(crm, function("f")) == []
     assert later.names(namespace("crm", function("note", strict=True))) == ["crm__note"]
     assert later.names(function("crm__find"), freeform("g")) == ["crm__find_2", "g"]
-    names = later.reader.tools((), None)
+    names = later.reader.tools((), None, ServerTools(), ())
     assert names.tool("crm__find_2") == DeclaredTool("crm__find")
     assert names.tool("crm__find") == DeclaredTool("find", "crm")
 

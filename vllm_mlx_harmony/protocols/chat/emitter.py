@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass
 
 from typing_extensions import assert_never
 
@@ -36,22 +36,6 @@ _OPENINGS = {
 """A delta's JSON around its text. Reasoning goes out under both names that clients look for."""
 
 
-@dataclass(slots=True)
-class _Call:
-    """A call in the answer, ``custom`` if its tool is freeform; streamed arguments are not kept."""
-
-    id: str
-    name: str
-    custom: bool
-    arguments: list[str] = field(default_factory=list)
-
-    def document(self) -> Document:
-        """The call with its arguments so far."""
-        kind, name = ("custom", "input") if self.custom else ("function", "arguments")
-        body = {"name": self.name, name: "".join(self.arguments)}
-        return {"id": self.id, "type": kind, kind: body}
-
-
 @dataclass(eq=False)
 class Emitter:
     """Turns deltas into server-sent events or, without ``stream``, into one document at the end.
@@ -78,8 +62,9 @@ class Emitter:
         self._tail = ',"usage":null}' if self.include_usage else "}"
         self._texts: dict[str, list[str]] = {}
         self._logprobs: list[Document] = []
-        self._calls: list[_Call] = []
+        self._calls: list[Document] = []
         self._ran_calls: list[Document] = []
+        self._call: tuple[Document, str] | None = None  # an open one, and the field for its text
         self._served = False  # whether the open message is a call of the server's
         self._around: tuple[str, ...] = ()
         self._parts: list[str] = []
@@ -89,7 +74,7 @@ class Emitter:
         self._usage = Usage()
         self._error: HarmonyFailure | None = None
 
-    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901 - a case for each delta
+    def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case deltas.Text() if self._served:
@@ -110,10 +95,14 @@ class Emitter:
             case deltas.Opened():
                 return self._open(delta)
             case deltas.Closed():
-                return [] if self._input is None else self._show(self._input.close())
+                events = [] if self._input is None else self._show(self._input.close())
+                if self._call is not None:
+                    body, name = self._call
+                    body[name] = "".join(self._parts)
+                return events
             case deltas.ToolFinished():
                 call = self._ran_calls[-1]
-                call["arguments"], call["output"] = "".join(self._parts), delta.text
+                call["output"] = delta.text
                 call["error"] = None if delta.failure is None else delta.failure.text
                 index = len(self._ran_calls) - 1  # without which openai's client cannot join them
                 return self._send(encode({SERVER_CALLS: [{"index": index, **call}]}))
@@ -160,25 +149,26 @@ class Emitter:
 
     def _open(self, delta: deltas.Opened) -> list[Event]:
         self._hidden = delta.kind is Kind.REASONING and not self.shows_reasoning
-        self._input = None
+        self._input = self._call = None
         self._joint = ""
         self._served = delta.kind is Kind.SERVER_CALL
         key = self.info.call_id(delta.index)
         if self._served:
             # Sent once its result is known: the client does not have to make this call.
-            call = {"id": key, "name": delta.name, "arguments": ""}
+            call: Document = {"id": key, "name": delta.name, "arguments": ""}
             self._ran_calls.append({**call, "output": None, "error": None})
-            self._parts = []
+            self._call, self._parts = (self._ran_calls[-1], "arguments"), []
         elif delta.kind is Kind.CALL:
-            index = len(self._calls)
-            self._input = FreeformInput() if delta.name in self.freeform else None
-            custom = self._input is not None
-            self._calls.append(_Call(key, delta.name, custom))
-            self._parts = self._calls[-1].arguments
-            opening = '"custom":{"input":' if custom else '"function":{"arguments":'
-            self._around = self._framed(f'{{"tool_calls":[{{"index":{index},{opening}', "}}]}")
-            document = self._calls[-1].document()
-            return self._send(encode({"tool_calls": [{"index": index, **document}]}))
+            index, kind, name = len(self._calls), "function", "arguments"
+            if delta.name in self.freeform:
+                self._input, kind, name = FreeformInput(), "custom", "input"
+            body = {"name": delta.name, name: ""}
+            call = {"id": key, "type": kind, kind: body}
+            self._calls.append(call)
+            self._call, self._parts = (body, name), []
+            opening = f'{{"tool_calls":[{{"index":{index},"{kind}":{{"{name}":'
+            self._around = self._framed(opening, "}}]}")
+            return self._send(encode({"tool_calls": [{"index": index, **call}]}))
         elif not self._hidden:
             name = _REASONING if delta.kind is Kind.REASONING else _CONTENT
             # Messages that land in the same field are joined by a line break (semantics B).
@@ -238,7 +228,7 @@ class Emitter:
         if ran := [call for call in self._ran_calls if call["output"] is not None]:
             message[SERVER_CALLS] = ran
         if self._calls:
-            message["tool_calls"] = [call.document() for call in self._calls]
+            message["tool_calls"] = self._calls
         return message
 
 

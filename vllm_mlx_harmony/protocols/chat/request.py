@@ -30,11 +30,12 @@ from vllm_mlx_harmony.core.turn import (
 from vllm_mlx_harmony.protocols.chat import schema
 from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter, Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
-from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage, read_body
+from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.openai_content import call_arguments, message_text, result_text
+from vllm_mlx_harmony.protocols.openai_request import reject_unsupported
 from vllm_mlx_harmony.protocols.sampling import sampling
-from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
+from vllm_mlx_harmony.protocols.validation import checked, invalid, required, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +74,12 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
     """The request in ``body``, the parsed JSON of ``POST /v1/chat/completions``.
 
     Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
+    Unknown fields are ignored.
     """
-    chat = read_body(body)
+    chat = checked(ChatBody, body)
+    reject_unsupported(body, schema.UNSUPPORTED_FIELDS)
+    if chat.top_logprobs and not chat.logprobs:
+        raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
     options = chat.stream_options
     return ChatRequest(
         turn=read_turn(chat, defaults),

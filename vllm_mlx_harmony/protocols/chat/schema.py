@@ -16,9 +16,8 @@ from vllm_mlx_harmony.protocols.openai_request import (
     TemplateOptions,
     UnsupportedFields,
     given,
-    reject_unsupported,
 )
-from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, checked, invalid
+from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire
 
 MAX_CHOICES = 8
 """Answers to one request: each takes as much memory as a request of its own."""
@@ -47,8 +46,6 @@ class ChatFunction(Wire):
 
 
 class ChatInput(Wire):
-    """The input of a call of a freeform tool."""
-
     name: str = Field(min_length=1)
     input: str
 
@@ -98,8 +95,6 @@ class ChatGrammar(Wire):
 
 
 class InputFormat(Wire):
-    """The format of the input of a freeform tool."""
-
     type: Literal["text", "grammar"]
 
 
@@ -122,8 +117,6 @@ class FunctionTool(ChatTool):
 
 
 class CustomTool(ChatTool):
-    """A freeform tool."""
-
     custom: ChatFreeform
 
 
@@ -196,8 +189,6 @@ class ThinkingOptions(Wire):
 
 
 class Prediction(Wire):
-    """Text that the answer is likely to repeat."""
-
     type: Literal["content"]
     content: Parts
 
@@ -280,16 +271,3 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("return_tokens_as_token_ids", bool, _LOGPROBS),
     ("return_prompt_text", bool, _TOKENS),
 )
-
-
-def read_body(body: object) -> ChatBody:
-    """The parsed JSON of a request, checked field by field.
-
-    Raises only ``RequestError``, naming the field that is invalid, out of range or unsupported,
-    whatever ``body`` is. Unknown fields are ignored.
-    """
-    chat = checked(ChatBody, body)
-    reject_unsupported(body, UNSUPPORTED_FIELDS)
-    if chat.top_logprobs and not chat.logprobs:
-        raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
-    return chat

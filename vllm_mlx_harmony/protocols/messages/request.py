@@ -39,7 +39,7 @@ from vllm_mlx_harmony.protocols.messages import schema
 from vllm_mlx_harmony.protocols.messages.content import FILES, TextReader, lines, unreadable
 from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
-from vllm_mlx_harmony.protocols.messages.schema import Block, MessagesBody, read_body
+from vllm_mlx_harmony.protocols.messages.schema import Block, MessagesBody
 from vllm_mlx_harmony.protocols.messages.server_tools import (
     found_tools,
     requested_namespaces,
@@ -53,7 +53,7 @@ from vllm_mlx_harmony.protocols.server_calls import (
     with_missing_results,
     with_results_moved,
 )
-from vllm_mlx_harmony.protocols.validation import required
+from vllm_mlx_harmony.protocols.validation import checked, required, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,19 @@ def read(
 
     ``counting``: of ``POST /v1/messages/count_tokens``, where ``max_tokens`` is not required.
     Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
+    Unknown fields are ignored.
     """
-    request = read_body(body, counting=counting)
+    request = checked(MessagesBody, body)
+    if request.max_tokens is None and not counting:
+        raise required("max_tokens")
+    fields = body if isinstance(body, dict) else {}
+    if fields.get("thread") is not None:
+        problem = (
+            "thread is not supported: this server does not store conversations; send all messages"
+        )
+        raise RequestError(problem, param="thread", code=schema.THREAD_UNSUPPORTED)
+    if fields.get("compaction") is not None and not counting:  # Anthropic's own count ignores it
+        raise unsupported("compaction", "compaction: this server does not summarize conversations")
     shown: Display = "shown"
     if request.thinking is not None and request.thinking.type in _OFF:
         shown = _OFF[request.thinking.type]
@@ -216,12 +227,9 @@ class _Reader:
         self, body: MessagesBody, *, wants_json: bool
     ) -> tuple[list[Message], str | None]:
         """All messages, and the beginning of the answer when the last one is the assistant's."""
-        read = [
-            each
-            for each in self.placed(body)
-            if each.role != "system" or each.blocks or each.effort
+        runs = [
+            (role, list(run)) for role, run in groupby(self.placed(body), lambda each: each.role)
         ]
-        runs = [(role, list(run)) for role, run in groupby(read, key=lambda each: each.role)]
         last: _Run = ()
         prefill, finished = None, False
         if body.messages[-1].role == "assistant":
@@ -258,7 +266,8 @@ class _Reader:
                 word = (f"messages[{at}].output_config.effort", message.output_config.effort)
                 effort, thinking = self.defaults.reasoning(word)
                 update = EffortUpdate(effort, thinking and not off)
-            yield _ReadMessage(message.role, blocks, update)
+            if blocks or update or message.role != "system":
+                yield _ReadMessage(message.role, blocks, update)
 
     def instructions(self, run: _Run) -> Iterator[Message]:
         """Instructions, and the tools that are declared among them (A12)."""

@@ -7,7 +7,6 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.sampling import RequestBody
@@ -15,10 +14,7 @@ from vllm_mlx_harmony.protocols.validation import (
     StopStrings,
     Variants,
     Wire,
-    checked,
-    required,
     text_parts,
-    unsupported,
 )
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
@@ -111,8 +107,6 @@ class ClientTool(AnthropicTool):
 
 
 class ToolSwitch(Wire):
-    """Whether a tool of an MCP server may be called."""
-
     enabled: bool | None = None
 
 
@@ -170,8 +164,6 @@ class McpCallBlock(CallBlock):
 
 
 class ResultBlock(Block):
-    """The result of a client's tool, or of an MCP server's."""
-
     tool_use_id: str = Field(min_length=1)
     content: Annotated[list[ResultPart] | None, text_parts("blocks")] = None
     is_error: bool | None = None
@@ -215,8 +207,6 @@ class ToolConfiguration(ToolSwitch):
 
 
 class McpServer(Wire):
-    """An MCP server that the request names, and perhaps which of its tools."""
-
     name: str = Field(min_length=1)
     url: str | None = None
     authorization_token: str | None = Field(default=None, repr=False)
@@ -287,24 +277,3 @@ class MessagesBody(RequestBody):
 
 THREAD_UNSUPPORTED = "thread_unsupported_request"
 """The code that makes Anthropic's client send whole conversations."""
-
-
-def read_body(body: object, *, counting: bool = False) -> MessagesBody:
-    """The parsed JSON of a request, checked field by field.
-
-    ``counting``: the request is for ``count_tokens``, where ``max_tokens`` is optional.
-    Raises only ``RequestError``, naming the field that is invalid, out of range or unsupported,
-    whatever ``body`` is. Unknown fields are ignored.
-    """
-    request = checked(MessagesBody, body)
-    if request.max_tokens is None and not counting:
-        raise required("max_tokens")
-    fields = body if isinstance(body, dict) else {}
-    if fields.get("thread") is not None:
-        problem = (
-            "thread is not supported: this server does not store conversations; send all messages"
-        )
-        raise RequestError(problem, param="thread", code=THREAD_UNSUPPORTED)
-    if fields.get("compaction") is not None and not counting:  # Anthropic's own count ignores it
-        raise unsupported("compaction", "compaction: this server does not summarize conversations")
-    return request

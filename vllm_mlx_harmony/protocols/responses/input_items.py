@@ -49,10 +49,6 @@ def nothing_stored(_: str) -> None:
     """A store without any item."""
 
 
-UNKNOWN = "unknown"
-"""Stands for the name of a tool whose call is not stored."""
-
-
 @dataclass(slots=True)
 class ItemReader:
     """Reads one request's items. ``notes`` names, for the log, what could not be used.
@@ -155,7 +151,7 @@ class ItemReader:
             case schema.CallOutputItem():
                 named = self._name(item) if item.name else self.tools.only
                 text = self._output_text(item, where)
-                yield from self._answer(Result(item.call_id, text, where), named or UNKNOWN)
+                yield from self._answer(Result(item.call_id, text, where), named or "unknown")
             case schema.SearchCallItem():
                 # A search that a server ran was not a call that the model made of the client.
                 if _is_clients(item):
@@ -188,7 +184,7 @@ class ItemReader:
                     self.approved.add(key)
                 else:
                     reason = f": {item.reason}" if item.reason else ""
-                    yield ServerResult(key, "", f"{NOT_APPROVED}{reason}")
+                    yield ServerResult(key, "", f"The user did not approve this call{reason}")
             case schema.CodeCallItem():
                 # The server sends the outputs only to clients that ask for them.
                 texts: list[str] = []
@@ -249,9 +245,6 @@ class ItemReader:
         else:
             text = self._output_text(item, where)
             yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)
-
-
-NOT_APPROVED = "The user did not approve this call"
 
 
 def call_id(item_id: str) -> str:

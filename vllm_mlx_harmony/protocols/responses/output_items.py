@@ -150,10 +150,8 @@ class OutputItem:
     key: str
     options: OutputOptions
 
-    prefix: ClassVar[str] = ""
-    """Prefix of its id."""
+    prefix: ClassVar[str] = ""  # of its id
     text_fields: ClassVar[tuple[TextField, ...]] = ()
-    """The fields that receive its text."""
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}_{self.key}"
@@ -173,7 +171,6 @@ class OutputItem:
         return "".join(self._parts)
 
     def document(self) -> Document:
-        """The item in its current state."""
         raise NotImplementedError
 
     def fields(self, kind: str, **fields: object) -> Document:

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.openai_request import TemplateOptions
+from vllm_mlx_harmony.protocols.openai_request import TemplateOptions, reject_unsupported
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.compaction import (
     CompactionEmitter,
@@ -44,7 +44,6 @@ from vllm_mlx_harmony.protocols.responses.resource import compaction, input_item
 from vllm_mlx_harmony.protocols.responses.schema import (
     Item,
     ResponsesBody,
-    read_body,
     response_format,
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import (
@@ -55,19 +54,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.server_calls import with_missing_results, with_results_moved
-from vllm_mlx_harmony.protocols.validation import required
-
-ENCRYPTED_CONTENT = "reasoning.encrypted_content"
-"""The value of ``include`` that requests encrypted reasoning."""
-
-OUTPUTS = "code_interpreter_call.outputs"
-"""The value of ``include`` that requests the output of code."""
-
-LOGPROBS = "message.output_text.logprobs"
-"""The value of ``include`` that requests log probabilities, as does ``top_logprobs`` above 0."""
-
-SOURCES = "web_search_call.action.sources"
-"""The value of ``include`` that requests the URLs that a search found."""
+from vllm_mlx_harmony.protocols.validation import checked, required, unsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +151,13 @@ def read(
     ``history`` is the conversation of ``previous_response_id``; ``stored`` looks up an item of an
     earlier response, for ``item_reference``; ``listed`` are the labels of the tool servers whose
     tools the client has already received. Raises only ``RequestError``, naming the field, whatever
-    ``body`` is.
+    ``body`` is. Unknown fields are ignored.
     """
-    request = read_body(body)
+    request = checked(ResponsesBody, body)
+    reject_unsupported(body, schema.UNSUPPORTED_FIELDS)
+    if request.background and request.store is False:
+        problem = "background requires store: a response that is not stored cannot be retrieved"
+        raise unsupported("background", problem)
     declared = ToolReader()
     shown = declared.declare(request.tools or (), "tools")
     declared.known(history)
@@ -197,6 +188,7 @@ def read(
         tools,
         server,
     )
+    include = request.include or ()
     lists = [each.document for each in items if each.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
@@ -215,11 +207,11 @@ def read(
         _options=OutputOptions(
             tools=tools,
             summarized=summary(request) is not None,
-            cipher=cipher if ENCRYPTED_CONTENT in (request.include or ()) else None,
+            cipher=cipher if "reasoning.encrypted_content" in include else None,
             server=server,
             listed=tuple(each for each in server.listed if each.label not in listed),
-            shows_outputs=OUTPUTS in (request.include or ()),
-            shows_sources=SOURCES in (request.include or ()),
+            shows_outputs="code_interpreter_call.outputs" in include,
+            shows_sources="web_search_call.action.sources" in include,
         ),
         _repeated=repeated(request, defaults),
         _cipher=cipher,
@@ -244,7 +236,7 @@ def read_turn(
 ) -> Turn:
     """The turn that a validated body asks for. Raises only ``RequestError``."""
     template = body.chat_template_kwargs or TemplateOptions()
-    effort, thinking = defaults.reasoning(*_effort(body, template))
+    effort, thinking = defaults.reasoning(*_effort(body))
     for message in messages:
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
@@ -252,6 +244,7 @@ def read_turn(
     if tools.none:
         messages = tuple(each for each in messages if not isinstance(each, AdditionalTools))
     format_ = body.text.format if body.text else None
+    has_logprobs = body.top_logprobs or "message.output_text.logprobs" in (body.include or ())
     return Turn(
         messages=messages,
         tools=tools.shown,
@@ -260,12 +253,7 @@ def read_turn(
         identity=template.model_identity or defaults.identity,
         date=defaults.date,
         builtin_tools=tools.builtin_tools,
-        sampling=replace(
-            sampling(body),
-            top_logprobs=(body.top_logprobs or 0)
-            if body.top_logprobs or LOGPROBS in (body.include or ())
-            else None,
-        ),
+        sampling=sampling(body, top_logprobs=(body.top_logprobs or 0) if has_logprobs else None),
         limits=Limits(
             max_tokens=body.max_output_tokens,
             one_call=body.parallel_tool_calls is False,
@@ -280,8 +268,9 @@ def read_turn(
     )
 
 
-def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, object], ...]:
+def _effort(body: ResponsesBody) -> tuple[tuple[str, object], ...]:
     """The fields that may set the effort, in order of precedence, and their values (A8)."""
+    template = body.chat_template_kwargs or TemplateOptions()
     return (
         ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
         ("reasoning_effort", body.reasoning_effort),
@@ -291,13 +280,11 @@ def _effort(body: ResponsesBody, template: TemplateOptions) -> tuple[tuple[str, 
 
 # --- Fields of the request that the response repeats.
 
-SUMMARIES = frozenset({"auto", "concise", "detailed"})
-
 
 def summary(body: ResponsesBody) -> str | None:
     """The kind of summary of the reasoning that the request asks for, if any."""
     requested = body.reasoning and (body.reasoning.summary or body.reasoning.generate_summary)
-    return requested if requested in SUMMARIES else None
+    return requested if requested in ("auto", "concise", "detailed") else None
 
 
 def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
@@ -311,8 +298,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
         value = getattr(defaults.sampling, field) if given is None else given
         return neutral if value is None else float(value)
 
-    template = body.chat_template_kwargs or TemplateOptions()
-    words = (str(word).lower() for _, word in _effort(body, template) if word is not None)
+    words = (str(word).lower() for _, word in _effort(body) if word is not None)
     effort = next(words, defaults.effort.value if defaults.thinking else NO_THINKING)
     if body.thinking_token_budget == 0:
         effort = NO_THINKING
@@ -358,13 +344,8 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
 def _format(requested: schema.TextFormat | None) -> Document:
     if requested is None or requested.type != "json_schema":
         return {"type": requested.type if requested else "text"}
-    return {
-        "type": requested.type,
-        "name": requested.name or "response",
-        "description": requested.description,
-        "schema": requested.document,
-        "strict": bool(requested.strict),
-    }
+    given = requested.model_dump(by_alias=True)
+    return {**given, "name": requested.name or "response", "strict": bool(requested.strict)}
 
 
 def _tool(tool: schema.ResponsesTool) -> Document:

@@ -25,7 +25,6 @@ from vllm_mlx_harmony.protocols.openai_request import (
     TemplateOptions,
     UnsupportedFields,
     given,
-    reject_unsupported,
 )
 from vllm_mlx_harmony.protocols.validation import (
     VARIANT,
@@ -33,7 +32,6 @@ from vllm_mlx_harmony.protocols.validation import (
     Wire,
     checked,
     required,
-    unsupported,
 )
 
 SEARCH = "tool_search"
@@ -106,8 +104,6 @@ Approval: TypeAlias = Annotated[
 
 
 class Format(Wire):
-    """The format of a freeform tool's input."""
-
     type: Literal["text", "grammar"]
 
 
@@ -137,8 +133,6 @@ class FunctionTool(ClientTool):
 
 
 class CustomTool(ClientTool):
-    """A freeform tool."""
-
     name: str = Field(min_length=1)
     format: Annotated[Format, Variants({"grammar": GrammarFormat}, Format)] | None = None
 
@@ -160,8 +154,6 @@ _CLIENT_TOOLS: dict[str, type[Wire]] = {
 
 
 class NamespaceTool(ResponsesTool):
-    """A namespace of tools that the client runs."""
-
     name: str = Field(min_length=1)
     description: str | None = None
     defer_loading: bool | None = None
@@ -169,8 +161,6 @@ class NamespaceTool(ResponsesTool):
 
 
 class McpTool(ResponsesTool):
-    """The tools of an MCP server."""
-
     server_label: str | None = Field(default=None, min_length=1)
     allowed_tools: Filter = None
     require_approval: Approval | None = None
@@ -222,18 +212,14 @@ class ReasoningOptions(Wire):
 
 def _bounded(metadata: dict[str, str]) -> dict[str, str]:
     """Applies OpenAI's limits, since every event repeats the metadata."""
-    if len(metadata) > MAX_PAIRS:
-        raise PydanticCustomError("too_many", f"must not have more than {MAX_PAIRS} pairs")
-    if max(map(len, metadata), default=0) > MAX_KEY:
-        message = f"must not have keys of more than {MAX_KEY} characters"
-        raise PydanticCustomError("metadata_length", message)
-    if max(map(len, metadata.values()), default=0) > MAX_VALUE:
-        message = f"must not have values of more than {MAX_VALUE} characters"
-        raise PydanticCustomError("metadata_length", message)
+    for size, limit, problem in (
+        (len(metadata), 16, "more than 16 pairs"),
+        (max(map(len, metadata), default=0), 64, "keys of more than 64 characters"),
+        (max(map(len, metadata.values()), default=0), 512, "values of more than 512 characters"),
+    ):
+        if size > limit:
+            raise PydanticCustomError("metadata_length", f"must not have {problem}")
     return metadata
-
-
-MAX_PAIRS, MAX_KEY, MAX_VALUE = 16, 64, 512
 
 
 # --- The items of the input, one model for each kind.
@@ -270,8 +256,6 @@ class CompactionItem(Item):
 
 
 class CallItem(Item):
-    """A call of a tool that the client runs."""
-
     name: str = Field(min_length=1)
     call_id: str = Field(min_length=1)
     namespace: str | None = None
@@ -283,8 +267,6 @@ class CustomCallItem(CallItem):
 
 
 class CallOutputItem(Item):
-    """The result of a function or of a freeform tool."""
-
     call_id: str = Field(min_length=1)
     name: str | None = Field(default=None, min_length=1)
     namespace: str | None = None
@@ -436,22 +418,8 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
 )
 
 
-def read_body(body: object) -> ResponsesBody:
-    """The parsed JSON of a request, checked field by field.
-
-    Raises only ``RequestError``, naming the field that is invalid, out of range or unsupported,
-    whatever ``body`` is. Unknown fields are ignored.
-    """
-    requested = checked(ResponsesBody, body)
-    reject_unsupported(body, UNSUPPORTED_FIELDS)
-    if requested.background and requested.store is False:
-        problem = "background requires store: a response that is not stored cannot be retrieved"
-        raise unsupported("background", problem)
-    return requested
-
-
 def read_item(document: object) -> Item:
-    """A stored item, read like an item of a request. Raises ``RequestError`` like ``read_body``."""
+    """A stored item, read like an item of a request. Raises ``RequestError``."""
     return checked(_StoredItem, {"item": document}).item
 
 

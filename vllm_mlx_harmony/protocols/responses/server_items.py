@@ -28,8 +28,12 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     parsed,
     pending,
 )
-from vllm_mlx_harmony.protocols.responses.server_tools import ServerTool
-from vllm_mlx_harmony.protocols.server_calls import CodeArguments, as_arguments
+from vllm_mlx_harmony.protocols.responses.server_tools import Kind
+from vllm_mlx_harmony.protocols.server_calls import (
+    CodeArguments,
+    as_arguments,
+    label_and_name,
+)
 
 FAILED = "failed"
 
@@ -38,20 +42,18 @@ FAILED = "failed"
 class ServerItem(OutputItem):
     """One call while it is written and run.
 
-    ``approved`` is the id of the request for approval that preceded it. ``code``: the tool takes
-    code instead of JSON.
+    ``tool`` is its name at the server ``label``. ``approved`` is the id of the request for approval
+    that preceded it. ``code``: the tool takes code instead of JSON.
     """
 
-    tool: ServerTool
+    label: str
+    tool: str
     code: bool = False
     approved: str | None = None
 
-    stem: ClassVar[str] = ""
-    """Prefix of its events."""
-    running: ClassVar[str] = ""
-    """Its status and its event while the call is running; empty if it has none."""
+    stem: ClassVar[str] = ""  # of its events
+    running: ClassVar[str] = ""  # its status and its event while the call is running, if any
     has_failed_event: ClassVar[bool] = False
-    """Whether there is an event for a call that failed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -62,25 +64,21 @@ class ServerItem(OutputItem):
         return [*self.announce(), pending(f"{self.stem}.in_progress", **self.position)]
 
     def closed(self) -> list[PendingEvent]:
-        """Its arguments are complete."""
-        return self.close_text()
+            return self.close_text()
 
     def started(self) -> list[PendingEvent]:
-        """The call is run."""
-        self.status = self.running or self.status
+            self.status = self.running or self.status
         return [pending(f"{self.stem}.{self.running}", **self.position)] if self.running else []
 
     def finished(self, text: str, failure: ToolFailure | None) -> list[PendingEvent]:
-        """The call has a result."""
-        self.answer, self.failure = text, failure
+            self.answer, self.failure = text, failure
         status = COMPLETED if failure is None else FAILED
         ended = pending(f"{self.stem}.{status}", **self.position)
         is_shown = failure is None or self.has_failed_event
         return [*([ended] if is_shown else ()), *self.finish(status)]
 
     def ended(self) -> list[PendingEvent]:
-        """The turn ended before the call had a result."""
-        return self.finish(INCOMPLETE)
+            return self.finish(INCOMPLETE)
 
 
 class McpCall(ServerItem):
@@ -100,9 +98,9 @@ class McpCall(ServerItem):
             approval_request_id=self.approved,
             arguments=self.text,
             error=None if failure is None else _error(failure, text),
-            name=self.tool.name,
+            name=self.tool,
             output=self.answer if failure is None else None,
-            server_label=self.tool.label,
+            server_label=self.label,
         )
 
 
@@ -110,11 +108,8 @@ def _error(failure: ToolFailure, text: str) -> Document:
     if failure.by_tool:
         content = [{"type": "text", "text": text}]
         return {"type": "mcp_tool_execution_error", "content": content}
-    return {"type": "mcp_protocol_error", "code": NO_ANSWER, "message": text}
-
-
-NO_ANSWER = -32000
-"""The first of the codes that JSON-RPC reserves for implementations."""
+    # The first of the codes that JSON-RPC reserves for implementations.
+    return {"type": "mcp_protocol_error", "code": -32000, "message": text}
 
 
 class CodeInterpreterCall(ServerItem):
@@ -126,7 +121,7 @@ class CodeInterpreterCall(ServerItem):
     def document(self) -> Document:
         shown = self.options.shows_outputs and self.answer is not None
         outputs = [{"type": "logs", "logs": self.answer}] if shown else None
-        called = {"code": self.text, "container_id": self.tool.label}
+        called = {"code": self.text, "container_id": self.label}
         return self.fields("code_interpreter_call", **called, outputs=outputs)
 
 
@@ -139,10 +134,10 @@ class WebSearchCall(ServerItem):
         value = parsed(self.text)
         given = value if isinstance(value, dict) else {}
         action: Document
-        if self.tool.name == "open":
+        if self.tool == "open":
             page = given.get("id")
             action = {"type": "open_page", "url": page if isinstance(page, str) else None}
-        elif self.tool.name == "find":
+        elif self.tool == "find":
             pattern = str(given.get("pattern", ""))
             action = {"type": "find_in_page", "pattern": pattern, "url": ""}
         else:
@@ -189,13 +184,12 @@ class ApprovalRequest(ServerItem):
             "id": self.id,
             "type": "mcp_approval_request",
             "arguments": as_arguments(self.text) if self.code else self.text,
-            "name": self.tool.name,
-            "server_label": self.tool.label,
+            "name": self.tool,
+            "server_label": self.label,
         }
 
     def opened(self) -> list[PendingEvent]:
-        """It has no events while it is written."""
-        return []
+            return []
 
     def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
         return self._write(text)
@@ -204,7 +198,7 @@ class ApprovalRequest(ServerItem):
         return self.announce()
 
 
-_CLASSES: dict[str, type[ServerItem]] = {
+_CLASSES: dict[Kind, type[ServerItem]] = {
     "mcp": McpCall,
     "code_interpreter": CodeInterpreterCall,
     "web_search": WebSearchCall,
@@ -219,9 +213,9 @@ def server_item(
     ``approved`` is the id of that request, once it was approved.
     """
     asks = approved is None and options.server.needs_approval(recipient)
-    tool = options.server.tool(recipient)
-    kind = ApprovalRequest if asks else _CLASSES[tool.kind]
-    return kind(index, key, options, tool, recipient == PYTHON, approved)
+    kind = ApprovalRequest if asks else _CLASSES[options.server.kind(recipient)]
+    label, tool = label_and_name(options.server.namespaces, recipient)
+    return kind(index, key, options, label, tool, recipient == PYTHON, approved)
 
 
 def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, list[PendingEvent]]:

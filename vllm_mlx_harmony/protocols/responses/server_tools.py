@@ -18,7 +18,7 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.responses.schema import McpTool, ResponsesTool, ToolFilter
-from vllm_mlx_harmony.protocols.server_calls import label_and_name, recipient_of, recipients_of
+from vllm_mlx_harmony.protocols.server_calls import recipient_of, recipients_of
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 Kind: TypeAlias = Literal["mcp", "code_interpreter", "web_search"]
@@ -31,15 +31,6 @@ _NAMESPACES: Mapping[str, tuple[Kind, str]] = {
     "web_search_preview_2025_03_11": ("web_search", "browser"),
 }
 """Types of tools that stand for a namespace which gpt-oss was trained with."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerTool:
-    """A tool that the server runs, as its client knows it."""
-
-    kind: Kind
-    label: str
-    name: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +52,10 @@ class ServerTools:
         more = (each for each in namespaces if each.name not in asked)
         return replace(self, namespaces=(*self.namespaces, *more))
 
-    def tool(self, recipient: str) -> ServerTool:
-        """The tool at ``recipient``, which need not exist."""
+    def kind(self, recipient: str) -> Kind:
+        """How the request declares the tool at ``recipient``, which need not exist."""
         exists = any(recipient in each.by_recipient for each in self.namespaces)
-        kind = self._kinds.get(recipient.partition(".")[0]) if exists else None
-        return ServerTool(kind or "mcp", *label_and_name(self.namespaces, recipient))
+        return self._kinds.get(recipient.partition(".")[0], "mcp") if exists else "mcp"
 
     def recipient(self, label: str, name: str) -> str:
         """The recipient of the tool ``name`` of the server ``label``."""
@@ -87,9 +77,6 @@ class ServerTools:
         wanted, name = _NAMESPACES.get(kind, (None, ""))
         found = next((each for each in self.namespaces if each.name == name), None)
         return found.recipients if found and self._kinds.get(name) == wanted else ()
-
-
-NO_SERVER_TOOLS = ServerTools()
 
 
 def read_server_tools(

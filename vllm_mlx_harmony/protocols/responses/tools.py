@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.turn import ToolChoice as Choice
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.schema import SEARCH, ResponsesTool, ToolChoice
-from vllm_mlx_harmony.protocols.responses.server_tools import NO_SERVER_TOOLS, ServerTools
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 
@@ -38,11 +38,6 @@ class DeclaredTool(NamedTuple):
     @property
     def key(self) -> tuple[str, str]:
         return self.namespace, self.name
-
-    @property
-    def freeform(self) -> bool:
-        """Whether its input is text, not JSON."""
-        return self.kind == "custom"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +63,7 @@ class Tools:
     def echoed(self, call: Call) -> Call:
         """``call`` of the model, as it is read when the client sends its item back."""
         tool = self.tool(call.name)
-        arguments = wrap(unwrapped(call.arguments)) if tool.freeform else call.arguments
+        arguments = wrap(unwrapped(call.arguments)) if tool.kind == "custom" else call.arguments
         name = self._reader.name(tool.name, tool.namespace)
         return replace(call, name=name, arguments=arguments)
 
@@ -143,8 +138,8 @@ class ToolReader:
         self,
         shown: tuple[Tool, ...],
         choice: ToolChoice | None,
-        server: ServerTools = NO_SERVER_TOOLS,
-        builtin_tools: tuple[str, ...] = (),
+        server: ServerTools,
+        builtin_tools: tuple[str, ...],
     ) -> Tools:
         """All tools that were read, and which of them may be called.
 
