@@ -64,21 +64,21 @@ class ServerItem(OutputItem):
         return [*self.announce(), pending(f"{self.stem}.in_progress", **self.position)]
 
     def closed(self) -> list[PendingEvent]:
-            return self.close_text()
+        return self.close_text()
 
     def started(self) -> list[PendingEvent]:
-            self.status = self.running or self.status
+        self.status = self.running or self.status
         return [pending(f"{self.stem}.{self.running}", **self.position)] if self.running else []
 
     def finished(self, text: str, failure: ToolFailure | None) -> list[PendingEvent]:
-            self.answer, self.failure = text, failure
+        self.answer, self.failure = text, failure
         status = COMPLETED if failure is None else FAILED
         ended = pending(f"{self.stem}.{status}", **self.position)
         is_shown = failure is None or self.has_failed_event
         return [*([ended] if is_shown else ()), *self.finish(status)]
 
     def ended(self) -> list[PendingEvent]:
-            return self.finish(INCOMPLETE)
+        return self.finish(INCOMPLETE)
 
 
 class McpCall(ServerItem):
@@ -189,7 +189,7 @@ class ApprovalRequest(ServerItem):
         }
 
     def opened(self) -> list[PendingEvent]:
-            return []
+        return []
 
     def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
         return self._write(text)
