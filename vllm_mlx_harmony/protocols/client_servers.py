@@ -45,11 +45,9 @@ def headers_of(
     headers: dict[str, str] = {}
     for name, value in (given or {}).items():
         if not (isinstance(name, str) and _NAME.fullmatch(name) and _is_value(value)):
-            problem = f"{where} contains an invalid header name or value"
-            raise invalid(where, problem)
+            raise invalid(where, f"{where} contains an invalid header name or value")
         if name.lower() in _CONNECTION_HEADERS:
-            problem = f"{where}: {name} cannot be set: it is a header of the connection"
-            raise invalid(where, problem)
+            raise invalid(where, f"{where}: {name} cannot be set: it is a header of the connection")
         headers[name.lower()] = value
     if token is not None:
         if not _is_value(token):

@@ -5,13 +5,13 @@ Text parts are joined; a line of text replaces any other part (semantics A4, A5,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from json import dumps
 from typing import Annotated, TypeAlias
 
 from vllm_mlx_harmony.core.attachments import Attachments, placeholder
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.protocols.validation import Variants, Wire, text_parts, unsupported
+from vllm_mlx_harmony.protocols.validation import Variants, Wire, listed, unsupported
 
 
 class AnyPart(Wire):
@@ -32,7 +32,7 @@ _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
 _MODELS: dict[str, type[Wire]] = {**dict.fromkeys(_TEXTS, TextPart), "refusal": Refusal}
 
 Part: TypeAlias = Annotated[AnyPart, Variants(_MODELS, AnyPart)]
-Parts: TypeAlias = Annotated[list[Part] | None, text_parts("parts")]
+Parts: TypeAlias = Annotated[list[Part] | None, listed("parts")]
 """A content: a string or a list of parts."""
 
 _KINDS = {
@@ -53,37 +53,34 @@ _KINDS = {
 """The types of attachments, including those of other servers, and the kind of each."""
 
 
-def message_text(parts: Sequence[AnyPart], where: str, attachments: Attachments) -> str:
-    """The text of a message's parts. ``where`` is the path of the list.
-
-    Raises ``RequestError`` naming a part that is neither text nor an attachment.
-    """
-    for index, part in enumerate(parts):
-        if part.type not in _MODELS and part.type not in _KINDS:
-            at = f"{where}[{index}]"
-            raise unsupported(at, f"{at} is of type {quoted(part.type)}, which is not supported")
-    return result_text(parts, where, attachments)
-
-
-def paragraphs(parts: Sequence[AnyPart]) -> str:
+def paragraphs(parts: Iterable[AnyPart] | None) -> str:
     """The texts of the parts, each on a line of its own. Other parts are left out."""
-    texts = (_part_text(part) for part in parts)
+    texts = map(_part_text, parts or ())
     return "\n".join(text for text in texts if text)
 
 
-def result_text(parts: Sequence[AnyPart], where: str, attachments: Attachments) -> str:
-    """The text of a tool's result: the texts, concatenated, and a line for every other part."""
-    joined, line_open = "", False
-    for index, part in enumerate(parts):
-        text = _part_text(part)
+def text_of(
+    parts: Iterable[AnyPart] | None, where: str, attachments: Attachments, *, lenient: bool = False
+) -> str:
+    """The texts, concatenated, and a line for every other part. ``where`` is the path of the list.
+
+    Raises ``RequestError`` naming a part that is neither text nor an attachment, unless ``lenient``
+    as for the results of tools.
+    """
+    joined, after_line = "", False
+    for index, part in enumerate(parts or ()):
+        text, at = _part_text(part), f"{where}[{index}]"
         is_line = text is None
         if text is None:
-            kind, at = _KINDS.get(part.type), f"{where}[{index}]"
+            kind = _KINDS.get(part.type)
+            if not (kind or lenient):
+                problem = f"{at} is of type {quoted(part.type)}, which is not supported"
+                raise unsupported(at, problem)
             text = attachments.line(kind, part.type, at) if kind else placeholder(part.type)
-        starts_line = joined and (line_open or is_line)
-        joined += "\n" if starts_line and not joined.endswith("\n") else ""
+        if joined and (after_line or is_line) and not joined.endswith("\n"):
+            joined += "\n"
         joined += text
-        line_open = is_line
+        after_line = is_line
     return joined
 
 

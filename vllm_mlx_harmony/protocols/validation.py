@@ -88,17 +88,20 @@ def _fields(value: object) -> object:
     return {**fields, "document": value}
 
 
-def text_parts(noun: str) -> BeforeValidator:
-    """Makes a list of one text part, or block, of a content that is a string."""
+def listed(noun: str, field: str = "text", **others: str) -> BeforeValidator:
+    """Makes a string the ``field`` of the only object in a list.
 
-    def listed(value: object) -> object:
+    The object is a text part, unless it has ``others``.
+    """
+
+    def as_list(value: object) -> object:
         if isinstance(value, str):
-            return [{"type": "text", "text": value}]
+            return [{**(others or {"type": "text"}), field: value}]
         if value is None or isinstance(value, list):
             return value
         raise PydanticCustomError("content_type", f"must be a string or a list of {noun}")
 
-    return BeforeValidator(listed)
+    return BeforeValidator(as_list)
 
 
 StopStrings: TypeAlias = Annotated[

@@ -32,7 +32,7 @@ from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter, Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
-from vllm_mlx_harmony.protocols.openai_content import call_arguments, message_text, result_text
+from vllm_mlx_harmony.protocols.openai_content import call_arguments, text_of
 from vllm_mlx_harmony.protocols.openai_request import reject_unsupported
 from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.validation import checked, invalid, required, unsupported
@@ -103,7 +103,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     older = body.max_completion_tokens is None
     choice = body.tool_choice or schema.ChatToolChoice(type="auto")
     none = choice.type == "none"
-    predicted = (body.prediction and body.prediction.content) or ()
+    predicted = body.prediction.content if body.prediction else None
     declared = enumerate(body.tools or ())
     tools = () if none else tuple(_tool(tool, f"tools[{at}]") for at, tool in declared)
     builtin_tools = () if none else defaults.enabled(template.builtin_tools)
@@ -142,7 +142,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
         thinking=thinking,
         namespaces=namespaces,
         choices=body.n or 1,
-        prediction=message_text(predicted, "prediction.content", defaults.attachments),
+        prediction=text_of(predicted, "prediction.content", defaults.attachments),
     )
 
 
@@ -186,8 +186,7 @@ def _continued(body: ChatBody) -> bool:
     field = "add_generation_prompt" if requested is None else "continue_final_message"
     continued = body.add_generation_prompt is False if requested is None else requested
     if continued and body.messages[-1].role != "assistant":
-        problem = f"{field} requires the last message to have the role 'assistant'"
-        raise unsupported(field, problem)
+        raise unsupported(field, f"{field} requires the last message to have the role 'assistant'")
     return continued
 
 
@@ -204,7 +203,6 @@ class _Reader:
     def read_input(self, message: ChatMessage, index: int) -> Iterator[Message]:
         """The messages for a message that is not the assistant's."""
         where = f"messages[{index}]"
-        content = message.content or ()
         if message.role in ("tool", "function"):
             if message.role == "tool":
                 key, problem = (
@@ -217,11 +215,12 @@ class _Reader:
                 problem = "a function message must follow a function_call with the same name"
             if not key:
                 raise RequestError(problem, param=where)
-            yield Result(key, result_text(content, f"{where}.content", self.attachments), where)
+            text = text_of(message.content, f"{where}.content", self.attachments, lenient=True)
+            yield Result(key, text, where)
         elif message.content is None:
             raise required(f"{where}.content")
         else:
-            text = message_text(content, f"{where}.content", self.attachments)
+            text = text_of(message.content, f"{where}.content", self.attachments)
             if message.role == "user":
                 yield User(text)
             elif text:
@@ -266,7 +265,7 @@ class _Reader:
 
         A spoken answer is only referred to by its id.
         """
-        text = message_text(message.content or (), f"{where}.content", self.attachments)
+        text = text_of(message.content, f"{where}.content", self.attachments)
         if message.audio is not None:
             line = self.attachments.line("audio", "audio", f"{where}.audio")
             text = f"{text}\n{line}" if text else line

@@ -413,8 +413,7 @@ def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | N
     placed = [each for message in run for each in message.blocks]
     for block, where in placed:
         if block.type == "tool_use":
-            problem = f"{where} is a tool_use without a tool_result after it"
-            raise RequestError(problem, param=where)
+            raise RequestError(f"{where} is a tool_use without a tool_result after it", param=where)
     if not placed or not isinstance(placed[-1].block, schema.TextBlock):
         return None, False
     text, where = placed[-1].block.text, placed[-1].where

@@ -10,12 +10,7 @@ from pydantic import Field, model_validator
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.sampling import RequestBody
-from vllm_mlx_harmony.protocols.validation import (
-    StopStrings,
-    Variants,
-    Wire,
-    text_parts,
-)
+from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, listed
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
@@ -45,7 +40,7 @@ class TextSource(Source):
 
 
 class ContentSource(Source):
-    content: Annotated[list[Part], text_parts("blocks")]
+    content: Annotated[list[Part], listed("blocks")]
 
 
 class DocumentBlock(Block):
@@ -165,7 +160,7 @@ class McpCallBlock(CallBlock):
 
 class ResultBlock(Block):
     tool_use_id: str = Field(min_length=1)
-    content: Annotated[list[ResultPart] | None, text_parts("blocks")] = None
+    content: Annotated[list[ResultPart] | None, listed("blocks")] = None
     is_error: bool | None = None
 
 
@@ -192,9 +187,7 @@ _BLOCKS: dict[str, type[Wire]] = {
     "*_tool_result": ServerResultBlock,
     "tool_addition": ToolAdditionBlock,
 }
-Blocks: TypeAlias = Annotated[
-    list[Annotated[Block, Variants(_BLOCKS, Block)]], text_parts("blocks")
-]
+Blocks: TypeAlias = Annotated[list[Annotated[Block, Variants(_BLOCKS, Block)]], listed("blocks")]
 
 
 # --- The body.

@@ -28,12 +28,7 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.freeform import wrap
-from vllm_mlx_harmony.protocols.openai_content import (
-    call_arguments,
-    message_text,
-    paragraphs,
-    result_text,
-)
+from vllm_mlx_harmony.protocols.openai_content import call_arguments, paragraphs, text_of
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
@@ -122,8 +117,7 @@ class ItemReader:
             case schema.MessageItem():
                 if item.content is None and item.role != "assistant":
                     raise required(f"{where}.content")
-                content = item.content or ()
-                text = message_text(content, f"{where}.content", self.defaults.attachments)
+                text = text_of(item.content, f"{where}.content", self.defaults.attachments)
                 if item.role == "user":
                     yield User(text)
                 elif text and item.role != "assistant":
@@ -134,8 +128,8 @@ class ItemReader:
             case schema.ReasoningItem():
                 text = (
                     self._decrypted(item.encrypted_content, where)
-                    or paragraphs(item.content or ())
-                    or paragraphs(item.summary or ())
+                    or paragraphs(item.content)
+                    or paragraphs(item.summary)
                 )
                 if text:
                     yield Reasoning(text)
@@ -218,7 +212,8 @@ class ItemReader:
         return Call(key, name, arguments)
 
     def _output_text(self, item: schema.CallOutputItem | schema.ServerCallItem, where: str) -> str:
-        return result_text(item.output or (), f"{where}.output", self.defaults.attachments)
+        at = f"{where}.output"
+        return text_of(item.output, at, self.defaults.attachments, lenient=True)
 
     def _answer(self, result: Result, name: str) -> Iterator[Message]:
         """``result``, preceded by a call of ``name`` if its call is lost."""

@@ -41,11 +41,7 @@ from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.input_items import ItemReader, Stored, nothing_stored
 from vllm_mlx_harmony.protocols.responses.output_items import OutputOptions
 from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, user_item
-from vllm_mlx_harmony.protocols.responses.schema import (
-    Item,
-    ResponsesBody,
-    response_format,
-)
+from vllm_mlx_harmony.protocols.responses.schema import Item, ResponsesBody, response_format
 from vllm_mlx_harmony.protocols.responses.server_tools import (
     ServerTools,
     read_server_tools,

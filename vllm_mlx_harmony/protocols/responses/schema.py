@@ -26,27 +26,12 @@ from vllm_mlx_harmony.protocols.openai_request import (
     UnsupportedFields,
     given,
 )
-from vllm_mlx_harmony.protocols.validation import (
-    VARIANT,
-    Variants,
-    Wire,
-    checked,
-    required,
-)
+from vllm_mlx_harmony.protocols.validation import VARIANT, Variants, Wire, checked, listed, required
 
 SEARCH = "tool_search"
 """The type of a search for tools, and its name for the model unless another tool has that name."""
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
-
-
-def _as_items(value: object) -> object:
-    """A string becomes a user's message."""
-    if isinstance(value, str):
-        return [{"type": "message", "role": "user", "content": value}]
-    if value is None or isinstance(value, list):
-        return value
-    raise PydanticCustomError("input_type", "must be a string or a list of items")
 
 
 def _as_item(value: object) -> object:
@@ -351,7 +336,9 @@ class _StoredItem(Wire):
 class ResponsesBody(OpenAIBody):
     """The body of ``POST /v1/responses``: the fields that are read."""
 
-    input: Annotated[list[AnyItem] | None, BeforeValidator(_as_items)] = None
+    input: Annotated[
+        list[AnyItem] | None, listed("items", "content", type="message", role="user")
+    ] = None
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None

@@ -29,11 +29,7 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     pending,
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import Kind
-from vllm_mlx_harmony.protocols.server_calls import (
-    CodeArguments,
-    as_arguments,
-    label_and_name,
-)
+from vllm_mlx_harmony.protocols.server_calls import CodeArguments, as_arguments, label_and_name
 
 FAILED = "failed"
 
