@@ -426,8 +426,10 @@ class Defaults:
     tools_for_all: bool = False
     attachments: Attachments = Attachments.OMIT
 
-    def default_namespaces(self, tools: Sequence[Tool]) -> tuple[Namespace, ...]:
-        """The tools that the server runs for a request that does not ask for any.
+    def default_namespaces(
+        self, tools: Sequence[Tool], requested: Sequence[Namespace] = ()
+    ) -> tuple[Namespace, ...]:
+        """The tools that the server runs for a request: those ``requested``, and those for all.
 
         A client with tools of its own does not want similar ones of the server: a namespace is left
         out if one of the request's ``tools`` has a name in it (``weather.now``), or is named like a
@@ -435,11 +437,9 @@ class Defaults:
         """
         own = [tool.name.partition(".") for tool in tools]
         taken = {head for head, dot, _ in own if dot or head in BUILTIN_TOOLS}
-        return tuple(
-            each
-            for each in (self.namespaces if self.tools_for_all else ())
-            if each.tools and each.name not in taken
-        )
+        taken |= {each.name for each in requested}
+        for_all = self.namespaces if self.tools_for_all else ()
+        return (*requested, *(each for each in for_all if each.tools and each.name not in taken))
 
     def enabled(self, requested: Sequence[str] | None) -> tuple[str, ...]:
         """The built-in namespaces of a turn: those ``requested``, or the server's."""

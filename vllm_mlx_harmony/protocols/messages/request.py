@@ -136,9 +136,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     namespaces: tuple[Namespace, ...] = ()
     if not no_tools:
         requested = requested_namespaces(body, defaults.namespaces)
-        taken = {each.name for each in requested}
-        others = defaults.default_namespaces([*added, *deferred.values()])
-        namespaces = (*requested, *(each for each in others if each.name not in taken))
+        namespaces = defaults.default_namespaces([*added, *deferred.values()], requested)
     builtin_tools = () if no_tools else defaults.builtin_tools
     open_call = last_call(messages)
     runs = open_call is not None and prefill is None and namespaces

@@ -33,7 +33,7 @@ from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader
-from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, code_in
+from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, code_in, recipient_of
 from vllm_mlx_harmony.protocols.validation import required
 
 Stored: TypeAlias = Callable[[str], Mapping[str, object] | None]
@@ -227,7 +227,7 @@ class ItemReader:
 
         A call that was approved has the id of the request for approval, which precedes it.
         """
-        name = self.server.recipient(item.server_label, item.name)
+        name = recipient_of(self.server.available, item.server_label, item.name)
         arguments = call_arguments(item.arguments, f"{where}.arguments")
         key = call_id(item.id or where)
         asked = call_id(item.approval_request_id or "")

@@ -40,8 +40,13 @@ from vllm_mlx_harmony.protocols.responses.compaction import (
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.input_items import ItemReader, Stored, nothing_stored
 from vllm_mlx_harmony.protocols.responses.output_items import OutputOptions
-from vllm_mlx_harmony.protocols.responses.resource import compaction, input_items, user_item
-from vllm_mlx_harmony.protocols.responses.schema import Item, ResponsesBody, response_format
+from vllm_mlx_harmony.protocols.responses.resource import input_items
+from vllm_mlx_harmony.protocols.responses.schema import (
+    Item,
+    ResponsesBody,
+    read_item,
+    response_format,
+)
 from vllm_mlx_harmony.protocols.responses.server_tools import (
     ServerTools,
     read_server_tools,
@@ -84,12 +89,7 @@ class ResponsesRequest:
         """
         made = partial(CompactionEmitter, self._cipher) if self.compacts else Emitter
         return made(
-            info,
-            self._options,
-            self._repeated,
-            now,
-            stream=self.stream,
-            queues=self.background,
+            info, self._options, self._repeated, now, stream=self.stream, queues=self.background
         )
 
     def input_items(self, info: ResponseInfo) -> list[Document]:
@@ -102,9 +102,24 @@ class ResponsesRequest:
         return replace(self, turn=turn, compacts=True, stream=False, store=False, background=False)
 
     def compacted(self, response: Mapping[str, object], info: ResponseInfo) -> Document:
-        """The answer to ``POST /v1/responses/compact``, made of the ``response`` to this."""
-        earlier = [user_item(each.text) for each in self._history if type(each) is User]
-        return compaction([*earlier, *self._items], response, info)
+        """The answer to ``POST /v1/responses/compact``, made of the ``response`` to this.
+
+        It has the user's messages of the whole conversation, and the ``compaction`` item.
+        """
+        messages = (each.text for each in self._history if type(each) is User)
+        earlier = [
+            read_item({"type": "message", "role": "user", "content": text}) for text in messages
+        ]
+        listed = input_items([*earlier, *self._items], info)
+        output = response["output"]
+        assert isinstance(output, list)
+        return {
+            "id": response["id"],
+            "object": "response.compaction",
+            "created_at": response["created_at"],
+            "output": [*(item for item in listed if item.get("role") == "user"), *output],
+            "usage": response["usage"],
+        }
 
     def echoed(self, message: Message) -> Message:
         return self._options.tools.echoed(message) if isinstance(message, Call) else message
@@ -168,7 +183,8 @@ def read(
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
     if all(isinstance(each, declaring) for each in conversation):
         raise RequestError("input is empty: there is nothing to answer", param="input")
-    server = asked.with_namespaces(defaults.default_namespaces(list(map(Tool, declared.names))))
+    own = list(map(Tool, declared.names))
+    server = replace(asked, namespaces=defaults.default_namespaces(own, asked.namespaces))
     instructions = (Instructions(request.instructions),) if request.instructions else ()
     builtin_tools = defaults.enabled(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools

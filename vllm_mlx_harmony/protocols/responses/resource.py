@@ -12,7 +12,7 @@ from vllm_mlx_harmony.protocols.openai_answer import output_details
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.output_items import pending
-from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item, read_item
+from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item
 from vllm_mlx_harmony.protocols.validation import invalid
 
 
@@ -70,29 +70,6 @@ def deleted(key: str) -> Document:
 def input_tokens(count: int) -> Document:
     """The answer to ``POST /v1/responses/input_tokens``."""
     return {"object": "response.input_tokens", "input_tokens": count}
-
-
-def compaction(
-    items: Sequence[Item], response: Mapping[str, object], info: ResponseInfo
-) -> Document:
-    """The answer to ``POST /v1/responses/compact``: the user's messages among ``items``, which are
-    those of the whole conversation, and the output of ``response``, the ``compaction`` item.
-    """
-    users = [item for item in input_items(items, info) if item.get("role") == "user"]
-    output = response["output"]
-    assert isinstance(output, list)
-    return {
-        "id": response["id"],
-        "object": "response.compaction",
-        "created_at": response["created_at"],
-        "output": [*users, *output],
-        "usage": response["usage"],
-    }
-
-
-def user_item(text: str) -> Item:
-    """A user's message of an earlier response, as an item."""
-    return read_item({"type": "message", "role": "user", "content": text})
 
 
 def usage_of(usage: Usage) -> Document:

@@ -208,9 +208,10 @@ def server_item(
 
     ``approved`` is the id of that request, once it was approved.
     """
-    asks = approved is None and options.server.needs_approval(recipient)
+    namespaces = options.server.namespaces
+    asks = approved is None and any(each.needs_approval(recipient) for each in namespaces)
     kind = ApprovalRequest if asks else _CLASSES[options.server.kind(recipient)]
-    label, tool = label_and_name(options.server.namespaces, recipient)
+    label, tool = label_and_name(namespaces, recipient)
     return kind(index, key, options, label, tool, recipient == PYTHON, approved)
 
 

@@ -17,8 +17,13 @@ from typing import Literal, TypeAlias
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
-from vllm_mlx_harmony.protocols.responses.schema import McpTool, ResponsesTool, ToolFilter
-from vllm_mlx_harmony.protocols.server_calls import recipient_of, recipients_of
+from vllm_mlx_harmony.protocols.responses.schema import (
+    AllowedTool,
+    McpTool,
+    ResponsesTool,
+    ToolFilter,
+)
+from vllm_mlx_harmony.protocols.server_calls import recipients_of
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
 
 Kind: TypeAlias = Literal["mcp", "code_interpreter", "web_search"]
@@ -38,45 +43,33 @@ class ServerTools:
     """The tools that the server runs for a request: ``namespaces``.
 
     ``listed`` are those that the request declares as ``mcp``, even if they have no tools now. Their
-    tools are listed in the response.
+    tools are listed in the response. ``available`` are all that the server could run.
     """
 
     namespaces: tuple[Namespace, ...] = ()
     listed: tuple[Namespace, ...] = ()
+    available: tuple[Namespace, ...] = ()
     _kinds: Mapping[str, Kind] = field(default_factory=dict)
-    _available: tuple[Namespace, ...] = ()
-
-    def with_namespaces(self, namespaces: Iterable[Namespace]) -> ServerTools:
-        """These, and ``namespaces`` that the request did not declare."""
-        asked = {each.name for each in self.namespaces}
-        more = (each for each in namespaces if each.name not in asked)
-        return replace(self, namespaces=(*self.namespaces, *more))
 
     def kind(self, recipient: str) -> Kind:
         """How the request declares the tool at ``recipient``, which need not exist."""
         exists = any(recipient in each.by_recipient for each in self.namespaces)
         return self._kinds.get(recipient.partition(".")[0], "mcp") if exists else "mcp"
 
-    def recipient(self, label: str, name: str) -> str:
-        """The recipient of the tool ``name`` of the server ``label``."""
-        return recipient_of(self._available, label, name)
+    def chosen(self, requested: AllowedTool, where: str) -> tuple[str, ...]:
+        """The recipients of the ``requested`` tools that the server runs. Raises ``RequestError``.
 
-    def needs_approval(self, recipient: str) -> bool:
-        """Whether a call to ``recipient`` needs the client's approval before it is run."""
-        return any(each.needs_approval(recipient) for each in self.namespaces)
-
-    def named(self, label: str, name: str | None, where: str) -> tuple[str, ...]:
-        """The recipients of a choice: all tools of ``label``, or one. Raises ``RequestError``."""
-        found = recipients_of(self.namespaces, label, name)
-        if not found:
-            raise invalid(where, f"{where}: {quoted(label)} has no such tool in this request")
-        return found
-
-    def of_type(self, kind: str) -> tuple[str, ...]:
-        """The recipients of the tools declared as ``code_interpreter`` or ``web_search…``."""
-        wanted, name = _NAMESPACES.get(kind, (None, ""))
+        They are all tools of an MCP server, or one of them, or those of a type of their own.
+        """
+        if requested.type == "mcp" and self.namespaces:
+            label = requested.server_label or ""
+            recipients = recipients_of(self.namespaces, label, requested.name)
+            if not recipients:
+                raise invalid(where, f"{where}: {quoted(label)} has no such tool in this request")
+            return recipients
+        kind, name = _NAMESPACES.get(requested.type, (None, ""))
         found = next((each for each in self.namespaces if each.name == name), None)
-        return found.recipients if found and self._kinds.get(name) == wanted else ()
+        return found.recipients if found and self._kinds.get(name) == kind else ()
 
 
 def read_server_tools(
@@ -106,7 +99,7 @@ def read_server_tools(
             if namespace.tools:
                 chosen.setdefault(namespace.name, namespace)
                 kinds.setdefault(namespace.name, kind)
-    return ServerTools(tuple(chosen.values()), tuple(listed), kinds, available)
+    return ServerTools(tuple(chosen.values()), tuple(listed), available, kinds)
 
 
 _UNSUPPORTED = ("connector_id", "tunnel_id")

@@ -285,9 +285,9 @@ def _choice(
         listed = _listed(allowed, declared)
         names = [name for tool, name in known.items() if tool in listed]
         for index, each in enumerate(allowed):
-            names += _of_server(each, f"tool_choice.tools[{index}]", server)
+            names += server.chosen(each, f"tool_choice.tools[{index}]")
         chosen = Choice(requested.mode == "required", tuple(names))
-    elif of_server := _of_server(requested, "tool_choice", server):
+    elif of_server := server.chosen(requested, "tool_choice"):
         chosen = Choice(True, of_server)
     else:
         raise unsupported(
@@ -301,15 +301,6 @@ def _choice(
         problem = "tool_choice: a call is required, but there is no tool to call"
         raise invalid("tool_choice", problem)
     return chosen
-
-
-def _of_server(requested: schema.AllowedTool, where: str, server: ServerTools) -> tuple[str, ...]:
-    """The recipients of the chosen tools, if the server runs them."""
-    if not server.namespaces:
-        return ()
-    if requested.type == "mcp":
-        return server.named(requested.server_label or "", requested.name, where)
-    return server.of_type(requested.type)
 
 
 def _listed(
