@@ -33,8 +33,7 @@ from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
 from vllm_mlx_harmony.protocols.openai_content import call_arguments, text_of
-from vllm_mlx_harmony.protocols.openai_request import reject_unsupported
-from vllm_mlx_harmony.protocols.sampling import sampling
+from vllm_mlx_harmony.protocols.request_body import reject_unsupported, sampling
 from vllm_mlx_harmony.protocols.validation import checked, invalid, required, unsupported
 
 

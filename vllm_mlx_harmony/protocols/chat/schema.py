@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 from vllm_mlx_harmony.core.turn import SyntaxKind
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.openai_content import Parts
-from vllm_mlx_harmony.protocols.openai_request import (
+from vllm_mlx_harmony.protocols.request_body import (
     JsonSchema,
     OpenAIBody,
     TemplateOptions,

@@ -46,7 +46,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     result_text,
     translated_call,
 )
-from vllm_mlx_harmony.protocols.sampling import sampling
+from vllm_mlx_harmony.protocols.request_body import sampling
 from vllm_mlx_harmony.protocols.server_calls import (
     last_call,
     recipients_of,

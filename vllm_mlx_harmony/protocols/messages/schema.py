@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.sampling import RequestBody
+from vllm_mlx_harmony.protocols.request_body import RequestBody
 from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, listed
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.openai_request import TemplateOptions, reject_unsupported
+from vllm_mlx_harmony.protocols.request_body import TemplateOptions, reject_unsupported, sampling
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.compaction import (
     CompactionEmitter,
@@ -53,7 +53,6 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
     without_secrets,
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
-from vllm_mlx_harmony.protocols.sampling import sampling
 from vllm_mlx_harmony.protocols.server_calls import with_missing_results, with_results_moved
 from vllm_mlx_harmony.protocols.validation import checked, required, unsupported
 

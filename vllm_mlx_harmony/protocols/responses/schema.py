@@ -19,7 +19,7 @@ from pydantic_core import PydanticCustomError
 from vllm_mlx_harmony.core.turn import ResponseFormat, SyntaxKind
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.openai_content import Part, Parts
-from vllm_mlx_harmony.protocols.openai_request import (
+from vllm_mlx_harmony.protocols.request_body import (
     JsonSchema,
     OpenAIBody,
     TemplateOptions,

@@ -1,16 +1,43 @@
-"""The fields that both of OpenAI's APIs share, and the rejection of unsupported ones."""
+"""The fields of a request body that all APIs share, and those that both of OpenAI's do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any, TypeAlias
 
 from pydantic import Field
 
-from vllm_mlx_harmony.core.turn import BuiltinTool
+from vllm_mlx_harmony.core.turn import BuiltinTool, Sampling
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.sampling import RequestBody
 from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, unsupported
+
+
+class RequestBody(Wire):
+    """Base of a request body.
+
+    Subclasses may add other fields of ``Sampling``, which are then read as well.
+    """
+
+    model: str = Field(min_length=1)
+    stream: bool | None = None
+    temperature: float | None = Field(default=None, ge=0, le=2)
+    top_p: float | None = Field(default=None, ge=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+
+
+def sampling(body: RequestBody, **others: Any) -> Sampling:
+    """The sampling that ``body`` asks for; ``others`` are its fields that need a conversion."""
+    given = {name: getattr(body, name) for name in _NAMES & type(body).model_fields.keys()}
+    if body.top_k == -1:  # vLLM's value for "all tokens"
+        given["top_k"] = 0
+    return Sampling(**given, **others)
+
+
+_NAMES = {each.name for each in fields(Sampling)} - {"logit_bias", "top_logprobs"}
+
+
+# --- OpenAI's APIs, with the extensions of vLLM.
 
 UnsupportedFields: TypeAlias = "tuple[tuple[str, Callable[[Any], object], str], ...]"
 """Fields that are rejected because ignoring them would change the answer: the name, a predicate for
@@ -35,7 +62,7 @@ class JsonSchema(Wire):
 
 
 class OpenAIBody(RequestBody):
-    """Base of a request body of either API, with the extensions of vLLM."""
+    """Base of a request body of either API."""
 
     timeout: float | None = Field(default=None, gt=0, lt=1e9)
     parallel_tool_calls: bool | None = None
@@ -56,12 +83,12 @@ def given(_: object) -> bool:
     return True
 
 
-def reject_unsupported(body: object, fields: UnsupportedFields) -> None:
-    """Raises ``RequestError`` naming the first of ``fields`` that ``body``, an object, gives.
+def reject_unsupported(body: object, rejected: UnsupportedFields) -> None:
+    """Raises ``RequestError`` naming the first of ``rejected`` that ``body``, an object, gives.
 
     ``body`` is the parsed JSON: fields that are read for nothing else are not in any model.
     """
-    for field, rejects, why in fields:
+    for field, rejects, why in rejected:
         value = body.get(field) if isinstance(body, dict) else None
         if value is not None and rejects(value):
             raise unsupported(field, f"{field}: {why}")
