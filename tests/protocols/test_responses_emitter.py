@@ -31,12 +31,7 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Sampling
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
-from vllm_mlx_harmony.protocols.responses import (
-    ResponsesRequest,
-    error_body,
-    output_items,
-    read,
-)
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, error_body, output_items, read
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 KEY = INFO.id_seed[:20]

@@ -40,11 +40,7 @@ from vllm_mlx_harmony.core.turn import (
     Turn,
     User,
 )
-from vllm_mlx_harmony.protocols.responses import (
-    ResponsesRequest,
-    previous_response_id,
-    read,
-)
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, previous_response_id, read
 from vllm_mlx_harmony.protocols.responses.resource import page
 from vllm_mlx_harmony.protocols.responses.schema import ITEMS as ITEM_MODELS
 from vllm_mlx_harmony.protocols.responses.schema import (

@@ -9,16 +9,7 @@ import pytest
 from event_checker import check
 from reverse_cipher import Reverse
 
-from vllm_mlx_harmony.core.deltas import (
-    Closed,
-    Delta,
-    Finished,
-    Kind,
-    Opened,
-    Started,
-    Text,
-    Usage,
-)
+from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text, Usage
 from vllm_mlx_harmony.core.errors import HostError, OutputError
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
