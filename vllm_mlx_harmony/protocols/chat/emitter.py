@@ -41,10 +41,9 @@ class Emitter:
     """Turns deltas into server-sent events or, without ``stream``, into one document at the end.
 
     A stream has a chunk with the role, a chunk for each text or call, the finish reason, the usage
-    if ``include_usage``, and ``[DONE]``. The chunk's JSON is written once per message and each
-    delta only quotes its text: its cost does not depend on the length of the answer, and no text is
-    stored. ``freeform`` are the names of the tools that take text. ``shows_progress``: while the
-    prompt is being processed, chunks report its progress.
+    if ``include_usage``, and ``[DONE]``. No text is stored. ``freeform`` are the names of the tools
+    that take text. ``shows_progress``: while the prompt is being processed, chunks report its
+    progress.
     """
 
     info: ResponseInfo
@@ -130,10 +129,7 @@ class Emitter:
         return [last, DONE] if self.include_usage else [DONE]
 
     def result(self) -> Document:
-        """The whole answer, not streamed: a ``chat.completion``.
-
-        Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
-        """
+        """The whole answer: a ``chat.completion``. Raises the error that ended the turn, if any."""
         if self._error is not None:
             raise self._error
         if self._reason is None or self.stream:

@@ -172,10 +172,8 @@ class Emitter:
     """Turns deltas into server-sent events or, without ``stream``, into one document at the end.
 
     A stream has ``message_start``; for each message the start, deltas and stop of a block;
-    ``message_delta`` with the stop reason and the usage; ``message_stop``. A delta's JSON is
-    written once per block and each delta only quotes its text: its cost does not depend on the
-    length of the answer. Only the text of an open thinking block (to encrypt it) or an open call
-    is stored.
+    ``message_delta`` with the stop reason and the usage; ``message_stop``. Only the text of an open
+    thinking block (to encrypt it) or an open call is stored.
     """
 
     info: ResponseInfo
@@ -264,10 +262,7 @@ class Emitter:
                 assert_never(delta)
 
     def result(self) -> Document:
-        """The whole answer, not streamed: a ``message``.
-
-        Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
-        """
+        """The whole answer: a ``message``. Raises the error that ended the turn, if any."""
         if self._error is not None:
             raise self._error
         if self._finished is None or self.stream:

@@ -51,10 +51,10 @@ _ENDINGS = {
 class Emitter:
     """Turns deltas into server-sent events, and has the response as a document at any time.
 
-    Without ``stream``, it does the same and returns no events. The cost of a delta does not depend
-    on the length of the answer. ``repeated`` are the fields of the response that repeat the
-    request; ``now`` returns the Unix time for ``completed_at``, which is null without it.
-    ``queues``: the response may have to wait, and begins with the status ``queued``.
+    Without ``stream``, it does the same and returns no events. ``repeated`` are the fields of the
+    response that repeat the request; ``now`` returns the Unix time for ``completed_at``, which is
+    null without it. ``queues``: the response may have to wait, and begins with the status
+    ``queued``.
     """
 
     info: ResponseInfo
@@ -158,10 +158,7 @@ class Emitter:
         return [*last[:-2], *self._write_response(_ENDINGS[self._status]), DONE]
 
     def result(self) -> Document:
-        """The whole answer: a ``response``.
-
-        Raises the error that ended the turn, if one did, and ``OutputError`` before its end.
-        """
+        """The whole answer: a ``response``. Raises the error that ended the turn, if any."""
         if self._error is not None:
             raise self._error
         if self._status not in _ENDINGS:

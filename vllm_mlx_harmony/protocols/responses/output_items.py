@@ -139,7 +139,7 @@ class OutputOptions:
 
 @dataclass
 class OutputItem:
-    """One item while it is written. The cost of a text does not depend on the text before it.
+    """One item while it is written.
 
     Each method returns the events for one step. ``index`` is its number in the output, and ``key``
     the part of its id after the prefix. ``shown``: its first event was returned. ``over``: it gets
