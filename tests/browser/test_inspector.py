@@ -175,7 +175,7 @@ def test_copied_tokens_are_marked(direct: Site, open_page: Open) -> None:
     newest(page)
     number = page.locator(".copied.generated").count()
     assert number == page.locator(".generated").count()
-    expect(page.locator(".did .copied")).to_contain_text(f"Copied {number} tokens")
+    expect(page.locator(".did .copied")).to_contain_text(f"Guessed {number} tokens")
 
 
 def test_text_is_never_markup(direct: Site, open_page: Open) -> None:
