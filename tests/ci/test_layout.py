@@ -23,6 +23,7 @@ THROUGH_THE_HOST = {
     "huggingface_hub",
     "mlx",
     "numpy",
+    "safetensors",
     "tokenizers",
     "transformers",
     "yaml",

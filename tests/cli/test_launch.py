@@ -158,7 +158,7 @@ def test_one_server_for_all(home: Path, became: list[Any], capsys: Any) -> None:
 def launch_in_background(model: Path, became: list[Any]) -> None:
     """Without the check for the host, which is not everywhere."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm_mlx_harmony.cli.demo.require_host", lambda what: None)
+        patch.setattr("vllm_mlx_harmony.cli.stand_in.require_host", lambda what: None)
         launched("codex", str(model))
 
 

@@ -85,9 +85,9 @@ class Run:
 
     def own(self, model: Path) -> None:
         """Measures a server of this package, which is then started again with its disk cache."""
-        from vllm_mlx_harmony.cli.demo import home_directory
         from vllm_mlx_harmony.cli.process import ADDRESS, serving
         from vllm_mlx_harmony.cli.screen import busy
+        from vllm_mlx_harmony.cli.stand_in import home_directory
         from vllm_mlx_harmony.measure.plan import Point
         from vllm_mlx_harmony.measure.requests import FEW
 

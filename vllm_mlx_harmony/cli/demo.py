@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import shlex
-import sys
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.client import Completion, ask
-from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.parse import parse
 from vllm_mlx_harmony.cli.process import serving
 from vllm_mlx_harmony.cli.render import prompt
 from vllm_mlx_harmony.cli.screen import show_log, show_turn
+from vllm_mlx_harmony.cli.stand_in import home_directory, require_host, written
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind
 from vllm_mlx_harmony.standin import Script
@@ -117,35 +113,6 @@ def run(*, batched: bool = False, console: Console | None = None) -> int:
     else:
         console.print("\n[bold red]✗ the client did not receive the scripted output[/]")
     return 0 if right else 1
-
-
-def require_host(what: str) -> None:
-    """Raises ``UsageError`` if the server that ``what`` runs cannot be imported."""
-    for module, fix in (("vllm_mlx", "vllm-mlx"), ("mlx.core", "mlx")):
-        try:
-            importlib.import_module(module)
-        except ImportError as error:
-            linux = sys.platform == "linux" and fix == "mlx"
-            wanted = "'vllm-mlx-harmony[cpu]'" if linux else fix
-            raise UsageError(
-                f"{what} runs the real server, but {module} cannot be imported ({error}): "
-                f"pip install {wanted}"
-            ) from error
-
-
-@contextmanager
-def home_directory() -> Iterator[Path]:
-    prefix = "vllm-mlx-harmony-"
-    with tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True) as home:
-        yield Path(home)
-
-
-def written(name: str, scripts: Sequence[Script], home: Path) -> Path:
-    """Writes the stand-in to the user's cache, or to ``home`` if that is not writable."""
-    try:
-        return standin.write(vocab.cache_dir() / name, scripts)
-    except OSError:
-        return standin.write(home / name, scripts)
 
 
 def _converse(console: Console, port: int, model: str) -> bool:

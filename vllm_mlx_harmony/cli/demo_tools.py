@@ -15,9 +15,9 @@ from typing import Any
 from rich.console import Console
 
 from vllm_mlx_harmony.cli.client import post
-from vllm_mlx_harmony.cli.demo import home_directory, written
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.process import serving
+from vllm_mlx_harmony.cli.stand_in import home_directory, written
 from vllm_mlx_harmony.standin import Script
 
 QUESTION = "How many seconds do 17 weeks have?"

@@ -138,7 +138,7 @@ def _program(agent: Agent) -> tuple[str, ...]:
 
 def _standin(console: Console) -> Served:
     """A server of a scripted model, in place of any other that `launch` has started."""
-    from vllm_mlx_harmony.cli.demo import require_host
+    from vllm_mlx_harmony.cli.stand_in import require_host
 
     require_host("the stand-in")
     server = background.running()
@@ -203,7 +203,7 @@ def _server(console: Console, wanted: str | None, key: str | None) -> Served:
 
 
 def _started(console: Console, wanted: str | None) -> Served:
-    from vllm_mlx_harmony.cli.demo import require_host
+    from vllm_mlx_harmony.cli.stand_in import require_host
 
     require_host("launch")
     from vllm_mlx_harmony.engine import device

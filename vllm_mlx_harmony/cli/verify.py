@@ -112,9 +112,9 @@ def _case(name: str) -> Check:
 @contextmanager
 def _standing_in(console: Console) -> Iterator[str]:
     """A server of the scripted stand-in; its URL."""
-    from vllm_mlx_harmony.cli.demo import home_directory, written
     from vllm_mlx_harmony.cli.process import ADDRESS, serving
     from vllm_mlx_harmony.cli.screen import busy
+    from vllm_mlx_harmony.cli.stand_in import home_directory, written
     from vllm_mlx_harmony.verify.samples import SCRIPTS
 
     with ExitStack() as stack:

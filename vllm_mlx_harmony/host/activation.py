@@ -13,7 +13,6 @@ import logging
 import sys
 from collections.abc import Callable
 
-from vllm_mlx_harmony._loading import warn
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import FLAGS
 
@@ -80,7 +79,7 @@ def _activate(args: argparse.Namespace) -> None:
     try:
         importlib.import_module("openai_harmony")
     except ImportError as error:
-        warn(
+        _warn(
             f"not active: openai-harmony cannot be imported ({error}); "
             "`pip install openai-harmony` fixes it. vllm-mlx runs on its own"
         )
@@ -105,7 +104,7 @@ def _activate(args: argparse.Namespace) -> None:
     except Exception as error:  # the plugin may fail, vllm-mlx may not
         logger.debug("activation failed", exc_info=True)
         uninstall()
-        warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
+        _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -147,3 +146,7 @@ def _apply(args: argparse.Namespace) -> None:
     summary.set_flags(args, flags.without_effect(given, enabled=resources.budget() > 0))
     if path := getattr(args, "models_config", None):
         summary.show(("models", f"{path}, loaded on demand"))
+
+
+def _warn(message: str) -> None:
+    print(f"vllm-mlx-harmony: {message}", file=sys.stderr)

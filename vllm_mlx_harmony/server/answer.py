@@ -36,9 +36,9 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server import tasks
+from vllm_mlx_harmony.server.deadline import TIMED_OUT
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, run, run_choices
-from vllm_mlx_harmony.server.host import TIMED_OUT
 from vllm_mlx_harmony.server.observer import notify
 from vllm_mlx_harmony.server.settings import number
 from vllm_mlx_harmony.server.timers import Timer

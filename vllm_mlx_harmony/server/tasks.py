@@ -14,13 +14,12 @@ import asyncio
 import gc
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from starlette.requests import Request
 
-if TYPE_CHECKING:
-    from vllm_mlx_harmony.server.host import Deadline
+from vllm_mlx_harmony.server.deadline import Deadline
 
 T = TypeVar("T")
 
