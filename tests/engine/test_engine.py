@@ -747,9 +747,13 @@ def test_no_more_is_evicted_while_what_was_is_being_written(
                 assert not fits().result()
                 assert engine.cache.status().evictions == 1
                 assert disk.evicted > 0
-            held.set()
-            assert flushed(disk, 60)
-            assert fits().result()
+
+            def written() -> bool:
+                held.set()
+                return flushed(disk, 60) and engine._fits(99)
+
+            # In one call: the engine would begin the request as soon as there is memory.
+            assert engine._thread.call(written).result()
             assert engine.cache.status().evictions == 1 and disk.evicted == 0
         finally:
             held.set()
