@@ -97,6 +97,8 @@ class Metrics:
         self.refused = Counter(
             "refused", "Requests rejected for their key or the rate limit.", ["reason"], **options
         )
+        for reason in ("key", "rate limit"):  # a rate needs a zero before the first rejection
+            self.refused.labels(reason)
         for metric in (fleet.routed, fleet.retried, fleet.requests):
             self.registry.register(metric)
         for labelled in (
