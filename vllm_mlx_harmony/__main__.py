@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from importlib.util import find_spec
 
 from vllm_mlx_harmony import __version__
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, HarmonyFailure) as error:
         return _fail(error)
     except ImportError as error:
-        if (error.name or "").partition(".")[0] == __package__:
+        plugin_is_missing = command != "gateway" and find_spec(f"{__package__}.host") is None
+        if plugin_is_missing or (error.name or "").partition(".")[0] == __package__:
             return _fail(
                 UsageError(
                     "only the gateway is installed; for this command: pip install vllm-mlx-harmony"
