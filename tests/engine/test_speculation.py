@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -497,6 +498,36 @@ def test_where_wide_steps_do_not_pay_few_are_measured(
     costs = measured(model, layers, lambda: now)
     assert costs.ids == ids
     assert [round(1000 * one, 6) for one in costs.seconds][:2] == [1.0, each[2]]
+
+
+def test_a_step_of_one_id_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device computes behind Python's back: the first wait, for an id that was there before, took
+    no time at all, so a step of one id seemed to be free, and no draft ever paid."""
+    now, computing = 0.0, list[int]()
+
+    def wait(array: mx.array) -> None:
+        nonlocal now
+        while id(array) in computing:
+            computing.pop(0)
+            now += 0.01
+        mx.eval(array)
+
+    def model(inputs: mx.array, cache: Any) -> mx.array:
+        nonlocal now
+        now += 0.001 if inputs.shape[1] == 1 else 0.011 * 1.2
+        return MODEL(inputs, cache)
+
+    device = SimpleNamespace(
+        array=mx.array,
+        uint32=mx.uint32,
+        eval=wait,
+        async_eval=lambda array: computing.append(id(array)),
+    )
+    monkeypatch.setattr(step_costs, "mx", device)
+    layers = MODEL.make_cache()
+    MODEL(mx.array([[1, 2, 3]]), cache=layers)
+    costs = measured(model, layers, lambda: now)
+    assert [round(1000 * one, 6) for one in costs.seconds] == [11.0, *[13.2] * 4]
 
 
 def test_costs_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
