@@ -337,7 +337,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="vllm",
         what="the three APIs over a real vLLM on processors, its model tiny and random (4 GB)",
-        install=("-e", ".", *TEST_TOOLS, *GATEWAY),
+        install=("-e", ".", *TEST_TOOLS, *GATEWAY, "tokenizers"),
         without=WITHOUT_HOST,
         present=("starlette", "openai", "anthropic", "uvicorn"),
         absent=(*HOST, "fastapi"),

@@ -80,6 +80,7 @@ def compiled_grammar() -> Compiled:
     return compiled(grammar)
 
 
+@pytest.mark.once
 def test_a_grammar_and_limits_hold_together() -> None:
     spec = ConstraintSpec(grammar=compiled_grammar(), min_tokens=50, binding=True)
     assert spec
@@ -103,6 +104,7 @@ CUT = [*ANALYSIS, *THOUGHT, *ids("<|end|><|start|>assistant")]
 """Reasoning that a budget of one id has ended."""
 
 
+@pytest.mark.once
 @pytest.mark.parametrize(
     ("spec", "before", "draft", "expected"),
     [

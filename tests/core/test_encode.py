@@ -134,7 +134,7 @@ def by_category() -> dict[str, list[str]]:
     return found
 
 
-SIZE = 200_000
+SIZE = 50_000
 CATEGORIES = sorted(by_category())
 
 

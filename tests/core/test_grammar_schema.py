@@ -18,7 +18,7 @@ import jsonschema
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sizes import examples
+from sizes import FEW, examples
 from spellings_of_json import respelled
 from tool_shapes import DIALECTS, SHAPES, Dialect, changed, fitting, schema_of
 
@@ -324,7 +324,7 @@ def test_tool(name: str, dialect: Dialect) -> None:
     assert rules_of(schema, of_object=True).dropped == ()
     has_formats = '"format"' in json.dumps(schema)  # those are annotations, but under strict
     chance = random.Random(f"{name} {dialect.name}")
-    for _ in range(3):
+    for _ in range(1 if FEW else 3):
         value = fitting(shape, dialect, chance)
         assert is_valid(schema, value)
         assert taken(schema, json.dumps(value, ensure_ascii=False), strict=True), value

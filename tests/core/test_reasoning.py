@@ -223,6 +223,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("before", ["", "Hm. ", ROW * 20 + LINES])
 def test_a_loop_ends_within_3000_tokens(text: str, before: str) -> None:

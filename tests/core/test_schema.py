@@ -698,6 +698,7 @@ TOO_LARGE: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("parameters", TOO_LARGE.values(), ids=TOO_LARGE.keys())
 def test_tools_that_would_be_too_large_are_refused(parameters: dict[str, Any]) -> None:
     small = Tool("a", parameters=referring({"type": "string"}, 2), where="tools[0]")
@@ -732,6 +733,7 @@ def test_descriptions_of_tools_count_too() -> None:
     assert refused(*tools) == "tools.b"
 
 
+@pytest.mark.once
 def test_many_small_schemas_count_too() -> None:
     one = referring({"type": "string"}, 3_000)
     tools = [Tool(f"t{at}", parameters=one, where=f"tools[{at}]") for at in range(20)]
