@@ -62,6 +62,13 @@ def add_weights(nbytes: int) -> None:
             mx.set_wired_limit(_wired_before)
 
 
+def end_streams() -> None:
+    """Ends the streams of this thread, as every thread that has used mlx should before it ends:
+    otherwise the process may abort when it exits (https://github.com/ml-explore/mlx/pull/3395)."""
+    if hasattr(mx, "clear_streams"):
+        mx.clear_streams()
+
+
 def weights() -> int:
     """Bytes of the weights of all models of this process."""
     return _weights

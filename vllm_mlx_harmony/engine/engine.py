@@ -207,6 +207,7 @@ class MlxEngine:
         """Ends all requests, frees everything, ends the thread."""
         with suppress(Stopped):
             self._thread.call(self._free)
+            self._thread.call(device.end_streams)
         self._thread.close()
         if self.loaded:  # the thread died and could not free it
             self._free()
