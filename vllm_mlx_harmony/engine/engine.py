@@ -317,7 +317,8 @@ class MlxEngine:
             )
         if self.options.speculate == "auto":
             where = f"mlx {mx.__version__}, {mx.device_info().get('device_name')}"
-            key = f"{self.model}: {self.weights} bytes, {where}"
+            # Version 1 measured steps of one id too short: drafts never seemed to pay.
+            key = f"{self.model}: {self.weights} bytes, {where}, version 2"
             measure = partial(costs.measured, module, layers)
             self.costs = costs.remembered(self.options.costs, key, measure)
         mx.clear_cache()
