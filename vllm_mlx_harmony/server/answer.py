@@ -11,7 +11,7 @@ its log instead.) Readers never drive the engine. An answer ends in one of three
 - **It is ended** (``end``): a client cancels it, the server shuts down, or nothing is generated for
   too long. An engine stops only between two steps, which may be many seconds apart. So the reader
   gets the error at once, and the task releases the lease later.
-- **Its reader disconnects** (``close``). The engine is stopped and nothing more is written.
+- **Its reader disconnects** (``aclose``). The engine is stopped and nothing more is written.
 
 A failure before the first event is raised where the reader waits for that event, so that it becomes
 an HTTP status. A later failure is an event in the shape of the API.
@@ -186,10 +186,11 @@ class Answer:
         notify(self._observers, lambda each: each.whole(document))
         return document
 
-    def close(self, result: str = "client_closed") -> None:
+    async def aclose(self, result: str = "client_closed") -> None:
         """Ends the answer after its reader has disconnected, or has waited for too long.
 
-        ``result`` is for the metrics. The engine stops at the end of its current step.
+        ``result`` is for the metrics. The engine stops at the end of its current step. Returns when
+        it is free and the lease is released; immediately if the answer was read to its end.
         """
         self._stop_pings()
         _being_read.discard(self)
@@ -199,13 +200,6 @@ class Answer:
         self._stop()
         self._complete = True
         self._wake()
-
-    async def aclose(self, result: str = "client_closed") -> None:
-        """Calls ``close``, and returns when the engine is free and the lease is released.
-
-        Returns at once if the answer was read to its end.
-        """
-        self.close(result)
         if not self.read_to_end:
             await tasks.wait_until_done(self._task)
 

@@ -116,7 +116,7 @@ def warm_up() -> None:
 
 
 UnlessDisconnected: TypeAlias = "Callable[[Awaitable[Any]], Awaitable[Any]]"
-"""Awaits its argument. If the client disconnects first, cancels it and returns ``None``."""
+"""``Received.unless_disconnected``."""
 
 
 async def constraint_for(

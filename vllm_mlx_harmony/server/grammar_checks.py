@@ -70,6 +70,9 @@ POLL = 0.05
 CACHE_BYTES = 4 * 2**20
 """Approximate size of the cache of verdicts in bytes."""
 
+LANE_WIDTH = 2
+"""Grammars that are checked concurrently in one lane."""
+
 BATCH = 32
 """Grammars in one question to a worker."""
 
@@ -210,8 +213,8 @@ class GrammarChecks:
     def __init__(self) -> None:
         self._helper = _Helper()
         self.verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(CACHE_BYTES)
-        self.quick = _Lane(self._helper, QUICK, width=2, nice=5, keeps_workers=True)
-        self.slow = _Lane(self._helper, SLOW, width=2, each_tenant=1, nice=15)
+        self.quick = _Lane(self._helper, QUICK, nice=5, keeps_workers=True)
+        self.slow = _Lane(self._helper, SLOW, each_tenant=1, nice=15)
         self.writing, self.compiling = _Slots(1), _Slots(1)
 
     def start(self) -> None:
@@ -279,12 +282,11 @@ class _Lane(_Slots):
         helper: _Helper,
         processor: float,
         *,
-        width: int,
         each_tenant: int | None = None,
         nice: int,
         keeps_workers: bool = False,
     ) -> None:
-        super().__init__(width, each_tenant)
+        super().__init__(LANE_WIDTH, each_tenant)
         self._helper = helper
         self._processor, self._nice, self._keeps_workers = processor, nice, keeps_workers
         self._idle: list[socket.socket] = []

@@ -110,9 +110,6 @@ class IdContext:
     """The ``Context`` of an output that is not parsed here: its deltas are the engine's steps."""
 
     done = False
-    outputs = ()
-    server_call = None
-    unanswered = ()
 
     def __init__(self, prompt: tuple[int, ...]) -> None:
         self._prompt = prompt

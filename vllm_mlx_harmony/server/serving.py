@@ -12,7 +12,6 @@ released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -21,6 +20,7 @@ from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
+import anyio
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
@@ -56,11 +56,6 @@ from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tasks import in_thread, unless_disconnected
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
-
-if sys.version_info >= (3, 11):
-    from asyncio import timeout
-else:
-    from vllm_mlx_harmony.server.tasks import timeout
 
 logger = logging.getLogger(__name__)
 
@@ -142,10 +137,7 @@ class Received:
         return host_of(self.request)
 
     async def unless_disconnected(self, coming: Awaitable[T]) -> T | None:
-        """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
-
-        Raises ``HostError`` 504 at the deadline.
-        """
+        """Calls ``tasks.unless_disconnected`` with the request and its deadline."""
         return await unless_disconnected(coming, self.request, self.lease.deadline)
 
     def track(self, *, stream: bool) -> Tracker:
@@ -203,7 +195,7 @@ async def serve(
     """
     request = bounded(request)
     try:
-        async with timeout(UPLOAD_SECONDS):
+        with anyio.fail_after(UPLOAD_SECONDS):
             body = await request.body()
     except TimeoutError as error:
         problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
@@ -339,8 +331,7 @@ async def prepare(received: Received) -> Job:
     )
     tools = None
     if host.toolbox is not None and turn.namespaces:
-        seconds, budget = lease.deadline.total, host.reasoning_tokens
-        tools = TurnTools(host.toolbox, turn, names, seconds, parsed.servers, budget)
+        tools = TurnTools(host.toolbox, turn, names, lease.deadline.total, parsed.servers)
     job = Job(
         lease,
         context,

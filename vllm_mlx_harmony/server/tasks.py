@@ -12,23 +12,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-import anyio
 from starlette.requests import Request
 
 from vllm_mlx_harmony.server.deadline import Deadline
 
 T = TypeVar("T")
-
-
-@asynccontextmanager
-async def timeout(seconds: float) -> AsyncIterator[None]:
-    """``asyncio.timeout`` for Python 3.10."""
-    with anyio.fail_after(seconds):
-        yield
 
 
 _tasks: set[asyncio.Task[None]] = set()

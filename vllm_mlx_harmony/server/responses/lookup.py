@@ -124,24 +124,20 @@ async def _events(
 ) -> AsyncGenerator[Event, None]:
     pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
     silent_since = time.monotonic()
-    ended = False
     try:
         while True:
+            runs = await _runs(key, tenant)  # asked first: if it has ended, these are all events
             events = await asyncio.to_thread(known.events, (key, tenant), start)
             for event in events:
                 yield event
             start += len(events)
             if DONE in events[-1:]:
                 return
-            if events or await _runs(key, tenant):
-                ended = False
+            if events or runs:
                 silent_since = time.monotonic() if events else silent_since
                 if pings_after and time.monotonic() - silent_since >= pings_after:
                     yield HEARTBEAT
                     silent_since = time.monotonic()
-            elif not ended:
-                ended = True  # its last events may have come since they were read
-                continue
             else:
                 stored = await _stored(key, tenant)
                 if stored.document.get("status") == "failed":

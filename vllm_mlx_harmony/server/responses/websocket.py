@@ -19,6 +19,7 @@ from typing import Any
 import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
+from starlette.status import WS_1013_TRY_AGAIN_LATER
 from starlette.types import Message, Receive
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
@@ -61,8 +62,6 @@ UNSENT_SECONDS = 0.05
 
 _TRANSPORT = frozenset({"type", "stream", "stream_options", "background", "generate"})
 """Fields of a message that do not belong to the request, or concern its transport."""
-
-_TOO_MUCH = 1013  # "try again later"
 
 
 async def converse(socket: WebSocket) -> None:
@@ -133,7 +132,7 @@ class Conversation:
             self._waiting_bytes += sys.getsizeof(text)
             several = not self._waiting.empty()  # a single long message has its own error
             if self._waiting.full() or (several and self._waiting_bytes > max_body()):
-                await self._socket.close(_TOO_MUCH, "too many messages are waiting")
+                await self._socket.close(WS_1013_TRY_AGAIN_LATER, "too many messages are waiting")
                 return
             self._waiting.put_nowait(text)
 

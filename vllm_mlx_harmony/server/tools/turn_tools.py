@@ -29,7 +29,7 @@ class TurnTools:
     """The tools of a turn and the remaining limits.
 
     ``seconds`` is the time limit of the request. ``given`` has the tool servers that it names by
-    URL. ``reasoning_tokens`` is the budget set by a flag of the server.
+    URL.
     """
 
     toolbox: Toolbox
@@ -37,7 +37,6 @@ class TurnTools:
     names: Names
     seconds: float
     given: Sequence[ToolServer] = ()
-    reasoning_tokens: int | None = None
     _calls: int = 0
     _refused: int = 0
     _until: float | None = None
@@ -114,7 +113,7 @@ class TurnTools:
         turn = replace(self.turn, tool_choice=choice, prefill=None)
         spec = constraint.spec
         if spec.grammar is not None:
-            fresh = await constraint_for(turn, self.names, self.reasoning_tokens)
+            fresh = await constraint_for(turn, self.names)
             spec = replace(spec, grammar=None if fresh is None else fresh.spec.grammar)
         budget = spec.reasoning_tokens
         return left, Constraint(
