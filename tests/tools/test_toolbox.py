@@ -310,7 +310,7 @@ def test_files_that_are_understood(tmp_path: Path, document: dict[str, Any]) -> 
 WRONG: list[tuple[str, str]] = [
     ("{", "Expecting property name"),
     ('{"servers": []}', "servers: "),
-    ('{"servers": {"a": {}}}', "needs a command"),
+    ('{"servers": {"a": {}}}', "requires `command`"),
     ('{"servers": {"a": {"url": "ftp://x"}}}', "needs a url"),
     ('{"servers": {"a": {"command": "x", "comand": 1}}}', "servers.a.comand: "),
     ('{"servers": {"a": {"transport": "pigeon"}}}', "servers.a.transport: "),

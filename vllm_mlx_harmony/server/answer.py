@@ -10,16 +10,16 @@ its log instead.) Readers never drive the engine. An answer ends in one of three
   reader reaches the end.
 - **It is ended** (``end``): a client cancels it, the server shuts down, or nothing is generated for
   too long. An engine stops only between two steps, which may be many seconds apart. So the reader
-  gets the error at once, and the task releases the lease later.
+  gets the error immediately, and the task releases the lease later.
 - **Its reader disconnects** (``aclose``). The engine is stopped and nothing more is written.
 
 A failure before the first event is raised where the reader waits for that event, so that it becomes
-an HTTP status. A later failure is an event in the shape of the API.
+an HTTP status. A later failure is an event in the API's format.
 
-If the engine waited for readers, the slowest one would delay all other requests. So it does not
-wait, unless each request has its own connection to it (``Engine.remote``). Instead, the buffer is
-bounded: an answer that exceeds it ends with an error, which frees the engine. The events in the
-buffer can still be read.
+A slow reader must not delay other requests, so a local engine never waits for readers. The buffer
+is bounded instead: an answer that exceeds it ends with an error, which frees the engine. The events
+in the buffer can still be read. A remote engine (``Engine.remote``), which has one connection per
+request, does wait.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 
 
 class Answer:
-    """The answer to ``job``. Making it starts the generation, which goes on until its end is read.
+    """The answer to ``job``. Creating it starts the generation, independently of the reader.
 
     Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
     then the iteration. An answer that is not streamed has no events, only the document that
@@ -107,10 +107,13 @@ class Answer:
         self._comments_progress = job.comments_progress
         self._progress_at: float | None = None  # when progress was last reported
         self._max_unread = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY)
-        # Of the buffer. The first group of events does not count as unread, because in Responses it
-        # repeats the instructions and tools of the client.
+        # Unread bytes at which the answer is ended. Set after the first group, which does not
+        # count: in Responses it repeats the client's instructions and tools.
         self._capacity: int | None = None
 
+        # waiting -> generating (`_generate`) -> ended (`_write`, `_write_end`) -> complete
+        # (`_write_end`, `aclose`). Each transition sets the flag of its state. `_stop` sets
+        # `_stopped` in any state. A failure before the first event skips `_ended`.
         self._announced = announced
         self._generating = False  # the task can be cancelled, because it is not cleaning up
         self._stopped = False  # nothing more is taken from the engine
@@ -218,7 +221,8 @@ class Answer:
         """Waits until something is put into the buffer, the answer ends, or ``seconds`` pass."""
         loop = asyncio.get_running_loop()
         self._reader_waiter = loop.create_future()
-        # It goes on when an event comes first, and may wake the reader too early.
+        # An event does not cancel the timer, so it may wake a later wait too early; `__anext__`
+        # checks the clock.
         if seconds is not None and self._ping_timer is None:
             self._ping_timer = loop.call_later(seconds, self._ping_due)
         await self._reader_waiter
@@ -250,7 +254,7 @@ class Answer:
     # --- For everything else
 
     def end(self, failure: HarmonyFailure) -> None:
-        """Ends the answer with ``failure``, which the reader gets at once."""
+        """Ends the answer with ``failure``, which the reader gets immediately."""
         if not (self._stopped or self._ended):
             self._stop()
             tasks.start(self._write_end(failure))
@@ -263,7 +267,7 @@ class Answer:
             async with aclosing(self._deltas) as groups:
                 if not self._stopped:
                     await self._generate(groups)
-        except asyncio.CancelledError:  # unless this answer was stopped, the engine stops all work
+        except asyncio.CancelledError:  # not by `_stop`: the engine was shut down
             failure = OutputError("the engine was stopped")
         except Exception as error:  # noqa: BLE001 - the reader gets every error
             failure = error
@@ -308,7 +312,7 @@ class Answer:
             silence.close()
 
     def _time_out(self) -> None:
-        problem = f"nothing was generated for {self._lease.deadline.total:.0f} seconds"
+        problem = f"no output for {self._lease.deadline.total:.0f} seconds"
         self.end(HostError(problem, status=TIMED_OUT, code="timeout"))
 
     async def _write(self, group: list[Delta]) -> None:
@@ -345,6 +349,7 @@ class Answer:
         at_once = bool(events) and (first or complete)
         if not events and self._comments_progress:
             events = [progress_comment(progress)]
+        # A first comment waits for PROGRESS_SECONDS; a first event is sent immediately.
         if self._progress_at is None:
             self._progress_at = now
         if at_once or now - self._progress_at >= PROGRESS_SECONDS:
@@ -456,7 +461,7 @@ def end_all(failure: HarmonyFailure) -> None:
 
 
 def reject_new(rejecting: bool) -> None:
-    """Whether to reject every answer that has not begun, because the server shuts down."""
+    """Sets whether answers that have not begun fail with 503."""
     global _rejecting
     _rejecting = rejecting
 

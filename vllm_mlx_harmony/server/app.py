@@ -88,7 +88,6 @@ SOCKETS = (WebSocketRoute("/v1/responses", converse),)
 """WebSocket endpoints, which check the API key themselves."""
 
 MIDDLEWARE = (Middleware(Admission),)
-"""Middleware around the whole application."""
 
 
 def application(host: Host) -> Starlette:

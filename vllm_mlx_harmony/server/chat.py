@@ -24,7 +24,7 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     host = host_of(request)
     listed = await host.models()
     entries = listed["data"]
-    if not model_id:
+    if not model_id:  # the `:path` converter also matches /v1/models/
         others = [{**entries[0], "id": name} for name in other_names(host.model_name)]
         return JSONResponse({**listed, "data": entries + others})
     own = own_name(model_id, host.model_name)

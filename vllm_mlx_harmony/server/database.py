@@ -86,6 +86,5 @@ class Database:
             yield self.file
 
     def read(self, query: str, *values: object) -> list[sqlite3.Row]:
-        """All rows that a query finds."""
         with self._reading:
             return self.reader.execute(query, values).fetchall()

@@ -19,7 +19,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Seconds left, or 0."""
+        """Never negative."""
         return max(0.0, self.at - time.monotonic())
 
     def passed(self) -> HostError:

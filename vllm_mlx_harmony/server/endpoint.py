@@ -1,4 +1,4 @@
-"""Endpoints of the front end as values, and their errors in the shape of the API that was called.
+"""Endpoint definitions, and error responses in each API's format.
 
 `server.app` serves them as an application of their own, `host.mount` among the routes of vllm-mlx.
 """
@@ -36,7 +36,7 @@ ErrorResponse: TypeAlias = "Callable[[Exception], Response]"
 # --- Errors
 
 CLIENT_CLOSED = 499
-"""nginx's status for a closed request, as the host uses it; also for a cancelled one."""
+"""nginx's status for a client that closed the connection; also used for cancelled requests."""
 
 RETRY_SECONDS = 5
 """``Retry-After`` in seconds, if the error does not set one."""
@@ -140,7 +140,7 @@ class Endpoint:
                 if before is not None:
                     await before(request)
                 return await guarded(request)
-            except Exception as raised:  # noqa: BLE001 - every error gets the API's shape
+            except Exception as raised:  # noqa: BLE001 - every error gets the API's format
                 return error(raised)
 
         return handle

@@ -142,8 +142,8 @@ async def constraint_for(
         _reject_unenforceable(turn)
     else:
         if not (turn.callable_tools or turn.namespaces or turn.answer_format or turn.prefill):
-            # The grammar is short, and compiled already except for a tenant's first request. A
-            # thread would take a tenth of the request's time.
+            # The grammar is short and, after the tenant's first request, already compiled. A thread
+            # would add a tenth to the request's time.
             def unknown(_: str) -> str:
                 raise Unchecked("grammars are not tried on the event loop")
 
@@ -271,30 +271,30 @@ def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> G
     Usually every part can be compiled. So the grammar is first written on that assumption, and all
     parts are tried in one question to the helper process.
     """
-    asked: list[str] = []
-    place = ExitStack()
+    unchecked: list[str] = []
+    slot = ExitStack()
 
-    def assumed(text: str) -> str:
-        asked.append(text)
+    def assume_valid(text: str) -> str:
+        unchecked.append(text)
         return ""
 
-    def asked_apart(text: str) -> str:
-        place.close()  # writing goes on in another place, once the helper process has answered
+    def check_one(text: str) -> str:
+        slot.close()  # writing goes on in another slot, once the helper process has answered
         try:
             return check(text)
         finally:
-            place.enter_context(check.writing())
+            slot.enter_context(check.writing())
 
     with check.writing():
-        grammar = grammar_of(turn, names, policy, check=assumed, checked=False)
+        grammar = grammar_of(turn, names, policy, check=assume_valid, checked=False)
     if grammar is None or remembered(grammar, turn.tenant) is not None:
         return grammar
-    parts = [(text, "") for text in asked]
+    parts = [(text, "") for text in unchecked]
     if check.try_all([*parts, (grammar.text, turn.prefill or "")]):
         return grammar
-    with place:
-        place.enter_context(check.writing())
-        return grammar_of(turn, names, policy, check=asked_apart)
+    with slot:
+        slot.enter_context(check.writing())
+        return grammar_of(turn, names, policy, check=check_one)
 
 
 def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
@@ -385,5 +385,5 @@ def _reject_unenforceable(turn: Turn) -> None:
         what, where = "the syntax of an answer", requested.where
     else:
         return
-    problem = f"{what} cannot be enforced on this server ({GRAMMAR_VARIABLE}=off)"
+    problem = f"{what} cannot be enforced: grammars are disabled ({GRAMMAR_VARIABLE}=off)"
     raise RequestError(problem, param=where, code="unsupported_value")

@@ -12,9 +12,8 @@ from vllm_mlx_harmony.server.sampling import Settings
 Finish: TypeAlias = Literal["stop", "length"]
 
 DRAWN, MASKED, FORCED, COPIED, UNKNOWN = ".", "m", "f", "c", "?"
-"""How an id came about. It was drawn, from ids that include the likeliest one; a constraint forbade
-the likeliest one; a constraint permitted no other id; it was part of a draft that was accepted; the
-engine does not say."""
+"""How a token was chosen: sampled; sampled after a constraint masked the likeliest token; forced by
+a constraint; accepted from a draft; unknown."""
 
 
 class Step(NamedTuple):
@@ -23,9 +22,9 @@ class Step(NamedTuple):
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
     that were cached. ``progress`` is set on steps without ids, before the first id. ``origins`` is
     empty unless ``Settings.origins`` asks for it. Then it has a letter for each id, such as
-    ``DRAWN``, which says how it came about. Of the ids that were tried as copies before they were
-    known, so many have been ``accepted`` and ``rejected`` so far. ``logprobs`` are those of all
-    ``ids``, if the settings ask for them. A named tuple, since every token makes several.
+    ``DRAWN``, which says how it was chosen. ``accepted`` and ``rejected`` count the draft tokens of
+    speculative decoding so far. ``logprobs`` are those of all ``ids``, if the settings ask for
+    them. A named tuple, since every token makes several.
     """
 
     ids: tuple[int, ...]

@@ -2,9 +2,9 @@
 
 Closing the iterator of deltas frees the engine. `server.answer` owns that iterator.
 
-Several answers to one prompt (Chat's `n`) are generated beside each other (`run_choices`). Each is
-a turn of its own, with its own context, seed, constraint and tools. The first begins alone. The
-others begin when the engine has computed the prompt for it, and find the prompt in the engine's
+Several answers to one prompt (Chat's `n`) are generated concurrently (`run_choices`). Each is a
+turn of its own, with its own context, seed, constraint and tools. The first begins alone. The
+others start once the engine has computed the prompt for the first, and find it in the engine's
 prefix cache. So a prompt is computed once, unless the engine has no such cache.
 """
 
@@ -48,7 +48,7 @@ Deltas: TypeAlias = AsyncGenerator[list[Delta], None]
 
 
 class Emitter(Protocol):
-    """Writes one answer in the shape of an API."""
+    """Writes one answer in an API's format."""
 
     def feed(self, delta: Delta) -> list[Event]:
         """The events for ``delta``; none if the answer is not streamed."""
@@ -111,7 +111,7 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
     settings, constraint = job.settings, job.constraint
     length = job.lease.harmony_engine.context_length
     ended: EndReason = "stop"
-    # Calls in the history that have been approved since, or the one at which the turn was paused.
+    # Server calls in the history without a result: approved since, or the one the turn paused at.
     approved = () if tools is None else context.unanswered
     history = list(approved)
     if history:
@@ -173,7 +173,7 @@ async def _run_tools(
     prompt_tokens = len(context.render_for_completion())
     for call in calls:
         yield [ToolStarted(call if earlier else None)]
-        notify(observers, lambda each: each.tool(call))  # noqa: B023 - called at once
+        notify(observers, lambda each: each.tool(call))  # noqa: B023 - called immediately
         finished = await tools.run(call, prompt_tokens, context_length)
         results.append(ServerResult(call.id, call.name, finished.text))
         # In a thread: a result within the history renders the whole prompt again.
@@ -254,9 +254,10 @@ async def _output(
                 progress.started = True
                 yield context.start(cached)
             async for step in steps:
-                notify(observers, lambda each: each.step(step))  # noqa: B023 - called at once
+                notify(observers, lambda each: each.step(step))  # noqa: B023 - called immediately
                 if step.progress is not None:
-                    # After a tool's result, too, the client already has its first token.
+                    # Only before the first token: later reports would interrupt a stream that has
+                    # begun.
                     if progress.outputs == 1 and not progress.generated:
                         yield [step.progress]
                     continue

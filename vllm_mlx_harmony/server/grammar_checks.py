@@ -5,15 +5,14 @@ grammar that exceeds a limit there is treated as one that cannot be expressed, a
 again.
 
 **Scheduling.** A slow grammar must not delay those of other clients, who may all use the same API
-key and so be one tenant. There are two lanes. In the first, a grammar has `QUICK` seconds of
-processor time, many times what ordinary tools need; of the waiting requests, the one that has used
-the least time goes first. A grammar that needs more moves to the second lane, with `SLOW` seconds
-per grammar and one slot per tenant. Both have a lower priority than the server, the second one the
-lowest.
+key and so be one tenant. There are two lanes. In the first, a grammar has `QUICK` seconds of CPU
+time, many times what ordinary tools need; of the waiting requests, the one that has used the least
+time goes first. A grammar that needs more moves to the second lane, with `SLOW` seconds per grammar
+and one slot per tenant. Both have a lower priority than the server, the second one the lowest.
 
 In the server, requests take turns in the same order. Writing a grammar is Python, of which only one
-thread runs at a time: if several were written at once, each step of the engine would wait for all
-of them. Compiling several at once would take the processors from the engine.
+thread runs at a time: if several were written concurrently, each step of the engine would wait for
+all of them. Compiling several concurrently would take the processors from the engine.
 
 **Patience.** A request waits `PATIENCE` seconds for all of its grammars together. A verdict that is
 still missing raises `Unchecked` and is not cached, as another request may find the lanes free.
@@ -46,13 +45,13 @@ from vllm_mlx_harmony.server import grammar_process
 logger = logging.getLogger(__name__)
 
 QUICK, SLOW = 0.1, 1.0
-"""Processor seconds for one grammar. The server then takes as long again to compile it."""
+"""CPU seconds to check one grammar; compiling it in the server takes about as long."""
 
 INSTANT = 0.01
-"""Processor seconds: grammars that take less are compiled by the server at once, others in turn."""
+"""CPU seconds: grammars that take less are compiled by the server immediately, others in turn."""
 
 MAX_ELAPSED = 2.0
-"""Elapsed seconds for one grammar, since a process may hang without using a processor."""
+"""Wall-clock seconds for one grammar, since a process may hang without using a processor."""
 
 PATIENCE = 1.5
 """Seconds that a request waits for its verdicts."""
@@ -91,7 +90,7 @@ class Unchecked(Exception):
 class Verdict:
     """``problem``: why the grammar cannot be compiled, in one line; empty if it can.
 
-    ``size``: its compiled size in bytes. ``seconds``: of the processor, that compiling it takes.
+    ``size``: its compiled size in bytes. ``seconds``: the CPU time that compiling it takes.
     """
 
     problem: str
@@ -257,7 +256,7 @@ class _Slots:
             try:
                 while not is_next():
                     if not wanted():
-                        raise Unchecked("there was not enough time")
+                        raise Unchecked("timed out waiting for the checker")
                     self._changed.wait(POLL)
                 self._running.append(tenant)
             finally:
@@ -272,7 +271,7 @@ class _Slots:
 
 
 class _Lane(_Slots):
-    """Slots in which grammars are tried, with ``processor`` seconds for each.
+    """Slots in which grammars are tried, with ``processor`` CPU seconds for each.
 
     ``keeps_workers``: a worker, whose niceness cannot be reduced, waits for the next grammar.
     """
@@ -324,7 +323,7 @@ class _Lane(_Slots):
         worker.sendall(question.encode() + b"\n")
         while not wait([worker], POLL):
             if not wanted():
-                raise Unchecked("the check took too long")
+                raise Unchecked("the check timed out")
             if time.monotonic() > until:
                 raise TimeoutError
         with worker.makefile("rb") as reading:
@@ -335,7 +334,7 @@ class _Lane(_Slots):
         if answer == grammar_process.PROCESSOR_OVER:
             raise TimeoutError
         if answer == grammar_process.CLOCK_OVER:
-            raise Unchecked("the machine is too busy to check it")
+            raise Unchecked("the server is too busy to check it")
         return answer
 
     def close(self) -> None:

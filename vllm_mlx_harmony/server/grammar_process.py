@@ -7,11 +7,11 @@ take minutes. So new grammars are compiled here first, under limits set by the k
 activated, and imports only the standard library and llguidance. It forks a *worker* for each socket
 that it receives over the control socket. A worker tries the grammars that come over its socket, one
 question after the other. Question and answer are lines of JSON: a list of grammars and beginnings
-of outputs, the limits of processor time and elapsed time in seconds, and the increment of the
-worker's niceness; and for each grammar its problem, the growth of the worker in bytes and the
-seconds of the processor, and whether the worker should be replaced. If a worker exceeds a limit it
-dies, which closes the socket. The next one takes a few milliseconds, since the library and the
-tokenizer are already loaded.
+of outputs, the limits of CPU time and wall-clock time in seconds, and the increment of the worker's
+niceness; and for each grammar its problem, the growth of the worker in bytes and the CPU seconds,
+and whether the worker should be replaced. If a worker exceeds a limit it dies, which closes the
+socket. The next one takes a few milliseconds, since the library and the tokenizer are already
+loaded.
 
 The limits for one grammar:
 
@@ -19,8 +19,8 @@ The limits for one grammar:
 - **memory**: `MEMORY` bytes more than the worker had before. On Linux by ``RLIMIT_AS``. macOS does
   not enforce that, so the worker's main thread also checks the resident size, while llguidance
   works without the interpreter lock.
-- **time**, of the processor and elapsed: checked by the main thread as well. If that thread cannot
-  run, the signals of interval timers end the worker after twice the time.
+- **time**, CPU and wall-clock: checked by the main thread as well. If that thread cannot run, the
+  signals of interval timers end the worker after twice the time.
 
 A worker also ends when the server does, or when the server closes the socket.
 
@@ -60,8 +60,8 @@ TICK = 0.01
 """Seconds between two checks of a worker's limits."""
 
 PROCESSOR_OVER, CLOCK_OVER = "processor", "clock"
-"""Answers when a time limit was exceeded. That of elapsed time is exceeded first if the worker got
-less than a quarter of a processor, and then nothing is known about the grammar."""
+"""Answers when a time limit was exceeded. That of wall-clock time is exceeded first if the worker
+got less than a quarter of a processor, and then nothing is known about the grammar."""
 
 READY = b"+"
 
@@ -202,6 +202,7 @@ def _problem(tokenizer: LLTokenizer, text: str, begun: bytes) -> str:
     draw = 1
     if begun and not matcher.is_error():
         matcher.try_consume_tokens(list(begun))
+    # A JSON schema begins with a brace, a Lark grammar does not.
     for _ in range(JSON_STEPS if text.startswith("{") else STEPS):
         if matcher.is_stopped():
             break

@@ -47,7 +47,7 @@ class Lease:
     _give_back: Callable[[], Awaitable[None]]
     taken_over: bool = field(default=False, init=False)
     endings: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
-    """What else ends with the lease, after the engine is free."""
+    """Callbacks that run after the engine is released."""
     _released: bool = field(default=False, init=False)
 
     @property
@@ -129,7 +129,7 @@ class Host(Protocol):
         """The document of ``GET /v1/models``, with ``max_model_len`` where it is known."""
 
     async def must_load(self, model: str | None) -> bool:
-        """Whether ``acquire`` would first load ``model``, which is known to be a Harmony model.
+        """Whether ``model`` is known to be a Harmony model that ``acquire`` would have to load.
 
         If so, its requests are checked before it is loaded.
         """
@@ -222,6 +222,7 @@ def tenant_of(connection: HTTPConnection) -> str:
     Tenants cannot access each other's stored responses and cached prompts. White space around a key
     is ignored, Unicode's included, as it is by FastAPI's ``HTTPBearer``, which vllm-mlx uses.
     """
+    # Without a key, all clients are one tenant.
     key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
     return sha256(re.sub(r"(?i)^bearer\s+", "", key).strip().encode()).hexdigest()
 

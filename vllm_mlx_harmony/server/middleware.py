@@ -47,12 +47,12 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 
 def error_at(path: str) -> ErrorResponse:
-    """Makes the responses for errors at ``path``: in OpenAI's format but for Messages."""
+    """The error format of ``path``: Anthropic's for Messages, otherwise OpenAI's."""
     return messages.error if f"{path}/".startswith("/v1/messages/") else openai_error
 
 
 async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers a request or a WebSocket with ``failure``, in the shape of the API of its path."""
+    """Rejects the request or WebSocket handshake with ``failure``, in its API's error format."""
     response = error_at(scope["path"])(failure)
     if failure.code == SHUTTING_DOWN:  # the client is to connect to another server
         response.headers["Connection"] = "close"
@@ -78,10 +78,11 @@ _UNOWNED = (".local", ".localhost", ".internal", ".home.arpa")
 class Admission:
     """ASGI middleware: rejects foreign pages with 403, and adds CORS headers for allowed ones.
 
-    Rejects every new request with 503 while the server shuts down (`shutdown`). Notes the transport
-    of each connection (`streams.transport_of`).
+    Rejects every new request with 503 while the server shuts down (`shutdown`). Adds the
+    connection's transport to the scope (`streams.transport_of`).
 
-    ``origins`` and ``hosts`` replace the patterns of the two variables, ``name`` the machine's.
+    ``origins`` and ``hosts`` replace the patterns of the two variables. ``name`` replaces this
+    machine's hostname.
     """
 
     def __init__(

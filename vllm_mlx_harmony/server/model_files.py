@@ -74,8 +74,11 @@ def is_harmony(tokenizer: object) -> bool:
 
 
 def is_harmony_model(model: str) -> bool | None:
-    """The same for a directory or a repository in the Hugging Face cache; None if there is no
-    `tokenizer.json`. Raises HostError if that file cannot be read."""
+    """Whether the model's tokenizer is o200k_harmony; ``None`` without a ``tokenizer.json``.
+
+    ``model`` is a directory or a repository in the Hugging Face cache. Raises ``HostError`` if the
+    file cannot be read.
+    """
     try:
         file = path_of(model, "tokenizer.json")
     except (OSError, ValueError):  # a path that does not exist is no repository id either

@@ -58,7 +58,7 @@ class SharedTurns:
         return [None if content is None else GeneratedTurn.from_bytes(content) for content in found]
 
     def use(self, key: bytes) -> None:
-        """Has no effect: turns expire by the time at which they were generated."""
+        """No-op: entries expire a fixed time after they are stored."""
 
 
 @lru_cache(maxsize=1)
@@ -83,7 +83,7 @@ def view(host: Host, lease: Lease) -> ReplayScope | None:
     """The turns that a request with this lease may reuse; ``None`` if reuse is disabled."""
     connection = server_connection()
     archive = host.archive if connection is None else _shared_turns(connection)
-    turns = replay(archive)  # type: ignore[arg-type]  # by identity, as any object
+    turns = replay(archive)  # type: ignore[arg-type]  # lru_cache hashes an archive by identity
     return None if turns is None else turns.view(f"{lease.harmony_engine.model}\0{lease.tenant}")
 
 

@@ -72,22 +72,16 @@ MAX_MODEL_NAME = 4_096
 
 
 class ParsedRequest(Protocol):
-    """A valid request of an API."""
+    @property
+    def turn(self) -> Turn: ...
 
     @property
-    def turn(self) -> Turn:
-        """The turn to generate."""
+    def model(self) -> str: ...
 
     @property
-    def model(self) -> str:
-        """The model's name in the request."""
+    def stream(self) -> bool: ...
 
-    @property
-    def stream(self) -> bool:
-        """Whether the answer is streamed."""
-
-    def emitter(self, info: ResponseInfo) -> Emitter:
-        """Makes the emitter of the answer."""
+    def emitter(self, info: ResponseInfo) -> Emitter: ...
 
     def echoed(self, message: Message) -> Message:
         """How ``message`` will be parsed when the client sends the answer back."""
@@ -108,7 +102,6 @@ class Api:
     emitter: Callable[[Any, ResponseInfo, Context, str], Emitter] = (
         lambda parsed, info, context, tenant: parsed.emitter(info)
     )
-    """Makes the emitter of the answer."""
     ping: Event | None = HEARTBEAT
     """Sent when a stream has been silent for a while."""
     reports_cached: bool = False
@@ -203,7 +196,7 @@ async def serve(
     document = await parse_body(body, api.more_values)
     async with leased(api, request, document) as lease:
         if lease.engine is None:
-            await lease.release()
+            await lease.release()  # the host acquires its own engine
             try:
                 return await host_of(request).forward(request)
             except LookupError as error:
@@ -252,9 +245,9 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
 
 
 def _routing(document: object) -> tuple[str | None, float | None]:
-    """``model`` and ``timeout`` of a request, which is validated later; ``None`` if invalid.
+    """``model`` and ``timeout`` of an unvalidated body; each ``None`` if missing or malformed.
 
-    Raises ``RequestError`` for a very long name, which logs and errors would repeat.
+    Rejects a name too long to be repeated in logs and errors.
     """
     if not isinstance(document, dict):
         return None, None
@@ -385,6 +378,7 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
             return [host.context(turn, info, renderer)]
         rendered = renderer(turn)
 
+        # The choices share one rendering; a tool result renders a changed turn.
         def render_once(requested: Turn) -> Rendered:
             return rendered if requested is turn else renderer(requested)
 
@@ -421,7 +415,9 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
             response = EventStream(request, answer)
             return response
         raise ClientDisconnect
-    except HostError:  # at the deadline, or after the answer has counted another one
+    except HostError:
+        # The deadline has passed. If the answer failed by itself, it has already recorded its
+        # result.
         result = "timeout"
         raise
     finally:

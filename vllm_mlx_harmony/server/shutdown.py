@@ -1,4 +1,4 @@
-"""Graceful shutdown: SIGTERM rejects new requests at once and lets running answers finish.
+"""Graceful shutdown: SIGTERM rejects new requests immediately and lets running answers finish.
 
 At SIGTERM and SIGINT, uvicorn's ``Server.shutdown`` stops listening, closes every WebSocket, and
 waits for HTTP responses without a limit. The application's lifespan ends only after that, too late
@@ -6,13 +6,13 @@ to send an error. So the following comes first:
 
 1. New requests get 503 (`middleware.Admission`).
 2. Running answers continue until shortly before the limit, which counts from the signal. Then they
-   end with an error in the shape of their API, also over a WebSocket. They do not wait for their
+   end with an error in their API's format, also over a WebSocket. They do not wait for their
    engine to stop (``Answer.end``).
 3. When the errors are sent, uvicorn shuts down, with the rest of the limit for all other responses.
 4. An engine cannot be interrupted within a step, and Python waits for its thread. ``GRACE`` seconds
    after the limit the process ends in any case.
 
-A second signal ends the process at once.
+A second signal ends the process immediately.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ logger = logging.getLogger("vllm_mlx_harmony")
 MAX_GRACE = 30.0
 """Maximum grace period in seconds. The host's ``--timeout`` may make it shorter."""
 
-LAST_WORDS = 0.8
+ERROR_SECONDS = 0.8
 """Seconds before the limit at which answers are ended; a quarter of the limit if that is less."""
 
 GRACE = 0.7
@@ -62,7 +62,7 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
                 timer.start()
             answer.reject_new(True)
             try:
-                await _answers_end(until - min(LAST_WORDS, limit() / 4))
+                await _answers_end(until - min(ERROR_SECONDS, limit() / 4))
                 if answer.running():
                     logger.warning("shutting down: ending the remaining answers")
                     answer.end_all(answer.shutting_down())

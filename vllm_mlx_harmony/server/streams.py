@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 
 class EventStream(StreamingResponse):
-    """A response of server-sent ``events``, which are closed when the client disconnects.
+    """Streams ``events``, and closes the iterator when the client disconnects.
 
     Starlette would leave the iterator to the garbage collector, which may run much later; the
-    engine would be busy until then. Its task group, which watches the client, takes several times
-    as long as ``tasks.unless_disconnected``.
+    engine would be busy until then. Its task group for watching the client costs several times as
+    much as ``tasks.unless_disconnected``.
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
@@ -72,7 +72,8 @@ async def _frames(events: AsyncIterator[Event]) -> AsyncIterator[str]:
 
 
 async def _close(events: AsyncIterator[Event]) -> None:
-    with suppress(RuntimeError):  # a running generator, which has nothing to free
+    # aclose() raises if the generator is still running in another task.
+    with suppress(RuntimeError):
         await events.aclose()  # type: ignore[attr-defined]
 
 
@@ -100,7 +101,7 @@ def send_timeout() -> float:
 def with_timeout(
     seconds: float, send: Callable[[T], Awaitable[None]], give_up: Callable[[], object]
 ) -> Iterator[Callable[[T], Coroutine[Any, Any, None]]]:
-    """``send``, which calls ``give_up`` after waiting ``seconds`` for the client."""
+    """Yields a ``send`` that calls ``give_up`` if one call takes longer than ``seconds``."""
 
     def late() -> None:
         logger.info("disconnecting a client that has read nothing for %.0f seconds", seconds)

@@ -1,4 +1,4 @@
-"""asyncio tasks and threads: starts them, and waits until they, or their clients, have gone.
+"""Helpers for asyncio tasks and threads.
 
 Long work runs in a thread, without Python's garbage collector. A collection holds the interpreter
 lock while it visits every object. The modules and models that a server has loaded take 200 ms and
@@ -40,7 +40,7 @@ async def cancel_and_wait(task: asyncio.Future[Any]) -> None:
 
 
 async def wait_until_done(task: asyncio.Future[Any]) -> None:
-    """Waits for the end of the task, and only then raises a cancellation of the caller."""
+    """Waits until ``task`` is done; a cancellation of the caller is raised only then."""
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
@@ -61,8 +61,8 @@ async def unless_disconnected(
 ) -> T | None:
     """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
 
-    The request's body must have been read. Raises ``HostError`` 504 at the ``deadline``, or after a
-    second if it has passed: ``coming`` may report that itself.
+    The request's body must have been read. Raises ``HostError`` 504 at the ``deadline``. If it has
+    already passed, waits one second more, so that ``coming`` can raise its own error.
     """
     task = asyncio.ensure_future(coming)
     gone = asyncio.ensure_future(_disconnected(request))

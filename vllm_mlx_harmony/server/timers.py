@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 
 class Timer:
-    """Calls ``expired`` once, ``seconds`` after its last ``start`` unless it was stopped.
+    """Restartable timeout, which calls ``expired`` ``seconds`` after the last ``start``.
 
-    Starting and stopping only note the time, since a timer of the event loop for every token would
-    cost several times as much. The loop's timer goes on, and is set anew when it fires too early.
+    ``start`` and ``stop`` only record a time; one event-loop timer is rescheduled when it fires
+    early. A new one for every token would cost several times as much.
     """
 
     def __init__(self, seconds: float, expired: Callable[[], object]) -> None:
@@ -20,13 +20,11 @@ class Timer:
         self._handle: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Starts it, or starts it again."""
         self._due = self._loop.time() + self._seconds
         if self._handle is None:
             self._handle = self._loop.call_at(self._due, self._fire)
 
     def stop(self) -> None:
-        """Stops it. It can be started again."""
         self._due = None
 
     def close(self) -> None:

@@ -128,6 +128,7 @@ class Directory:
             await asyncio.sleep(TICK)
             if not await call(lambda redis: redis.exists(key)):
                 return True
+        # If we delete it ourselves, no server took it.
         return not await call(lambda redis: redis.delete(key))
 
 
@@ -145,7 +146,7 @@ def directory() -> Directory | None:
 def runs_elsewhere(response_id: str, tenant: str) -> bool:
     """Whether another server generates the background response. Blocks.
 
-    True if Redis is unavailable, since the response may be running.
+    Also true if Redis is unavailable: the response must not be reported as lost.
     """
     known = directory()
     try:
@@ -237,4 +238,4 @@ class Beat:
 
 
 BEATING = Beat()
-"""The task of this server."""
+"""The heartbeat of this process."""

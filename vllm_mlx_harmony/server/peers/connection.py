@@ -1,8 +1,8 @@
 """The connection to the Redis that several servers share.
 
 Requests must not suffer if Redis is unavailable. Every call blocks, so it runs in a thread, but no
-longer than ``CONNECT`` and ``ANSWER`` allow. After a failure all calls fail at once for ``PAUSE``
-seconds. Then one call tries again, while the others still fail.
+longer than ``CONNECT`` and ``ANSWER`` allow. After a failure all calls fail immediately for
+``PAUSE`` seconds. Then one call tries again, while the others still fail.
 
 A key is ``vllm-mlx-harmony:``, a kind, ``:`` and a digest of the tenant and the id, so that nobody
 can look up a response by its id alone. Everything but the key of encrypted reasoning expires.
@@ -64,7 +64,7 @@ class Connection:
             from redis.retry import Retry
         except ImportError as error:
             problem = (
-                f"{STORE_VARIABLE}={_without_password(url)} needs the package redis: "
+                f"{STORE_VARIABLE}={_without_password(url)} requires the redis package: "
                 "pip install 'redis>=5'"
             )
             raise PeersError(problem) from error
@@ -92,7 +92,7 @@ class Connection:
         with self._lock:
             now = time.monotonic()
             if now < self._paused_until:
-                raise PeersError(f"{self._name} does not answer", retry_after=int(PAUSE))
+                raise PeersError(f"{self._name} is not responding", retry_after=int(PAUSE))
             was_paused = self._paused_until > 0
             if was_paused:  # other calls fail until the result is known
                 self._paused_until = now + CONNECT + ANSWER + PAUSE

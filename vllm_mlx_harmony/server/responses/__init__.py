@@ -1,1 +1,1 @@
-"""The Responses API on a server: routes, WebSocket, background, compaction, storage."""
+"""The Responses API on a server: routes, WebSocket, background, storage."""

@@ -1,4 +1,4 @@
-"""Background responses, which later requests follow, retrieve, cancel and delete.
+"""Background responses, which clients can poll, stream, cancel and delete.
 
 All events of running responses are in memory, and those of the responses that ended last. They are
 stored as any response is (``responses.persistence``).
@@ -62,7 +62,6 @@ class Running:
 
     @property
     def done(self) -> bool:
-        """Whether the response has ended."""
         return DONE in self.events[-1:]
 
     @property
@@ -179,4 +178,3 @@ class Background:
 
 
 BACKGROUND = Background()
-"""The instance of this server."""

@@ -1,4 +1,4 @@
-"""Finds stored responses, whichever server generates them, and reads requests that name them."""
+"""Finds responses on any of the servers, and reads requests that refer to them."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def follow(found: Running | StoredResponse, start: int) -> AsyncGenerator[
         return _events(known, *name, start)
     raise RequestError(
         "the events of this response are not available: they are stored for a limited time "
-        "and only for responses created with background",
+        "and only for responses created with background=true",
         param="stream",
     )
 

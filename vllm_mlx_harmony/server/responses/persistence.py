@@ -77,8 +77,9 @@ class StoringEmitter:
         Returns false if it has ended; then it is stored, if it could be.
         """
         if self._last is None:
-            was_wanted, self.forgotten = not self.forgotten, True
-            return was_wanted
+            first = not self.forgotten
+            self.forgotten = True
+            return first
         if self._storing is not None:
             await asyncio.wait({self._storing})
         return False

@@ -110,7 +110,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     if streams and after:
         if not (after.isascii() and after.isdigit()):
             raise RequestError("starting_after must be a whole number", param="starting_after")
-        start = int(after[:18]) + 1
+        start = int(after[:18]) + 1  # int() is quadratic, and 18 digits exceed any limit
     found = await lookup.find(response_id, tenant_of(request))
     if not streams:
         return JSONResponse(found.document)
@@ -144,7 +144,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     found = await lookup.find(response_id, tenant_of(request))
     if not found.document["background"]:
         raise RequestError(
-            "only responses created with background can be cancelled", param="response_id"
+            "only responses created with background=true can be cancelled", param="response_id"
         )
     return JSONResponse((await lookup.cancel(found)).document)
 

@@ -3,7 +3,7 @@
 The file is a `database`. Problems with it must not affect other requests:
 
 - A lock held by another program is waited for once, for ``_BUSY`` seconds. For the next ``_PAUSE``
-  seconds every call fails at once.
+  seconds every call fails immediately.
 - On a full disk nothing can be stored, but deletions must succeed, because clients rely on them. A
   deletion needs some pages of the log. A small file reserves the space for them, and checkpoints
   are frequent, so that the log starts from its beginning again.
@@ -192,6 +192,7 @@ class FileStore:
             return False
         key = (stored.tenant, stored.id)
         with self._writing() as file:
+            # REPLACE deletes the old row, and the cascade deletes its text.
             file.execute(
                 f"INSERT OR REPLACE INTO responses VALUES (?, ?, {_NEXT}, ?)", (*key, len(text))
             )
@@ -206,7 +207,7 @@ class FileStore:
             rows = self._database.read(query, tenant, key)
         if not rows:
             return None
-        self._used.pop((tenant, key), None)
+        self._used.pop((tenant, key), None)  # move to the end
         self._used[tenant, key] = None
         return StoredResponse.of_text(rows[0][0])
 

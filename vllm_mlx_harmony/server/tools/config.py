@@ -80,7 +80,7 @@ class ServerConfig(_Read):
     @model_validator(mode="after")
     def _reachable(self) -> ServerConfig:
         if self.transport == "stdio" and not self.command:
-            raise ValueError("a server over stdio needs a command")
+            raise ValueError("a stdio server requires `command`")
         if self.transport != "stdio" and not re.match(r"https?://[^/]", self.url):
             raise ValueError("a server over HTTP needs a url that begins with http:// or https://")
         return self

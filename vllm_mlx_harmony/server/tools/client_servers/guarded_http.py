@@ -80,7 +80,6 @@ class UrlPattern:
         return "*" not in self.host
 
     def allows(self, url: httpx2.URL) -> bool:
-        """Whether ``url`` matches."""
         if url.scheme != self.scheme or port_of(url) != self.port or url.userinfo:
             return False
         below = self.host.startswith("*.") and url.host.endswith(self.host[1:])
