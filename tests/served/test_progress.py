@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -114,6 +115,7 @@ def test_the_status_is_behind_the_key(keyed_server: Server) -> None:
     assert found.status_code == 200
     (model,) = found.json()["models"]
     assert set(model) == {"model", "memory", "steps", "requests"}
-    assert model["steps"]["speculate"] == "auto"
-    assert model["steps"]["relative_costs"]["1"] == 1.0
+    speculate = os.environ.get("VLLM_MLX_HARMONY_SPECULATE", "auto")
+    assert model["steps"]["speculate"] == speculate
+    assert model["steps"]["relative_costs"].get("1") == (1.0 if speculate == "auto" else None)
     assert model["memory"]["longest_request"] > 0 and model["memory"]["limit"] > 0
