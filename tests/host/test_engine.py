@@ -466,13 +466,13 @@ def test_a_bias_on_no_token_is_refused(token: int) -> None:
     [(None, 10**6, 500), (1000, 100, 500), (1000, 600, 400), (1000, 999, 1)],
 )
 def test_an_answer_gets_what_the_prompt_leaves(room: int | None, tokens: int, left: int) -> None:
-    assert sampling.capped(GREEDY, tokens, room).max_tokens == left
+    assert sampling.limited_to_context(GREEDY, tokens, room).max_tokens == left
 
 
 @pytest.mark.parametrize("tokens", [1000, 1001, 10**6])
 def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers(tokens: int) -> None:
     with pytest.raises(RequestError) as raised:
-        sampling.capped(GREEDY, tokens, 1000)
+        sampling.limited_to_context(GREEDY, tokens, 1000)
     assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
     assert "1000" in raised.value.message
     assert str(tokens) in raised.value.message

@@ -40,7 +40,7 @@ from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, PING_VARIABLE, Ans
 from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.streams import with_timeout
+from vllm_mlx_harmony.server.streams import send_with_timeout
 
 SEAL = ServerCipher(b"0" * 32, "tenant")
 INFO = ResponseInfo("0f1e2d3c4b5a69788796", 1_754_352_000, "m")
@@ -325,7 +325,7 @@ def test_a_client_that_takes_nothing_is_given_up() -> None:
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(taken.wait(), message)
 
-        with with_timeout(0.05, send, lambda: given_up.append(True)) as sending:
+        with send_with_timeout(0.05, send, lambda: given_up.append(True)) as sending:
             await sending(0.001)
             await asyncio.sleep(0.1)
             assert not given_up

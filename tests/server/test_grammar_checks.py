@@ -19,9 +19,9 @@ from grammar_texts import LARK, SCHEMAS, grammar, multiple_of
 from vllm_mlx_harmony.server import grammar_checks
 from vllm_mlx_harmony.server.grammar_checks import (
     TOO_MUCH,
+    CheckUnavailable,
     GrammarCheck,
     GrammarChecks,
-    Unchecked,
     Verdict,
 )
 
@@ -196,7 +196,7 @@ def test_trials_end_when_the_client_has_gone(checks: GrammarChecks) -> None:
         try:
             for number in range(20):
                 request(grammar(multiple_of(99_999_989 + number)))
-        except Unchecked as error:
+        except CheckUnavailable as error:
             raised.append(error)
 
     thread = threading.Thread(target=asks)
@@ -218,7 +218,7 @@ def test_who_takes_long_keeps_nobody_waiting(checks: GrammarChecks) -> None:
         try:
             for number in range(20):
                 attackers[index](grammar(multiple_of(99_000_000 + 100 * index + number)))
-        except Unchecked:
+        except CheckUnavailable:
             pass
 
     threads = [threading.Thread(target=attack, args=(index,)) for index in range(8)]
@@ -288,7 +288,7 @@ def test_a_client_that_goes_is_not_written_for(checks: GrammarChecks) -> None:
     request = GrammarCheck(checks, "writing")
     with GrammarCheck(checks, "writing").writing():
         request.cancel()
-        with pytest.raises(Unchecked), request.writing():
+        with pytest.raises(CheckUnavailable), request.writing():
             raise AssertionError
     with GrammarCheck(checks, "writing").writing():
         pass
@@ -311,7 +311,7 @@ def test_a_request_is_patient_for_so_long_alone(
     monkeypatch.setattr(grammar_checks, "PATIENCE", 0.3)
     monkeypatch.setattr(grammar_checks, "SLOW", 10.0)
     text = grammar(multiple_of(98_999_999))
-    with pytest.raises(Unchecked):
+    with pytest.raises(CheckUnavailable):
         GrammarCheck(checks, "patient")(text)
     monkeypatch.setattr(grammar_checks, "PATIENCE", 300.0)
     monkeypatch.setattr(grammar_checks, "SLOW", 1.0)
@@ -324,7 +324,7 @@ def test_without_a_helper_nothing_is_known(
     monkeypatch.setattr(grammar_checks, "_PROGRAM", "raise SystemExit(3)")
     monkeypatch.setattr(grammar_checks, "FIRST_PAUSE", 0.0)
     checks = GrammarChecks()
-    with pytest.raises(Unchecked, match="cannot be started"):
+    with pytest.raises(CheckUnavailable, match="cannot be started"):
         GrammarCheck(checks, "t")('start: "a"')
     assert "their checker cannot start" in caplog.text
     monkeypatch.undo()
@@ -341,13 +341,13 @@ def test_a_helper_that_does_not_start_is_started_less_and_less_often(
     monkeypatch.setattr(grammar_checks.time, "monotonic", lambda: monotonic() + skipped)
     monkeypatch.setattr(grammar_checks, "_PROGRAM", "raise SystemExit(3)")
     checks = GrammarChecks()
-    with pytest.raises(Unchecked):
+    with pytest.raises(CheckUnavailable):
         GrammarCheck(checks, "t")('start: "a"')
     for pause in (2, 4, 8, 16, 32, 60, 60):
         for seconds, starts in ((pause - 1.5, 0), (1.6, 1)):
             skipped += seconds
             caplog.clear()
-            with pytest.raises(Unchecked, match="cannot be started"):
+            with pytest.raises(CheckUnavailable, match="cannot be started"):
                 GrammarCheck(checks, "t")('start: "a"')
             assert len(caplog.records) == starts
     monkeypatch.setattr(grammar_checks, "_PROGRAM", program)

@@ -129,7 +129,7 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
     """Strict: try again soon. Otherwise any arguments will do, this time."""
 
     def busy(*_: Any) -> None:
-        raise grammar_checks.Unchecked("timed out waiting for the checker")
+        raise grammar_checks.CheckUnavailable("timed out waiting for the checker")
 
     monkeypatch.setattr(grammar_checks._Lane, "try_texts", busy)
     schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}

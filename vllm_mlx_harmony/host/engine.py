@@ -32,7 +32,7 @@ from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.host import metrics, resources, status_line
 from vllm_mlx_harmony.server.model_files import is_harmony
-from vllm_mlx_harmony.server.sampling import capped, resolve
+from vllm_mlx_harmony.server.sampling import limited_to_context, resolve
 from vllm_mlx_harmony.server.tasks import in_thread, unfreeze, wait_until_done
 from vllm_mlx_harmony.standin import is_standin
 
@@ -180,7 +180,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         penalties = presence_penalty, repetition_penalty or None
         sampling = Sampling(temperature, top_p or None, top_k, min_p, *penalties)
         settings = resolve(sampling, Limits(), lambda _: max_tokens)
-        settings = capped(settings, len(ids), self.engine.context_length)
+        settings = limited_to_context(settings, len(ids), self.engine.context_length)
         stops = StopStrings([stop] if isinstance(stop, str) else stop or [])
         decoder, text, tokens = _Decoder("replace"), "", 0
         async with aclosing(self.engine.generate(ids, settings, "", None)) as steps:

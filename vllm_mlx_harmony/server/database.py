@@ -15,19 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-class Later(sqlite3.DatabaseError):
+class NewerSchema(sqlite3.DatabaseError):
     """A later version of this package wrote the database."""
 
 
 def checked_version(file: sqlite3.Connection, version: int) -> int:
-    """The version of the tables. Raises ``Later`` if it is later than ``version``."""
+    """The version of the tables. Raises ``NewerSchema`` if it is later than ``version``."""
     (found,) = file.execute("PRAGMA user_version").fetchone()
     if found > version:
         problem = (
             f"it was written by a newer vllm-mlx-harmony (schema version {found}; this one "
             f"supports {version})"
         )
-        raise Later(problem)
+        raise NewerSchema(problem)
     return int(found)
 
 
@@ -36,7 +36,7 @@ class Database:
 
     A file of an earlier ``version`` gets the tables of ``schema``. A call waits ``busy`` seconds
     for another process's transaction. All methods raise ``sqlite3.Error`` and ``OSError``; creation
-    raises ``Later`` as well.
+    raises ``NewerSchema`` as well.
     """
 
     def __init__(self, path: Path, schema: str, version: int, busy: float, *pragmas: str) -> None:

@@ -42,8 +42,8 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn
 from vllm_mlx_harmony.server.grammar_checks import (
+    CheckUnavailable,
     GrammarCheck,
-    Unchecked,
     check_for,
     checks,
 )
@@ -145,9 +145,9 @@ async def constraint_for(
             # The grammar is short and, after the tenant's first request, already compiled. A thread
             # would add a tenth to the request's time.
             def unknown(_: str) -> str:
-                raise Unchecked("grammars are not tried on the event loop")
+                raise CheckUnavailable("grammars are not tried on the event loop")
 
-            with suppress(Unchecked):
+            with suppress(CheckUnavailable):
                 written = grammar_of(turn, names, wanted.policy, check=unknown)
                 grammar = None if written is None else remembered(written, turn.tenant)
         if grammar is None:
@@ -189,7 +189,7 @@ def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> C
         for note in grammar.notes:
             _note(note)
         known = remembered(grammar, turn.tenant) or _checked(grammar, turn, check)
-    except Unchecked as error:
+    except CheckUnavailable as error:
         if check.cancelled:
             raise
         if _is_strict(turn, policy):
@@ -247,7 +247,7 @@ def _loosened_grammar(
                 grammar = grammar_of(loose_turn, names)
                 small = grammar is not None and len(grammar.text) <= MAX_LOOSE_GRAMMAR
                 found = compiled(grammar, turn.tenant) if grammar and small else None
-        except (NotCompiled, Unchecked):
+        except (NotCompiled, CheckUnavailable):
             continue
         if isinstance(found, Compiled):
             if tools:
@@ -266,7 +266,7 @@ MAX_LOOSE_GRAMMAR = 2**20
 
 
 def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Grammar | None:
-    """The grammar of ``turn``, without parts that cannot be compiled. Raises ``Unchecked``.
+    """The grammar of ``turn``, without parts that cannot be compiled. Raises ``CheckUnavailable``.
 
     Usually every part can be compiled. So the grammar is first written on that assumption, and all
     parts are tried in one question to the helper process.
@@ -298,7 +298,7 @@ def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> G
 
 
 def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
-    """``grammar``, tried and compiled, or why it cannot be compiled. Raises ``Unchecked``."""
+    """``grammar``, tried and compiled, or why it cannot be. Raises ``CheckUnavailable``."""
     verdict = check.verdict(grammar.text, turn.prefill or "")
     if verdict.problem:
         return verdict.problem
@@ -351,7 +351,7 @@ async def compile_untrusted(
     def compile_it() -> Compiled:
         try:
             found = remembered(grammar, tenant) or _checked(grammar, Turn(()), check)
-        except Unchecked as error:
+        except CheckUnavailable as error:
             raise HostError(f"the grammar cannot be checked now: {error}", retry_after=1) from error
         if isinstance(found, str):
             raise RequestError(f"the grammar cannot be enforced: {found}", param="grammar")

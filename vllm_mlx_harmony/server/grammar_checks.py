@@ -15,8 +15,8 @@ thread runs at a time: if several were written concurrently, each step of the en
 all of them. Compiling several concurrently would take the processors from the engine.
 
 **Patience.** A request waits `PATIENCE` seconds for all of its grammars together. A verdict that is
-still missing raises `Unchecked` and is not cached, as another request may find the lanes free.
-Requests that wait for a lane with the same grammar get the verdict of the first.
+still missing raises `CheckUnavailable` and is not cached, as another request may find the lanes
+free. Requests that wait for a lane with the same grammar get the verdict of the first.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ Text: TypeAlias = "tuple[str, str]"
 """A grammar, and the text with which the output that has to match it begins."""
 
 
-class Unchecked(Exception):
+class CheckUnavailable(Exception):
     """It is not known, at least not in time, whether a grammar can be compiled."""
 
 
@@ -101,7 +101,7 @@ class Verdict:
 class GrammarCheck:
     """Gets the verdicts for one request of ``tenant``. For one thread; ``cancel`` is for any.
 
-    Calling it returns the ``problem`` of a verdict. Raises ``Unchecked``.
+    Calling it returns the ``problem`` of a verdict. Raises ``CheckUnavailable``.
     """
 
     def __init__(self, checks: GrammarChecks, tenant: str) -> None:
@@ -116,7 +116,10 @@ class GrammarCheck:
         return self.verdict(text).problem
 
     def verdict(self, text: str, begun: str = "") -> Verdict:
-        """The verdict on ``text``, for output that starts with ``begun``. Raises ``Unchecked``."""
+        """The verdict on ``text``, for output that starts with ``begun``.
+
+        Raises ``CheckUnavailable``.
+        """
         one = [(text, begun)]
         found = self._tried(one, self._checks.quick) or self._tried(one, self._checks.slow)
         return found[0] if found else Verdict(TOO_MUCH)
@@ -125,7 +128,7 @@ class GrammarCheck:
         """Whether all of ``texts`` can be compiled.
 
         Much faster than one by one if they are short. False also means that they took too long
-        together; each may still be accepted by itself. Raises ``Unchecked``.
+        together; each may still be accepted by itself. Raises ``CheckUnavailable``.
         """
         verdicts: list[Verdict] = []
         for first in range(0, len(texts), BATCH):
@@ -155,7 +158,7 @@ class GrammarCheck:
                     self._remember(text, verdict)
         except OSError as error:
             logger.error("no grammar is enforced: their checker cannot start: %s", error)
-            raise Unchecked("the helper process cannot be started") from error
+            raise CheckUnavailable("the helper process cannot be started") from error
         finally:
             self.spent += time.monotonic() - began
         if tried is None:
@@ -193,7 +196,7 @@ class GrammarCheck:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A context in which the server writes a grammar. Raises ``Unchecked``."""
+        """A context in which the server writes a grammar. Raises ``CheckUnavailable``."""
         with self._checks.writing.slot(self, lambda: not self.cancelled):
             began = time.monotonic()
             try:
@@ -217,7 +220,7 @@ class GrammarChecks:
         self.writing, self.compiling = _Slots(1), _Slots(1)
 
     def start(self) -> None:
-        """Starts the helper process unless it runs. Raises ``OSError`` and ``Unchecked``."""
+        """Starts the helper process unless it runs. Raises ``OSError`` and ``CheckUnavailable``."""
         self._helper.worker().close()
 
     def close(self) -> None:
@@ -239,7 +242,7 @@ class _Slots:
     def slot(self, request: GrammarCheck, wanted: Callable[[], bool]) -> Iterator[None]:
         """Waits for a slot, which goes to the request that has spent least.
 
-        Raises ``Unchecked`` if it is no longer ``wanted``.
+        Raises ``CheckUnavailable`` if it is no longer ``wanted``.
         """
         tenant = request.tenant
         ticket = request.spent, next(self._order), tenant
@@ -256,7 +259,7 @@ class _Slots:
             try:
                 while not is_next():
                     if not wanted():
-                        raise Unchecked("timed out waiting for the checker")
+                        raise CheckUnavailable("timed out waiting for the checker")
                     self._changed.wait(POLL)
                 self._running.append(tenant)
             finally:
@@ -293,7 +296,7 @@ class _Lane(_Slots):
     def try_texts(self, texts: Sequence[Text], wanted: Callable[[], bool]) -> list[Verdict] | None:
         """The verdicts; ``None`` after a timeout, or if one of several texts ended the worker.
 
-        For the holder of a slot. Raises ``Unchecked`` if it is no longer ``wanted``, and
+        For the holder of a slot. Raises ``CheckUnavailable`` if it is no longer ``wanted``, and
         ``OSError`` without a worker.
         """
         while True:
@@ -323,7 +326,7 @@ class _Lane(_Slots):
         worker.sendall(question.encode() + b"\n")
         while not wait([worker], POLL):
             if not wanted():
-                raise Unchecked("the check timed out")
+                raise CheckUnavailable("the check timed out")
             if time.monotonic() > until:
                 raise TimeoutError
         with worker.makefile("rb") as reading:
@@ -331,10 +334,10 @@ class _Lane(_Slots):
         if not line.endswith(b"\n"):
             raise EOFError
         answer = json.loads(line)
-        if answer == grammar_process.PROCESSOR_OVER:
+        if answer == grammar_process.CPU_TIME_EXCEEDED:
             raise TimeoutError
-        if answer == grammar_process.CLOCK_OVER:
-            raise Unchecked("the server is too busy to check it")
+        if answer == grammar_process.WALL_TIME_EXCEEDED:
+            raise CheckUnavailable("the server is too busy to check it")
         return answer
 
     def close(self) -> None:
@@ -354,7 +357,8 @@ class _Helper:
     def worker(self) -> socket.socket:
         """A socket to a new worker.
 
-        Raises ``OSError`` if the process fails to start, and ``Unchecked`` in the pause after that.
+        Raises ``OSError`` if the process fails to start, and ``CheckUnavailable`` in the pause
+        after that.
         """
         with self._lock:
             if self._control is not None:
@@ -362,7 +366,7 @@ class _Helper:
                     return self._forked(self._control)
                 self._end()
             if time.monotonic() < self._paused_until:
-                raise Unchecked("the helper process cannot be started")
+                raise CheckUnavailable("the helper process cannot be started")
             try:
                 worker = self._forked(self._started())
             except OSError:

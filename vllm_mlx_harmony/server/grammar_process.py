@@ -59,7 +59,7 @@ WORN = 32 * 2**20
 TICK = 0.01
 """Seconds between two checks of a worker's limits."""
 
-PROCESSOR_OVER, CLOCK_OVER = "processor", "clock"
+CPU_TIME_EXCEEDED, WALL_TIME_EXCEEDED = "processor", "clock"
 """Answers when a time limit was exceeded. That of wall-clock time is exceeded first if the worker
 got less than a quarter of a processor, and then nothing is known about the grammar."""
 
@@ -158,7 +158,7 @@ class _Worker:
             left = self._computed_until - time.process_time()
             late = time.monotonic() > self._until
             if left < 0 or late:
-                self._send(PROCESSOR_OVER if left < self._processor / 2 else CLOCK_OVER)
+                self._send(CPU_TIME_EXCEEDED if left < self._processor / 2 else WALL_TIME_EXCEEDED)
                 os._exit(1)
 
     def _serve(self) -> None:

@@ -49,7 +49,7 @@ from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.observer import observe_of
-from vllm_mlx_harmony.server.sampling import Settings, capped
+from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -215,7 +215,9 @@ async def _generate(received: Received) -> Response:
         )
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     constraint = Constraint(spec) if spec else None
-    settings = capped(parsed.settings.resolved(), len(prompt), lease.harmony_engine.context_length)
+    settings = limited_to_context(
+        parsed.settings.resolved(), len(prompt), lease.harmony_engine.context_length
+    )
     if observe_of(received.request) is not None:
         settings = replace(settings, origins=True)
     check_logprobs(lease, settings, "settings.top_logprobs")

@@ -87,7 +87,9 @@ def reseeded(settings: Settings, choice: int) -> Settings:
     return replace(settings, seed=(settings.seed + choice + 2**63) % 2**64 - 2**63)
 
 
-def capped(settings: Settings, prompt_tokens: int, context_length: int | None) -> Settings:
+def limited_to_context(
+    settings: Settings, prompt_tokens: int, context_length: int | None
+) -> Settings:
     """``settings`` with ``max_tokens`` reduced to what the context can hold after the prompt.
 
     Raises ``PromptTooLong`` if that is nothing (semantics A11).

@@ -318,7 +318,9 @@ async def prepare(received: Received) -> Job:
     context, *others = await _contexts(parsed, info, turns)
     names = getattr(context, "names", None) or Names.of(turn)
     prompt_tokens = len(context.render_for_completion())
-    settings = sampling.capped(settings, prompt_tokens, lease.harmony_engine.context_length)
+    settings = sampling.limited_to_context(
+        settings, prompt_tokens, lease.harmony_engine.context_length
+    )
     constraint = await constraint_for(
         turn, names, host.reasoning_tokens, received.unless_disconnected
     )

@@ -1,7 +1,7 @@
 """Server-sent events over HTTP.
 
 A client may stop reading without closing its connection. So every write has a time limit
-(``with_timeout``), after which the connection is aborted.
+(``send_with_timeout``), after which the connection is aborted.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class EventStream(StreamingResponse):
             transport.set_write_buffer_limits(high=0)
         give_up = partial(abort_connection, transport)
         try:
-            with with_timeout(send_timeout(), send, give_up) as sending:
+            with send_with_timeout(send_timeout(), send, give_up) as sending:
                 await tasks.unless_disconnected(self.stream_response(sending), self._request)
         except OSError as error:  # from servers of ASGI 2.4 or later, for a client that has gone
             raise ClientDisconnect from error
@@ -98,7 +98,7 @@ def send_timeout() -> float:
 
 
 @contextmanager
-def with_timeout(
+def send_with_timeout(
     seconds: float, send: Callable[[T], Awaitable[None]], give_up: Callable[[], object]
 ) -> Iterator[Callable[[T], Coroutine[Any, Any, None]]]:
     """Yields a ``send`` that calls ``give_up`` if one call takes longer than ``seconds``."""

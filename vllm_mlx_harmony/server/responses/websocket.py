@@ -42,8 +42,8 @@ from vllm_mlx_harmony.server.serving import Received, leased, prepare
 from vllm_mlx_harmony.server.streams import (
     abort_connection,
     send_timeout,
+    send_with_timeout,
     transport_of,
-    with_timeout,
 )
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
 
@@ -97,7 +97,7 @@ class Conversation:
             abort_connection(self._transport)
             answering.cancel()
 
-        with with_timeout(send_timeout(), self._write, give_up) as self._send:
+        with send_with_timeout(send_timeout(), self._write, give_up) as self._send:
             try:
                 await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
             finally:

@@ -12,7 +12,7 @@ from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
 from vllm_mlx_harmony.server.enforcement import constraint_for
-from vllm_mlx_harmony.server.sampling import Settings, capped
+from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
 from vllm_mlx_harmony.server.tools.config import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -97,7 +97,7 @@ class TurnTools:
             return None
         try:
             left = replace(settings, max_tokens=settings.max_tokens - generated)
-            left = capped(left, prompt_tokens, context_length)
+            left = limited_to_context(left, prompt_tokens, context_length)
         except PromptTooLong:
             return None
         if constraint is None:
