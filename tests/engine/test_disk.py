@@ -436,6 +436,36 @@ def test_a_file_that_cannot_be_read_now_stays(
     assert fetch(disk) == ALL
 
 
+def test_each_operation_that_fails_is_logged_until_it_works(
+    disk: DiskCache,
+    pieces: list[Piece],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A server that only reads writes no piece, which would show that the disk works again."""
+    write(disk, pieces)
+
+    def unreadable(*_: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with monkeypatch.context() as patched:
+                patched.setattr(disks, "verified", unreadable)
+                for _ in range(2):
+                    assert fetch(disk) == []
+            assert fetch(disk) == ALL
+        Broken(monkeypatch, errno.ENOSPC)
+        write(disk, pieces, root=b"another")
+    failed, works = (
+        f"prefix cache: reading in {disk.directory} failed: [Errno 5] Input/output error",
+        f"prefix cache: reading in {disk.directory} works again",
+    )
+    *read, written = [record.message for record in caplog.records]
+    assert read == [failed, works] * 2
+    assert written.startswith(f"prefix cache: writing in {disk.directory} failed: ")
+
+
 class Broken:
     """The files of a disk that says the same to every writer: full, or read-only."""
 
@@ -509,6 +539,23 @@ def test_no_more_is_written_in_a_day_than_its_budget(
     assert flushed(disk) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
 
 
+def test_a_piece_that_is_refused_does_not_undo_uses(open_disk: Open, pieces: list[Piece]) -> None:
+    """With the daily limit reached, what is used stays the last to be evicted."""
+    write(open_disk(), pieces[:1], root=b"used")
+    disk = open_disk(per_day=1)
+    write(open_disk(), pieces[:1], root=b"not used")
+    with disk._changing:  # the writer waits
+        disk.offer(ROOT, pack(IDS[:150]), *offered(pieces[:1], PLACES[:1]))
+        assert reach(disk, b"used", [*IDS, 1]) == 150
+        disk.offer(b"used", pack(IDS[:150]), *offered(pieces[:1], PLACES[:1]))
+    assert flushed(disk)
+    assert reach(disk, ROOT, [*IDS, 1]) == 0
+    small = open_disk(budget=open_disk().counters().nbytes)
+    write(small, pieces[:1], root=b"new")
+    found = [reach(small, root, [*IDS, 1]) for root in (b"used", b"not used", b"new")]
+    assert found == [150, 0, 150]
+
+
 def mounted(place: Path, options: str) -> None:
     """A file system of its own in ``place``; where we may mount none, there is no such test."""
     place.mkdir(exist_ok=True)
@@ -570,7 +617,9 @@ def test_a_directory_that_is_removed_while_the_server_runs(
             write(disk, pieces)
             time.sleep(0.11)
         assert fetch(disk) == ([] if whole else ALL)
-        assert len(caplog.records) == whole
+        messages = [record.message.partition(" in ")[0] for record in caplog.records]
+        operations = ["reading the index", "writing"] if whole else []
+        assert messages == [f"prefix cache: {each}" for each in operations]
         if whole:
             disk.directory.mkdir()
             write(disk, pieces)

@@ -7,6 +7,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,7 @@ from vllm_mlx_harmony.engine.scheduler import (
     Limits,
     Scheduler,
     Step,
+    _Tenant,
 )
 
 PACE = 1e-3
@@ -245,6 +247,16 @@ def test_the_flags_bound_a_chunk() -> None:
     assert scheduler.next(0) == Chunk(1, 64)
 
 
+@pytest.mark.parametrize("limit", [1, 16, 31, 33])
+@pytest.mark.parametrize("flag", ["chunk", "chunk_beside"])
+def test_no_chunk_is_longer_than_the_flags_say(flag: str, limit: int) -> None:
+    """Not even where a chunk has to be longer than the pause allows."""
+    scheduler = Scheduler(Limits(**{flag: limit}))
+    slow(scheduler)
+    decision = scheduler.next(0)
+    assert isinstance(decision, Chunk) and decision.ids == min(limit, GRAIN)
+
+
 def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
     scheduler = Scheduler(Limits())
     began(scheduler, 0, 100)
@@ -272,6 +284,41 @@ def test_who_was_served_is_forgotten_with_the_last_prompt() -> None:
         scheduler.start_answer(request)
         scheduler.remove(request)
     assert len(scheduler._tenants) < 3
+
+
+def test_the_order_while_a_prompt_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads ask for it at any moment."""
+    scheduler, orders = Scheduler(Limits()), []
+
+    def asked_meanwhile() -> _Tenant:
+        orders.append(scheduler.order())
+        return _Tenant()
+
+    monkeypatch.setattr("vllm_mlx_harmony.engine.scheduler._Tenant", asked_meanwhile)
+    scheduler.add(1, 60, "a", 0.0)
+    assert orders == [[]] and scheduler._tenants.keys() == {"a"}
+
+
+def test_the_order_while_a_prompt_ends() -> None:
+    scheduler = Scheduler(Limits())
+    began(scheduler, 1, 60, tenant="a")
+    scheduler.computed(1, 30, 0.03)
+    began(scheduler, 2, 60, tenant="b")
+
+    class Meanwhile(dict[str, _Tenant]):
+        """At the first look, the second prompt and its tenant go."""
+
+        def __getitem__(self, name: str) -> _Tenant:
+            scheduler._tenants = dict(self)
+            scheduler.remove(2)
+            return super().__getitem__(name)
+
+        def get(self, name: str, default: Any = None) -> Any:
+            return self[name]
+
+    scheduler._tenants = Meanwhile(scheduler._tenants)
+    assert set(scheduler.order()) == {1, 2}
+    assert scheduler._tenants.keys() == {"a"} and scheduler.order() == [1]
 
 
 # --- The simulation

@@ -6,6 +6,7 @@ import asyncio
 import importlib
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ pytest.importorskip("vllm_mlx", reason="needs the host")
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import loading
-from vllm_mlx_harmony.host.engine import NotHarmony
+from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony
 from vllm_mlx_harmony.server import model_files
 from vllm_mlx_harmony.server.model_files import is_harmony, is_harmony_model
 
@@ -92,6 +93,23 @@ def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
 
     made = loading.instantiate_model(instantiated)(None, "entry", path)
     assert asyncio.run(made) == (None, "entry", path)
+
+
+def test_one_of_several_models_has_the_name_that_clients_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files are in a snapshot, say, whose path means nothing to them."""
+
+    async def theirs(manager: Any, *_: object) -> Any:
+        return manager._engine_factory(SimpleNamespace())
+
+    monkeypatch.setattr(loading, "is_harmony_model", lambda _: True)
+    entry: Any = SimpleNamespace(name="small", source="org/name")
+    manager: Any = SimpleNamespace()
+    engine = asyncio.run(loading.instantiate_model(theirs)(manager, entry, str(tmp_path)))
+    assert isinstance(engine, HarmonyEngine)
+    assert (engine.model_name, engine.path) == ("small", str(tmp_path))
+    assert vars(manager) == {}, "its own factory stays"
 
 
 def test_a_tokenizer_is_read_in_a_thread_once(

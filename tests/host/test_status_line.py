@@ -208,6 +208,31 @@ def test_where_there_is_none(
     assert "status line" not in {thread.name for thread in threading.enumerate()}
 
 
+class Ended(BaseException):
+    """Ends the thread of the line."""
+
+
+@pytest.mark.parametrize("error", [KeyError("a tenant"), OSError("no terminal")])
+def test_the_line_survives_a_poll_that_fails(
+    terminal: Terminal, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polls, shown = iter([error, [("m", [COMPUTING])], Ended()]), []
+
+    def status() -> Any:
+        found = next(polls)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    line = StatusLine(terminal.stream)
+    monkeypatch.setattr(line, "show", shown.append)
+    monkeypatch.setattr(status_line, "SECONDS", 0.001)
+    monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp())
+    with pytest.raises(Ended):
+        status_line._watch(line, terminal.stream, status)
+    assert shown == [PROMPT]
+
+
 def test_json_is_left_alone(logger: logging.Logger) -> None:
     before = status_line._logs_json()
     logger.handlers[0].setFormatter(JsonFormatter())

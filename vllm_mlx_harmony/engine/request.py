@@ -101,7 +101,8 @@ class Request:
         """How much of the prompt is computed. Before it begins: what is cached, and its place."""
         total = len(self.prompt)
         if not self.begun:
-            known = 0 if self.match is None else min(self.match.cached, total - 1)
+            match = self.match  # once: the engine's thread takes it when the prompt begins
+            known = 0 if match is None else min(match.cached, total - 1)
             return Progress(total, known, known, place=place)
         return Progress(total, self.cached, self.at, time.perf_counter() - self.begun)
 

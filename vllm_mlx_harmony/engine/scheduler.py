@@ -135,8 +135,8 @@ class Scheduler:
 
     def add(self, request: int, ids: int, tenant: str, now: float) -> None:
         """A prompt with ``ids`` ids to compute has arrived."""
-        self._prompts[request] = _Prompt(request, tenant, ids, now)
         self._tenants.setdefault(tenant, _Tenant())
+        self._prompts[request] = _Prompt(request, tenant, ids, now)
 
     def begin(self, request: int, rest: int) -> None:
         """The prompt has its own caches from now on; ``rest`` of its ids are left to compute."""
@@ -234,7 +234,8 @@ class Scheduler:
         oldest = self._oldest()
 
         def rank(prompt: _Prompt) -> tuple[int, bool, int, int]:
-            tenant = self._tenants[prompt.tenant]
+            # In `order`, on another thread, a tenant may be gone after `sorted` listed its prompt.
+            tenant = self._tenants.get(prompt.tenant, _Tenant())
             by_age = tenant.owed > 0 and prompt is oldest.get(prompt.tenant)
             return tenant.turn, not by_age, prompt.rest, prompt.request
 
@@ -246,9 +247,8 @@ class Scheduler:
             return min(prompt.rest, limits.chunk)
         pace = prompt.pace or self._pace
         length = int(limits.pause * AIM / pace) if pace else FIRST_CHUNK
-        length = min(length, limits.chunk, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
-        if limits.chunk_beside:
-            length = min(length, limits.chunk_beside)
+        most = min(limits.chunk, limits.chunk_beside or limits.chunk)
+        length = min(length, most, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
         if length >= prompt.rest:
             return prompt.rest
-        return max(GRAIN, length - length % GRAIN)
+        return min(max(GRAIN, length - length % GRAIN), most)

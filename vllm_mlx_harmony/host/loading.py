@@ -21,7 +21,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
 from vllm_mlx_harmony.host import entry_points, flags, resources, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
-from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, server
+from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.model_files import is_harmony_model
@@ -65,19 +65,23 @@ def build_engine(_: object) -> Callable[[ModelSpec], HarmonyEngine]:
 
 
 def instantiate_model(
-    original: Callable[[ModelManager, object, str], Awaitable[object]],
-) -> Callable[[ModelManager, object, str], Awaitable[object]]:
+    original: Callable[[ModelManager, RegisteredModel, str], Awaitable[object]],
+) -> Callable[[ModelManager, RegisteredModel, str], Awaitable[object]]:
     """Replaces ``ModelManager._instantiate_model``, which loads one of several models.
 
     A copy of the manager loads a Harmony model: its factory makes engines of ours.
     """
 
     @wraps(original)
-    async def instantiate(manager: ModelManager, entry: object, resolved_source: str) -> object:
+    async def instantiate(
+        manager: ModelManager, entry: RegisteredModel, resolved_source: str
+    ) -> object:
         if await asyncio.to_thread(is_harmony_model, resolved_source):
-            manager = copy(manager)
+            manager = copy(manager)  # other models keep the manager's own factory
             manager._engine_factory = lambda config: HarmonyEngine(
-                resolved_source, options=flags.engine_options(config, resources.options)
+                entry.name,
+                model_path=resolved_source,
+                options=flags.engine_options(config, resources.options),
             )
         return await original(manager, entry, resolved_source)
 

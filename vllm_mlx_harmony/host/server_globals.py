@@ -29,6 +29,7 @@ class ModelSpec(Protocol):
 class RegisteredModel(Protocol):
     """One of several models, loaded or not."""
 
+    name: Annotated[str, "the name of one of several models"]
     source: Annotated[str, "the directory or the repository of one of several models"]
 
 

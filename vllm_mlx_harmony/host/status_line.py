@@ -118,7 +118,7 @@ def start(status: Status) -> None:
 def _watch(line: StatusLine, terminal: TextIO, status: Status) -> None:
     pause, shown = threading.Event(), ""
     while not pause.wait(SECONDS):
-        with suppress(OSError):  # no terminal any more
+        with suppress(Exception):  # the terminal may be gone; one failed poll must not end the line
             in_foreground = os.tcgetpgrp(terminal.fileno()) == os.getpgrp()
             now = text(status()) if in_foreground and not _logs_json() else ""
             if now or shown:

@@ -10,8 +10,8 @@ Threads:
 
 **No failure here fails a request.** A file that differs from what was written is removed, with all
 pieces that continue it, and computed again. When the disk fails as a whole (full, read-only,
-removed), or a file cannot be read for another reason, one warning is logged; after a failed write,
-nothing is written for ``PAUSE`` seconds.
+removed), or a file cannot be read for another reason, one warning per operation is logged until it
+works again; after a failed write, nothing is written for ``PAUSE`` seconds.
 
 **Flash memory wears out by being written.** When all processes together have written ``per_day``
 bytes, nothing more is written until midnight, local time.
@@ -138,7 +138,8 @@ class DiskCache:
         self._pieces = self._home / PIECES
         self._buffer = buffer
         self._counters = Counters(directory=str(directory), budget=budget, per_day=per_day)
-        self._failing = False
+        self._failing: set[str] = set()
+        """Operations that failed and have not succeeded since."""
         self._spent = False
         self._paused_until = 0.0
         self._queue: Queue[_Job | None] = Queue()
@@ -198,24 +199,30 @@ class DiskCache:
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """Ends the block early when the disk fails: logs the first failure, and pauses writing."""
+        """Ends the block early when the disk fails, and then pauses writing, if that is ``what``.
+
+        Logs the failure, unless the last one of the same operation was logged and it has not
+        succeeded since (`_works`).
+        """
         try:
             yield
         except Failed as error:
             self._counters.last_error = f"{what}: {error}"
             self._written.clear()
-            if not self._failing:
-                self._failing = True
-                logger.warning(
-                    "prefix cache: %s failed (%s: %s); using memory only until it works",
-                    *(self.directory, what, error),
-                )
+            if what not in self._failing:
+                self._failing.add(what)
+                logger.warning("prefix cache: %s in %s failed: %s", what, self.directory, error)
             if type(error) is sqlite3.DatabaseError:  # the file is no database
                 with suppress(*Failed), self._changing:
                     self._index.close()
                     self._set_index_aside(error)  # `_follow` opens a new one
             elif what == "writing":
                 self._paused_until = time.monotonic() + PAUSE
+
+    def _works(self, what: str) -> None:
+        if what in self._failing:
+            self._failing.discard(what)
+            logger.warning("prefix cache: %s in %s works again", what, self.directory)
 
     def _follow(self) -> None:
         """Opens the index again if it was removed or replaced. Raises ``Failed``."""
@@ -327,7 +334,9 @@ class DiskCache:
                 self._waiting -= job.nbytes
                 self._jobs.discard(job)
                 if not done:
-                    self._used = set()
+                    if job.run == self._touch:  # the next use queues another one
+                        self._used = set()
+                    self._used.discard(job.key)
                     self._written.discard(job.key)
                     self._turns.discard(job.key)
                     self._counters.dropped += bool(job.key)
@@ -366,9 +375,7 @@ class DiskCache:
                     path.unlink()
         if gone is None:
             return
-        if self._failing:
-            self._failing = False
-            logger.warning("prefix cache: %s can be used again", self.directory)
+        self._works("writing")
         self._counters.pieces_written += 1
         self._counters.bytes_written += size
         self._counters.evictions += len(gone)
@@ -424,10 +431,11 @@ class DiskCache:
         Of several roots, the one that leads furthest counts. Reads the index; blocks briefly.
         """
         best: tuple[Row, ...] = ()
-        with self._trying("reading"):
+        with self._trying("reading the index"):
             self._follow()
             best = self._index.chain(roots, sequence, len(sequence) // WIDTH - 1)
             self._written.update(row.key for row in best)
+            self._works("reading the index")
         return best
 
     async def load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
@@ -460,6 +468,9 @@ class DiskCache:
                 if piece is None:
                     break
                 found.append(piece)
+        else:
+            if found:
+                self._works("reading")
         self._counters.hits += bool(found)
         self._counters.misses += not found
         self._counters.tokens_read += sum(each.end - max(each.start, before) for each in found)
@@ -535,7 +546,7 @@ class DiskCache:
         self._cleared += 1
         self._written.clear()
         self._turns.clear()
-        with self._changing, self._trying("emptying it"):
+        with self._changing, self._trying("emptying the cache"):
             self._follow()
             try:
                 self._index.clear()
@@ -544,6 +555,7 @@ class DiskCache:
                     path.unlink()
                 self._follow()
             self._changed([path.name for path in self._pieces.glob(_FILES)])
+            self._works("emptying the cache")
 
     def counters(self) -> Counters:
         """The counters now, without waiting for another thread."""
