@@ -65,7 +65,8 @@ def test_reasoning_that_used_its_budget_is_ended_id_by_id() -> None:
     while matcher.reasoning is not None and matcher.reasoning.forced:
         mask = matcher.mask()
         assert mask is not None
-        (token,) = mask
+        assert len(mask) == 1
+        token = mask.first()
         forced.append(token)
         matcher.consume(token)
     assert forced[0] == vocab.END

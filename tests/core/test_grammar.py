@@ -264,6 +264,11 @@ def drawn(asked: Turn, seed: int, limit: int = 400) -> Output:
     return output
 
 
+def allowed_ids(mask: Mask) -> list[int]:
+    words = enumerate(mask.words)
+    return [32 * at + bit for at, word in words if word for bit in range(32) if word >> bit & 1]
+
+
 def chosen(mask: Mask, chance: random.Random, ending: float) -> int:
     if chance.random() < 0.1 + ending:
         for favoured in (ENDS, CLOSING):
@@ -274,7 +279,7 @@ def chosen(mask: Mask, chance: random.Random, ending: float) -> int:
         token = chance.randrange(vocab.STARTOFTEXT)
         if token in mask:
             return token
-    return chance.choice(list(mask))
+    return chance.choice(allowed_ids(mask))
 
 
 def read(asked: Turn, output: Output, *, cut: bool) -> None:
@@ -448,7 +453,7 @@ def test_a_typed_answer_that_is_whole_can_only_end() -> None:
         for token in ids_of('<|channel|>final<|message|>{"title":"t","tags":[]}'):
             assert matcher.consume(token)
         assert matcher.fill(mask)
-        texts = [vocab.encoding().decode([token]) for token in mask]
+        texts = [vocab.encoding().decode([token]) for token in allowed_ids(mask)]
         assert vocab.RETURN in mask
         assert {"<|return|>"} == {text.strip() for text in texts} - {""}
         assert not strict or texts == ["<|return|>"]
@@ -522,7 +527,7 @@ def test_no_control_id_within_a_text() -> None:
     matcher, mask = held_to(AUTO).matcher(), Mask()
     assert all(map(matcher.consume, ids_of("<|channel|>analysis<|message|>Hm")))
     assert matcher.fill(mask)
-    assert [token for token in mask if token >= vocab.STARTOFTEXT] == [vocab.END]
+    assert [token for token in allowed_ids(mask) if token >= vocab.STARTOFTEXT] == [vocab.END]
 
 
 def in_threads(work: Callable[[int], None], count: int = 8) -> None:

@@ -72,9 +72,17 @@ def remembering(*outputs: Output, limit: int = LIMIT) -> ReplayScope:
     return view
 
 
+def starts(rendered: Rendered) -> list[str]:
+    """The prompt, cut where messages begin; the system and developer messages are one part."""
+    leading = tuple(map(tuple, map(ids_of, ("<|start|>system", "<|start|>developer"))))
+    begins = [at for at, token in enumerate(rendered.ids) if token == vocab.START]
+    cuts = [at for at in begins if rendered.ids[at : at + 2] not in leading]
+    return [text_of(rendered.ids[a:b]) for a, b in pairwise([0, *cuts, len(rendered.ids)])]
+
+
 def history(rendered: Rendered) -> str:
     """The prompt without system and developer message, and without the opening at its end."""
-    return text_of(rendered.ids[rendered.boundaries[0] : rendered.boundaries[-1]])
+    return "".join(starts(rendered)[1:-1])
 
 
 def placed(view: ReplayScope | None, *messages: Message) -> str:
@@ -328,14 +336,14 @@ def test_what_was_read_behind_the_end_is_not_remembered() -> None:
     beyond = replace(beyond, ids=beyond.ids[: beyond.begins[1]])
     replay = Replay(LIMIT)
     replay.view("m").remember(beyond)
-    assert len(replay) == 0
+    assert len(replay._turns) == 0
 
 
 def test_nothing_shown_is_nothing_remembered() -> None:
     replay = Replay(LIMIT)
     replay.view("m").remember(output(THOUGHT))
     replay.view("m").remember(Output((), (), tuple(ids_of(f"{GO}<|channel|>fin")), (), 2))
-    assert (len(replay), replay.size) == (0, 0)
+    assert (len(replay._turns), replay._turns.size) == (0, 0)
 
 
 # --- A turn without calls is known by what was said before it.
@@ -402,14 +410,14 @@ def numbered(number: int) -> Output:
 def test_never_more_than_the_limit_and_the_last_used_stay() -> None:
     one = Replay(LIMIT)
     one.view("m").remember(numbered(0))
-    replay = Replay(one.size * 10)
+    replay = Replay(one._turns.size * 10)
     view = replay.view("m")
     for number in range(10):
         view.remember(numbered(number))
     assert is_known(view, call("{}", "c0"))
     for number in range(10, 14):
         view.remember(numbered(number))
-        assert replay.size <= one.size * 10
+        assert replay._turns.size <= one._turns.size * 10
     known = [number for number in range(14) if is_known(view, call("{}", f"c{number}"))]
     assert known == [0, *range(5, 14)]
 
@@ -417,7 +425,7 @@ def test_never_more_than_the_limit_and_the_last_used_stay() -> None:
 def test_a_limit_of_nothing_remembers_nothing() -> None:
     replay = Replay(0)
     replay.view("m").remember(LOOP)
-    assert (len(replay), replay.size) == (0, 0)
+    assert (len(replay._turns), replay._turns.size) == (0, 0)
 
 
 def test_a_size_is_about_what_it_takes() -> None:
@@ -425,7 +433,7 @@ def test_a_size_is_about_what_it_takes() -> None:
     big = output((Answer(text), f"{GO}<|channel|>final<|message|>{text}<|return|>"))
     replay = Replay(LIMIT)
     replay.view("m").remember(big)
-    assert 8 * len(big.ids) + len(text) < replay.size < 9 * len(big.ids) + len(text) + 2_000
+    assert 8 * len(big.ids) + len(text) < replay._turns.size < 9 * len(big.ids) + len(text) + 2_000
 
 
 def test_no_tenant_sees_another() -> None:
@@ -457,13 +465,7 @@ def test_a_result_without_its_call_is_refused_all_the_same() -> None:
     assert refused.value.param == "messages[3]"
 
 
-def starts(rendered: Rendered) -> list[str]:
-    """The prompt, cut at its boundaries."""
-    cuts = (0, *rendered.boundaries, len(rendered.ids))
-    return [text_of(rendered.ids[a:b]) for a, b in pairwise(cuts)]
-
-
-def test_boundaries_are_where_messages_begin() -> None:
+def test_messages_are_rendered_in_order() -> None:
     turn = Turn((Instructions("Obey"), User("Hi"), *LOOP_AS_SENT, RESULT), (Tool("x"),))
     prefix, *messages = starts(render(turn, remembering(LOOP)))
     assert prefix.startswith("<|start|>system") and prefix.count("<|start|>") == 2
@@ -523,7 +525,7 @@ def test_turns_of_another_process_are_found_in_the_archive(
     Replay(LIMIT, archive).view("m").remember(generated)
     again = Replay(LIMIT, archive)
     assert placed(again.view("m"), *echoed) == HI + text
-    assert len(again) == 1 and archive.used == []  # from now on it is in memory
+    assert len(again._turns) == 1 and archive.used == []  # from now on it is in memory
     assert placed(again.view("m"), *echoed) == HI + text
     assert archive.used == list(archive)
     other = placed(Replay(LIMIT, archive).view("another's"), *echoed)

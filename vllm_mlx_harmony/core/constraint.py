@@ -1,7 +1,7 @@
 """The constraints of one output (its grammar and its limits), and the ids that they allow next.
 
-A `ConstraintSpec` is the request as a value; a `Constraint` belongs to the running output, whose
-engine makes and owns the `ConstraintMatcher`.
+`ConstraintSpec` describes the constraints of a request. `Constraint` is one output's instance of
+it: the engine calls `start()` for a `ConstraintMatcher`, and other threads read the results.
 
 In order of precedence:
 
@@ -95,7 +95,8 @@ class ConstraintMatcher:
                 names=spec.names,
             )
         self._grammar: Matcher | None = None if grammar is None else grammar.matcher()
-        self._mask: Mask | None = None  # of an engine in this process; others need none
+        # Only made for engines that sample in this process.
+        self._mask: Mask | None = None
         self._missing = spec.min_tokens
 
     def consume(self, token: int) -> None:
@@ -121,7 +122,8 @@ class ConstraintMatcher:
         written = False
         if self._grammar is not None:
             if self._grammar.done:
-                return None  # an engine computes one step ahead; this id is discarded
+                # The engine computes one step ahead. The turn has ended, so this id is discarded.
+                return None
             written = self._grammar.fill(self._mask)
             if self._grammar.error:
                 self.error = self._grammar.error
@@ -132,11 +134,11 @@ class ConstraintMatcher:
         return _without(banned, self._mask, written=written)
 
     def after(self, allowed: Mask | None, draft: Sequence[int]) -> list[Mask | None]:
-        """The results of ``mask`` after each id of ``draft``, a text or the rest of a header.
-        Nothing is consumed.
+        """The masks after each id of ``draft``, which is text or the rest of a header. Consumes
+        nothing.
 
-        ``allowed`` is its last result. The list ends before the first id that is not allowed, or
-        where reasoning may be cut short.
+        ``allowed`` is the last result of ``mask``. The list ends before the first id that is not
+        allowed, or where reasoning may be cut short.
         """
         found: list[Mask | None] = []
         if self.error or (self.reasoning and not self.reasoning.idle_for(len(draft))):

@@ -79,7 +79,8 @@ class StreamingHarmonyContext:
         self._parts: list[str] = []
         self._prompt_tokens = len(rendered.ids)
         self._tool_tokens = 0  # ids of results of the server's tools within the turn
-        self._has_results = False  # whether the ids end with one, without <|start|>assistant
+        # whether the ids end with a tool result, and so lack ``<|start|>assistant``
+        self._has_results = False
         self._ended = 0  # the end of the last complete message of the output
         self._outputs: list[Output] = []
         self._begin_output([*rendered.ids])
@@ -211,19 +212,20 @@ class StreamingHarmonyContext:
         self._begin_output([*ids])
 
     def _begin_output(self, ids: list[int]) -> None:
-        """The model continues ``ids``, in the same output if they end with a server's result."""
+        """Starts the next output after ``ids``, or continues the current one if they end with a
+        server tool's result."""
         lead = opening()
         begins = ids[-len(lead) :] == lead  # with a prefill, it continues a message
         self._ids = ids
-        self._start = len(ids) - len(lead) * begins  # the position of <|start|>assistant
+        self._start = len(ids) - (len(lead) if begins else 0)  # the position of <|start|>assistant
         self._offset = len(ids) - self._parser.tokens
         last = self._messages[-1] if self._messages else None
         if not (self._has_results and isinstance(last, ServerResult)):
             self._output_at, self._messages_before = self._start, len(self._messages)
             self._begins: list[int] = []  # the positions of the output's messages
             self._cut = False  # whether the last of them was cut
-            # The continuation of a message, or of a turn in the history, cannot be placed without
-            # the rest of it.
+            # These ids continue a message, or a turn of the history. They cannot be replayed on
+            # their own.
             self._stored = not begins or type(last) in ASSISTANT_KINDS
         self._has_results = False
 
@@ -238,6 +240,7 @@ class StreamingHarmonyContext:
             self._stored = True
         else:
             called = isinstance(last, (Call, ServerCall))
+            # Replaces the last id with its terminator, or appends one.
             self._ids[-1:] = terminated(self._ids[-1:], called=called)
         return deltas
 

@@ -201,8 +201,8 @@ Delta: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ChoiceDelta:
-    """A delta of the answer at ``index``, one of several to the same prompt. ``Progress`` of the
-    prompt, ``Failed`` and the ``Finished`` with the whole usage are not part of any one."""
+    """A delta of the answer at ``index``, one of several to the same prompt. ``Progress``,
+    ``Failed`` and the ``Finished`` with the total usage belong to no single choice."""
 
     index: int
     delta: Delta

@@ -75,7 +75,7 @@ class RequestError(HarmonyFailure):
 class PromptTooLong(RequestError):
     """The prompt does not fit the ``window``; both are in tokens (semantics A11).
 
-    ``at_least``: the prompt is longer than ``prompt_tokens``, where counting stopped.
+    If ``at_least`` is true, counting stopped at ``prompt_tokens``.
     """
 
     code = "context_length_exceeded"

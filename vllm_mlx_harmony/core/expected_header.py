@@ -6,8 +6,8 @@ because everything that semantics B reads as a header is allowed. But once the m
 ``<|channel|>commentary``, all of these headers continue with `` to=functions.``, and once only one
 tool has the letters written so far, the rest of its header is known as well.
 
-What is expected is what all headers have in common that begin with the ids written so far. An
-output with two other headers is left alone: this model writes them in its own way.
+The guess is the longest common continuation of all headers that begin with the ids written so far.
+After two headers that were not expected, there are no more guesses for this output.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import takewhile
 from vllm_mlx_harmony.core import vocab
 
 UNEXPECTED = 2
-"""So many other headers in an output end the guesses."""
+"""The number of unexpected headers after which guessing stops."""
 
 _IN_PROMPT = 2
 """The ids of the first header with which the prompt ends: ``<|start|>assistant``."""
@@ -33,16 +33,15 @@ class ExpectedHeader:
     """
 
     def __init__(self, headers: Sequence[Sequence[int]], *, answering: bool = False) -> None:
-        self._headers = [list(each) for each in headers]
-        # The headers that begin as the one which is being written, and how many of its ids there
-        # are: at first, those in the prompt. There are none within a body.
+        self._headers = list(headers)
+        # The headers that match the ids written so far, and the number of those ids. Within a body
+        # there are none.
         self._matching = [] if answering else self._headers
         self._written = _IN_PROMPT
         self._opens = True
         self._unexpected = 0
 
     def consume(self, token: int) -> None:
-        """Records the next id of the output."""
         if token == vocab.END and self._unexpected < UNEXPECTED:
             self._matching, self._written, self._opens = self._headers, 0, False
         elif self._matching:

@@ -18,11 +18,9 @@ def write_atomically(path: Path, content: bytes, *, replace: bool = True) -> Non
             file.write(content)
         if replace:
             os.replace(draft, path)
-            return
-        with suppress(FileExistsError):
-            os.link(draft, path)
-        os.unlink(draft)
-    except BaseException:
+        else:
+            with suppress(FileExistsError):
+                os.link(draft, path)
+    finally:
         with suppress(OSError):
             os.unlink(draft)
-        raise

@@ -43,7 +43,7 @@ NOT_TOOLS = frozenset({"assistant", "user", "all"})
 """Names after ``to=`` that do not address a tool."""
 
 LOOSE_LIMIT = 32
-"""From this many ids on, loose text is the message itself, not a header."""
+"""Loose text of this many ids or more is a message body, not a header."""
 
 NAME_LIMIT = 256
 """Characters of the longest name after ``to=``. Bounds the size of a header."""
@@ -73,7 +73,10 @@ class Header:
 
 
 class HeaderReader:
-    """Reads one header, of text and control tokens; at each of these, ``gap`` is called first.
+    """Reads one header.
+
+    Call ``text`` for each text id. For each control token, call ``gap`` first, then the method for
+    that token.
 
     ``after_start``: it follows an explicit ``<|start|>``. ``is_tool`` tells whether a name
     addresses a tool of the turn.
@@ -83,8 +86,8 @@ class HeaderReader:
         self._after_start = after_start
         self._is_tool = is_tool
         self._so_far = Header()  # the role, and what the current part has
-        self._before_loose: Header | None = None  # as it was before the first loose word
-        self._in_role_position = ""  # the recipient there
+        self._before_loose: Header | None = None  # the header before the first loose word
+        self._in_role_position = ""  # the recipient in the role position
         self._intermediate = ""  # the last recipient in an intermediate part
         self._unknown_author = False
         self._word = ""
@@ -106,7 +109,8 @@ class HeaderReader:
                 self._loose += piece if self._before_loose else ""
             else:
                 self._word += piece
-        # Until a word ends, it counts as loose: `_end_word` resets the count if it was header.
+        # The current word may still turn out to be loose. If it was part of the header, `_end_word`
+        # resets the count.
         if self._before_loose or self._word or not text:
             self.loose_ids += 1
 

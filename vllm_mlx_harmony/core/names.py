@@ -38,8 +38,9 @@ class Names:
     """The names of one turn: ``aliases`` maps each declared name to the one in the prompt.
 
     ``builtin`` are the built-in namespaces that the client runs, ``server`` the recipients of the
-    tools that the server runs. A declared tool with the name of a built-in one gets an alias
-    (``functions.python_tool`` beside ``python``); a client that runs both sees ``python`` for both.
+    tools that the server runs. A client that declares ``python`` and enables the
+    built-in ``python`` receives calls to both under that name; the prompt shows the declared one as
+    ``functions.python_tool``.
     """
 
     aliases: Mapping[str, str] = field(default_factory=dict)
@@ -161,8 +162,8 @@ def _declared(tools: Iterable[Tool]) -> list[str]:
 def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, str]:
     """Maps names to aliases. A later name never changes an earlier alias (A12).
 
-    ``later`` maps each name to whether it is declared. A trained tool that is not declared was
-    called by its own name.
+    ``later`` maps each name to whether it is declared now. If it is not, an earlier call used it
+    unchanged.
     """
     unchanged = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
     taken = set(unchanged)

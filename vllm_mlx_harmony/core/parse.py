@@ -19,16 +19,16 @@ so much loose text that it must be the message (to ``BODY``), an author other th
 (``RESULT`` in a transcript, else ``ENDED``), a stop string, and the call that ends the turn
 (``ENDED``).
 
-**Positions** are numbers of ids, counted here below an output:
+**Positions** count ids. The numbers below this output are those counts:
 
     <|channel|> final <|message|> Hi <|end|> <|start|> user <|message|> No
          1        2        3       4     5       6       7       8
 
-- `tokens`: the ids that were read. It stops at 7, where the turn ends.
-- ``_began``: those before the header that is being read: 0, then 5. ``Opened.at`` is that of a
-  visible message.
-- `ended_at`: those up to the end of the last complete message: 0, then 5.
-- `done_at`: those of the turn, once it has ended: 5.
+- `tokens`: the number of ids that were read. It stops at 7, where the turn ends.
+- ``_began``: the number of ids before the current header: 0, then 5. ``Opened.at`` is the number of
+  ids before the header of a visible message.
+- `ended_at`: the number of ids up to the end of the last complete message: 0, then 5.
+- `done_at`: the number of ids of the turn, once it has ended: 5.
 
 Reasoning budgets (`core.reasoning`) and coloured output (`cli.paint`) use this parser, too.
 
@@ -117,14 +117,15 @@ out of range, and those with a meaning in other states only."""
 _CONTENT = (Kind.PREAMBLE, Kind.ANSWER)
 _CALLS = (Kind.CALL, Kind.SERVER_CALL)
 _CHANNEL_KINDS = {"analysis": Kind.REASONING, "commentary": Kind.PREAMBLE}
-_ENDED: State = State.ENDED  # looked up once per feed
+# A global: looking up an Enum member is slow, and this runs for every id.
+_ENDED: State = State.ENDED
 _Decoder = getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
 class _Loose:
-    """Text without ``<|message|>``: its number of ``ids``, and how many ``began`` before the header
-    did."""
+    """Text that no ``<|message|>`` precedes. ``ids`` is its length in ids, and ``began`` the number
+    of ids before its header."""
 
     header: Header
     text: str
@@ -201,6 +202,7 @@ class Parser:
         return self.done_at is not None
 
     def feed(self, ids: Iterable[int]) -> list[Delta]:
+        """Parses ``ids``, and returns their deltas. Ids after the end of the turn are ignored."""
         if self.state is _ENDED:
             return []
         for token in ids:

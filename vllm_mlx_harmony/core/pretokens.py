@@ -18,8 +18,9 @@ for letters (``U`` upper case, ``l`` lower case), ``M`` for marks and ``N`` for 
 so words, signs and white space can be as long as the text, and scripts without spaces (Thai, Lao,
 Khmer, Japanese, Chinese) make long words of ordinary sentences.
 
-A text may be cut where a pre-token ends, if it would end there without the rest, too. Only (5)
-looks ahead, so the one exception is white space (except a line end) with something after it.
+A text can be cut at the end of a pre-token if the pre-token would also end there without the text
+that follows. Only (5) looks ahead, so the one exception is white space (except a line end) with
+something after it.
 
 - Some pairs of adjacent characters always have such a cut between them, such as the end of a word
   and a space. Ordinary text has one every few characters, and is cut there.

@@ -54,14 +54,14 @@ _GRAM = 8
 class ReasoningWatch:
     """Watches one turn from its first id, with constant time per id and bounded memory.
 
-    ``limit`` is the reasoning budget in ids (``None``: unlimited). ``repetitions`` is how often the
-    same text may occur in a row (0: loops are not detected). ``answering``: the prompt contains the
-    beginning of the answer. ``names`` as in ``Parser``.
+    ``reasoning_tokens`` is the reasoning budget in ids (``None``: unlimited). ``repetitions`` is
+    how often the same text may occur in a row (0: loops are not detected). ``answering``: the
+    prompt contains the beginning of the answer. ``names`` as in ``Parser``.
     """
 
     def __init__(
         self,
-        limit: int | None = None,
+        reasoning_tokens: int | None = None,
         repetitions: int = 0,
         *,
         answering: bool = False,
@@ -69,7 +69,7 @@ class ReasoningWatch:
     ) -> None:
         self.ended_by: ReasoningCut = ""
         """Why reasoning was cut short; empty if it was not."""
-        self._limit = limit
+        self._limit = reasoning_tokens
         self._loop = Loop(repetitions) if repetitions else None
         self._over = 0
         self._parser = Parser(names, answering=answering)
@@ -90,8 +90,8 @@ class ReasoningWatch:
         return _analysis_ids() if self.ended_by and self._after_channel else frozenset()
 
     def idle_for(self, tokens: int) -> bool:
-        """Whether it will not interfere with the next ``tokens`` ids, if they are text or the rest
-        of a header."""
+        """Whether the next ``tokens`` ids cannot reach a limit, provided that they are text or the
+        rest of a header."""
         if self.forced:
             return False
         if self._parser.state is not State.BODY:
@@ -154,7 +154,7 @@ class Loop:
         self._enough = 0  # the length of a run that is a loop
 
     def away_by(self, tokens: int) -> bool:
-        """Whether no loop can be complete within the next ``tokens`` ids."""
+        """Whether no loop can be detected within the next ``tokens`` ids."""
         missing = self._enough - self._run if self._period else MIN_LOOP - _GRAM
         return not self.found and missing > tokens
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain, compress, takewhile
+from itertools import chain, compress, takewhile
 from sys import getsizeof
 from typing import TypeAlias
 
@@ -55,15 +55,10 @@ from vllm_mlx_harmony.core.turn import (
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A prompt: its token ``ids``, and the ``names`` for reading the answer's recipients.
-
-    ``boundaries`` are the positions where messages begin: the first is the end of the system and
-    leading developer messages, the last the beginning of the message to be generated.
-    """
+    """A prompt: its token ``ids``, and the ``names`` for reading the answer's recipients."""
 
     ids: tuple[int, ...]
     names: Names
-    boundaries: tuple[int, ...] = ()
 
 
 def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
@@ -91,12 +86,10 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     ids += _developer(turn, instructions, tools, names, budget)
     history = [(rest, None)] if replay is None else replay.history(rest)
     shown = _without_stale_reasoning(history)
-    written = _written(shown, names, budget, tenant=turn.tenant)
-    boundaries = tuple(accumulate(map(len, written), initial=len(ids)))
-    for message in written:
+    for message in _written(shown, names, budget, tenant=turn.tenant):
         ids += message
     ids += opening(turn.prefill)
-    return Rendered(tuple(ids), names, boundaries)
+    return Rendered(tuple(ids), names)
 
 
 def render_messages(
@@ -220,7 +213,7 @@ def opening(prefill: str | None = None) -> list[int]:
 _LEADING = (Instructions, AdditionalTools)
 
 _Run: TypeAlias = tuple[Sequence[Message], Sequence[Span] | None]
-"""Messages as the client sent them, and the spans to place instead if they were generated."""
+"""Messages as the client sent them, and the generated spans that replace them, if any."""
 
 
 def _without_stale_reasoning(
@@ -381,7 +374,7 @@ _FORMATS = "# Response Formats\n\n"
 
 
 _sections: lru.ByteLRU[tuple[str, bytes], tuple[str, int, int]] = lru.ByteLRU(CACHE_BYTES // 8)
-"""The text of one namespace, and what its tools take of the budget: characters, schemas."""
+"""The text of a namespace, and the characters and schemas that it takes from the budget."""
 
 
 def _tools(namespace: Namespace, names: Names, tenant: str, budget: typescript.SizeBudget) -> str:
@@ -396,7 +389,7 @@ def _tools(namespace: Namespace, names: Names, tenant: str, budget: typescript.S
         key = b""
     budget.tool = (budget.tool, *tools)[-1]  # which an error names, unless it is due to one tool
     if len(key) > MAX_JSON_CHARACTERS:
-        budget.take(len(key))  # more than there is
+        budget.take(len(key))  # Larger than the whole budget, so this raises.
     known = _sections.get((tenant, key))
     if known is not None:
         text, *sizes = known

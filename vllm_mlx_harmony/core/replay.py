@@ -65,9 +65,9 @@ run of these in a history."""
 class Output:
     """What the model generated after the messages ``before``.
 
-    ``ids`` begin with the ``<|start|>assistant`` of the prompt; message ``n`` of ``messages``
-    begins at ``ids[begins[n]]``. Ids of hidden text may come anywhere between. The messages in
-    ``ids[:ended]`` are complete; a message or a header that was cut may follow.
+    ``ids`` begin with the ``<|start|>assistant`` of the prompt. Message ``n`` begins at
+    ``ids[begins[n]]``. Hidden text may occur between messages. ``ids[:ended]`` ends with the last
+    complete message; a partial message or header may follow.
     """
 
     before: tuple[Message, ...]
@@ -167,15 +167,6 @@ class Replay:
     def __init__(self, limit: int, archive: Archive | None = None) -> None:
         self._turns: lru.ByteLRU[_Key, GeneratedTurn] = lru.ByteLRU(limit)
         self._archive = archive
-
-    @property
-    def size(self) -> int:
-        """Bytes in memory."""
-        return self._turns.size
-
-    def __len__(self) -> int:
-        """Turns in memory."""
-        return len(self._turns)
 
     def view(self, scope: str) -> ReplayScope:
         """The turns of one ``scope``: a model and a tenant."""
@@ -278,8 +269,8 @@ def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
 
 
 def server_calls_digest(turn: Iterable[Message]) -> str:
-    """A digest of the calls that the server ran in ``turn`` and their results, but not of ids and
-    the formatting of arguments; empty without any."""
+    """A digest of the server's tool calls in ``turn`` and their results. Ignores call ids and the
+    formatting of arguments. Empty if there are no such calls."""
     ran = [each for each in turn if isinstance(each, (ServerCall, ServerResult))]
     if not ran:
         return ""
@@ -367,8 +358,11 @@ def _canonical(text: str) -> str:
 
 
 def _spans(output: Output) -> tuple[Span, ...]:
-    """One span per message; none if the output shows nothing, or if a message begins after the ids:
-    it was shown when the output ended, of text that had no header."""
+    """The ids of each message.
+
+    Empty if the output has no visible message, or if its last message begins after the ids: text
+    without a header only becomes a message when the output ends.
+    """
     begins = output.begins
     if not begins or begins[-1] >= len(output.ids):
         return ()

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 
+# Here and not in `vocab`, because `protocols` may not import `vocab` (`pyproject.toml`).
 VOCAB_SIZE = 201_088
 """The number of ids that gpt-oss has logits for: ``vocab_size`` in its ``config.json``. The
 encoding has one more (`vocab.SIZE`)."""
@@ -61,8 +62,6 @@ class Instructions:
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """A message of the user."""
-
     text: str
 
 
@@ -215,8 +214,10 @@ PYTHON = "python"
 
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
-    """Which tools the turn may call: declared ``names``, and recipients of tools that the server
-    runs (``None``: all). If it is ``required``, the turn ends in such a call.
+    """Which tools the turn may call. If it is ``required``, the turn ends in such a call.
+
+    ``names`` restricts the choice to these declared tools and server-tool recipients; ``None``
+    allows all.
 
     ``tool_choice: none`` is a turn without tools instead (A9).
     """
@@ -387,6 +388,7 @@ class Turn:
 
     @property
     def answer_format(self) -> ResponseFormat | None:
+        """The format of the next answer: that of the last ``FormatUpdate``, if any."""
         for message in reversed(self.messages):
             if isinstance(message, FormatUpdate):
                 return message.response_format

@@ -88,7 +88,6 @@ def section(namespace: str, declarations: Iterable[str], description: str = "") 
 
 
 def declaration(name: str, description: str, parameters: Type | None) -> str:
-    """The declaration of one tool."""
     argument = "" if parameters is None else f"_: {parameters.text()}"
     return f"{_comment(description)}type {name} = ({argument}) => any;\n"
 
@@ -368,7 +367,7 @@ class _Reader:
         for part in parts if isinstance(parts, list) else ():
             yield from self.layers(_Node(part, depth + 1, refs))
 
-        def layers(one: object) -> _Layers:
+        def subschema(one: object) -> _Layers:
             return (_Node(one, depth + 1, refs),)
 
         own: _Keywords = {}
@@ -379,12 +378,12 @@ class _Reader:
                     own["enum" if key == "const" else key] = read
             elif key in ("properties", "patternProperties") and isinstance(content, Mapping):
                 self._budget.take(sum(len(str(name)) for name in content))
-                own[key] = {clean(str(name)): layers(one) for name, one in content.items()}
+                own[key] = {clean(str(name)): subschema(one) for name, one in content.items()}
             elif key in ("items", "prefixItems", "anyOf", "oneOf") and isinstance(content, list):
                 # Draft 4 has a list in `items`.
-                own["prefixItems" if key == "items" else key] = [layers(one) for one in content]
+                own["prefixItems" if key == "items" else key] = [subschema(one) for one in content]
             elif key in ("items", "additionalProperties", "propertyNames"):
-                own[key] = layers(content)
+                own[key] = subschema(content)
         yield own
 
     # its keywords -> its type

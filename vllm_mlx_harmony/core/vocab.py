@@ -1,7 +1,7 @@
 """The o200k_harmony vocabulary: control ids, the encoding (loaded offline), the bytes of an id.
 
-Loading reads the vocabulary file, or writes it if there is none, once per process. Nothing else in
-`core` performs I/O.
+Loading reads the vocabulary file, or writes it if there is none, once per process. Only `vocab`
+and `files` perform I/O.
 """
 
 from __future__ import annotations

@@ -66,9 +66,9 @@ class Count(NamedTuple):
         return "" if self.most == 0 else f"({part}){{{self.least},{self.most or ''}}}"
 
     def listed(self, member: str) -> str:
-        """The same, separated by commas; for a range that contains 1 or more."""
-        listed = f"{member} {self.less(1).times(f'JSON_COMMA {member}')}".rstrip()
-        return listed if self.least else f"({listed})?"
+        """``member``, this many times, separated by commas. The range must allow at least one."""
+        items = f"{member} {self.less(1).times(f'JSON_COMMA {member}')}".rstrip()
+        return items if self.least else f"({items})?"
 
 
 ANY_NUMBER = Count()
@@ -96,16 +96,16 @@ class Items:
 
 
 class Bound(NamedTuple):
-    """A ``minimum`` or ``maximum``, exclusive if ``strictly``."""
+    """A ``minimum`` or ``maximum``, or its exclusive variant."""
 
     value: Decimal
-    strictly: bool
-    is_least: bool
+    exclusive: bool
+    is_minimum: bool
 
     def allows(self, value: Decimal) -> bool:
         if value == self.value:
-            return not self.strictly
-        return (value > self.value) == self.is_least
+            return not self.exclusive
+        return (value > self.value) == self.is_minimum
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +141,12 @@ class Alternative:
         types = schema.get("type", list(TYPES))
         named = {types} if isinstance(types, str) else set(types)
         bounds = []
-        for keyword, is_least in (("minimum", True), ("maximum", False)):
+        for keyword, is_minimum in (("minimum", True), ("maximum", False)):
             exclusive = schema.get(f"exclusive{keyword.capitalize()}")  # in draft 4, a boolean
             for limit, strictly in ((schema.get(keyword), exclusive is True), (exclusive, True)):
                 value = numbers.decimal(limit)
                 if value is not None:
-                    bounds.append(Bound(value, strictly, is_least))
+                    bounds.append(Bound(value, strictly, is_minimum))
         step = numbers.decimal(schema.get("multipleOf"))
         items: tuple[Items, ...] = ()
         if isinstance(schema.get("items"), list):  # of drafts before 2020-12
@@ -289,6 +289,7 @@ class Expander:
     ) -> tuple[Alternative, ...]:
         if isinstance(schema, bool):
             return (Alternative(),) if schema else ()
+        # By identity: schemas are unhashable, and the copied root keeps them alive.
         key = id(schema)
         if key in self._expanded:
             return self._expanded[key]
@@ -318,6 +319,7 @@ class Expander:
                 union = [replace(each, in_any_of=len(branches) > 1) for each in union]
             elif not self.are_disjoint(branches):
                 self._drop("oneOf")
+            # By repr, because an Alternative contains dicts.
             found = self.both(found, [*{repr(each): each for each in union}.values()])
         if "unevaluatedProperties" in schema:
             found = tuple(self.unevaluated(found, schema["unevaluatedProperties"]))
@@ -413,15 +415,15 @@ class Expander:
         """Whether it obviously accepts nothing. ``levels`` is how deep to look into nested
         objects."""
         bounds = alternative.bounds
-        lower = [bound for bound in bounds if bound.is_least]
-        upper = [bound for bound in bounds if not bound.is_least]
+        lower = [bound for bound in bounds if bound.is_minimum]
+        upper = [bound for bound in bounds if not bound.is_minimum]
         is_empty = {
             "boolean": not alternative.booleans,
             "string": alternative.strings == () or alternative.length.is_empty,
             "number": alternative.numbers == ()
             or any(
                 low.value > high.value
-                or (low.value == high.value and (low.strictly or high.strictly))
+                or (low.value == high.value and (low.exclusive or high.exclusive))
                 for low, high in product(lower, upper)
             ),
             "array": alternative.item_count.is_empty,

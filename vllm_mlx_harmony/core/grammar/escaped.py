@@ -326,7 +326,7 @@ class PatternRewriter:
     def brackets(self, at: int) -> tuple[str, int]:
         found = _CLASS.match(self._pattern, at)
         if not found:
-            raise NotExpressible("an open class in a regular expression")
+            raise NotExpressible("an unterminated character class in a regular expression")
         return self.character_class(found.group()), found.end()
 
     def open_group(self, at: int) -> tuple[str, int]:
@@ -346,7 +346,7 @@ class PatternRewriter:
 
     def close_group(self, at: int) -> tuple[str, int]:
         if not self._groups:
-            raise NotExpressible("an unmatched bracket in a regular expression")
+            raise NotExpressible("an unmatched parenthesis in a regular expression")
         self._flags = self._groups.pop()
         return ")", at + 1
 

@@ -57,7 +57,7 @@ def compile_error(grammar: str) -> str:
 
 
 def with_compact_json(grammar: str) -> str:
-    """``grammar`` for llguidance 1.7, without white space between JSON tokens.
+    """``grammar`` for a remote engine with llguidance 1.7, without white space between JSON tokens.
 
     That version lacks the option for escapes, and it lets the white space pattern match any number
     of times in a row: a model that loops there never ends.
@@ -115,7 +115,7 @@ def _json_text(schema: Schema, check: Check) -> str:
     """``schema``, which is not rejected, with the options for white space and escapes."""
     options = _OPTIONS
     if property_names.can_be_escaped(schema):
-        unescaped = property_names.with_unescaped_names(schema)
+        unescaped = property_names.with_pattern_properties(schema)
         if unescaped is None or _is_rejected(unescaped, check):
             options = {**_OPTIONS, **property_names.NO_ESCAPES}
         else:
@@ -184,7 +184,6 @@ class SchemaReader:
     def schema(  # noqa: C901 - one case per keyword
         self, value: object, depth: int = 0
     ) -> AnySchema:
-        """The copy of one subschema."""
         self._left -= 1
         if isinstance(value, bool):
             return value

@@ -41,7 +41,7 @@ class Policy(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The grammar of one turn. Equal turns have equal grammars, so a grammar is its own cache key.
+    """The grammar of one turn. Hashable, so that it can serve as a cache key.
 
     ``text`` is llguidance's: Lark, or a list of grammars in JSON. ``begun`` are ids of the message
     body that the prompt already contains; they are fed to the matcher first. ``notes`` are
@@ -54,11 +54,10 @@ class Grammar:
 
     @property
     def without_analysis(self) -> str:
-        """``text`` for what follows reasoning that was cut short and another
-        ``<|start|>assistant``: anything but more analysis.
+        """The grammar after reasoning was cut short: another analysis message is not allowed.
 
-        For engines that follow a grammar themselves. A rule cannot be empty, so this one becomes an
-        id that no model writes.
+        For engines that enforce grammars themselves. A rule cannot be empty, so ``analysis``
+        matches an id that no model generates.
         """
         return self.text.replace(_ANALYSIS, f"analysis: <[{vocab.UNUSED}]>\n")
 
@@ -102,7 +101,8 @@ def grammar_of(
 
     ``names`` are those that the turn was rendered with. A schema that is not cached takes up to
     some milliseconds, so this is not for an event loop. The default ``check`` compiles in this
-    process. Unless ``checked``, what it returns is an assumption, and its results are cached apart.
+    process. If ``checked`` is false, ``check`` only assumes that grammars compile, and results are
+    cached separately.
 
     Raises ``RequestError`` naming the tool and the keyword if a strict schema or a syntax cannot
     be enforced, and ``RequestError`` naming ``tool_choice`` if a call is required and there is
@@ -114,8 +114,6 @@ def grammar_of(
 
 
 class _GrammarWriter:
-    """Writes one grammar, rule by rule."""
-
     def __init__(
         self, turn: Turn, names: Names, policy: Policy, check: Check, *, checked: bool
     ) -> None:
@@ -188,7 +186,8 @@ class _GrammarWriter:
         return fitting
 
     def attempts(self, size: int, values: Sequence[Rules]) -> Iterator[set[int]]:
-        """The ``values`` that become any JSON object: more in each attempt.
+        """Yields sets of indices of ``values`` to replace with any JSON object, each a superset of
+        the one before.
 
         First none, then those that exceed the ``size`` of a grammar or that llguidance rejects by
         themselves, then the largest ones, half of the rest at a time.
@@ -281,7 +280,6 @@ class _GrammarWriter:
                     yield json.dumps(recipient), self.arguments(shown)
 
     def arguments(self, tool: Tool) -> str:
-        """The rule of the arguments of ``tool``."""
         syntax, what = tool.syntax, f"the parameters of tool {tool.name!r}"
         if syntax is None:
             schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
@@ -301,7 +299,6 @@ class _GrammarWriter:
         return self.json_rule(schema, strict, what, tool.where)
 
     def body(self, requested: ResponseFormat | None) -> None:
-        """The rule of the final answer."""
         body = ""
         if requested is not None:
             strict, what, where = requested.strict, "the response format", requested.where
@@ -346,6 +343,7 @@ class _GrammarWriter:
         return self.in_any_order(rules, what)
 
     def in_any_order(self, rules: Rules, what: str) -> str:
+        """Adds the rules of a value; returns its symbol."""
         self._values.append((what, rules))
         return f"json_{len(self._values) - 1}"
 

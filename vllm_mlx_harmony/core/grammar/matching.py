@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -142,10 +142,11 @@ class Mask:
         self.address = ctypes.addressof(memory)
 
     def __contains__(self, token: int) -> bool:
-        return bool(self.words[token // 32] >> token % 32 & 1)
+        return bool(self.words[token // 32] >> (token % 32) & 1)
 
     def __len__(self) -> int:
         """The number of ids that are allowed."""
+        # Also its truth value; test ``is not None`` instead.
         return self._bits().bit_count()
 
     def first(self) -> int:
@@ -156,18 +157,10 @@ class Mask:
     def _bits(self) -> int:
         return int.from_bytes(self.words.cast("B"), "little")
 
-    def __iter__(self) -> Iterator[int]:
-        """All allowed ids, in order."""
-        for first, word in zip(range(0, VOCAB_SIZE, 32), self.words, strict=True):
-            if word:
-                yield from (first + bit for bit in range(32) if word >> bit & 1)
-
     def allow_all(self) -> None:
-        """Allows every id."""
         ctypes.memset(self.address, 0xFF, 4 * WORDS)
 
     def only(self, token: int) -> None:
-        """Allows this id alone."""
         ctypes.memset(self.address, 0, 4 * WORDS)
         self.words[token // 32] = 1 << token % 32
 

@@ -50,21 +50,20 @@ def _integer() -> str:
 INTEGER = _integer()
 
 
-def bounded(bound: Decimal, *, is_least: bool, strictly: bool) -> str:
-    """Numbers that are not less than ``bound`` (not greater, unless ``is_least``), nor equal to it
-    if ``strictly``."""
-    unlimited, limited = ("", "-") if is_least else ("-", "")  # the sign of numbers without a bound
-    below_zero = -bound if is_least else bound  # how far the other numbers reach
+def bounded(bound: Decimal, *, is_minimum: bool, exclusive: bool) -> str:
+    """Numbers ``>= bound`` (``<= bound`` unless ``is_minimum``), strictly if ``exclusive``."""
+    # the sign of numbers without a bound, and of the others
+    unlimited, limited = ("", "-") if is_minimum else ("-", "")
+    below_zero = -bound if is_minimum else bound  # how far the other numbers reach
     if below_zero < 0:
-        return _scaled(-below_zero, strictly, unlimited, below=False)
-    forms = [unlimited + (_NONZERO if strictly and not bound else _UNSIGNED)]
-    forms += [] if strictly and not bound else [limited + _ZERO]
-    forms += [_scaled(below_zero, strictly, limited, below=True)] if bound else []
+        return _scaled(-below_zero, exclusive, unlimited, below=False)
+    forms = [unlimited + (_NONZERO if exclusive and not bound else _UNSIGNED)]
+    forms += [] if exclusive and not bound else [limited + _ZERO]
+    forms += [_scaled(below_zero, exclusive, limited, below=True)] if bound else []
     return f"(?:{'|'.join(forms)})"
 
 
 def equal_to(value: Decimal) -> str:
-    """The number ``value``."""
     if not value:
         return f"-?{_ZERO}"
     sign, size = ("-" if value < 0 else ""), abs(value)
@@ -87,7 +86,7 @@ def _power(exponent: int) -> str:
     return rf"[eE]{'-' if exponent < 0 else '[+]?'}0*{abs(exponent)}"
 
 
-def _scaled(bound: Decimal, strictly: bool, sign: str, *, below: bool) -> str:
+def _scaled(bound: Decimal, exclusive: bool, sign: str, *, below: bool) -> str:
     """Numbers with ``sign`` whose absolute value is above or ``below`` the positive ``bound``; zero
     is below."""
     order = bound.adjusted()
@@ -103,7 +102,7 @@ def _scaled(bound: Decimal, strictly: bool, sign: str, *, below: bool) -> str:
             forms.append(decimals + _power(exponent))
         else:
             compared = _below if below else _above
-            forms.append(compared(bound.scaleb(-exponent), strictly) + _power(exponent))
+            forms.append(compared(bound.scaleb(-exponent), exclusive) + _power(exponent))
     small = f"(?:0|[1-9][0-9]{{0,2}}){_FRACTION}"
     beyond = _integers_from((-first if below else last) + 1)
     if below:
@@ -142,7 +141,7 @@ def _integers_from(least: int) -> str:
     return f"(?:{'|'.join([digits, *forms, *longer])})"
 
 
-def _above(bound: Decimal, strictly: bool) -> str:
+def _above(bound: Decimal, exclusive: bool) -> str:
     """Decimals without sign or exponent that are not less than ``bound``."""
     whole, fraction = _digits(bound)
     forms = [f"[1-9][0-9]{{{len(whole) if whole != '0' else 0},}}{_FRACTION}"]
@@ -150,19 +149,19 @@ def _above(bound: Decimal, strictly: bool) -> str:
         rest = f"[0-9]{{{len(whole) - at - 1}}}"
         if digit != "9":
             forms.append(f"{whole[:at]}[{int(digit) + 1}-9]{rest}{_FRACTION}")
-        if not fraction and not strictly and not whole[at + 1 :].strip("0"):
+        if not fraction and not exclusive and not whole[at + 1 :].strip("0"):
             return f"(?:{'|'.join([*forms, f'{whole[: at + 1]}{rest}{_FRACTION}'])})"
     more = [
         rf"{fraction[:at]}[{int(digit) + 1}-9][0-9]*"
         for at, digit in enumerate(fraction)
         if digit != "9"
     ]
-    more.append(rf"{fraction}0*[1-9][0-9]*" if strictly else rf"{fraction}[0-9]*")
+    more.append(rf"{fraction}0*[1-9][0-9]*" if exclusive else rf"{fraction}[0-9]*")
     forms.append(rf"{whole}\.(?:{'|'.join(more)})")
     return f"(?:{'|'.join(forms)})"
 
 
-def _below(bound: Decimal, strictly: bool) -> str:
+def _below(bound: Decimal, exclusive: bool) -> str:
     """Decimals without sign or exponent that are not greater than ``bound``, except zero."""
     whole, fraction = _digits(bound)
     forms = []
@@ -179,10 +178,10 @@ def _below(bound: Decimal, strictly: bool) -> str:
         if digit != "0"
     ]
     less += [fraction[:at] + "0*" for at in range(1, len(fraction))]
-    if not strictly:
+    if not exclusive:
         less.append(f"{fraction}0*" if fraction else "0+")
     ends = rf"(?:\.(?:{'|'.join(less)}))" if less else ""
-    if fraction or not strictly:
+    if fraction or not exclusive:
         forms.append(f"{whole}{ends}?" if ends else whole)
     return f"(?:{'|'.join(forms)})" if forms else spellings.NOTHING
 

@@ -39,7 +39,6 @@ Schema: TypeAlias = dict[str, Any]
 AnySchema: TypeAlias = Schema | bool
 
 KEYWORDS = ("propertyNames", "unevaluatedProperties")
-"""The rewritten keywords."""
 
 NO_ESCAPES: Mapping[str, str] = {"json_allowed_escapes": 'nrbtf\\"'}
 """The llguidance option that forbids ``\\u`` escapes."""
@@ -114,7 +113,7 @@ def can_be_escaped(root: Schema) -> bool:
     return any(map(_is_open, schemas(root)))
 
 
-def with_unescaped_names(root: Schema) -> Schema | None:
+def with_pattern_properties(root: Schema) -> Schema | None:
     """``root`` with additional properties as pattern properties, which cannot be escaped.
 
     ``None`` when that is impossible: too many or too long names, patterns, merged objects.

@@ -52,7 +52,6 @@ def any_of(values: Iterable[str]) -> str:
 
 
 NOTHING = r"[^\s\S]"
-"""Matches nothing."""
 
 _ESCAPED = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 

@@ -187,6 +187,7 @@ class _RuleWriter:
 
     def value(self, schemas: Iterable[AnySchema]) -> str | None:
         """The symbol of the values that all ``schemas`` accept; ``None`` if there are none."""
+        # By identity: schemas are unhashable, and the copied root keeps them alive.
         wanted = {id(each): each for each in schemas if each is not True and each != {}}
         if not wanted:
             return "json_value"
@@ -245,7 +246,8 @@ class _RuleWriter:
         return self.terminal(f"({conditions}) JSON_SPACE") if conditions else "JSON_STRING"
 
     def conditions(self, alternative: Alternative, least: str, most: str) -> str:
-        """An expression of strings that ``alternative`` allows; empty if it allows all."""
+        """A terminal expression for the strings that ``alternative`` allows; empty for any
+        string."""
         length = self.countable(alternative.length, least, most, MAX_LENGTH)
         parts = []
         for pattern in alternative.patterns:
@@ -279,12 +281,12 @@ class _RuleWriter:
         bounds = []
         for bound in alternative.bounds:
             if bound.value and abs(bound.value.adjusted()) > MAX_ORDER:
-                self._drop("minimum" if bound.is_least else "maximum")
+                self._drop("minimum" if bound.is_minimum else "maximum")
             else:
                 bounds.append(bound)
         parts = [
-            self.terminal(f"/{numbers.bounded(value, is_least=is_least, strictly=strictly)}/")
-            for value, strictly, is_least in bounds
+            self.terminal(f"/{numbers.bounded(value, is_minimum=is_minimum, exclusive=exclusive)}/")
+            for value, exclusive, is_minimum in bounds
         ]
         steps = [numbers.multiple_of(step) for step in alternative.steps]
         if None in steps and (multiple := self.multiple(alternative, bounds)):
@@ -308,11 +310,11 @@ class _RuleWriter:
         schema: Schema = {"type": "integer" if whole else "number"}
         schema["multipleOf"] = int(step) if whole else float(step)
         for bound in bounds:
-            keyword = "minimum" if bound.is_least else "maximum"
-            if bound.strictly:
+            keyword = "minimum" if bound.is_minimum else "maximum"
+            if bound.exclusive:
                 keyword = f"exclusive{keyword.capitalize()}"
             value = float(bound.value) if bound.value % 1 else int(bound.value)
-            if keyword not in schema or (schema[keyword] < value) == bound.is_least:
+            if keyword not in schema or (schema[keyword] < value) == bound.is_minimum:
                 schema[keyword] = value
         options = {"x-guidance": {"whitespace_flexible": False}}
         written = json.dumps({**options, **schema}, separators=(",", ":"))
