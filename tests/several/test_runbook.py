@@ -56,13 +56,17 @@ def test_the_rehearsal(tmp_path: Path) -> None:
         shell.wait()
     shown = output.read_text("utf-8")
     answered = re.findall(r"(alice|bob) (\d+)$", shown, re.MULTILINE)
-    assert answered == [("alice", "200")] * 5 + [("alice", "429")] + [("bob", "200")] * 2
+    assert (
+        answered
+        == [("alice", "200")] * 5 + [("alice", "429")] + [("bob", "200")] * 2 + [("bob", "401")] * 2
+    )
     lines = "".join((tmp_path / f"gateway-{port}.log").read_text("utf-8") for port in gateways)
     entries = [json.loads(line) for line in lines.splitlines()]
     assert Counter((each["key"], each["status"]) for each in entries) == {
         ("alice", 200): 5,
         ("alice", 429): 1,
         ("bob", 200): 2,
+        (None, 401): 2,
     }
     for name, requests in (("alice", 5), ("bob", 2)):
         used = sum(each["output"] or 0 for each in entries if each["key"] == name)

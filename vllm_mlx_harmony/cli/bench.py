@@ -39,8 +39,8 @@ def main(arguments: Sequence[str]) -> int:
     )
     add_server(
         parser,
-        model="name of the model at URL; without URL, its directory: a server of this package is "
-        "started for it",
+        model="name of the model at URL; without URL, a model's directory, for which this package "
+        "starts a server",
         repeat="runs per measurement",
         defaults=(3, 600),
     )

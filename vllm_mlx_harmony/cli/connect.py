@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
     add("--url", default=URL, help=f"URL of the server (default: {URL})")
-    add("--model", help="name of the model (default: the only one of the server)")
+    add("--model", help="name of the model (default: the server's only one)")
     secret = "the server's API key (default: $VLLM_API_KEY); never written to a file"
     add("--key", help=secret)
     add(

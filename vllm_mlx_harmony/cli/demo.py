@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony demo",
         description="Shows a tool-call conversation through the real server, with a scripted "
-        "stand-in for the model. Downloads nothing.",
+        "stand-in model. Downloads nothing.",
     )
     parser.add_argument(
         "--continuous-batching",

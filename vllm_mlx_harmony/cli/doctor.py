@@ -170,9 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--ssd-cache-dir", metavar="DIR", help="disk cache to check, as given to `serve`"
     )
-    parser.add_argument(
-        "--mcp-config", metavar="FILE", help="MCP servers to start and to connect to"
-    )
+    parser.add_argument("--mcp-config", metavar="FILE", help="MCP servers to start and connect to")
     parser.add_argument("--verbose", action="store_true", help="also show the checks that passed")
     arguments = parser.parse_args(argv)
     report = doctor(arguments.model, arguments.port, arguments.ssd_cache_dir, arguments.mcp_config)

@@ -53,7 +53,9 @@ def parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--config", metavar="FILE", help=f"TOML file of settings; or {PREFIX}CONFIG")
+    made.add_argument(
+        "--config", metavar="FILE", help=f"TOML file with settings (also: {PREFIX}CONFIG)"
+    )
     hints = get_type_hints(GatewaySettings, include_extras=True)
     flags: argparse._ActionsContainer = made
     for each in fields(GatewaySettings):

@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         each.set_defaults(command=command, names=[])
         if action != "list":
             each.add_argument("names", nargs="+", metavar="NAME")
-        file = f"TOML file of settings; or {PREFIX}CONFIG"
+        file = f"TOML file with settings (also: {PREFIX}CONFIG)"
         each.add_argument(
             "--config", metavar="FILE", default=config, required=config is None, help=file
         )

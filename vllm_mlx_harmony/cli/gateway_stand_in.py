@@ -18,17 +18,17 @@ def main(arguments: Sequence[str]) -> int:
     """Serves until SIGTERM or SIGINT. Raises ``UsageError`` for a speed that is not positive."""
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway stand-in",
-        description="Serves an engine without a model, with which a gateway can be tried: every\n"
-        "answer is the same text, or the shortest call or JSON if one is required.",
+        description="Serves an engine without a model, for trying out a gateway: it answers every\n"
+        "request with the same text, or with the shortest call or JSON if one is required.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add, of = parser.add_argument, "(default: %(default)s)"
     add("--host", default="127.0.0.1", help=f"address to listen on {of}")
     add("--port", type=int, default=8001, help=f"port to listen on {of}")
-    add("--model", default="gpt-oss-20b", metavar="NAME", help=f"the model's name {of}")
-    add("--key", metavar="KEY", help="API key that clients must have")
-    pace = f"speed of an answer {of}"
+    add("--model", default="gpt-oss-20b", metavar="NAME", help=f"name of the model {of}")
+    add("--key", metavar="KEY", help="API key required from clients")
+    pace = f"tokens generated per second {of}"
     add("--tokens-per-second", type=float, default=50.0, metavar="NUMBER", help=pace)
     parsed = parser.parse_args(arguments)
     if not parsed.tokens_per_second > 0:

@@ -81,8 +81,8 @@ def parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="20b, 120b, a directory or a repository on Hugging Face (default: that of the running "
-        "server, or the largest that fits into memory)",
+        help="20b, 120b, a directory or a repository on Hugging Face (default: the running "
+        "server's, or the largest that fits into memory)",
     )
     where = made.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"use this server; its key is read from ${KEY_VARIABLE}")
@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
         "--stand-in",
         dest="standin",
         action="store_true",
-        help="use a scripted model without weights, which makes the agent run one command",
+        help="use a scripted stand-in model, which makes the agent run one command",
     )
     return made
 

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
         help="the model's output: text with its control tokens, or a JSON list of token ids; "
         "- is standard input",
     )
-    cut = "the output was cut off by a token limit"
+    cut = "treat the output as cut off by a token limit"
     parser.add_argument("--cut", action="store_true", help=cut)
     printed = "print messages, finish reason and usage as JSON"
     parser.add_argument("--json", action="store_true", help=printed)

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     def add(flag: str, about: str, **options: Any) -> None:
         variable = f"VLLM_MLX_HARMONY_{flag[2:].replace('-', '_').upper()}"
         setting = f"{variable}=1" if "const" in options else variable
-        own.add_argument(flag, dest=variable, help=f"{about}; or {setting}", **options)
+        own.add_argument(flag, dest=variable, help=f"{about} (also: {setting})", **options)
 
     switch: dict[str, Any] = {"action": "store_const", "const": "1"}
     endpoint = "enable POST /harmony/v1/generate (token ids), for a gateway in front of this server"
@@ -38,12 +38,11 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument(
         "--log-file",
         metavar="FILE",
-        help="append all output to FILE; at 10 MB, FILE is renamed to FILE.1, and so on up to "
-        "FILE.3",
+        help="append all output to FILE; at 10 MB, rename it to FILE.1, older ones up to FILE.3",
     )
-    steps = "tokens in one step: off (one), forced or auto (several, if that is faster; default)"
+    steps = "compute several tokens per step where faster: off, forced or auto (default)"
     add("--speculate", steps, metavar="MODE")
-    patterns = "MCP servers that requests may name by URL, comma-separated"
+    patterns = "URL patterns of MCP servers that requests may use, comma-separated"
     add("--tool-urls", patterns, metavar="PATTERNS")
     return made
 

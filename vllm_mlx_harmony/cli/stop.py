@@ -1,4 +1,4 @@
-"""stop: stops the server that `launch` has started."""
+"""stop: stops the server that `launch` started."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vllm_mlx_harmony.cli import background
 
 def main(arguments: Sequence[str]) -> int:
     argparse.ArgumentParser(
-        prog="vllm-mlx-harmony stop", description="Stops the server that `launch` has started."
+        prog="vllm-mlx-harmony stop", description="Stops the server that `launch` started."
     ).parse_args(arguments)
     server = background.stop()
     print("no server is running" if server is None else f"stopped {server.model} at {server.url}")

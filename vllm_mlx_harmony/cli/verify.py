@@ -33,12 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="vllm-mlx-harmony verify",
         description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
-        "everything that it supports passed; with --compare, if no check that passed fails now.",
+        "everything that it supports passed; with --compare, if no check that passed now fails.",
     )
     add_server(
         parser,
-        model="name of the model (default: the only one of the server)",
-        repeat="repetitions of the checks that depend on what the model writes",
+        model="name of the model (default: the server's only one)",
+        repeat="runs of each check that depends on what the model writes",
         defaults=(1, 300),
     )
     parser.add_argument(
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="NAME",
-        help="run these checks only: a name, its beginning or a pattern, such as wire, "
+        help="run only these checks: a name, its beginning or a pattern, such as wire, "
         "format.chat or *.messages.stop; repeatable",
     )
     parser.add_argument(
@@ -54,12 +54,12 @@ def main(arguments: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="FILE",
-        help="check only the request that the inspector saved in FILE; repeatable",
+        help="run only the case that the inspector saved in FILE; repeatable",
     )
     parser.add_argument(
         "--stand-in",
         action="store_true",
-        help="check this package's own server, with a scripted stand-in for the model",
+        help="check this package's own server, with a scripted stand-in model",
     )
     given = parser.parse_args(arguments)
     require("verify", PACKAGES)
@@ -118,7 +118,7 @@ def _standing_in(console: Console) -> Iterator[str]:
     from vllm_mlx_harmony.verify.samples import SCRIPTS
 
     with ExitStack() as stack:
-        with busy(console, "starting a server with a scripted stand-in for the model"):
+        with busy(console, "starting a server with a scripted stand-in model"):
             home = stack.enter_context(home_directory())
             model = written("standin-verify", SCRIPTS, home)
             server = stack.enter_context(serving(model, home, ["--api-key", KEY]))
@@ -149,8 +149,8 @@ def add_server(
         metavar="SECONDS",
         help=f"read timeout in seconds {default}",
     )
-    add("--json", metavar="FILE", help="write the results to FILE")
-    add("--html", metavar="FILE", help="write the results to FILE as a page")
+    add("--json", metavar="FILE", help="write the results to FILE as JSON")
+    add("--html", metavar="FILE", help="write the results to FILE as an HTML page")
     add(
         "--compare",
         nargs=2,

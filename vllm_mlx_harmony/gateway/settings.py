@@ -109,7 +109,7 @@ def _engines(value: object) -> tuple[Spec, ...]:
     specs = tuple(map(_engine, _list(value)))
     urls = [spec.url.rstrip("/") for spec in specs]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
-        raise ValueError(f"{twice} is given twice")
+        raise ValueError(f"duplicate engine URL {twice}")
     return specs
 
 
@@ -118,7 +118,9 @@ def _engine(value: object) -> Spec:
     if isinstance(value, Mapping):
         for name, content in value.items():
             if name not in (known := [each.name for each in fields(Spec)]):
-                raise ValueError(f"{name!r} is not one of {', '.join(known)}")
+                raise ValueError(
+                    f"unknown field {name!r} of an engine; expected {', '.join(known)}"
+                )
             if not isinstance(content, str):
                 raise ValueError(f"the {name} of an engine must be a string")
         spec = Spec(**{"url": "", **value})
@@ -171,12 +173,12 @@ def _keys(value: object) -> tuple[Key, ...]:
         for number, each in enumerate(_list(value), start=1):
             called, text = f"key {number}", each.strip() if isinstance(each, str) else ""
             if _NO_KEY.fullmatch(text) and len(text) % 4:
-                raise ValueError(f"{called} is a name without a key")
+                raise ValueError(f"{called} has a name but no key")
             named = _NAMED_KEY.fullmatch(text)
             label, key = (f"key-{number}", text) if named is None else named.groups()
             rows.append((label, called, key))
     if not rows:
-        raise ValueError("the list is empty; leave the setting out to run without keys")
+        raise ValueError("empty list; omit the setting to run without keys")
     keys: dict[bytes, Key] = {}
     for label, called, given in rows:
         table = given if isinstance(given, Mapping) else {"key": given}
@@ -206,9 +208,9 @@ def _digest(given: object, called: str) -> bytes:
 def _limit(name: str, value: object, called: str) -> int:
     known = [each.name for each in fields(Limits)]
     if name not in known:
-        raise ValueError(f"{name!r}, at {called}, is not one of key, {', '.join(known)}")
+        raise ValueError(f"unknown field {name!r} of {called}; expected key, {', '.join(known)}")
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
-        raise ValueError(f"{name}, at {called}, is not a number from 0 to {MAX_COUNT}")
+        raise ValueError(f"{name} of {called} is not an integer from 0 to {MAX_COUNT}")
     return value
 
 
@@ -251,9 +253,9 @@ class GatewaySettings:
             f"URL of an engine, detected unless KIND is given: {', '.join(KINDS)}; repeatable",
         ),
     ]
-    model: Annotated[str, Help("NAME", "the model's name, for clients and for engines")]
+    model: Annotated[str, Help("NAME", "model name, for clients and engines")]
     engine_model: Annotated[
-        str, Help("NAME", "the model's name at the engines, if it differs from --model")
+        str, Help("NAME", "model name that the engines use, if different from --model")
     ] = ""
     engine_key: Annotated[str, Help("KEY", "API key that the engines require")] = ""
     host: Annotated[str, Help("HOST", "address to listen on")] = "127.0.0.1"
@@ -282,15 +284,15 @@ class GatewaySettings:
         ),
     ] = ()
     requests_per_minute: Annotated[
-        Count, Help("REQUESTS", "requests per minute and key (0: unlimited)")
+        Count, Help("REQUESTS", "requests per minute per key (0: unlimited)")
     ] = 0
     tokens_per_minute: Annotated[
-        Count, Help("TOKENS", "tokens per minute and key, of prompts and outputs (0: unlimited)")
+        Count, Help("TOKENS", "tokens per minute per key, in prompts and outputs (0: unlimited)")
     ] = 0
     requests_per_day: Annotated[
-        Count, Help("REQUESTS", "requests per day (UTC) and key (0: unlimited)")
+        Count, Help("REQUESTS", "requests per day (UTC) per key (0: unlimited)")
     ] = 0
-    tokens_per_day: Annotated[Count, Help("TOKENS", "tokens per day and key (0: unlimited)")] = 0
+    tokens_per_day: Annotated[Count, Help("TOKENS", "tokens per day per key (0: unlimited)")] = 0
     concurrent_requests: Annotated[
         Count, Help("REQUESTS", "concurrent requests per key (0: unlimited)")
     ] = 0
@@ -301,7 +303,7 @@ class GatewaySettings:
         Count, Help("TOKENS", "upper bound for a request's maximum output tokens")
     ] = 131_072
     reasoning_tokens: Annotated[
-        Count | None, Help("TOKENS", "reasoning budget if the request sets none")
+        Count | None, Help("TOKENS", "reasoning budget of requests that set none")
     ] = None
     reasoning_effort: Annotated[
         str, _one_of(EFFORTS), Help("EFFORT", f"default effort: {', '.join(EFFORTS)}")
@@ -331,9 +333,9 @@ class GatewaySettings:
         Format, Help("FORMAT", f"one line per request on standard output: {', '.join(FORMATS)}")
     ] = "off"
     metrics_by_key: Annotated[
-        bool, Help("", "add the name of the key to the metrics of requests and tokens")
+        bool, Help("", "label request and token metrics with the key's name")
     ] = False
-    log_level: Annotated[Level, Help("LEVEL", f"one of {', '.join(get_args(Level))}")] = "info"
+    log_level: Annotated[Level, Help("LEVEL", f"log level: {', '.join(get_args(Level))}")] = "info"
 
     def limits(self, key: Key | None = None) -> Limits:
         """The limits of a key; without one, those of all clients together."""
