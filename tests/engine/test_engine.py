@@ -704,7 +704,7 @@ def test_a_prompt_without_memory_waits_from_its_first_attempt(
         try:
             request = waiting_for_memory(engine, 1, 1000.0)
             assert not engine._fits(99) and 99 in engine._requests
-            monkeypatch.setattr("vllm_mlx_harmony.engine.engine.HOPELESS", -1.0)
+            monkeypatch.setattr("vllm_mlx_harmony.engine.engine.ADMISSION_TIMEOUT", -1.0)
             for change in (1, 2):
                 used[0] += change
                 assert not engine._fits(99) and 99 in engine._requests

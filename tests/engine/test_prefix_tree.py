@@ -37,7 +37,7 @@ def add(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> bool:
 
 
 def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:
-    """Length of the known beginning, checked to be what was put in, piece after piece."""
+    """Length of the cached prefix, checked to be what was put in, piece after piece."""
     sequence = tuple(ids)
     known, pieces = tree.find([owner], pack(sequence))
     at = 0

@@ -13,10 +13,10 @@ import pytest
 
 from vllm_mlx_harmony.engine.scheduler import (
     AIM,
+    CHUNK_MULTIPLE,
+    DECODE_SHARE,
     FIRST_CHUNK,
-    GRAIN,
     PATIENCE,
-    SHARE,
     Chunk,
     Decision,
     Limits,
@@ -28,7 +28,7 @@ from vllm_mlx_harmony.engine.scheduler import (
 PACE = 1e-3
 """Seconds an id of a prompt takes, in rows."""
 
-CUT = int(Limits().pause * AIM / PACE) // GRAIN * GRAIN
+CUT = int(Limits().pause * AIM / PACE) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 """Ids of a chunk beside an answer at that speed."""
 
 
@@ -73,7 +73,7 @@ def beside_an_answer_and_behind_a_chunk(scheduler: Scheduler) -> None:
 
 def the_debt_is_paid(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
-    owed = 0.192 * SHARE / (1 - SHARE)
+    owed = 0.192 * DECODE_SHARE / (1 - DECODE_SHARE)
     scheduler.stepped(owed - 0.015)
     assert scheduler.next(0) == Step()
     scheduler.stepped(0.015)
@@ -212,7 +212,7 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (steps_of_an_answer_alone_are_no_credit, 0.0, Step()),
     (the_answer_has_ended, 0.0, Chunk(1, 2048)),
     (of_unknown_speed, 0.0, Chunk(1, FIRST_CHUNK)),
-    (slow, 0.0, Chunk(1, GRAIN)),
+    (slow, 0.0, Chunk(1, CHUNK_MULTIPLE)),
     (a_prompt_of_its_own_speed, 0.0, Chunk(1, 32)),
     (fast_at_its_beginning, 0.0, Chunk(1, 320)),
     (both_came_together, 0.0, Chunk(2, 60)),
@@ -254,7 +254,7 @@ def test_no_chunk_is_longer_than_the_flags_say(flag: str, limit: int) -> None:
     scheduler = Scheduler(Limits(**{flag: limit}))
     slow(scheduler)
     decision = scheduler.next(0)
-    assert isinstance(decision, Chunk) and decision.ids == min(limit, GRAIN)
+    assert isinstance(decision, Chunk) and decision.ids == min(limit, CHUNK_MULTIPLE)
 
 
 def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:

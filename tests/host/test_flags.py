@@ -80,7 +80,7 @@ def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 NAMED = [
     ("--prefix-cache-size 5", "--prefix-cache-size: the prefix cache is bounded in bytes"),
     ("--no-memory-aware-cache", "--no-memory-aware-cache: "),
-    ("--kv-cache-quantization", "--kv-cache-quantization: gpt-oss has attention sinks"),
+    ("--kv-cache-quantization", "--kv-cache-quantization: quantized KV caches do not"),
     ("--kv-cache-quantization-bits 8", "--kv-cache-quantization-bits: "),
     ("--kv-cache-quantization-group-size 64", "--kv-cache-quantization-group-size: "),
     ("--kv-cache-min-quantize-tokens 9", "--kv-cache-min-quantize-tokens: "),
@@ -89,7 +89,7 @@ NAMED = [
     ("--max-cache-blocks 32", "--max-cache-blocks: "),
     ("--prefix-trie-cache", "--prefix-trie-cache: the prefix cache is always a tree"),
     ("--prefix-trie-cache-size 3", "--prefix-trie-cache-size: "),
-    ("--specprefill", "--specprefill: it leaves tokens of the prompt out"),
+    ("--specprefill", "--specprefill: SpecPrefill drops prompt tokens"),
     ("--specprefill-threshold 8192", "--specprefill-threshold: "),
     ("--specprefill-keep-pct 0.2", "--specprefill-keep-pct: "),
     ("--specprefill-backbone-pct 0.2", "--specprefill-backbone-pct: "),
@@ -103,7 +103,7 @@ NAMED = [
         '--default-chat-template-kwargs {"colour":1,"reasoning_effort":"low"}',
         "--default-chat-template-kwargs colour: ",
     ),
-    ("--max-kv-size 4096", "--max-kv-size: gpt-oss sees its whole context"),
+    ("--max-kv-size 4096", "--max-kv-size: the context is never truncated"),
 ]
 
 

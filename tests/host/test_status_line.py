@@ -46,7 +46,7 @@ LINES: dict[str, tuple[list[list[RequestStatus]], str]] = {
         [[request("computing", 1, computed=0, speed=0.0, expected=None)]],
         "prompt 0 of 36,102 tokens (0 %)",
     ),
-    "not begun": ([[request("waiting", 1)]], "prompt of 36,102 tokens waits"),
+    "not begun": ([[request("waiting", 1)]], "prompt of 36,102 tokens queued"),
     "two models": ([[COMPUTING], []], f"m0: {PROMPT}"),
     "two models at work": ([[COMPUTING], [COMPUTING]], f"m0: {PROMPT} | m1: {PROMPT}"),
 }

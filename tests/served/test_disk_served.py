@@ -329,7 +329,7 @@ def test_a_directory_that_cannot_be_used_costs_the_disk_alone(
     place = tmp_path / "a file"
     place.write_text("of somebody's")
     server = start(*FLAG, "--ssd-cache-dir", str(place), model=model, command=HARMONY)
-    assert f"not on disk: {place} cannot be used" in server.log
+    assert f"disk cache disabled: {place} cannot be used" in server.log
     agent = Opencode()
     body = recorded(agent.recorded, model, "file")
     assert agent.ask(server, body).cached == 0

@@ -139,10 +139,10 @@ def test_the_start_says_what_a_user_needs(server: Server) -> None:
     assert "\nvllm-mlx-harmony 0." in log
     for expected in (
         f"  model         {server.model}",
-        "  engine        up to 32 answers at once",
+        "  engine        up to 32 concurrent answers",
         "  context       131,072 tokens",
         "  prefix cache  up to 64 MiB in memory",
-        "  access        reachable from this machine, open to all clients: no --api-key",
+        "  access        local only; no API key: any local client has access",
         f"  next          vllm-mlx-harmony launch codex --url {server.base_url}",
         "  no effect     --prefix-cache-size: the prefix cache is bounded in bytes, not in entries",
     ):

@@ -13,16 +13,17 @@ cost little more. An answer that is alone in its batch computes, together with i
 
 - *forced* ids: the grammar, a budget or the like allows no other (`masks`). They are not drawn.
 - a *draft*: ids of the header that is expected (`core.expected_header`), or that it may copy
-  (`drafts`). The next id is drawn at each place as if all before it were right
-  (`sampler.draw_ahead`). Up to the first place where another id is drawn than the draft
-  has, that is what would have been drawn one by one, with the same seed, too (Leviathan et al.,
-  https://arxiv.org/abs/2211.17192). The caches forget what was wrong.
+  (`drafts`). The next id is sampled at each position as if the draft up to there were correct
+  (`sampler.draw_ahead`). Up to and including the first position where it differs from the draft,
+  the result is what sampling one id at a time gives, with the same seed (Leviathan et al.,
+  https://arxiv.org/abs/2211.17192). Rejected ids are trimmed from the caches.
 
-With a draft, Python has to know the next id before the step, so the device waits for Python: only
-where a draft is likely to pay for it, or few ids are allowed, as in headers.
+With a draft, Python must read the next id before the step starts, so the device idles meanwhile.
+This is done only where a draft is likely to pay for it, or where few ids are allowed, as in
+headers.
 
-`join` and `remove` take the rows out first: when one of them fails, some layers are changed and
-others are not, and a batch without rows is not used any more.
+`join` and `remove` empty ``rows`` while they work: if one fails, some layers have changed and
+others have not, and a batch without rows is discarded.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from vllm_mlx_harmony.engine.costs import WIDTHS, Model
 from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, trim
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead, log_probabilities
 from vllm_mlx_harmony.server.engine import COPIED, DRAWN, FORCED
@@ -77,8 +78,8 @@ class Batch:
         self.rows = [*rows, request]
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
-        """The ids of each row that were computed; the caches hold them. A row's first step, which
-        computes the last id of its prompt, has none."""
+        """Runs one step; returns the ids that the caches now hold. A row's first step computes the
+        last id of its prompt and returns none."""
         if self.costs is not None and len(self.rows) == 1 and self._knows_next(self.costs):
             (request,) = self.rows
             found = [(request, token) for token in self._step_ahead(model, self.costs)]
@@ -173,7 +174,7 @@ class Batch:
         tokens = drawn.tolist()
         right = accepted(draft, tokens)
         if right < len(draft):
-            forget(self.layers, len(draft) - right)
+            trim(self.layers, len(draft) - right)
             sampler.state = states[right]
         if mask is not None:
             mask.advance(*draft[:right])

@@ -1,8 +1,8 @@
 """What a step of several ids costs on this machine, with this model: measured when it is loaded.
 
-Weights that are read for one id are not read again for the next, but the experts of a mixture are
-others for each id, and a device without a fast product of matrices gains nothing at all. So nothing
-is assumed: whether a draft pays (`drafts.Costs.length`) depends on these measurements alone.
+Weights that are read for one id are not read again for the next, but each id may use other experts,
+and a device without fast matrix multiplication gains nothing. So nothing is assumed: whether a
+draft pays (`drafts.Costs.length`) depends on these measurements alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import mlx.core as mx
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.engine.drafts import Costs
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, forget
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, trim
 from vllm_mlx_harmony.engine.sampler import Sampler, draw, draw_ahead
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -30,15 +30,15 @@ WIDTHS = (1, 2, 4, 8, 16)
 """Ids of an answer in one step."""
 
 REPEATED = 5
-"""Measurements per width; the fastest counts. The first step of one id is not among them: each
-begins before the last has ended, and this one has none to wait for."""
+"""Measurements per width; the fastest counts. The first single-id step is discarded: steps overlap,
+and it has no predecessor."""
 
 LONGEST = 1.0
-"""Seconds after which each width is measured twice only, and the wider ones not at all."""
+"""Time limit in seconds: after it, the current width is measured at most twice and wider ones are
+skipped."""
 
 WITHOUT_GAIN = 2
-"""Widths in a row that take no less time than as many steps of one id; wider ones are not
-measured."""
+"""Consecutive widths without a gain over single-id steps, after which measuring stops."""
 
 Model: TypeAlias = "Callable[..., mx.array]"
 
@@ -63,13 +63,14 @@ def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.per
             logits = model(mx.array([[token, *draft]]) if draft else last[None], cache=layers)[0]
             if draft:
                 draw_ahead(sampler, [token], draft, [], logits)[0].tolist()
-                forget(layers, width - 1)
+                trim(layers, width - 1)
             else:
                 last, before = draw([sampler], last, logits), last
                 mx.async_eval(last)
                 mx.eval(before)
             if draft or run:
                 best = min(best, clock() - started)
+        # `Costs.together` assumes that wider steps never cost less.
         seconds.append(max([best, *seconds[-1:]]))
         gains = width == 1 or best < width * seconds[0]
         without_gain = 0 if gains else without_gain + 1

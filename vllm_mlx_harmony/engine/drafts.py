@@ -9,9 +9,9 @@ of an answer, never its content.
 
 **Look-up.** A hash table maps the last ``GRAM`` ids to the place of their last occurrence, and each
 place to the one before it with the same hash: adding an id takes constant time and eight bytes.
-Of ``CANDIDATES`` places the one with the longest common text wins. From there a pointer follows the
-answer, as long as it copies. Where the answer departs from its source, an edit, the pointer waits
-nearby, and two ids of the source in a row are enough to continue.
+Of ``CANDIDATES`` places the one with the longest common text wins. From there, a pointer advances
+with the answer while both agree. After a mismatch (an edit), two consecutive ids of the source
+within ``NEARBY`` are enough to resume.
 
 **Whether it pays.** Each id that is generated, drafted or not, tells whether the pointer would have
 been right: its accuracy is known without trying, for short and long common texts separately. With
@@ -45,11 +45,11 @@ MEMORY = 64
 """Ids over which the accuracy of the pointer is averaged."""
 
 EXPECTED = (0.6, 0.75, 0.85, 0.9, 0.98)
-"""Assumed accuracy of the pointer after a common text of 2 to 3, 4 to 7, 8 to 15, … ids, until a
-request has shown its own: as in the edits that ``ci/bench_speculate.py`` replays."""
+"""Prior accuracy of the pointer after a match of 2–3, 4–7, 8–15, … ids, measured on the edits of
+``ci/bench_speculate.py``."""
 
 WEIGHT = 8.0
-"""Ids that it takes to outweigh this expectation."""
+"""Weight of this prior, in ids."""
 
 _FACTORS = (0x9E37_79B1, 0x85EB_CA6B, 0xC2B2_AE35)
 _BITS = 16
@@ -57,7 +57,7 @@ _BITS = 16
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """``seconds`` that a step of so many ``ids`` takes; both ascend, the first is a single id."""
+    """A step of ``ids[i]`` ids takes ``seconds[i]``; both ascend, and ``ids[0]`` is 1."""
 
     ids: tuple[int, ...] = (1,)
     seconds: tuple[float, ...] = (1.0,)
@@ -170,6 +170,7 @@ class Drafts:
         if not self._source and self._departed_from and len(ids) - self._departed_at <= NEARBY:
             first, last = ids[-2:]
             near = self._departed_from
+            # The edit may have replaced a little of what precedes the mismatch.
             for place in range(max(2, near - 4), min(near + NEARBY, self._departed_at)):
                 if ids[place - 1] == last and ids[place - 2] == first:
                     self._source, self._common = place, 2

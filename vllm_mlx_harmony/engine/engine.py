@@ -6,9 +6,9 @@ settings, a tenant and a constraint. What it passes through:
     event loop    generate ─▶ read cached pieces from disk ─▶ wait for steps ─▶ yield
     thread        queued ─▶ admitted: memory, cached prefix ─▶ chunks ─▶ row of a batch ─▶ ended
 
-What the thread does next is the scheduler's decision (`scheduler`), how much fits is `memory`'s. An
-error of the model ends the requests that were being computed together, and no others. An error in
-this file ends the thread: all requests fail, and the engine reports that it is not healthy.
+`scheduler` decides what the thread does next, `memory` whether a request fits. An error of the
+model ends the requests that were being computed together, and no others. An error in this file ends
+the thread: all requests fail, and the engine reports that it is not healthy.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ PROBE = 64
 HEADROOM = 64
 """Ids of an answer for which its caches are allocated in advance."""
 
-HOPELESS = 10.0
+ADMISSION_TIMEOUT = 10.0
 """Seconds after which a prompt without enough memory fails, if meanwhile no other request runs and
 no memory is freed."""
 
@@ -163,7 +163,8 @@ class MlxEngine:
         self._computed = 0
         self._reported = 0.0
         self._too_long = inf
-        """Ids of the shortest request that did not fit beside the others in this step."""
+        """Length of the shortest request that did not fit beside others in this call of `_work`;
+        longer ones are not tried."""
         self._stopped = "the engine was stopped"
         self._thread = EngineThread(f"engine of {model}", self._work, self._abandon)
 
@@ -175,7 +176,8 @@ class MlxEngine:
 
     @property
     def relative_costs(self) -> dict[int, float]:
-        """What steps of so many ids cost, as multiples of a step of one, if that was measured."""
+        """Measured duration of a step of *n* ids, relative to a step of one; empty if not
+        measured."""
         if self.costs in (None, UNKNOWN):
             return {}
         first, *_ = self.costs.seconds
@@ -401,7 +403,7 @@ class MlxEngine:
             failure = HostError(problem, code="out_of_memory", retry_after=5)
         else:
             logger.error("the engine failed", exc_info=error)
-            problem = "the engine failed while it was generating; see the server's log"
+            problem = "internal engine error during generation; see the server log"
             failure = OutputError(problem)
         rows = {request for batch in self._batches for request in batch.rows}
         lost = {each for each in list(self._requests.values()) if each.ids} - rows
@@ -445,11 +447,11 @@ class MlxEngine:
     def _fits(self, key: int) -> bool:
         """Whether there is memory for the request to its end.
 
-        Evicts cached pieces if that suffices, and fails the request if it is hopeless (`HOPELESS`).
+        Evicts cached pieces if that suffices, and fails the request after `ADMISSION_TIMEOUT`.
         """
         budget, request = self.budget, self._requests[key]
         if request.end >= self._too_long:
-            request.others = -1  # others run: it is not hopeless
+            request.others = -1  # others run: their memory will be freed
             return False
         running = [each for each in list(self._requests.values()) if each.begun]
         holders: list[Request | Batch] = [*running, *self._batches]
@@ -464,8 +466,8 @@ class MlxEngine:
         if running and missing:
             self._too_long = request.end
         if running or others != request.others:
-            request.others, request.hopeless = others, now + HOPELESS
-        elif missing and now > request.hopeless:
+            request.others, request.admission_deadline = others, now + ADMISSION_TIMEOUT
+        elif missing and now > request.admission_deadline:
             self._fail([request], MemoryError(f"{missing} bytes are missing"))
         return not missing
 

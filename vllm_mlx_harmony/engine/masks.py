@@ -37,10 +37,9 @@ class LogitsMask:
     Never raises, because that would fail every row of the batch. An error is logged and becomes the
     matcher's ``error``; from then on everything is allowed.
 
-    With ``origins``, it looks for the likeliest of all ids before it masks any. ``likeliest`` has
-    that of each id which is drawn next; evaluate it together with these, or it has to wait for the
-    step that the device computes then. ``origin`` says how the first id that ``advance`` was given
-    last came about (``Step.origins``).
+    With ``origins``, ``likeliest`` keeps the argmax of the unmasked logits for each id to be
+    sampled. Evaluate it together with those ids; later, it would wait for the next step. ``origin``
+    says how the first id that ``advance`` was given last came about (``Step.origins``).
     """
 
     def __init__(self, constraint: Constraint, *, origins: bool = False) -> None:
@@ -133,7 +132,7 @@ class LogitsMask:
         except Exception as error:  # noqa: BLE001 - the other rows must go on
             matcher.error = f"{type(error).__name__}: {error}"
         if matcher.error:
-            logger.error("a grammar is no longer enforced: %s", matcher.error)
+            logger.error("grammar enforcement stopped: %s", matcher.error)
             return None
         return result
 

@@ -43,8 +43,10 @@ def may_be_padded(lengths: Sequence[int]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Bytes of keys and values: ``per_id`` of the layers that keep all ids, and for each window its
-    length in ids with the bytes of an id in all layers that have it."""
+    """Bytes of keys and values: ``per_id`` of the layers that keep all ids.
+
+    ``windows``: pairs of length in ids and bytes per id, over all layers with that window.
+    """
 
     per_id: int = 0
     windows: tuple[tuple[int, int], ...] = ()

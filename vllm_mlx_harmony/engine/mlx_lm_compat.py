@@ -4,7 +4,7 @@
   0.31 always runs it, 0.32 only with ``trust_remote_code``.
 - *Caches.* ``state`` has keys and values in 0.31; in 0.32 it has numbers as well, which
   ``meta_state`` had before. The engine uses neither: it reads the attributes that `host.contract`
-  lists, and writes four of them: ``keys``, ``values``, ``offset`` and ``_idx`` (`forget`,
+  lists, and writes four of them: ``keys``, ``values``, ``offset`` and ``_idx`` (`trim`,
   `pieces.join`).
 - *Batches.* What ``BatchGenerator`` takes (``state_machines``, now ``stop_sequences``) and makes
   (``_make_new_cache``) has changed, too: the engine has batches of its own.
@@ -55,7 +55,7 @@ def evaluate(layers: Layers) -> None:
     mx.eval([(layer.keys, layer.values) for layer in layers])
 
 
-def forget(layers: Layers, ids: int) -> None:
+def trim(layers: Layers, ids: int) -> None:
     """Removes the last ``ids`` ids. The last step must have added more than that.
 
     mlx-lm does not trim a window, because it overwrites what falls out of it. But when it adds

@@ -59,15 +59,6 @@ class Piece:
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts.values())
 
-    def last(self, tokens: int) -> Piece:
-        if tokens == self.tokens:
-            return self
-        parts = {
-            window: mx.contiguous(part[:, :, -min(tokens, part.shape[2]) :])
-            for window, part in self.parts.items()
-        }
-        return Piece(tokens, parts)
-
 
 def windows(model: Module) -> Windows | None:
     """The windows of the model's layers; ``None`` when some layer's cache cannot be cut."""
@@ -124,8 +115,9 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
         if min(ordered.shape[2], window) != min(held, window):
             raise Misaligned(f"a window of {ordered.shape[2]} tokens does not end at {held}")
         ordered = ordered[:, :, : ordered.shape[2] - (held - end)]
-        # The window of ``end`` ids has lost its oldest token to the id that is left out. The next
-        # token does not look at that place; the oldest one that is left fills it.
+        # Without the last id, the window is one token short, because its oldest token was
+        # overwritten. The next token does not attend to that slot, so the oldest remaining token is
+        # repeated there.
         missing = min(end, window) - ordered.shape[2]
         if missing > 0:
             ordered = mx.concatenate([ordered[:, :, :missing], ordered], axis=2)
@@ -155,10 +147,12 @@ def imported(loaded: Loaded, start: int, end: int) -> Piece:
         raise Misaligned("what the piece continues was evicted")
     tensors: Any = mx.load(BytesIO(loaded.content), format="safetensors")
     parts = {
-        WHOLE if name == "whole" else int(name.rpartition(".")[2]): part
+        WHOLE if name == "whole" else int(name.rpartition(".")[2]): mx.contiguous(
+            part[:, :, -min(end - start, part.shape[2]) :]
+        )
         for name, part in tensors.items()
     }
-    return Piece(loaded.end - loaded.start, parts).last(end - start)
+    return Piece(end - start, parts)
 
 
 def join(model: Module, pieces: Sequence[Piece], headroom: int = 0) -> Layers:
@@ -183,7 +177,8 @@ def join(model: Module, pieces: Sequence[Piece], headroom: int = 0) -> Layers:
 
 
 def _joined(parts: Sequence[mx.array], window: int, headroom: int) -> mx.array:
-    """All tokens and the headroom, or the last ``window`` tokens, filled up from piece to piece."""
+    """All tokens plus headroom, or the last ``window`` tokens, collected from the last pieces
+    backwards."""
     if window == WHOLE:
         _, heads, _, width = parts[0].shape
         empty = mx.zeros((1, heads, headroom, width), dtype=parts[0].dtype)

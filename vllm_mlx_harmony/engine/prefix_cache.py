@@ -48,7 +48,8 @@ SHORTEST = 32
 
 
 def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
-    """Where a prompt is cut, ascending: the places behind ``after``, up to before its last id.
+    """Positions after ``after``, ascending, at which the prompt is split; the last is before its
+    final id.
 
     Behind the system and developer messages, which conversations share; before the last message of
     the user, which may be edited; before the last id, so that the prompt can be repeated, and since
@@ -172,9 +173,10 @@ class PrefixCache:
         return replace(match, in_memory=in_memory, on_disk=(), loaded=loaded)
 
     def restore(self, match: Match, capacity: int = 0) -> tuple[Layers, int]:
-        """Layers that hold the longest known beginning of the prompt, and its length in ids.
+        """Layers that hold the longest cached prefix of the prompt, and its length in ids.
 
-        The layers are a copy, with space for ``capacity`` ids in all; new ones if nothing is known.
+        The layers are a copy, with space for ``capacity`` ids in all; new ones if nothing is
+        cached.
         """
         layers, cached = None, 0
         if self.enabled:
@@ -216,9 +218,8 @@ class PrefixCache:
         return nullcontext() if self._disk is None else self._disk.computing()
 
     def make_room(self, nbytes: int) -> bool:
-        """Evicts as many pieces as it takes to free ``nbytes`` bytes, or none if all together are
-        too few; whether it evicted any. Bytes that are freed once they are written count as
-        free."""
+        """Evicts pieces to free ``nbytes`` bytes, or none if all together are too few; returns
+        whether any were evicted. Counts bytes that the writer is about to free."""
         left = nbytes - (0 if self._disk is None else self._disk.evicted)
         return 0 < left <= self._tree.counters().nbytes and self.evict(left) > 0
 
@@ -228,7 +229,7 @@ class PrefixCache:
         return self._tree.evict(nbytes)
 
     def close(self) -> None:
-        """Removes everything of this model from memory, and stores nothing any more."""
+        """Drops this model's pieces from memory and disables the cache."""
         self.enabled = False
         self._tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] is self._id)
 

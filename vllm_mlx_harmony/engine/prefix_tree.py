@@ -4,9 +4,9 @@ Keys and values of a token depend only on it and on the tokens before it. So wha
 prompt serves every prompt with the same beginning, and a tree finds the longest one, as in
 RadixAttention (https://arxiv.org/abs/2312.07104, section 3). Two differences:
 
-- *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`). It holds up to
-  a whole sliding window at its end: short pieces would keep every token of the layers with windows,
-  too. A node is never split; prompts that diverge within a piece share what is before it.
+- *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`). A piece stores
+  up to a full sliding window; fixed small blocks would therefore store every token of the sliding
+  layers, too. A node is never split; prompts that diverge within a piece share what is before it.
 - *Owners.* Each piece belongs to a tenant, and no other tenant finds it: the time that a prompt
   takes shows whether its beginning is cached, which others may not learn (SECURITY.md). A look-up
   names the owners whose pieces it may find: the tenant, and the operator, who had some computed for
@@ -101,7 +101,7 @@ class PrefixTree(Generic[T]):
         return Counters(self._evictions, self._refused, segments, self._nbytes, self._budget)
 
     def find(self, owners: Sequence[Hashable], sequence: bytes) -> tuple[int, tuple[T, ...]]:
-        """The length in ids of the longest known beginning that is shorter than ``sequence``, and
+        """The length in ids of the longest cached prefix that is shorter than ``sequence``, and
         the values of its pieces, first to last."""
         with self._lock:
             node = self._deepest(owners, sequence, len(sequence) // WIDTH - 1)
@@ -156,14 +156,14 @@ class PrefixTree(Generic[T]):
             return before - self._nbytes
 
     def forget(self, gone: Callable[[Hashable], bool]) -> None:
-        """Removes what the owners have for which ``gone`` is true. What others continue from that
-        is found no longer, and evicted in its turn."""
+        """Removes the pieces of owners for which ``gone`` is true. Pieces of other owners that
+        continue them become unreachable and are evicted in LRU order."""
         with self._lock:
             for node in [each for each in self._order if gone(each.owner)]:
                 self._remove(node)
 
     def _deepest(self, owners: Sequence[Hashable], sequence: bytes, limit: int) -> _Node[T]:
-        """The node of the longest known beginning of at most ``limit`` ids."""
+        """The node of the longest cached prefix of at most ``limit`` ids."""
         best, left = self._root, [self._root]
         while left:
             node = left.pop()

@@ -37,29 +37,34 @@ class Request:
     match: Match | None = None
     """What is cached of the prompt, until it begins."""
 
-    # On the engine's thread. ``begun`` is when the prompt was given ``layers``, its caches. While
-    # it is computed, they hold its first ``at`` ids. They are stored whenever they hold as many as
-    # the next of ``marks``. The first ``cached`` ids were found in the prefix cache. ``ids`` are
-    # prompt and answer, once it is a row of a batch, whose layers hold them, or will after the step
-    # that is being computed. ``joined``: the row has made a step. ``first`` is when the first id
-    # came. ``held`` are ids that have not been sent.
+    # On the engine's thread.
     begun: float = 0.0
+    """When its caches were created; 0 while it waits."""
     others: int = -1
     """Bytes of everything else when it last found no memory; it fails if they are the same at
-    ``hopeless``."""
-    hopeless: float = 0.0
+    ``admission_deadline``."""
+    admission_deadline: float = 0.0
     layers: Layers | None = None
+    """Its caches, from its begin until it is a row of a batch."""
     marks: deque[int] = field(default_factory=deque)
+    """Remaining boundaries at which the prompt's prefix is stored."""
     at: int = 0
+    """Number of prompt ids computed so far."""
     cached: int = 0
+    """Number of prompt ids found in the prefix cache."""
     ids: list[int] = field(default_factory=list)
+    """Prompt and answer, once it is a row of a batch; the batch's caches hold them, or will after
+    the pending step."""
     joined: bool = False
+    """Whether its row has made a step."""
     drafts: Drafts | None = None
     """``None`` if none are to be tried."""
     accepted: int = 0
     rejected: int = 0
     first: float = 0.0
+    """Time of the first generated id."""
     held: list[int] = field(default_factory=list)
+    """Generated ids that have not been sent."""
     origins: str = ""
     """``Step.origins`` of ``held``."""
     logprobs: list[TokenLogprob] = field(default_factory=list)

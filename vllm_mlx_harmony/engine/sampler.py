@@ -76,7 +76,7 @@ class Sampler:
         self._in_text: mx.array | None = None
 
     def key(self) -> tuple[int, int]:
-        """The key of this step's random numbers; another one at each call."""
+        """A new random key; call once per step."""
         self._steps += 1
         return self._random.getrandbits(32), self._random.getrandbits(32)
 
@@ -141,6 +141,7 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
         parts = mx.split(logits.astype(mx.float32), len(samplers))
         for at, each in enumerate(samplers):
             if each.processor is not None:
+                # At the first step, last is the prompt's, which the matcher has not to consume.
                 parts[at] = each.processor(read[at] if each._steps else None, parts[at])
             if each.adjusts:
                 each.count(last[at : at + 1], logits.shape[-1])
@@ -252,7 +253,8 @@ _ONE = 0x3F80_0000
 
 
 def _threshold(bits: mx.array, weights: mx.array | None, wanted: mx.array) -> mx.array:
-    """The largest bits (rows, 1) such that what reaches them comes to ``wanted`` (rows, 1).
+    """The highest threshold (rows, 1), as float bits, such that the entries at or above it add up
+    to at least ``wanted``.
 
     Sums ``weights``, or counts ids if it is ``None``. Sums are taken in the same order
     each time and only lose summands, so a higher threshold never sums up to more.

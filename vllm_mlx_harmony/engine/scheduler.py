@@ -11,24 +11,24 @@ mlx-lm's models cannot do. So the two alternate, and two numbers bound what each
 
 - *Pause.* While an answer runs, a chunk is planned to take at most ``AIM * pause`` seconds, by the
   speed of this prompt's last chunk, or else an average of all chunks in which recent ones weigh
-  most. It may take longer if even ``GRAIN`` ids do, if no speed is known yet, or if the estimate is
-  wrong. Speed falls with the length of a chunk, since attention within it grows with its square. So
-  beyond ``FIRST_CHUNK`` ids, a chunk has at most ``GROWTH`` times as many as the same prompt's
-  chunk before it.
+  most. It may take longer if even ``CHUNK_MULTIPLE`` ids do, if no speed is known yet, or if the
+  estimate is wrong. Speed falls with the length of a chunk, since attention within it grows with
+  its square. So beyond ``FIRST_CHUNK`` ids, a chunk has at most ``GROWTH`` times as many as the
+  same prompt's chunk before it.
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
-  ``c * SHARE / (1 - SHARE)`` seconds together. Answers get ``SHARE`` of the time, and a prompt
-  takes ``1 / (1 - SHARE)`` times as long as it would alone. If a step overruns what answers were
-  owed, the excess is credited to prompts before the next step.
+  ``c * DECODE_SHARE / (1 - DECODE_SHARE)`` seconds together. Answers get ``DECODE_SHARE`` of the
+  time, and a prompt takes ``1 / (1 - DECODE_SHARE)`` times as long as it would alone. If a step
+  overruns what answers were owed, the excess is credited to prompts before the next step.
 
 While no answer runs, prompts are computed in full chunks.
 
 **Order.** The prompt with the least left to compute goes first, which minimizes the sum of all
 waits; a prompt that has begun can be overtaken between two chunks. That rule alone starves a long
-prompt under a steady load of short ones. So of a tenant's prompt time, the fraction ``BY_AGE``
-belongs to its oldest prompt, whatever its length: once a prompt is the oldest, it takes about
-``1 / BY_AGE`` times its own time at most, if no answers run and no other tenant waits. **Tenants**
-take turns, chunk by chunk: the one whose last chunk is longest ago is next. A tenant that sends ten
-prompts gets no more of the time than one that sends a single prompt.
+prompt under a steady load of short ones. So of a tenant's prompt time, the fraction
+``OLDEST_SHARE`` belongs to its oldest prompt, whatever its length: once a prompt is the oldest, it
+takes about ``1 / OLDEST_SHARE`` times its own time at most, if no answers run and no other tenant
+waits. **Tenants** take turns, chunk by chunk: the least recently served tenant is next. A tenant
+that sends ten prompts gets no more of the time than one that sends a single prompt.
 
 **Admission.** A prompt begins when it is its turn, there is memory for it (``fits``), and not too
 many others are running. The last prompt slot is reserved for single-chunk prompts: otherwise long
@@ -46,13 +46,13 @@ from typing import TypeAlias
 PATIENCE = 10.0
 """Seconds after which a prompt that lacks memory is no longer overtaken by later ones."""
 
-SHARE = 0.32
+DECODE_SHARE = 0.32
 """Fraction of the time for answers while prompts are also being computed."""
 
-BY_AGE = 0.25
+OLDEST_SHARE = 0.25
 """Fraction of a tenant's prompt time that goes to its oldest prompt."""
 
-GRAIN = 32
+CHUNK_MULTIPLE = 32
 """Planned lengths of chunks beside an answer are multiples of this, except a prompt's last one."""
 
 FIRST_CHUNK = 256
@@ -150,15 +150,17 @@ class Scheduler:
         tenant = self._tenants[prompt.tenant]
         tenant.turn = self._turn
         if prompt is self._oldest()[prompt.tenant]:
+            # The debt never goes below one chunk: an oldest prompt served for long must not pay for
+            # it later.
             tenant.owed = max(tenant.owed - seconds, -seconds)
         else:
-            tenant.owed += seconds * BY_AGE / (1 - BY_AGE)
-        if ids >= GRAIN:  # a shorter one says little about a longer one
+            tenant.owed += seconds * OLDEST_SHARE / (1 - OLDEST_SHARE)
+        if ids >= CHUNK_MULTIPLE:  # a shorter one says little about a longer one
             prompt.pace = seconds / ids
             self._pace = prompt.pace if not self._pace else (self._pace + prompt.pace) / 2
         prompt.chunk = ids
         if self._answers:
-            self._owed += seconds * SHARE / (1 - SHARE)
+            self._owed += seconds * DECODE_SHARE / (1 - DECODE_SHARE)
 
     def start_answer(self, request: int) -> None:
         """The prompt is computed: from now on, each step gives the request an id, or more."""
@@ -201,7 +203,7 @@ class Scheduler:
         return Step() if self._answers else None
 
     def order(self) -> list[int]:
-        """Those that wait, in the order in which they would be served; called from any thread."""
+        """Keys of prompts in the order in which they would be served; called from any thread."""
         return [each.request for each in self._ranked()]
 
     def seconds(self, request: int) -> float | None:
@@ -211,7 +213,7 @@ class Scheduler:
         if prompt is None or not prompt.rest:
             return 0.0
         pace = prompt.pace or self._pace
-        share = SHARE if self._answers else 0.0
+        share = DECODE_SHARE if self._answers else 0.0
         return prompt.rest * pace / (1 - share) if pace else None
 
     def _forget_tenants(self) -> None:
@@ -251,4 +253,4 @@ class Scheduler:
         length = min(length, most, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
         if length >= prompt.rest:
             return prompt.rest
-        return min(max(GRAIN, length - length % GRAIN), most)
+        return min(max(CHUNK_MULTIPLE, length - length % CHUNK_MULTIPLE), most)

@@ -78,7 +78,7 @@ class Metrics:
         )
         self.generated = Counter(
             "generation_tokens",
-            "Generated tokens: in reasoning, in calls, and content, which includes all headers.",
+            "Generated tokens by channel; headers count as content.",
             ["channel", *labels],
             **options,
         )

@@ -75,7 +75,7 @@ class VllmMlx:
     async def acquire(
         self, request: Request, model: str | None, deadline: Deadline
     ) -> Lease | None:
-        """An engine of vllm-mlx, which records it with the request and releases it with that."""
+        """Leases an engine from vllm-mlx, which tracks it by request."""
         vllm = server()
         if model is not None:
             vllm._validate_model_name(model)

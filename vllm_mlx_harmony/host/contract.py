@@ -83,7 +83,7 @@ NAMES: tuple[Name, ...] = (
         required=False,
     ),
     *server_globals.names(),
-    Name("vllm_mlx.cli:create_parser", "tells flags that were given from defaults", ""),
+    Name("vllm_mlx.cli:create_parser", "distinguishes flags that were given from defaults", ""),
     Name(
         "vllm_mlx.memory_cache:MemoryCacheConfig",
         "--cache-memory-percent",

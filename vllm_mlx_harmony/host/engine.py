@@ -1,7 +1,7 @@
 """vllm-mlx's engine for a Harmony model: its `BaseEngine` over an engine of our own.
 
-Its ``engine``, an `MlxEngine`, is what computes, and what our routes use. All else in vllm-mlx that
-uses an engine calls the methods here: raw completions, status, caches.
+``engine``, an `MlxEngine`, computes; our routes use it directly. The rest of vllm-mlx calls the
+methods here: raw completions, status, caches.
 """
 
 from __future__ import annotations

@@ -35,17 +35,15 @@ WITHOUT_EFFECT = {
     "the prefix cache is bounded in bytes, not in entries (--cache-memory-mb)": (
         "prefix_cache_size no_memory_aware_cache"
     ),
-    "gpt-oss has attention sinks, which do not support quantized keys and values": (
+    "quantized KV caches do not support gpt-oss's attention sinks": (
         "kv_cache_quantization kv_cache_quantization_bits kv_cache_quantization_group_size "
         "kv_cache_min_quantize_tokens"
     ),
-    "the prefix cache shares what prompts have in common without blocks": (
-        "use_paged_cache paged_cache_block_size max_cache_blocks"
-    ),
+    "the prefix cache is not paged": ("use_paged_cache paged_cache_block_size max_cache_blocks"),
     "the prefix cache is always a tree (--cache-memory-mb bounds it)": (
         "prefix_trie_cache prefix_trie_cache_size"
     ),
-    "it leaves tokens of the prompt out; the model gets the exact prompt": (
+    "SpecPrefill drops prompt tokens; the model gets the exact prompt": (
         "specprefill specprefill_threshold specprefill_keep_pct specprefill_backbone_pct "
         "specprefill_draft_model"
     ),
@@ -53,7 +51,7 @@ WITHOUT_EFFECT = {
         "enable_mtp mtp_num_draft_tokens mtp_optimistic"
     ),
     "gpt-oss takes text only": "mllm_prefill_step_size",
-    "gpt-oss sees its whole context; memory is admitted before it is used": "max_kv_size",
+    "the context is never truncated; a request starts only if its memory fits": "max_kv_size",
 }
 """Flags without effect, by their names in the parsed arguments, and the reasons."""
 

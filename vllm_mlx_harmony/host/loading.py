@@ -60,7 +60,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
 
 
 def build_engine(_: object) -> Callable[[ModelSpec], HarmonyEngine]:
-    """``_build_engine``: of a model that ``load_model`` leaves to be loaded when it is needed."""
+    """Replaces ``_build_engine``, which creates the engine of a model that is loaded on demand."""
     return lambda spec: HarmonyEngine(spec.model_name, model_path=spec.model_path)
 
 
@@ -77,7 +77,8 @@ def instantiate_model(
         manager: ModelManager, entry: RegisteredModel, resolved_source: str
     ) -> object:
         if await asyncio.to_thread(is_harmony_model, resolved_source):
-            manager = copy(manager)  # other models keep the manager's own factory
+            # On a copy: other models keep the manager's own factory.
+            manager = copy(manager)
             manager._engine_factory = lambda config: HarmonyEngine(
                 entry.name,
                 model_path=resolved_source,
@@ -89,8 +90,8 @@ def instantiate_model(
 
 
 def warm_prefix_cache(original: Warm) -> Warm:
-    """Replaces ``warm_prefix_cache``, which computes common beginnings of prompts before the first
-    request (``--warm-prompts``): ours are for all API keys. Those that fail are skipped with a
+    """Replaces ``warm_prefix_cache``, which caches prompt prefixes before the first request
+    (``--warm-prompts``). Ours are shared by all API keys. A prompt that fails is skipped with a
     warning."""
 
     @wraps(original)

@@ -22,7 +22,7 @@ REASONING_ENDED = Counter(
 
 GENERATED = Counter(
     "vllm_mlx_harmony_generation_tokens",
-    "Generated tokens: in reasoning, in calls, and content, which includes all headers.",
+    "Generated tokens by channel; headers count as content.",
     ["channel"],
     registry=_COUNTERS,
 )
@@ -43,7 +43,12 @@ OF_DISK = (
     (GaugeMetricFamily, "written_today_bytes", "written_today", "Bytes written since midnight."),
     (GaugeMetricFamily, "waiting_bytes", "waiting", "Bytes to be written."),
     (GaugeMetricFamily, "paused", "paused", "1 while writing is suspended."),
-    (CounterMetricFamily, "hits", "hits", "Prompts that continued from the disk."),
+    (
+        CounterMetricFamily,
+        "hits",
+        "hits",
+        "Prompts with a longer cached prefix on disk than in memory.",
+    ),
     (CounterMetricFamily, "misses", "misses", "Prompts with no more on disk than in memory."),
     (CounterMetricFamily, "read_bytes", "bytes_read", "Bytes read."),
     (CounterMetricFamily, "read_seconds", "read_seconds", "Seconds spent reading."),

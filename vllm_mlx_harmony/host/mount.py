@@ -124,7 +124,7 @@ def _find(present: list[BaseRoute], path: str, methods: set[str]) -> APIRoute | 
 
 @dataclass(frozen=True, slots=True)
 class Addition:
-    """Something that the application gets; ``add`` returns a function that removes it."""
+    """A change to the application other than a route; ``add`` returns a function that undoes it."""
 
     label: str
     why: str

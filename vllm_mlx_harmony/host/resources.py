@@ -71,7 +71,7 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
     try:
         found = DiskCache(path, int(gigabytes * (1 << 30)), budget(), number(PER_DAY, 100 << 30))
     except Failed as error:
-        logger.warning("prefix cache: not on disk: %s cannot be used (%s)", path, error)
+        logger.warning("prefix cache: disk cache disabled: %s cannot be used (%s)", path, error)
         return None
     atexit.register(found.close, 5.0)  # seconds to write what is pending
     return found

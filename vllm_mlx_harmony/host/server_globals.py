@@ -1,4 +1,4 @@
-"""What is used of ``vllm_mlx.server`` and other objects of vllm-mlx, as types.
+"""Types for the parts of vllm-mlx that are used.
 
 The globals of vllm-mlx's server change as models are loaded and unloaded; they are looked up at
 each use, through ``server()``. Each attribute of the protocols below is a row: mypy checks our

@@ -53,7 +53,7 @@ def text(models: Sequence[tuple[str, Sequence[RequestStatus]]]) -> str:
 def _of_prompt(request: RequestStatus) -> str:
     total, computed = request.total, request.computed
     if request.state == "waiting":
-        return f"prompt of {total:,} tokens waits"
+        return f"prompt of {total:,} tokens queued"
     facts = [f"prompt {computed:,} of {total:,} tokens ({100 * computed // total} %)"]
     if request.speed:
         facts.append(f"{request.speed:,.0f} tokens/s")

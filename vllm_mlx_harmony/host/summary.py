@@ -28,18 +28,19 @@ def set_flags(args: argparse.Namespace, without_effect: Iterable[str]) -> None:
     """Sets what the flags say, and the sentences about those ``without_effect``."""
     host, port = getattr(args, "host", _LOCAL[0]), getattr(args, "port", _PORT)
     rate = getattr(args, "rate_limit", 0)
-    access = f"reachable from the network ({host})"
-    if host in _LOCAL:
-        access = "reachable from this machine"
-    key = bool(getattr(args, "api_key", None))
-    access += ", API key required" if key else ", open to all clients: no --api-key"
+    local = host in _LOCAL
+    access = "local only" if local else f"reachable from the network ({host})"
+    if getattr(args, "api_key", None):
+        access += ", API key required"
+    else:
+        access += f"; no API key: any {'local client' if local else 'client'} has access"
     if rate > 0:
         access += f", {rate} requests a minute"
     address = _LOCAL[0] if host in (*_LOCAL[:2], "0.0.0.0", "::") else host
     address = f"[{address}]" if ":" in address else address
     default = (address, port) == (_LOCAL[0], _PORT)
     url = "" if default else f" --url http://{address}:{port}"
-    page = f"{inspector.PAGE} shows prompts and answers to whoever has access"
+    page = f"{inspector.PAGE} shows prompts and answers to anyone with access"
     _of_flags[:] = [
         ("access", access),
         *([("inspector", page)] if inspector.is_enabled() else ()),
@@ -59,7 +60,7 @@ def show_model(path: str, engine: MlxEngine | None) -> None:
     else:
         limits = engine.options.limits
         facts += [
-            ("engine", f"up to {min(limits.answers, limits.sequences)} answers at once"),
+            ("engine", f"up to {min(limits.answers, limits.sequences)} concurrent answers"),
             ("memory", f"{size(engine.weights)} of {size(engine.budget.limit)} used"),
         ]
         fits = engine.context_length

@@ -5,7 +5,7 @@ Threads:
 - The engine's thread offers pieces (`DiskCache.offer`): keys and where their bytes are, no copies.
 - The writer writes them, one at a time; slowly (``SHARE``) while the engine computes.
 - A thread reads (`DiskCache.load`) before the engine's turn: it verifies every byte and leaves them
-  in plain memory. When more was read than may wait, the next prompt waits.
+  in plain memory. If too much read-ahead is unused, the next prompt waits.
 - The event loop waits for none of them. It reads turns, which are rows, on a connection of its own.
 
 **No failure here fails a request.** A file that differs from what was written is removed, with all
@@ -145,7 +145,7 @@ class DiskCache:
         self._queue: Queue[_Job | None] = Queue()
         self._waiting = 0
         self._jobs: set[_Job] = set()
-        """Jobs with the ``_waiting`` bytes."""
+        """Queued and running jobs; ``_waiting`` is the sum of their ``nbytes``."""
         self._used: set[bytes] = set()
         """Keys of pieces and turns that were used and are not yet marked so in the index."""
         self._written: set[bytes] = set()
@@ -158,8 +158,8 @@ class DiskCache:
         it is held only briefly. Sets are changed one key at a time, and counters may miss one."""
         self._changing = threading.RLock()
         """Guards which index is open, and clearing it."""
-        self._cleared = 0
-        """How often everything was removed. A job that was queued before that writes nothing."""
+        self._generation = 0
+        """Incremented by `clear`; jobs queued under an older value write nothing."""
         self._closing = False
         self._recent: WeakValueDictionary[bytes, Loaded] = WeakValueDictionary()
         """What was read and is still held by a prompt."""
@@ -277,7 +277,7 @@ class DiskCache:
             if key not in self._written:
                 name = f"{key.hex()}-{secrets.token_hex(4)}.safetensors"
                 row = Row(key, parent, end - start, start, name, 0, 0)
-                write = partial(self._write, row, export(piece), self._cleared)
+                write = partial(self._write, row, export(piece), self._generation)
                 if not self._put(_Job(write, key, piece.nbytes, ref(piece)), self._written):
                     break
             start, last = end, key
@@ -356,8 +356,10 @@ class DiskCache:
         self._spent = spent
         return not spent
 
-    def _write(self, row: Row, tensors: Tensors, cleared: int) -> None:
-        if cleared != self._cleared or self._index.has(row.key):  # another process has written it
+    def _write(self, row: Row, tensors: Tensors, generation: int) -> None:
+        if generation != self._generation:
+            return
+        if self._index.has(row.key):  # another process has written it
             return
         if row.start and not self._index.has(row.parent):
             self._written.clear()
@@ -366,7 +368,7 @@ class DiskCache:
         try:
             size, crc = self._write_file(path, tensors, row)
             with self._changing:
-                if cleared == self._cleared:
+                if generation == self._generation:
                     gone = self._index.add(replace(row, size=size, crc=crc), self.budget)
         finally:
             if gone is None:
@@ -503,11 +505,11 @@ class DiskCache:
 
     def put(self, key: bytes, turn: GeneratedTurn) -> None:
         """Queues ``turn`` to be written."""
-        content, cleared = turn.to_bytes(), self._cleared
+        content, generation = turn.to_bytes(), self._generation
 
         def write() -> None:
             with self._changing:
-                if cleared == self._cleared:
+                if generation == self._generation:
                     gone = self._index.put(key, content, self.budget)
                     self._counters.evictions += len(gone)
                     self._changed(gone)
@@ -543,7 +545,7 @@ class DiskCache:
 
     def clear(self) -> None:
         """Removes everything, also what waits to be written. Blocks."""
-        self._cleared += 1
+        self._generation += 1
         self._written.clear()
         self._turns.clear()
         with self._changing, self._trying("emptying the cache"):

@@ -92,10 +92,14 @@ def load_and_identify(model: str, load: Callable[[], T]) -> tuple[T, bytes | Non
     weights = of_weights(model)
     # In the Hugging Face cache, files of a repository do not change: others are added.
     if weights != before and Path(model).is_dir():
-        logger.warning("prefix cache: not on disk: files in %s changed during loading", model)
+        logger.warning(
+            "prefix cache: disk cache disabled: files in %s changed during loading", model
+        )
         return loaded, None
     if weights is None:
-        logger.warning("prefix cache: not on disk: some weights in %s cannot be read", model)
+        logger.warning(
+            "prefix cache: disk cache disabled: some weights in %s cannot be read", model
+        )
     return loaded, weights
 
 

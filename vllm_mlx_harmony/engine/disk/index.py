@@ -141,10 +141,10 @@ class Index(Database):
         super().__init__(directory / NAME, _SCHEMA, VERSION, BUSY, *pragmas)
 
     def chain(self, roots: Sequence[bytes], sequence: bytes, limit: int) -> tuple[Row, ...]:
-        """The pieces, first to last, of the longest known beginning of at most ``limit`` ids.
+        """The pieces, first to last, of the longest cached prefix of at most ``limit`` ids.
 
-        The same ids may be stored in pieces of different lengths, and below several roots, of which
-        the first counts then: hence a search. ``sequence`` is packed.
+        The same ids may be stored in pieces of different lengths and under several roots, so this
+        is a search; of equal results, the first root's is returned. ``sequence`` is packed.
         """
         ids = memoryview(sequence)
         best: tuple[Row, ...] = ()
