@@ -658,7 +658,7 @@ def test_references_that_branch_are_followed_once() -> None:
     for keyword in ("anyOf", "allOf"):
         each = {f"d{n}": {keyword: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
         definitions = {**each, "d60": {"properties": {"a": {}}, "enum": ["a"]}}
-        assert property_names.rewritten(
+        assert property_names.rewrite(
             {
                 "propertyNames": {"$ref": "#/$defs/d0"},
                 "$ref": "#/$defs/d0",

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.names import Names, carryable
+from vllm_mlx_harmony.core.names import Names, valid_name
 from vllm_mlx_harmony.core.turn import (
     AdditionalTools,
     Call,
@@ -173,7 +173,7 @@ def test_a_choice_that_two_tools_have_the_name_of() -> None:
 )
 def test_a_name_that_a_header_can_carry(name: str, taken: tuple[str, ...], carried: str) -> None:
     known = set(taken)
-    assert carryable(name, known) == carried
+    assert valid_name(name, known) == carried
     assert known == {*taken, carried}
 
 
@@ -212,6 +212,6 @@ def test_thousands_of_names_that_are_alike_take_as_many_tries(tools: list[str]) 
             return super().__contains__(name)
 
     taken, numbers = Counting(), dict[str, int]()
-    aliases = [carryable(name, taken, numbers) for name in tools]
+    aliases = [valid_name(name, taken, numbers) for name in tools]
     assert len(set(aliases)) == len(tools)
     assert tried <= 2 * len(tools)

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.replay import (
     Replay,
     ReplayScope,
     history_hash,
-    shared,
+    intern_ids,
 )
 from vllm_mlx_harmony.core.turn import (
     Answer,
@@ -446,7 +446,7 @@ def test_no_tenant_sees_another() -> None:
 
 
 def test_ids_kept_share_their_objects() -> None:
-    one, other = shared([123_456, 300_000]), shared([int("123456")])
+    one, other = intern_ids([123_456, 300_000]), intern_ids([int("123456")])
     assert (one, other) == ((123_456, 300_000), (123_456,))
     assert one[0] is other[0]
 

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import EndReason, Parser
 from vllm_mlx_harmony.core.render import Rendered, opening, render, render_messages
-from vllm_mlx_harmony.core.replay import ASSISTANT_KINDS, Output, terminated
+from vllm_mlx_harmony.core.replay import ASSISTANT_KINDS, Output, terminate
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -241,7 +241,7 @@ class StreamingHarmonyContext:
         else:
             called = isinstance(last, (Call, ServerCall))
             # Replaces the last id with its terminator, or appends one.
-            self._ids[-1:] = terminated(self._ids[-1:], called=called)
+            self._ids[-1:] = terminate(self._ids[-1:], called=called)
         return deltas
 
     def _place(self, read: int) -> int:

@@ -141,7 +141,7 @@ class HeaderReader:
         return self._so_far.role if self._after_start else "assistant"
 
     @property
-    def overfull(self) -> bool:
+    def too_loose(self) -> bool:
         """Whether there is too much loose text for a header."""
         naming = self._wants_name or _TO in self._word or self._word.startswith(_FUNCTION)
         in_name = naming and not self._before_loose and len(self._word) < NAME_LIMIT

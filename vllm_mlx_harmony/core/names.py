@@ -24,11 +24,11 @@ from vllm_mlx_harmony.core.turn import TRAINED, AdditionalTools, Call, Tool, Tur
 
 FUNCTIONS = "functions"
 _PREFIX = f"{FUNCTIONS}."
-_CARRYABLE = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
+_VALID_NAME = re.compile(r"[A-Za-z0-9_-]+(?:\.[A-Za-z0-9_-]+)*")
 _MAX_NAME = NAME_LIMIT - len("to=") - len(_PREFIX) - 1
 _SUFFIX = 8
 """Characters reserved at the end of an alias for a number, which makes it unique."""
-_UNCARRYABLE = re.compile(r"[^A-Za-z0-9_-]+")
+_INVALID = re.compile(r"[^A-Za-z0-9_-]+")
 _LIKE_TRAINED = frozenset({"bash"})
 """Other functions to which gpt-oss writes raw text."""
 
@@ -165,7 +165,7 @@ def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, st
     ``later`` maps each name to whether it is declared now. If it is not, an earlier call used it
     unchanged.
     """
-    unchanged = {name for name in declared if _is_carryable(name) and not _is_trained(name)}
+    unchanged = {name for name in declared if _is_valid(name) and not _is_trained(name)}
     taken = set(unchanged)
     numbers: dict[str, int] = {}
     aliases: dict[str, str] = {}
@@ -175,7 +175,7 @@ def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, st
         similar = name
         if declares and _is_trained(name):
             similar = name.replace(".", "_") if "." in name else f"{name}_tool"
-        aliases[name] = name if name in unchanged else carryable(similar, taken, numbers)
+        aliases[name] = name if name in unchanged else valid_name(similar, taken, numbers)
     return aliases
 
 
@@ -184,14 +184,14 @@ def _is_trained(name: str) -> bool:
     return _namespace(name) in TRAINED or name in _LIKE_TRAINED
 
 
-def carryable(name: str, taken: set[str], numbers: dict[str, int] | None = None) -> str:
+def valid_name(name: str, taken: set[str], numbers: dict[str, int] | None = None) -> str:
     """``name``, or a similar one that fits a header and is free; it is added to ``taken``.
 
     ``numbers`` has the last number for each beginning of a name. Otherwise each of thousands of
     similar names would try all earlier numbers.
     """
     numbers = {} if numbers is None else numbers
-    stem = name if _is_carryable(name) else _UNCARRYABLE.sub("_", name).strip("_") or "tool"
+    stem = name if _is_valid(name) else _INVALID.sub("_", name).strip("_") or "tool"
     alias, start = stem[:_MAX_NAME], stem[: _MAX_NAME - _SUFFIX]
     while alias in taken:
         numbers[start] = number = numbers.get(start, 1) + 1
@@ -201,5 +201,5 @@ def carryable(name: str, taken: set[str], numbers: dict[str, int] | None = None)
     return alias
 
 
-def _is_carryable(name: str) -> bool:
-    return len(name) <= _MAX_NAME and _CARRYABLE.fullmatch(name) is not None
+def _is_valid(name: str) -> bool:
+    return len(name) <= _MAX_NAME and _VALID_NAME.fullmatch(name) is not None

@@ -221,7 +221,7 @@ class Parser:
                 self._header.text(text)
                 if self._header.author != "assistant":
                     self._another_speaks(self._header.author)
-                elif self._header.overfull:
+                elif self._header.too_loose:
                     self.state = State.BODY  # before its text, as a stop string there ends the turn
                     self._show_loose(self._loose())
             if self.state is _ENDED:

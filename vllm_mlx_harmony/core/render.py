@@ -18,7 +18,13 @@ from typing import TypeAlias
 from vllm_mlx_harmony.core import lru, typescript, vocab
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError, quoted
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.replay import GeneratedTurn, ReplayScope, Span, shared, stands_alone
+from vllm_mlx_harmony.core.replay import (
+    GeneratedTurn,
+    ReplayScope,
+    Span,
+    intern_ids,
+    is_self_contained,
+)
 from vllm_mlx_harmony.core.text_limits import (
     MAX_JSON_CHARACTERS,
     MAX_PROMPT_TOKENS,
@@ -136,7 +142,7 @@ def _message(tenant: str, kind: type, text: str, tool: str = "") -> tuple[int, .
         else:
             header = _header(tenant, *_HEADERS[kind])
         end = (vocab.CALL if kind is Call else vocab.END,)
-        ids = shared(chain(header, vocab.encode(text), end))
+        ids = intern_ids(chain(header, vocab.encode(text), end))
         _messages.put(key, ids, getsizeof(ids) + getsizeof(text) + _OVERHEAD)
     return ids
 
@@ -237,7 +243,7 @@ def _without_stale_reasoning(
         stays += [True] * len(own[past_answer:])
         if spans is None:
             yield [*compress(sent, stays)], None
-        elif all(map(stands_alone, left := [*compress(spans, stays)])):
+        elif all(map(is_self_contained, left := [*compress(spans, stays)])):
             yield sent, left
         else:
             yield [message for message in sent if not isinstance(message, Reasoning)], None

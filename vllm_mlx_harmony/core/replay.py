@@ -81,7 +81,7 @@ Span: TypeAlias = tuple[int, ...]
 """The ids of one generated message, and of hidden text after it."""
 
 
-def stands_alone(span: Span) -> bool:
+def is_self_contained(span: Span) -> bool:
     """Whether it can be placed without the spans before it."""
     return span[0] == vocab.START
 
@@ -91,7 +91,7 @@ class GeneratedTurn:
     """A turn as it was generated: the kind and the ids of each message.
 
     ``content`` and ``calls`` are what a client sees of it in any API; ``served`` is the digest of
-    the tools that the server ran within it (`served`).
+    the tools that the server ran within it (`server_calls_digest`).
     """
 
     kinds: tuple[type[Message], ...]
@@ -128,7 +128,7 @@ class GeneratedTurn:
             places = accumulate(header["lengths"], initial=0)
             return cls(
                 tuple(_KINDS[name] for name in header["kinds"]),
-                tuple(shared(ids[start:end]) for start, end in pairwise(places)),
+                tuple(intern_ids(ids[start:end]) for start, end in pairwise(places)),
                 header["content"],
                 tuple(Call(*call) for call in header["calls"]),
                 header.get("served", ""),
@@ -189,7 +189,7 @@ class ReplayScope:
     def remember(self, output: Output) -> None:
         """Stores what was generated, unless nothing of it was visible."""
         spans = _spans(output)
-        content, calls = visible(output.messages)
+        content, calls = visible_content(output.messages)
         ran = server_calls_digest(output.messages)
         if spans and (content or calls or ran):
             key = self._key(output.messages, 0 if calls else history_hash(output.before))
@@ -233,7 +233,7 @@ class ReplayScope:
         return found
 
     def _key(self, turn: Iterable[Message], before: int) -> _Key:
-        content, calls = visible(turn)
+        content, calls = visible_content(turn)
         return (self._scope, calls[0].id) if calls else (self._scope, before, content)
 
 
@@ -241,7 +241,7 @@ def _unedited(found: GeneratedTurn | None, sent: Sequence[Message]) -> Generated
     """``found``, unless a client edited the turn that it ``sent``."""
     if found is None:
         return None
-    content, calls = visible(sent)
+    content, calls = visible_content(sent)
     ran = server_calls_digest(sent)
     if found.content != content or len(found.calls) != len(calls):
         return None
@@ -255,7 +255,7 @@ def _unedited(found: GeneratedTurn | None, sent: Sequence[Message]) -> Generated
 # --- What a client sees
 
 
-def visible(turn: Iterable[Message]) -> tuple[str, list[Call]]:
+def visible_content(turn: Iterable[Message]) -> tuple[str, list[Call]]:
     """What a client sees of a turn in any API: all its content, joined by line breaks as in Chat
     (semantics B), and its calls."""
     texts: list[str] = []
@@ -306,7 +306,7 @@ def _hashes(runs: Iterable[tuple[bool, Sequence[Message]]]) -> Iterator[int]:
     for from_assistant, run in runs:
         yield int.from_bytes(history.digest(), "little")
         if from_assistant:
-            content, calls = visible(run)
+            content, calls = visible_content(run)
             parts = [(b"said", content), *((b"call", call.name) for call in calls)]
         else:
             parts = [
@@ -367,27 +367,27 @@ def _spans(output: Output) -> tuple[Span, ...]:
     if not begins or begins[-1] >= len(output.ids):
         return ()
     ids = output.ids
-    if ids[-1] not in vocab.LAST:
+    if ids[-1] not in vocab.RETURN_ENDS:
         # After the last complete message, there may be half of another one. Or there is just a
         # header, possibly with noise before it, of a message that never began: it is removed.
         in_message = begins[-1] >= output.ended or vocab.MESSAGE in ids[output.ended :]
         ids = ids if in_message else ids[: output.ended]
-    ids = terminated(ids, called=isinstance(output.messages[-1], (Call, ServerCall)))
+    ids = terminate(ids, called=isinstance(output.messages[-1], (Call, ServerCall)))
     starts, ends = (0, *begins[1:]), (*begins[1:], len(ids))
-    return tuple(shared(ids[start:end]) for start, end in zip(starts, ends, strict=True))
+    return tuple(intern_ids(ids[start:end]) for start, end in zip(starts, ends, strict=True))
 
 
-def terminated(ids: Sequence[int], *, called: bool) -> tuple[int, ...]:
+def terminate(ids: Sequence[int], *, called: bool) -> tuple[int, ...]:
     """``ids``, which end in a message (``called``: a call), with the terminator that it has in a
     history: where the turn ended or was cut, a message ends."""
-    if ids[-1] in vocab.LAST:
+    if ids[-1] in vocab.RETURN_ENDS:
         return (*ids[:-1], vocab.END)
     if ids[-1] in (vocab.END, vocab.CALL):
         return tuple(ids)
     return (*ids, vocab.CALL if called else vocab.END)
 
 
-class _Shared(dict[int, int]):
+class _InternedIds(dict[int, int]):
     """One object for each id of the vocabulary: a tuple takes 8 bytes for each id, not 36."""
 
     def __missing__(self, token: int) -> int:
@@ -396,10 +396,10 @@ class _Shared(dict[int, int]):
         return token
 
 
-_shared = _Shared()
+_interned = _InternedIds()
 
 
-def shared(ids: Iterable[int]) -> tuple[int, ...]:
+def intern_ids(ids: Iterable[int]) -> tuple[int, ...]:
     """``ids`` as a tuple for storage, whose objects are shared with all other such tuples.
 
     Copied in chunks, between which other threads can run: millions of ids take 100 ms.
@@ -407,7 +407,7 @@ def shared(ids: Iterable[int]) -> tuple[int, ...]:
     remaining = iter(ids)
     stored: list[int] = []
     while chunk := list(islice(remaining, _CHUNK)):
-        stored += map(_shared.__getitem__, chunk)
+        stored += map(_interned.__getitem__, chunk)
     return tuple(stored)
 
 

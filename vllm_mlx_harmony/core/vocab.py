@@ -41,7 +41,7 @@ TURN_ENDS = frozenset({RETURN, CALL, ENDOFTEXT})
 """Ids that end the model's turn: an engine stops at them (semantics B). `parse.TRANSITIONS` and
 `grammar.language` have what each of them means."""
 
-LAST = frozenset({RETURN, ENDOFTEXT})
+RETURN_ENDS = frozenset({RETURN, ENDOFTEXT})
 """Of these, the ones that never occur in a prompt: there, the message ends with ``END``."""
 
 SIZE = 201_089

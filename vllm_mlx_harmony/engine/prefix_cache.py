@@ -207,7 +207,7 @@ class PrefixCache:
         if not self.enabled:
             return
         with _logged("a prefix could not be stored"):
-            known = pack(ids[:-1] if ids[-1] in vocab.LAST else ids)
+            known = pack(ids[:-1] if ids[-1] in vocab.RETURN_ENDS else ids)
             cut = partial(pieces.cut, layers, row=row)
             found = self._tree.add(self._owners(tenant), known, cut)
             if found and self._disk is not None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from json import loads
 
-from vllm_mlx_harmony.core.names import carryable
+from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.turn import PYTHON, Message, Namespace, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import quote
 
@@ -48,10 +48,10 @@ def recipient_of(namespaces: Sequence[Namespace], label: str, name: str) -> str:
         return known[0]
     for namespace in namespaces:
         if namespace.label == label:
-            return f"{namespace.name}.{carryable(name, set())}"
+            return f"{namespace.name}.{valid_name(name, set())}"
     if label == name == PYTHON:
         return PYTHON
-    return f"{carryable(label.replace('.', '_'), set())}.{carryable(name, set())}"
+    return f"{valid_name(label.replace('.', '_'), set())}.{valid_name(name, set())}"
 
 
 def with_results_moved(messages: Iterable[Message]) -> list[Message]:

@@ -97,7 +97,7 @@ def strict_schema(
     if found is None:
         reader = SchemaReader(schema)
         copy = reader.root(of_object)
-        rewritten, inexact = property_names.rewritten(copy, lambda one: _is_rejected(one, check))
+        rewritten, inexact = property_names.rewrite(copy, lambda one: _is_rejected(one, check))
         unsupported = tuple(dict.fromkeys([*reader.dropped, *inexact]))
         if not unsupported and _is_rejected(rewritten, check):
             unsupported = _rejected_keywords(copy, check)
@@ -130,7 +130,7 @@ def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
     attempts = [[one] for one in present] + [present[:end] for end in range(2, len(present) + 1)]
     for keywords in attempts:
         remaining = property_names.without(copy, keywords)
-        rewritten, _ = property_names.rewritten(remaining, lambda one: _is_rejected(one, check))
+        rewritten, _ = property_names.rewrite(remaining, lambda one: _is_rejected(one, check))
         if not _is_rejected(rewritten, check):
             return tuple(keywords)
     return ("the schema as a whole",)

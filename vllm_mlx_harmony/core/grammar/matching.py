@@ -212,7 +212,7 @@ class Matcher:
         if self.error:
             return False
         if self._matcher.is_stopped():
-            return token in vocab.LAST
+            return token in vocab.RETURN_ENDS
         self._matcher.consume_token(token)
         return not self._failed()
 

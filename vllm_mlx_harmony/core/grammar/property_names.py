@@ -98,7 +98,7 @@ def without(schema: Schema, keywords: Iterable[str]) -> Schema:
     return mapped(remaining, lambda each: without(each, dropped))
 
 
-def rewritten(root: Schema, is_rejected: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
+def rewrite(root: Schema, is_rejected: Callable[[Schema], bool]) -> tuple[Schema, list[str]]:
     """``root`` without ``KEYWORDS``, and those of them that are not fully enforced any more.
 
     The result accepts everything that ``root`` accepts. ``is_rejected`` tells whether llguidance

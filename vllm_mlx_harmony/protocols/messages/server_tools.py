@@ -14,7 +14,7 @@ from json import dumps
 
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.names import carryable
+from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.messages.schema import MessagesBody, Toolset
@@ -131,7 +131,7 @@ def translated_call(
     if name.startswith("tool_search"):
         return None
     if name not in _LIKE:
-        return carryable(name, set()), arguments
+        return valid_name(name, set()), arguments
     recipient, there, here = _LIKE[name]
     value = given.get(there)
     if not isinstance(value, str):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.names import carryable
+from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
 from vllm_mlx_harmony.protocols.validation import repaired
@@ -79,7 +79,7 @@ class Toolbox:
             raise ValueError(f"two tool servers are named {repeated[0]!r}")
         reserved = set(_RESERVED)
         self._names = {
-            each.label: carryable(each.label.replace(".", "_"), reserved) for each in self.servers
+            each.label: valid_name(each.label.replace(".", "_"), reserved) for each in self.servers
         }
         self._shown: dict[str, tuple[tuple[Tool, ...], Namespace]] = {}
 
@@ -144,7 +144,8 @@ class Toolbox:
         taken = {*_RESERVED, *self._names.values()}
         return tuple(
             replace(
-                _shown(carryable(each.label.replace(".", "_"), taken), each, each.tools), given=True
+                _shown(valid_name(each.label.replace(".", "_"), taken), each, each.tools),
+                given=True,
             )
             for each in servers
         )
@@ -332,7 +333,7 @@ def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
         )
     taken: set[str] = set()
     named = tuple(
-        replace(tool, name=carryable(tool.name, taken), origin=(server.label, tool.name))
+        replace(tool, name=valid_name(tool.name, taken), origin=(server.label, tool.name))
         for tool in tools
     )
     return Namespace(name, named, server.description, server.label)
