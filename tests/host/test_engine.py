@@ -168,7 +168,7 @@ def test_a_slow_reader_loses_nothing(engine: Any, run: Run) -> None:
 def test_a_failing_engine_is_an_output_error_and_the_next_request_is_served(
     engine: Any, run: Run
 ) -> None:
-    with pytest.raises(OutputError, match="the engine failed") as raised:
+    with pytest.raises(OutputError, match="internal engine error") as raised:
         run(steps(engine, "fails"))
     assert (raised.value.status, raised.value.code) == (500, "generation_failed")
     assert said(run(steps(engine, "answer"))) == expected("answer")
