@@ -39,7 +39,7 @@ class LogitsMask:
 
     With ``origins``, ``likeliest`` keeps the argmax of the unmasked logits for each id to be
     sampled. Evaluate it together with those ids; later, it would wait for the next step. ``origin``
-    says how the first id that ``advance`` was given last came about (``Step.origins``).
+    says how the first id of the last ``advance`` was chosen (``Step.origins``).
     """
 
     def __init__(self, constraint: Constraint, *, origins: bool = False) -> None:

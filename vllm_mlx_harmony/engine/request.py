@@ -45,7 +45,7 @@ class Request:
     ``admission_deadline``."""
     admission_deadline: float = 0.0
     layers: Layers | None = None
-    """Its caches, from its begin until it is a row of a batch."""
+    """Its caches, from ``begun`` until it is a row of a batch."""
     marks: deque[int] = field(default_factory=deque)
     """Remaining boundaries at which the prompt's prefix is stored."""
     at: int = 0

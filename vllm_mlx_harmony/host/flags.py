@@ -39,7 +39,7 @@ WITHOUT_EFFECT = {
         "kv_cache_quantization kv_cache_quantization_bits kv_cache_quantization_group_size "
         "kv_cache_min_quantize_tokens"
     ),
-    "the prefix cache is not paged": ("use_paged_cache paged_cache_block_size max_cache_blocks"),
+    "the prefix cache is not paged": "use_paged_cache paged_cache_block_size max_cache_blocks",
     "the prefix cache is always a tree (--cache-memory-mb bounds it)": (
         "prefix_trie_cache prefix_trie_cache_size"
     ),

@@ -199,10 +199,9 @@ class DiskCache:
 
     @contextmanager
     def _trying(self, what: str) -> Iterator[None]:
-        """Ends the block early when the disk fails, and then pauses writing, if that is ``what``.
+        """Suppresses a failure of the disk in the operation ``what``; ``"writing"`` then pauses.
 
-        Logs the failure, unless the last one of the same operation was logged and it has not
-        succeeded since (`_works`).
+        Logs the first failure of each operation, until it succeeds again (`_works`).
         """
         try:
             yield
