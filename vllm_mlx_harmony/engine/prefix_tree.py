@@ -4,9 +4,9 @@ Keys and values of a token depend only on it and on the tokens before it. So wha
 prompt serves every prompt with the same beginning, and a tree finds the longest one, as in
 RadixAttention (https://arxiv.org/abs/2312.07104, section 3). Two differences:
 
-- *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`). Of the
-  sliding layers, a piece stores its last window only; small blocks of a fixed size would store
-  every token. A node is never split; prompts that diverge within a piece share what is before it.
+- *Pieces, not blocks.* A piece ends where another prompt may diverge (`boundaries`). Of the sliding
+  layers, a piece stores its last window only; small blocks of a fixed size would store every token.
+  A node is never split; prompts that diverge within a piece share what is before it.
 - *Owners.* Each piece belongs to a tenant, and no other tenant finds it: the time that a prompt
   takes shows whether its beginning is cached, which others may not learn (SECURITY.md). A look-up
   names the owners whose pieces it may find: the tenant, and the operator, who had some computed for

@@ -141,7 +141,7 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
         parts = mx.split(logits.astype(mx.float32), len(samplers))
         for at, each in enumerate(samplers):
             if each.processor is not None:
-                # Before the first step, the last id is the prompt's: the matcher must not consume it.
+                # At first, the last id is the prompt's: the matcher must not consume it.
                 parts[at] = each.processor(read[at] if each._steps else None, parts[at])
             if each.adjusts:
                 each.count(last[at : at + 1], logits.shape[-1])
