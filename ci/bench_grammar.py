@@ -39,9 +39,9 @@ from vllm_mlx_harmony.core.grammar import (
     Policy,
     compiled,
     grammar_of,
-    json_schema,
     language,
     matching,
+    strict,
     unordered,
 )
 from vllm_mlx_harmony.core.names import Names
@@ -123,7 +123,7 @@ def made(turn: Turn) -> Grammar:
 def cold(turn: Turn) -> float:
     """With everything that is remembered forgotten."""
     for remembered in (
-        json_schema._cache,
+        strict._cache,
         language._fitting,
         matching._compiled,
         unordered._cache,

@@ -29,10 +29,9 @@ from vllm_mlx_harmony.core.grammar import (
     compile_error,
     compiled,
     grammar_of,
-    property_names,
     spellings,
 )
-from vllm_mlx_harmony.core.grammar.json_schema import strict_schema
+from vllm_mlx_harmony.core.grammar.strict import rewrite, strict_schema
 from vllm_mlx_harmony.core.grammar.unordered import rules_of
 from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.names import Names
@@ -658,14 +657,13 @@ def test_references_that_branch_are_followed_once() -> None:
     for keyword in ("anyOf", "allOf"):
         each = {f"d{n}": {keyword: [{"$ref": f"#/$defs/d{n + 1}"}] * 2} for n in range(60)}
         definitions = {**each, "d60": {"properties": {"a": {}}, "enum": ["a"]}}
-        assert property_names.rewrite(
+        assert rewrite(
             {
                 "propertyNames": {"$ref": "#/$defs/d0"},
                 "$ref": "#/$defs/d0",
                 "unevaluatedProperties": False,
                 "$defs": definitions,
-            },
-            lambda _: False,
+            }
         )
 
 

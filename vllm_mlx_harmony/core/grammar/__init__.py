@@ -51,7 +51,7 @@ The duplicate check and the size limit make the grammar accept invalid text; the
 text that models hardly ever write, and stop a model that loops.
 
 *With strict*, a schema is enforced in the order of its properties, as OpenAI documents it, by
-``%json`` (`json_schema`), and completely: a keyword that llguidance does not support is an error
+``%json`` (`strict`), and completely: a keyword that llguidance does not support is an error
 that names it.
 
 A schema without strict never fails a request. Keywords without a rule are left out, with a note. If
@@ -80,9 +80,6 @@ of the grammar, since they are not properties of a text: see ``core.reasoning``.
 
 from __future__ import annotations
 
-from vllm_mlx_harmony.core.grammar.json_schema import Check as Check
-from vllm_mlx_harmony.core.grammar.json_schema import compile_error as compile_error
-from vllm_mlx_harmony.core.grammar.json_schema import with_compact_json as with_compact_json
 from vllm_mlx_harmony.core.grammar.language import Grammar as Grammar
 from vllm_mlx_harmony.core.grammar.language import Policy as Policy
 from vllm_mlx_harmony.core.grammar.language import grammar_of as grammar_of
@@ -94,3 +91,6 @@ from vllm_mlx_harmony.core.grammar.matching import NotCompiled as NotCompiled
 from vllm_mlx_harmony.core.grammar.matching import compiled as compiled
 from vllm_mlx_harmony.core.grammar.matching import prepare as prepare
 from vllm_mlx_harmony.core.grammar.matching import remembered as remembered
+from vllm_mlx_harmony.core.grammar.strict import Check as Check
+from vllm_mlx_harmony.core.grammar.strict import compile_error as compile_error
+from vllm_mlx_harmony.core.grammar.strict import with_compact_json as with_compact_json

@@ -6,23 +6,21 @@ single JSON type: ``allOf``, ``$ref`` and the keywords next to them are merged; 
 ``oneOf`` and ``enum`` multiply the alternatives. The schemas of items and properties are not
 expanded. All that apply to the same item or property are another conjunction.
 
-What the form cannot express is left out, which only ever accepts more, and reported
-(`SchemaReader.drop`).
+What the form cannot express is left out, which only ever accepts more, and reported.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import combinations, product
 from typing import NamedTuple, TypeVar
 
-from vllm_mlx_harmony.core.grammar import numbers, property_names
-from vllm_mlx_harmony.core.grammar.json_schema import EVALUATING_NOTHING, SchemaReader
-from vllm_mlx_harmony.core.grammar.property_names import AnySchema, Schema
+from vllm_mlx_harmony.core.grammar import numbers
+from vllm_mlx_harmony.core.grammar.json_schema import AnySchema, Schema
 
 MAX_DEPTH = 64
 """Schemas within schemas that are expanded, along references."""
@@ -228,6 +226,14 @@ class Alternative:
             and not any(value % step for step in self.steps)
         )
 
+    @property
+    def evaluated(self) -> Members | None:
+        """The names and patterns that its keywords evaluate; ``None`` if they evaluate any name."""
+        if not all(part.is_open for part in self.members):
+            return None
+        names = {name: True for part in self.members for name in part.names}
+        return Members(names, {pattern: True for part in self.members for pattern in part.patterns})
+
     def schemas_of(self, name: str) -> Iterator[AnySchema]:
         """All schemas that apply to the member ``name``."""
         for each in self.members:
@@ -248,6 +254,17 @@ def _union(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, 
     return tuple(dict.fromkeys((*one, *other)))
 
 
+def listed_strings(alternatives: Iterable[Alternative]) -> list[str] | None:
+    """The strings that ``alternatives`` allow; ``None`` if there are infinitely many."""
+    found: dict[str, None] = {}
+    for each in alternatives:
+        if "string" in each.types:
+            if each.strings is None:
+                return None
+            found.update(dict.fromkeys(each.strings))
+    return [*found]
+
+
 def is_found(pattern: str, text: str) -> bool:
     """Whether ``pattern`` matches anywhere in ``text``; true if Python cannot read it."""
     try:
@@ -257,13 +274,18 @@ def is_found(pattern: str, text: str) -> bool:
 
 
 class Expander:
-    """Expands the schemas below one ``root`` that ``reader`` has copied."""
+    """Expands the schemas below one ``root``, a copy of a `SchemaReader`.
 
-    def __init__(self, root: Schema, reader: SchemaReader) -> None:
+    ``drop`` is called with the name of what the form cannot express. ``knows_evaluated``: all
+    keywords that evaluate properties are in the copy.
+    """
+
+    def __init__(
+        self, root: Schema, drop: Callable[[str], None], *, knows_evaluated: bool = True
+    ) -> None:
         self._root = root
-        self._drop = reader.drop
-        # Whether all keywords that evaluate properties are in the copy.
-        self._knows_evaluated = reader.dropped.keys() <= EVALUATING_NOTHING
+        self._drop = drop
+        self._knows_evaluated = knows_evaluated
         self._expanded: dict[int, tuple[Alternative, ...]] = {}
         self._expanding: set[int] = set()
         self._constants: dict[str, Schema] = {}
@@ -284,9 +306,7 @@ class Expander:
         merged = (one.merged(other) for one, other in product(some, others))
         return tuple(each for each in merged if each.types)
 
-    def alternatives(  # noqa: C901, PLR0912 - one case per keyword
-        self, schema: AnySchema
-    ) -> tuple[Alternative, ...]:
+    def alternatives(self, schema: AnySchema) -> tuple[Alternative, ...]:
         if isinstance(schema, bool):
             return (Alternative(),) if schema else ()
         # By identity: schemas are unhashable, and the copied root keeps them alive.
@@ -300,6 +320,15 @@ class Expander:
             self._drop("a schema that is nested too deeply")
             return (Alternative(),)
         self._expanding.add(key)
+        found = self.expand(schema)
+        if "unevaluatedProperties" in schema:
+            found = tuple(self.unevaluated(found, schema["unevaluatedProperties"]))
+        self._expanding.discard(key)
+        self._expanded[key] = found
+        return found
+
+    def expand(self, schema: Schema) -> tuple[Alternative, ...]:
+        """The alternatives of ``schema`` without its ``unevaluatedProperties``."""
         found: tuple[Alternative, ...] = (Alternative.of(schema),)
         if "const" in schema:
             found = self.both(found, tuple(self.literals([schema["const"]])))
@@ -308,8 +337,7 @@ class Expander:
         for member in schema.get("allOf", ()):
             found = self.both(found, self.alternatives(member))
         if "$ref" in schema:
-            target = property_names.target(self._root, schema["$ref"])
-            found = self.both(found, self.alternatives(target))
+            found = self.both(found, self.alternatives(self.target(schema["$ref"])))
         for keyword in ("anyOf", "oneOf"):
             if keyword not in schema:
                 continue
@@ -321,10 +349,13 @@ class Expander:
                 self._drop("oneOf")
             # By repr, because an Alternative contains dicts.
             found = self.both(found, [*{repr(each): each for each in union}.values()])
-        if "unevaluatedProperties" in schema:
-            found = tuple(self.unevaluated(found, schema["unevaluatedProperties"]))
-        self._expanding.discard(key)
-        self._expanded[key] = found
+        return found
+
+    def target(self, ref: str) -> AnySchema:
+        """The schema that ``ref`` refers to: the root, or one of its definitions."""
+        if ref == "#":
+            return self._root
+        found: AnySchema = self._root.get("$defs", {}).get(ref.removeprefix("#/$defs/"), True)
         return found
 
     def literals(self, listed: Sequence[object]) -> Iterator[Alternative]:
@@ -388,19 +419,14 @@ class Expander:
         names = [{name for part in each.members for name in part.names} for each in branches]
         if any(each != names[0] for each in names):
             self._drop("unevaluatedProperties")
+        together = Alternative(members=tuple(part for each in branches for part in each.members))
         for each in found:
-            holding = branches if each.in_any_of else [each]
-            members = [part for branch in holding for part in branch.members]
-            if any(not part.is_open for part in members):
+            evaluated = (together if each.in_any_of else each).evaluated
+            if evaluated is None:
                 yield each
-                continue
-            evaluated = Members(
-                {name: True for part in members for name in part.names},
-                {pattern: True for part in members for pattern in part.patterns},
-                rest,
-                False,
-            )
-            yield replace(each, members=(*each.members, evaluated))
+            else:
+                closed = replace(evaluated, rest=rest, is_open=False)
+                yield replace(each, members=(*each.members, closed))
 
     def are_disjoint(self, branches: Sequence[Sequence[Alternative]]) -> bool:
         """Whether no value satisfies two of ``branches``, as far as that is obvious."""

@@ -5,16 +5,12 @@ of draft 2020-12, and rejects a schema that has any other keyword. So a schema i
 keyword (`SchemaReader`):
 
 - Annotations and unknown keywords are left out silently.
-- Keywords about the names of properties are rewritten (`property_names`).
 - OpenAPI's ``nullable`` becomes an ``anyOf`` with null, since the prompt shows it that way. The
   root is an exception: the prompt shows no null there.
 - Malformed and unsupported keywords are dropped, and listed. Without them a schema only ever
   accepts more.
 
-`unordered` makes its rules from such a copy. `strict_schema` passes it to llguidance's ``%json``,
-which may still reject it: for a pattern with look-around, say, or a ``oneOf`` with branches that
-overlap. A strict schema is enforced completely or not at all, so it only remains to find the
-keyword that the error names.
+`strict` passes such a copy to llguidance, `unordered` makes rules of its own from it.
 """
 
 from __future__ import annotations
@@ -22,121 +18,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from vllm_mlx_harmony.core import lru
-from vllm_mlx_harmony.core.grammar import property_names
-from vllm_mlx_harmony.core.grammar.property_names import AnySchema, Schema
 from vllm_mlx_harmony.core.typescript import pointed
 from vllm_mlx_harmony.core.vocab import clean
 
+Schema: TypeAlias = dict[str, Any]
+"""A schema other than ``true`` and ``false``."""
+
+AnySchema: TypeAlias = Schema | bool
+
 MAX_DEPTH = 100
 MAX_SCHEMAS = 10_000
-CACHE_BYTES = 8 * 2**20
-
-_WHITE_SPACE = r"\r?\n[ \t]{0,80}|[ \t]{1,4}"
-"""Between two JSON tokens: a line end with its indentation, or some blanks; at most once."""
-
-_ESCAPES = "json_allow_general_unicode_escapes"
-_OPTIONS: Mapping[str, Any] = {"whitespace_pattern": _WHITE_SPACE, _ESCAPES: True}
-_SPACED = json.dumps(_OPTIONS, separators=(",", ":"))[1:-1]
-
-Check: TypeAlias = "Callable[[str], str]"
-"""Returns why llguidance rejects a grammar, in one line; an empty string if it accepts it.
-
-It may ask another process, so a call is expensive."""
-
-
-def compile_error(grammar: str) -> str:
-    """The `Check` that compiles the grammar in this process."""
-    from llguidance import LLMatcher
-
-    return LLMatcher.validate_grammar(grammar).partition("\n")[0]
-
-
-def with_compact_json(grammar: str) -> str:
-    """``grammar`` for a remote engine with llguidance 1.7, without white space between JSON tokens.
-
-    That version lacks the option for escapes, and it lets the white space pattern match any number
-    of times in a row: a model that loops there never ends.
-    """
-    return grammar.replace(_SPACED, '"whitespace_flexible":false')
-
-
-@dataclass(frozen=True, slots=True)
-class StrictSchema:
-    """A schema as JSON for ``%json``, or the keywords that cannot be enforced."""
-
-    text: str
-    unsupported: tuple[str, ...] = ()
-
-
-_cache: lru.ByteLRU[str, StrictSchema] = lru.ByteLRU(CACHE_BYTES)
-
-
-def strict_schema(
-    schema: Mapping[str, Any],
-    *,
-    of_object: bool = False,
-    tenant: str = "",
-    check: Check = compile_error,
-) -> StrictSchema:
-    """``schema`` for ``%json``, with an empty text if not all of it can be enforced.
-
-    With ``of_object`` it describes an object even if it does not say so. Keywords that the reader
-    does not support are reported before those that llguidance rejects. Never raises. Cached per
-    ``tenant``, since every turn of a conversation asks for it.
-    """
-    try:
-        key = json.dumps([tenant, of_object, schema], separators=(",", ":"))
-    except (RecursionError, TypeError, ValueError):
-        return StrictSchema("", ("a schema that is not JSON",))
-    found = _cache.get(key)
-    if found is None:
-        reader = SchemaReader(schema)
-        copy = reader.root(of_object)
-        rewritten, inexact = property_names.rewrite(copy, lambda one: _is_rejected(one, check))
-        unsupported = tuple(dict.fromkeys([*reader.dropped, *inexact]))
-        if not unsupported and _is_rejected(rewritten, check):
-            unsupported = _rejected_keywords(copy, check)
-        found = StrictSchema("" if unsupported else _json_text(rewritten, check), unsupported)
-        _cache.put(key, found, 2 * (len(key) + len(found.text)) + 512)
-    return found
-
-
-def _is_rejected(schema: Schema, check: Check) -> bool:
-    with_options = {"x-guidance": _OPTIONS, **schema}
-    return bool(check(json.dumps({"grammars": [{"json_schema": with_options}]})))
-
-
-def _json_text(schema: Schema, check: Check) -> str:
-    """``schema``, which is not rejected, with the options for white space and escapes."""
-    options = _OPTIONS
-    if property_names.can_be_escaped(schema):
-        unescaped = property_names.with_pattern_properties(schema)
-        if unescaped is None or _is_rejected(unescaped, check):
-            options = {**_OPTIONS, **property_names.NO_ESCAPES}
-        else:
-            schema = unescaped
-    return json.dumps({"x-guidance": options, **schema}, separators=(",", ":"))
-
-
-def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
-    """The keywords for which llguidance rejects ``copy``; a single one if that is enough."""
-    used = {keyword for schema in property_names.schemas(copy) for keyword in schema}
-    present = [one for one in _KEYWORDS if one in used and one not in _NEVER_REJECTED]
-    attempts = [[one] for one in present] + [present[:end] for end in range(2, len(present) + 1)]
-    for keywords in attempts:
-        remaining = property_names.without(copy, keywords)
-        rewritten, _ = property_names.rewrite(remaining, lambda one: _is_rejected(one, check))
-        if not _is_rejected(rewritten, check):
-            return tuple(keywords)
-    return ("the schema as a whole",)
-
-
-# --- copying: any JSON value -> known, well-formed keywords ---
 
 
 class _Malformed(Exception):
@@ -195,7 +89,7 @@ class SchemaReader:
             return True
         copy: Schema = {}
         items = list(value.items())
-        if "patternProperties" not in value:  # see `property_names` on patterns
+        if "patternProperties" not in value:  # see `strict` on patterns
             # llguidance asks for properties in the order of keywords. The prompt shows those of
             # these keywords first (`core.typescript`).
             first = ("anyOf", "oneOf", "$ref", "allOf")
@@ -207,9 +101,9 @@ class SchemaReader:
                 continue
             if key in _UNSUPPORTED:
                 self.drop(key)
-            elif key in _KEYWORDS:
+            elif key in KEYWORDS:
                 try:
-                    copy[key] = _KEYWORDS[key](self, content, depth + 1)
+                    copy[key] = KEYWORDS[key](self, content, depth + 1)
                 except _Malformed:
                     what = "a $ref that leads nowhere" if key == "$ref" else f"a malformed {key}"
                     self.drop(what)
@@ -318,7 +212,7 @@ def _is_reference(schema: object) -> bool:
     """Whether ``schema`` consists of a ``$ref``."""
     if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
         return False
-    return all(key == "$ref" or key not in {*_KEYWORDS, *_UNSUPPORTED} for key in schema)
+    return all(key == "$ref" or key not in {*KEYWORDS, *_UNSUPPORTED} for key in schema)
 
 
 def _without_nul(pattern: str) -> str:
@@ -348,8 +242,9 @@ FORMATS = (
 )
 """The formats that are enforced. Others are annotations, as JSON Schema allows for any format."""
 
-_KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
-    **dict.fromkeys(property_names.KEYWORDS, SchemaReader.schema),
+KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
+    "propertyNames": SchemaReader.schema,
+    "unevaluatedProperties": SchemaReader.schema,
     "pattern": SchemaReader.pattern,
     "oneOf": SchemaReader.one_of,
     "patternProperties": SchemaReader.patterned,
@@ -379,9 +274,6 @@ _KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
     "additionalItems": SchemaReader.schema,
 }
 """How the content of each supported keyword is copied; the likeliest to be rejected come first."""
-
-_NEVER_REJECTED = frozenset({"type", "properties", "additionalProperties"})
-_NEVER_REJECTED |= {"items", "prefixItems", "additionalItems"}
 
 EVALUATING_NOTHING = frozenset(
     {

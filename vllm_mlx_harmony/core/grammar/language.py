@@ -1,6 +1,6 @@
 """The grammar of a turn in llguidance's Lark: its messages, their headers, and their bodies.
 
-Headers are written here; bodies come from `json_schema` (strict), `unordered` (not strict) and
+Headers are written here; bodies come from `strict`, `unordered` (not strict) and
 `escaped` (the syntax of a freeform tool).
 """
 
@@ -14,7 +14,7 @@ from enum import Enum
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import escaped, unordered
-from vllm_mlx_harmony.core.grammar.json_schema import Check, compile_error, strict_schema
+from vllm_mlx_harmony.core.grammar.strict import Check, compile_error, strict_schema
 from vllm_mlx_harmony.core.grammar.unordered import OBJECT_RULES, Rules, rules_of
 from vllm_mlx_harmony.core.header import CHANNELS, NOT_TOOLS
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names

@@ -45,10 +45,15 @@ from vllm_mlx_harmony.core.grammar.alternatives import (
     Count,
     Expander,
     Members,
+    listed_strings,
 )
 from vllm_mlx_harmony.core.grammar.escaped import NotExpressible
-from vllm_mlx_harmony.core.grammar.json_schema import SchemaReader
-from vllm_mlx_harmony.core.grammar.property_names import AnySchema, Schema
+from vllm_mlx_harmony.core.grammar.json_schema import (
+    EVALUATING_NOTHING,
+    AnySchema,
+    Schema,
+    SchemaReader,
+)
 
 MAX_TEXT = 200_000
 """Characters of the rules of one schema."""
@@ -146,8 +151,9 @@ class _RuleWriter:
 
     def __init__(self, reader: SchemaReader, of_object: bool, name: str, tenant: str) -> None:
         self._root = reader.root(of_object)
-        self._expander = Expander(self._root, reader)
         self._drop, self._dropped = reader.drop, reader.dropped
+        knows_evaluated = reader.dropped.keys() <= EVALUATING_NOTHING
+        self._expander = Expander(self._root, self._drop, knows_evaluated=knows_evaluated)
         self._name = name
         self._tenant = tenant
         self._lines: dict[str, None] = {}
@@ -365,9 +371,9 @@ class _RuleWriter:
     def members(self, alternative: Alternative) -> str | None:
         many = self.countable(alternative.member_count, "minProperties", "maxProperties", 255)
         names = self._expander.conjunction(alternative.name_schemas)
-        listed = self.listed(names)
+        listed = listed_strings(names)
         declared = dict.fromkeys(name for each in alternative.members for name in each.names)
-        declared.update(dict.fromkeys((*alternative.required, *listed)))
+        declared.update(dict.fromkeys((*alternative.required, *(listed or ()))))
         values: dict[str, str] = {}
         for name in declared:
             value = None
@@ -377,16 +383,13 @@ class _RuleWriter:
                 values[name] = value
             elif name in alternative.required:
                 return None
-        others = [] if listed else [*self.others(alternative.members, declared, names)]
+        others = []
+        if listed is None:
+            others = [*self.others(alternative.members, declared, names)]
         required = [name for name in values if name in alternative.required]
         if many.most is not None and len(required) > many.most:
             return None
         return self.walk(required, values, others, many)
-
-    def listed(self, names: Sequence[Alternative]) -> list[str]:
-        """The names that ``propertyNames`` allows, if there are finitely many."""
-        strings = [each.strings for each in names if "string" in each.types]
-        return [] if None in strings else [name for each in strings for name in each or ()]
 
     def others(
         self,

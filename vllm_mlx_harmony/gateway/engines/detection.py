@@ -19,7 +19,7 @@ from aiohttp import ClientSession
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.grammar.json_schema import strict_schema
+from vllm_mlx_harmony.core.grammar.strict import strict_schema
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest, Json
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
