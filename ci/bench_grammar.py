@@ -37,9 +37,8 @@ from vllm_mlx_harmony.core.grammar import (
     Grammar,
     Mask,
     Policy,
-    compiled,
+    compile_grammar,
     grammar_of,
-    language,
     matching,
     strict,
     unordered,
@@ -76,7 +75,7 @@ def measured(runs: int) -> Iterator[Row]:
         yield row(f"made cold, {count} tools", "ms", median(cold(turn) for _ in range(runs)))
         warm = median(timed(partial(made, turn)) for _ in range(runs))
         yield row(f"made again, {count} tools", "ms", warm, REMEMBERED_MS)
-        start = median(timed(compiled(made(turn)).matcher) for _ in range(runs))
+        start = median(timed(compile_grammar(made(turn)).matcher) for _ in range(runs))
         yield row(f"a matcher, {count} tools", "ms", start)
     for what, turn, output in outputs():
         masks, consumed, forced = followed(turn, output)
@@ -116,7 +115,7 @@ def made(turn: Turn) -> Grammar:
     grammar = grammar_of(turn, Names.of(turn))
     if grammar is None:
         raise RuntimeError("no grammar")
-    compiled(grammar)
+    compile_grammar(grammar)
     return grammar
 
 
@@ -124,7 +123,6 @@ def cold(turn: Turn) -> float:
     """With everything that is remembered forgotten."""
     for remembered in (
         strict._cache,
-        language._fitting,
         matching._compiled,
         unordered._cache,
     ):
@@ -150,7 +148,7 @@ def off() -> Row:
 
 def followed(turn: Turn, output: Sequence[int]) -> tuple[list[float], list[float], int]:
     """Microseconds of each mask and of each id taken in, and how many ids were the only ones."""
-    matcher, mask = compiled(made(turn)).matcher(), Mask()
+    matcher, mask = compile_grammar(made(turn)).matcher(), Mask()
     masks, consumed, forced = [], [], 0
     for token in output:
         masks.append(timed(partial(matcher.fill, mask), 1e6))
@@ -275,7 +273,7 @@ def decoding(runs: int) -> Iterator[Row]:
         PLAIN: Turn((User("Hi."),)),
         "a call of 20 tools": asking(20, tool_choice=ToolChoice(required=True)),
     }
-    held = {what: compiled(made(turn)) for what, turn in turns.items()}
+    held = {what: compile_grammar(made(turn)) for what, turn in turns.items()}
     with tempfile.TemporaryDirectory() as directory, loaded():
         model = str(standin.write_tiny(Path(directory, "tiny")))
         for streams in STREAMS:

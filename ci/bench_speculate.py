@@ -46,7 +46,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
-from vllm_mlx_harmony.core.grammar import compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Tool, Turn, User
@@ -292,7 +292,7 @@ def forced(paths: Sequence[str], *, strict: bool) -> Row:
     grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
     headers = expected_headers(Names.of(turn))
-    spec = ConstraintSpec(grammar=compiled(grammar), headers=headers)
+    spec = ConstraintSpec(grammar=compile_grammar(grammar), headers=headers)
     ids = steps = 0
     for answer in prose_with_tools(paths):
         ids += len(answer)

@@ -12,7 +12,7 @@ from rows import ids
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
-from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Tool, Turn, User
 
@@ -78,7 +78,7 @@ def compiled_grammar() -> Compiled:
     turn = Turn((User("Hi."),), (Tool("x", parameters={"type": "object"}),))
     grammar = grammar_of(turn, Names.of(turn), Policy.AUTO)
     assert grammar is not None
-    return compiled(grammar)
+    return compile_grammar(grammar)
 
 
 @pytest.mark.once

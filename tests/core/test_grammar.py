@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.grammar import (
     Compiled,
     Mask,
     Policy,
-    compiled,
+    compile_grammar,
     grammar_of,
     with_compact_json,
 )
@@ -68,7 +68,7 @@ def turn(**asked: Any) -> Turn:
 def held_to(asked: Turn, policy: Policy = Policy.AUTO) -> Compiled:
     grammar = grammar_of(asked, Names.of(asked), policy)
     assert grammar is not None
-    return compiled(grammar)
+    return compile_grammar(grammar)
 
 
 # --- rows ---
@@ -475,16 +475,16 @@ def test_behind_reasoning_that_was_ended_there_is_no_more_of_it(rest: str, taken
     asked = turn(tools=TOOLS)
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
-    free = compiled(grammar).matcher()
+    free = compile_grammar(grammar).matcher()
     assert all(map(free.consume, ids_of(REASONED + rest)))
-    matcher = compiled(replace(grammar, text=grammar.without_analysis)).matcher()
+    matcher = compile_grammar(replace(grammar, text=grammar.without_analysis)).matcher()
     assert all(map(matcher.consume, ids_of(rest))) is taken
 
 
 def test_json_without_white_space() -> None:
     """What llguidance 1.7 reads: no option that it does not know."""
     grammar = held_to(turn(response_format=ResponseFormat(ANSWER, strict=True))).grammar
-    compact = compiled(replace(grammar, text=with_compact_json(grammar.text)))
+    compact = compile_grammar(replace(grammar, text=with_compact_json(grammar.text)))
     head = "<|channel|>final<|message|>"
     for text, taken in (('{"title":"t","tags":[]}', True), ('{"title": "t","tags":[]}', False)):
         assert all(map(held_to(TYPED).matcher().consume, ids_of(head + text)))

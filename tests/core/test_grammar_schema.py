@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import (
     Policy,
     compile_error,
-    compiled,
+    compile_grammar,
     grammar_of,
     spellings,
 )
@@ -50,7 +50,7 @@ def taken(schema: Any, text: str, *, strict: bool = False) -> bool:
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     assert not any("its schema" in note for note in grammar.notes)
-    matcher = compiled(grammar).matcher()
+    matcher = compile_grammar(grammar).matcher()
     ids = [token for part in cut(text) for token in vocab.encode(part)]
     return all(map(matcher.consume, [*HEADER, *ids, vocab.RETURN]))
 
@@ -719,7 +719,7 @@ def test_whatever_a_schema_is_it_has_a_grammar(schema: dict[str, Any]) -> None:
     asked = answering(schema)
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
-    compiled(grammar)
+    compile_grammar(grammar)
 
 
 NUMBERS = (7, 0.1, 3e-300, 1e-30, 2**64, 10**22 + 1, 10**30, 7e299)
@@ -804,7 +804,7 @@ def test_what_is_deep_or_large_becomes_a_note(case: str) -> None:
     assert grammar is not None
     assert len(grammar.notes) == 1 and "'lookup'" in grammar.notes[0]
     assert checked in ([], [grammar.text]) and len(grammar.text) < 300_000
-    matcher = compiled(grammar).matcher()
+    matcher = compile_grammar(grammar).matcher()
     call = "<|channel|>commentary to=functions.lookup<|message|>{"
     assert all(map(matcher.consume, vocab.encoding().encode(call, allowed_special="all")))
 
@@ -833,7 +833,7 @@ def test_many_tools_are_not_refused(make: Callable[[int], Tool], count: int) -> 
     taken_calls = 0
     for number in range(0, count, 100):
         call = f"<|channel|>commentary to=functions.t{number}<|message|>{{}}<|call|>"
-        matcher = compiled(grammar).matcher()
+        matcher = compile_grammar(grammar).matcher()
         took = all(map(matcher.consume, vocab.encoding().encode(call, allowed_special="all")))
         noted = any(f"'t{number}'" in note for note in grammar.notes)
         assert took == noted
@@ -849,7 +849,7 @@ def test_schemas_are_given_up_one_by_one() -> None:
     def notes(check: Callable[[str], str], tenant: str) -> list[str]:
         grammar = grammar_of(replace(asked, tenant=tenant), Names.of(asked), check=check)
         assert grammar is not None
-        compiled(grammar)
+        compile_grammar(grammar)
         return [note.split(":")[0].split("'")[1] for note in grammar.notes]
 
     assert notes(lambda text: "", "a") == []

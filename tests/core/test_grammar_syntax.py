@@ -11,7 +11,7 @@ from grammar_texts import rules, terminals
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import Grammar, Matcher, Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import Grammar, Matcher, Policy, compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax, Tool, Turn, User
 
@@ -101,7 +101,7 @@ ROWS = [
 def matcher(asked: Turn) -> tuple[Grammar, Matcher]:
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
-    return grammar, compiled(grammar).matcher()
+    return grammar, compile_grammar(grammar).matcher()
 
 
 def tool(kind: str, definition: str, *, strict: bool = False) -> Turn:

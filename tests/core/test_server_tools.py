@@ -11,7 +11,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import opening, render
 from vllm_mlx_harmony.core.replay import Replay
@@ -346,7 +346,7 @@ def test_the_browser_has_its_trained_parameters(arguments: str, allowed: bool) -
 def follows(asked: Turn, text: str) -> bool:
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
-    matcher = compiled(grammar).matcher()
+    matcher = compile_grammar(grammar).matcher()
     return all(matcher.consume(token) for token in ids_of(text))
 
 

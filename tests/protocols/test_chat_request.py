@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import Policy, compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import Policy, compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import (
     Answer,
@@ -732,7 +732,7 @@ def test_what_the_answer_has_to_be(fields: dict[str, Any], expected: ResponseFor
 def answers(asked: Turn, text: str, policy: Policy = Policy.AUTO) -> bool:
     grammar = grammar_of(asked, Names.of(asked), policy)
     assert grammar is not None
-    matcher = compiled(grammar).matcher()
+    matcher = compile_grammar(grammar).matcher()
     header = vocab.encoding().encode("<|channel|>final<|message|>", allowed_special="all")
     return all(map(matcher.consume, [*header, *vocab.encode(text), vocab.RETURN]))
 

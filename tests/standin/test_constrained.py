@@ -19,7 +19,7 @@ from mlx_lm.utils import load_model
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.grammar import Mask, compiled, grammar_of
+from vllm_mlx_harmony.core.grammar import Mask, compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
 
@@ -89,7 +89,7 @@ def answered(model: Any, prompt: list[int], turn: Turn) -> list[int]:
     """What the model says at temperature 1 when it is held to what the turn may say."""
     grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
-    matcher, mask = compiled(grammar).matcher(), Mask()
+    matcher, mask = compile_grammar(grammar).matcher(), Mask()
     cache, said, following = make_prompt_cache(model), [], prompt
     mx.random.seed(7)
     while len(said) < 300 and matcher.fill(mask):

@@ -33,10 +33,10 @@ from vllm_mlx_harmony.core.grammar import (
     Grammar,
     NotCompiled,
     Policy,
-    compiled,
+    compile_grammar,
+    find_compiled,
     grammar_of,
     prepare,
-    remembered,
 )
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import expected_headers
@@ -141,15 +141,12 @@ async def constraint_for(
     if wanted.policy is Policy.OFF:
         _reject_unenforceable(turn)
     else:
-        if not (turn.callable_tools or turn.namespaces or turn.answer_format or turn.prefill):
+        declared = turn.callable_tools or turn.builtin_namespaces or turn.namespaces
+        if not (declared or turn.answer_format or turn.prefill):
             # The grammar is short and, after the tenant's first request, already compiled. A thread
             # would add a tenth to the request's time.
-            def unknown(_: str) -> str:
-                raise CheckUnavailable("grammars are not tried on the event loop")
-
-            with suppress(CheckUnavailable):
-                written = grammar_of(turn, names, wanted.policy, check=unknown)
-                grammar = None if written is None else remembered(written, turn.tenant)
+            written = grammar_of(turn, names, wanted.policy)
+            grammar = None if written is None else find_compiled(written, turn.tenant)
         if grammar is None:
             request = check_for(turn.tenant)
             compiling = partial(_grammar, turn, names, wanted.policy, request)
@@ -188,7 +185,7 @@ def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> C
             return None
         for note in grammar.notes:
             _note(note)
-        known = remembered(grammar, turn.tenant) or _checked(grammar, turn, check)
+        known = find_compiled(grammar, turn.tenant) or _checked(grammar, turn, check)
     except CheckUnavailable as error:
         if check.cancelled:
             raise
@@ -244,9 +241,9 @@ def _loosened_grammar(
                 grammar = _written(loose_turn, names, policy, check)
                 found = grammar and _checked(grammar, turn, check)
             else:  # it contains no text of the client but names, so it need not be tried
-                grammar = grammar_of(loose_turn, names)
+                grammar = grammar_of(loose_turn, names, check=lambda _: "")
                 small = grammar is not None and len(grammar.text) <= MAX_LOOSE_GRAMMAR
-                found = compiled(grammar, turn.tenant) if grammar and small else None
+                found = compile_grammar(grammar, turn.tenant) if grammar and small else None
         except (NotCompiled, CheckUnavailable):
             continue
         if isinstance(found, Compiled):
@@ -287,7 +284,7 @@ def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> G
 
     with check.writing():
         grammar = grammar_of(turn, names, policy, check=assume_valid, checked=False)
-    if grammar is None or remembered(grammar, turn.tenant) is not None:
+    if grammar is None or find_compiled(grammar, turn.tenant) is not None:
         return grammar
     parts = [(text, "") for text in unchecked]
     if check.try_all([*parts, (grammar.text, turn.prefill or "")]):
@@ -304,7 +301,7 @@ def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | st
         return verdict.problem
     with check.compiling(verdict):
         try:
-            return compiled(grammar, turn.tenant, verdict.size)
+            return compile_grammar(grammar, turn.tenant, verdict.size)
         except NotCompiled as error:
             return error.message
 
@@ -350,7 +347,7 @@ async def compile_untrusted(
 
     def compile_it() -> Compiled:
         try:
-            found = remembered(grammar, tenant) or _checked(grammar, Turn(()), check)
+            found = find_compiled(grammar, tenant) or _checked(grammar, Turn(()), check)
         except CheckUnavailable as error:
             raise HostError(f"the grammar cannot be checked now: {error}", retry_after=1) from error
         if isinstance(found, str):

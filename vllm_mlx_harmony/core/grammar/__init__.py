@@ -71,7 +71,7 @@ it is one free text, which costs 5 µs of CPU time per id, 0.05 % of a step of 1
 a short thought and a call, 7 % of a typed answer, 5 of 6,778 ids of a text), mostly one at a time.
 Computing several in one pass would save little, and would round differently.
 
-A `Grammar` is a value. llguidance compiles it (`compiled`) and follows one output (`Matcher`):
+A `Grammar` is a value. llguidance compiles it (`compile_grammar`) and follows an output (`Matcher`):
 https://github.com/guidance-ai/llguidance, with its Lark variant in ``docs/syntax.md`` and its JSON
 Schema support in ``docs/json_schema.md``. Harmony:
 https://cookbook.openai.com/articles/openai-harmony. Limits on the length of reasoning are not part
@@ -88,9 +88,9 @@ from vllm_mlx_harmony.core.grammar.matching import Compiled as Compiled
 from vllm_mlx_harmony.core.grammar.matching import Mask as Mask
 from vllm_mlx_harmony.core.grammar.matching import Matcher as Matcher
 from vllm_mlx_harmony.core.grammar.matching import NotCompiled as NotCompiled
-from vllm_mlx_harmony.core.grammar.matching import compiled as compiled
+from vllm_mlx_harmony.core.grammar.matching import compile_grammar as compile_grammar
+from vllm_mlx_harmony.core.grammar.matching import find_compiled as find_compiled
 from vllm_mlx_harmony.core.grammar.matching import prepare as prepare
-from vllm_mlx_harmony.core.grammar.matching import remembered as remembered
 from vllm_mlx_harmony.core.grammar.strict import Check as Check
 from vllm_mlx_harmony.core.grammar.strict import compile_error as compile_error
 from vllm_mlx_harmony.core.grammar.strict import with_compact_json as with_compact_json

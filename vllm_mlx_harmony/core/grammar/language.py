@@ -144,7 +144,7 @@ class _GrammarWriter:
             begun = tuple(vocab.encode(turn.prefill))
         text = self.text([rules for _, rules in self._values])
         if self._values:
-            text = self.weakened(text)
+            text = self.weaken(text)
         return Grammar(text, begun, tuple(self._notes))
 
     def text(self, values: list[Rules]) -> str:
@@ -155,35 +155,27 @@ class _GrammarWriter:
         common = unordered.COMMON if values else ""
         return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
 
-    def weakened(self, text: str) -> str:
+    def weaken(self, text: str) -> str:
         """``text`` or, if that is too large or llguidance rejects it, a grammar that accepts more.
 
         Any JSON object is accepted for more and more schemas; in the end, any text for all of them.
         """
-        key = self._owner, text
-        cached = _fitting.get(key)
-        if cached is not None:
-            self._notes += cached[1]
-            return cached[0]
         strongest = [rules for _, rules in self._values]
         for weak in self.attempts(len(text), strongest):
             used = [OBJECT_RULES if at in weak else each for at, each in enumerate(strongest)]
-            fitting = self.text(used)
-            if len(fitting) <= MAX_TEXT and not self._check(fitting):
+            text = self.text(used)
+            if len(text) <= MAX_TEXT and not self._check(text):
                 break
         else:
             if any(rules.lines for rules in strongest):
                 used = [Rules("text")] * len(used)
-                fitting = self.text(used)
-        notes = []
+                text = self.text(used)
         for (what, rules), instead in zip(self._values, used, strict=True):
             if instead is not rules:
                 accepted = "any JSON object" if instead is OBJECT_RULES else "anything"
-                notes.append(f"{what}: its schema is not enforced ({accepted} is accepted)")
-        size = sum(map(len, notes)) + len(text) + (0 if fitting == text else len(fitting))
-        _fitting.put(key, (fitting, tuple(notes)), size)
-        self._notes += notes
-        return fitting
+                note = f"{what}: its schema is not enforced ({accepted} is accepted)"
+                self._notes.append(note)
+        return text
 
     def attempts(self, size: int, values: Sequence[Rules]) -> Iterator[set[int]]:
         """Yields sets of indices of ``values`` to replace with any JSON object, each a superset of
@@ -399,9 +391,6 @@ def _alone(value: Rules) -> str:
     lines = f"start: {value.symbol}", *value.lines, unordered.COMMON
     return "".join(f"{line}\n" for line in lines)
 
-
-_fitting: lru.ByteLRU[tuple[str, str], tuple[str, tuple[str, ...]]] = lru.ByteLRU(2**23)
-"""By tenant and grammar: the strongest grammar that fits, and notes on what it does not enforce."""
 
 _syntaxes: lru.ByteLRU[tuple[str, Syntax, bool], str] = lru.ByteLRU(2**22, most=64)
 

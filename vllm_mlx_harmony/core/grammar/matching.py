@@ -69,7 +69,7 @@ class NotCompiled(RequestError):
     """A grammar that llguidance rejects."""
 
 
-def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
+def compile_grammar(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
     """Compiles ``grammar``, or returns it from the cache.
 
     A new grammar takes milliseconds, so this is not for an event loop; the GIL is released
@@ -105,7 +105,7 @@ def compiled(grammar: Grammar, tenant: str = "", size: int = 0) -> Compiled:
     return known
 
 
-def remembered(grammar: Grammar, tenant: str = "") -> Compiled | None:
+def find_compiled(grammar: Grammar, tenant: str = "") -> Compiled | None:
     """The result of ``compiled`` if it is in the cache, else ``None``."""
     return _compiled.get((tenant, grammar))
 
