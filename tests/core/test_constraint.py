@@ -11,7 +11,7 @@ pytest.importorskip("llguidance")
 from rows import ids
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.grammar import Compiled, Mask, Policy, compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Tool, Turn, User
@@ -20,7 +20,7 @@ ANALYSIS = ids("<|channel|>analysis<|message|>")
 THOUGHT = ids(".")
 
 
-def consumed(spec: ConstraintSpec, *tokens: int) -> ConstraintMatcher:
+def consumed(spec: ConstraintSpec, *tokens: int) -> Constraint:
     matcher = Constraint(spec).start()
     for token in tokens:
         matcher.mask()
@@ -168,5 +168,6 @@ def test_what_the_grammar_does_not_have_is_a_failure_where_it_was_promised(bindi
     assert matcher.error
     assert matcher.mask() is None
     assert bool(constraint.failure) is binding
-    constraint.start(grammar=False)
-    assert constraint.failure == ""
+    limits = Constraint(constraint.spec).start(grammar=False)
+    limits.consume(vocab.STARTOFTEXT)
+    assert limits.failure == ""

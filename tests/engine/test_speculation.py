@@ -101,7 +101,7 @@ class Guess:
 
 
 class Forcing:
-    """As `ConstraintMatcher`: after each id that divides by 5 come 3 and 4, and ``forbidden`` ids
+    """As `Constraint`: after each id that divides by 5 come 3 and 4, and ``forbidden`` ids
     never come."""
 
     def __init__(self, forbidden: Sequence[int] = (9,), *guesses: list[int]) -> None:

@@ -1,7 +1,7 @@
 """The constraints of one output (its grammar and its limits), and the ids that they allow next.
 
 `ConstraintSpec` describes the constraints of a request. `Constraint` is one output's instance of
-it: the engine calls `start()` for a `ConstraintMatcher`, and other threads read the results.
+it, which the engine starts and consults, and whose results other threads read.
 
 In order of precedence:
 
@@ -50,43 +50,24 @@ class ConstraintSpec:
 
 
 class Constraint:
-    """The constraints of a running output and their results, which any thread may read."""
+    """Follows one output id by id, once it is started. After an ``error`` everything is allowed.
+
+    It is for the engine's thread, except for its properties.
+    """
 
     def __init__(self, spec: ConstraintSpec) -> None:
         self.spec = spec
-        self._matcher: ConstraintMatcher | None = None
-
-    def start(self, *, grammar: bool = True) -> ConstraintMatcher:
-        """A matcher of the output (without ``grammar``: of its limits), for the engine's thread."""
-        self._matcher = ConstraintMatcher(self.spec, self.spec.grammar if grammar else None)
-        return self._matcher
-
-    @property
-    def failure(self) -> str:
-        """Why a promised grammar is no longer enforced; empty if it is."""
-        matcher = self._matcher
-        return matcher.error if matcher is not None and self.spec.binding else ""
-
-    @property
-    def reasoning_ended_by(self) -> ReasoningCut:
-        """Why reasoning was cut short; empty if it was not."""
-        reasoning = None if self._matcher is None else self._matcher.reasoning
-        return "" if reasoning is None else reasoning.ended_by
-
-    @property
-    def reasoning_tokens(self) -> int:
-        """Ids of reasoning; 0 if they were not counted."""
-        reasoning = None if self._matcher is None else self._matcher.reasoning
-        return 0 if reasoning is None else reasoning.tokens
-
-
-class ConstraintMatcher:
-    """Follows one output id by id. After an ``error`` everything is allowed."""
-
-    def __init__(self, spec: ConstraintSpec, grammar: Compiled | None) -> None:
         self.error = ""
         self.header = ExpectedHeader(spec.headers, answering=spec.answering)
         self.reasoning: ReasoningWatch | None = None
+        self._grammar: Matcher | None = None
+        # Only made for engines that sample in this process.
+        self._mask: Mask | None = None
+        self._missing = spec.min_tokens
+
+    def start(self, *, grammar: bool = True) -> Constraint:
+        """Starts to follow the output; without ``grammar``, only its limits."""
+        spec = self.spec
         if spec.reasoning_tokens is not None or spec.repetitions:
             self.reasoning = ReasoningWatch(
                 spec.reasoning_tokens,
@@ -94,10 +75,24 @@ class ConstraintMatcher:
                 answering=spec.answering,
                 names=spec.names,
             )
-        self._grammar: Matcher | None = None if grammar is None else grammar.matcher()
-        # Only made for engines that sample in this process.
-        self._mask: Mask | None = None
-        self._missing = spec.min_tokens
+        if grammar and spec.grammar is not None:
+            self._grammar = spec.grammar.matcher()
+        return self
+
+    @property
+    def failure(self) -> str:
+        """Why a promised grammar is no longer enforced; empty if it is."""
+        return self.error if self.spec.binding else ""
+
+    @property
+    def reasoning_ended_by(self) -> ReasoningCut:
+        """Why reasoning was cut short; empty if it was not."""
+        return "" if self.reasoning is None else self.reasoning.ended_by
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Ids of reasoning; 0 if they were not counted."""
+        return 0 if self.reasoning is None else self.reasoning.tokens
 
     def consume(self, token: int) -> None:
         """Records the id that was generated."""

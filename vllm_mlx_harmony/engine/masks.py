@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 
 import mlx.core as mx
 
-from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher
+from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.grammar import Mask
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.server.engine import DRAWN, FORCED, MASKED
@@ -47,7 +47,7 @@ class LogitsMask:
         self.likeliest: list[mx.array | None] = []
         self._origins = origins
         self._constraint = constraint
-        self._matcher: ConstraintMatcher | None = None
+        self._matcher: Constraint | None = None
         self._mask: Mask | None = None
         self._choices = VOCAB_SIZE
         self._current = False
@@ -118,7 +118,7 @@ class LogitsMask:
             self._current = True
         return self._mask
 
-    def _started(self) -> ConstraintMatcher:
+    def _started(self) -> Constraint:
         if self._matcher is None:
             self._matcher = self._constraint.start()
         return self._matcher

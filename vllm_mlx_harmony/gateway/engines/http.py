@@ -40,7 +40,7 @@ from aiohttp import (
 from pydantic_core import to_json
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Constraint, ConstraintMatcher, ConstraintSpec
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Progress, TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import with_compact_json
@@ -313,7 +313,7 @@ async def _cached_at_end(steps: Steps) -> int:
 class _Turn:
     """One turn: its ids, where it ends, which ids are forced, and the counts of all its streams."""
 
-    def __init__(self, matcher: ConstraintMatcher | None, settings: Settings) -> None:
+    def __init__(self, matcher: Constraint | None, settings: Settings) -> None:
         self._matcher, self._settings = matcher, settings
         self._cached = self._accepted = self._rejected = 0
         self._accepted_before = self._rejected_before = 0
