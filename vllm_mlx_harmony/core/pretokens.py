@@ -66,18 +66,3 @@ def pieces(text: str) -> Iterator[str]:
             yield text[start:at]
             start, work = at, 0
     yield text[start:]
-
-
-def encodable(text: str) -> bool:
-    """Whether UTF-8 can represent ``text``, which then has no lone surrogates."""
-    if text.isascii():
-        return True
-    try:
-        for at in range(0, len(text), _UTF8_AT_ONCE):
-            text[at : at + _UTF8_AT_ONCE].encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-_UTF8_AT_ONCE = 2**20

@@ -30,6 +30,7 @@ from vllm_mlx_harmony.core.text_limits import (
     MAX_PROMPT_TOKENS,
     WINDOW,
     characters,
+    clean,
 )
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
@@ -311,7 +312,7 @@ def _system(turn: Turn, tools: bool) -> tuple[int, ...]:
     given = {_IDENTITY: turn.identity or "", _DATE: turn.date or ""}
     builtin = turn.builtin_namespaces
     form = _system_form(*map(bool, given.values()), turn.effort, builtin, tools)
-    text = "".join(vocab.clean(given.get(part, part)) for part in _BLANKS.split(form))
+    text = "".join(clean(given.get(part, part)) for part in _BLANKS.split(form))
     return _message(turn.tenant, EffortUpdate, text)
 
 
@@ -404,10 +405,10 @@ def _tools(namespace: Namespace, names: Names, tenant: str, budget: typescript.S
     before = replace(budget)
     declared: list[str] = []
     for tool in tools:
-        parameters, about = typescript.parameters(tool, budget), vocab.clean(tool.description)
+        parameters, about = typescript.parameters(tool, budget), clean(tool.description)
         declared.append(typescript.declaration(alias(tool.name), about, parameters))
         budget.take(len(declared[-1]))
-    text = typescript.section(namespace.name, declared, vocab.clean(description))
+    text = typescript.section(namespace.name, declared, clean(description))
     if key:
         taken = before.characters - budget.characters, before.schemas - budget.schemas
         _sections.put((tenant, key), (text, *taken), len(key) + getsizeof(text) + _OVERHEAD)

@@ -6,6 +6,10 @@ Parsing and writing JSON holds the GIL throughout: for a few tenths of a microse
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from itertools import chain
+
 MAX_JSON_CHARACTERS = 4 * 2**20
 """Characters that may be written as JSON in one call: 16 ms."""
 
@@ -26,21 +30,57 @@ def is_quick_to_parse(text: str) -> bool:
     return len(text) <= MAX_JSON_CHARACTERS and sum(map(text.count, ",[{")) <= MAX_JSON_VALUES
 
 
-def characters(value: object) -> int:
-    """The approximate length of ``value``, parsed JSON, when written. Other threads can run
-    meanwhile, since this is pure Python."""
-    level, total = [value], 0
+def levels(value: object) -> Iterator[list[object]]:
+    """All values in ``value``, parsed JSON, and the keys: ``value`` itself, then what is in it,
+    level by level. Other threads can run meanwhile, since this is pure Python."""
+    level = [value]
     while level:
+        yield level
         inner: list[object] = []
-        for each in level:
-            if isinstance(each, str):
-                total += len(each) + 3
-            elif isinstance(each, dict):
-                inner += each
-                inner += each.values()
-            elif isinstance(each, list):
-                inner += each
-            else:
-                total += 8
+        for outer in level:
+            if isinstance(outer, dict):
+                inner += outer
+                inner += outer.values()
+            elif isinstance(outer, list):
+                inner += outer
         level = inner
+
+
+def characters(value: object) -> int:
+    """The approximate length of ``value``, parsed JSON, when written."""
+    total = 0
+    for inner in chain.from_iterable(levels(value)):
+        if isinstance(inner, str):
+            total += len(inner) + 3
+        elif not isinstance(inner, (dict, list)):
+            total += 8
     return total
+
+
+def encodable(text: str) -> bool:
+    """Whether UTF-8 can represent ``text``, which then has no lone surrogates."""
+    if text.isascii():
+        return True
+    try:
+        for at in range(0, len(text), _UTF8_AT_ONCE):
+            text[at : at + _UTF8_AT_ONCE].encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def clean(text: str) -> str:
+    """``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot represent. Two halves that
+    match become one character."""
+    if encodable(text):
+        return text
+    return "".join(
+        part[0].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        for part in _PARTS.finditer(text)
+    )
+
+
+_UTF8_AT_ONCE = 2**20
+
+_PARTS = re.compile(r"(?s).{1,65536}(?<![\ud800-\udbff])|.{1,65536}")
+"""Short pieces, none of which cuts a surrogate pair."""

@@ -45,8 +45,8 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
+from vllm_mlx_harmony.core.text_limits import clean
 from vllm_mlx_harmony.core.turn import Tool
-from vllm_mlx_harmony.core.vocab import clean
 
 # In one schema, with every `$ref` replaced. What exceeds these becomes `any`, or null in a value.
 MAX_DEPTH = 32

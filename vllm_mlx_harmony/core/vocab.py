@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong
 from vllm_mlx_harmony.core.files import write_atomically
-from vllm_mlx_harmony.core.pretokens import encodable, pieces
-from vllm_mlx_harmony.core.text_limits import MAX_PROMPT_TOKENS, WINDOW
+from vllm_mlx_harmony.core.pretokens import pieces
+from vllm_mlx_harmony.core.text_limits import MAX_PROMPT_TOKENS, WINDOW, clean
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
@@ -100,13 +100,6 @@ def encode(text: str) -> list[int]:
         if len(ids) > MAX_PROMPT_TOKENS:
             raise PromptTooLong(len(ids), WINDOW, at_least=True)
     return ids
-
-
-def clean(text: str) -> str:
-    """``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot represent."""
-    if encodable(text):
-        return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def token_bytes(token: int) -> bytes:

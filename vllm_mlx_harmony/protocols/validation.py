@@ -5,7 +5,6 @@ The error has the path of the invalid field (``messages[1].content[0].text``) an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -24,7 +23,7 @@ from pydantic import (
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.pretokens import encodable
+from vllm_mlx_harmony.core.text_limits import clean, encodable, levels
 
 
 class Wire(BaseModel):
@@ -168,47 +167,27 @@ def repaired(body: object) -> object:
 
 
 def _replaced(value: object) -> object:
-    """``value`` with U+FFFD for each lone surrogate. Two halves that match become one character."""
+    """``value`` with U+FFFD for each lone surrogate."""
     if isinstance(value, dict):
         return {_replaced(key): _replaced(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return list(map(_replaced, value))
-    if not isinstance(value, str) or encodable(value):
-        return value
-    return "".join(
-        part[0].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        for part in _PARTS.finditer(value)
-    )
-
-
-_PARTS = re.compile(r"(?s).{1,65536}(?<![\ud800-\udbff])|.{1,65536}")
-"""Short pieces, so that other threads can run between them. None cuts a surrogate pair."""
+    return clean(value) if isinstance(value, str) else value
 
 
 def _is_encodable(body: object) -> bool:
-    """Whether ``body`` is free of lone surrogates. Raises ``ValueError`` for what no JSON has.
-
-    A loop in Python, so that other threads can run; serializing the body would be one long call.
-    """
+    """Whether ``body`` is free of lone surrogates. Raises ``ValueError`` for what no JSON has."""
     sound = True
-    level, depth = [body], 0
-    while level:
-        inner: list[object] = []
+    for depth, level in enumerate(levels(body)):
+        if depth >= MAX_DEPTH:
+            raise ValueError("it is nested too deeply")
         for value in level:
             if isinstance(value, str):
                 sound = sound and encodable(value)
-            elif isinstance(value, dict):
-                inner += value
-                inner += value.values()
-            elif isinstance(value, list):
-                inner += value
             elif isinstance(value, float) and not isfinite(value):
                 raise ValueError("a number is not finite")
-            elif not (value is None or isinstance(value, (int, float))):
+            elif not (value is None or isinstance(value, (int, float, dict, list))):
                 raise TypeError(f"{type(value).__name__} is not JSON")
-        level, depth = inner, depth + 1
-        if depth > MAX_DEPTH:
-            raise ValueError("it is nested too deeply")
     return sound
 
 

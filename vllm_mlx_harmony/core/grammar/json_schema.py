@@ -19,10 +19,11 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain, islice
 from typing import Any, TypeAlias
 
+from vllm_mlx_harmony.core.text_limits import clean, levels
 from vllm_mlx_harmony.core.typescript import pointed
-from vllm_mlx_harmony.core.vocab import clean
 
 Schema: TypeAlias = dict[str, Any]
 """A schema other than ``true`` and ``false``."""
@@ -192,19 +193,12 @@ class SchemaReader:
             return pointed(self._root, ref)
         if self._identified is None:
             self._identified = {}
-            waiting: list[object] = [self._root]
-            for _ in range(MAX_SCHEMAS):
-                if not waiting:
-                    break
-                value = waiting.pop()
-                if isinstance(value, Mapping):
+            for value in islice(chain.from_iterable(levels(self._root)), MAX_SCHEMAS):
+                if isinstance(value, dict):
                     if isinstance(value.get("$anchor"), str):
                         self._identified[f"#{value['$anchor']}"] = value
                     if isinstance(value.get("$id"), str):
                         self._identified[value["$id"]] = value
-                    waiting += value.values()
-                elif isinstance(value, list):
-                    waiting += value
         return self._identified.get(ref)
 
 
