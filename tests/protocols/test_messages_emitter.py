@@ -33,10 +33,10 @@ from vllm_mlx_harmony.protocols.messages import (
     PING,
     Display,
     Emitter,
-    counted,
     error_body,
     read,
     request_id,
+    token_count,
 )
 from vllm_mlx_harmony.protocols.messages.request import UPDATE
 
@@ -294,7 +294,7 @@ def test_the_parts_of_the_prompt_are_what_count_tokens_counts(
     start = json.loads(streamed(deltas)[0].data)["message"]["usage"]
     assert start.get("cache_read_input_tokens") == known
     for usage in (start, whole(deltas)["usage"]):
-        assert prompt_tokens(usage) == counted(80)["input_tokens"]
+        assert prompt_tokens(usage) == token_count(80)["input_tokens"]
     assert whole(deltas)["usage"]["cache_read_input_tokens"] == cached
     assert checked(named(streamed(deltas))).message == whole(deltas)
 

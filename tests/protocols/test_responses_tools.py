@@ -13,7 +13,7 @@ from vllm_mlx_harmony.protocols.responses import read
 from vllm_mlx_harmony.protocols.responses.schema import ResponsesBody
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import DeclaredTool, ToolReader, Tools
-from vllm_mlx_harmony.protocols.validation import checked
+from vllm_mlx_harmony.protocols.validation import validate
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
@@ -36,7 +36,7 @@ def search(**fields: Any) -> dict[str, Any]:
 
 def tools(*declared: dict[str, Any], choice: Any = None) -> Tools:
     body = {"model": "m", "tools": list(declared), "tool_choice": choice}
-    asked = checked(ResponsesBody, body)
+    asked = validate(ResponsesBody, body)
     reader = ToolReader()
     shown = reader.declare(asked.tools or (), "tools")
     return reader.tools(shown, asked.tool_choice, ServerTools(), ())
@@ -301,7 +301,7 @@ class Later:
         self.reader = ToolReader()
 
     def names(self, *declared: dict[str, Any], found: bool = True) -> list[str]:
-        asked = checked(ResponsesBody, {"model": "m", "tools": list(declared)})
+        asked = validate(ResponsesBody, {"model": "m", "tools": list(declared)})
         new = self.reader.declare(asked.tools or (), "input[3].tools", found=found)
         return [tool.name for tool in new]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.validation import repaired
+from vllm_mlx_harmony.protocols.validation import repair
 
 A = "a" * 65_535
 HIGH, LOW, BOTH, HALF = "\ud83d", "\ude00", "\U0001f600", "\ufffd"
@@ -26,13 +26,13 @@ MENDED: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(("value", "expected"), MENDED.values(), ids=MENDED.keys())
 def test_mended(value: Any, expected: Any) -> None:
-    assert repaired(value) == expected
+    assert repair(value) == expected
 
 
 @pytest.mark.parametrize("value", [[HIGH, float("inf")], [HIGH, float("nan")]])
 def test_what_cannot_be_mended(value: Any) -> None:
     with pytest.raises(RequestError, match=r"\[1\] must be a finite number"):
-        repaired(value)
+        repair(value)
 
 
 def test_half_a_pair_in_what_is_too_deep() -> None:
@@ -40,4 +40,4 @@ def test_half_a_pair_in_what_is_too_deep() -> None:
     for _ in range(600):
         deep = [deep]
     with pytest.raises(RequestError, match="nested too deeply"):
-        repaired(deep)
+        repair(deep)

@@ -44,7 +44,6 @@ class ConstraintSpec:
     headers: tuple[tuple[int, ...], ...] = ()
 
     def __bool__(self) -> bool:
-        """Whether there is any constraint."""
         limited = self.reasoning_tokens is not None or self.repetitions or self.min_tokens
         return self.grammar is not None or bool(limited)
 
@@ -95,7 +94,6 @@ class Constraint:
         return 0 if self.reasoning is None else self.reasoning.tokens
 
     def consume(self, token: int) -> None:
-        """Records the id that was generated."""
         self._missing -= 1
         self.header.consume(token)
         if self.reasoning is not None:

@@ -275,7 +275,6 @@ class StreamingHarmonyContext:
         return deltas
 
     def _open_message(self) -> Message:
-        """The open message, as far as it was generated."""
         assert self._open is not None
         opened, text = self._open, "".join(self._parts)
         if opened.kind in _MESSAGE_OF:

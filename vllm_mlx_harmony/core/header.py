@@ -142,7 +142,6 @@ class HeaderReader:
 
     @property
     def too_loose(self) -> bool:
-        """Whether there is too much loose text for a header."""
         naming = self._wants_name or _TO in self._word or self._word.startswith(_FUNCTION)
         in_name = naming and not self._before_loose and len(self._word) < NAME_LIMIT
         return self.loose_ids >= LOOSE_LIMIT and not in_name

@@ -108,7 +108,6 @@ class Names:
         return bool(self._known(recipient)[0])
 
     def is_served(self, recipient: str) -> bool:
-        """Whether the server runs calls to ``recipient``."""
         return self._known(recipient)[1]
 
     def _known(self, recipient: str) -> tuple[str, bool]:

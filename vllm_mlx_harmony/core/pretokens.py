@@ -52,7 +52,6 @@ _BOUNDARY = re.compile(
 
 
 def pieces(text: str) -> Iterator[str]:
-    """The pieces of ``text``, in order."""
     start = at = work = 0
     while len(text) - at > MAX_SPAN:
         boundary = _BOUNDARY.search(text, at + _STEP, at + MAX_SPAN)

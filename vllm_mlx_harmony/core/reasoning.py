@@ -81,7 +81,6 @@ class ReasoningWatch:
 
     @property
     def tokens(self) -> int:
-        """The number of ids of reasoning so far."""
         return self._parser.reasoning_tokens + self._body_tokens
 
     @property
@@ -103,7 +102,6 @@ class ReasoningWatch:
         return not limited and (self._loop is None or self._loop.away_by(tokens))
 
     def consume(self, token: int) -> None:
-        """Reads the next id, forced or sampled."""
         self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
         self._after_channel = token == vocab.CHANNEL
         was_reasoning = self._is_reasoning

@@ -93,7 +93,7 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
     ids += _developer(turn, instructions, tools, names, budget)
     history = [(rest, None)] if replay is None else replay.history(rest)
     shown = _without_stale_reasoning(history)
-    for message in _written(shown, names, budget, tenant=turn.tenant):
+    for message in _encode_messages(shown, names, budget, tenant=turn.tenant):
         ids += message
     ids += opening(turn.prefill)
     return Rendered(tuple(ids), names)
@@ -112,7 +112,7 @@ def render_messages(
     that depends on the whole conversation. Raises ``RequestError`` naming ``Result.where`` if no
     earlier call has the id of a result (A5).
     """
-    written = _written([([*messages], None)], names, typescript.SizeBudget(), calls, tenant)
+    written = _encode_messages([([*messages], None)], names, typescript.SizeBudget(), calls, tenant)
     return [token for ids in written for token in ids]
 
 
@@ -250,7 +250,7 @@ def _without_stale_reasoning(
             yield [message for message in sent if not isinstance(message, Reasoning)], None
 
 
-def _written(  # noqa: C901 - one case per kind of message
+def _encode_messages(  # noqa: C901 - one case per kind of message
     runs: Iterable[_Run],
     names: Names,
     budget: typescript.SizeBudget,

@@ -102,8 +102,6 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of the call ``call_id``."""
-
     call_id: str
     text: str
     where: str = "messages"
@@ -151,8 +149,6 @@ class Syntax:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call."""
-
     name: str
     description: str = ""
     parameters: Mapping[str, Any] | None = None

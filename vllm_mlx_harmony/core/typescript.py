@@ -82,7 +82,6 @@ class SizeBudget:
 
 
 def section(namespace: str, declarations: Iterable[str], description: str = "") -> str:
-    """One namespace of the ``# Tools`` section."""
     opening = f"## {namespace}\n", f"{_comment(description)}namespace {namespace} {{\n"
     return "\n".join([*opening, *declarations, f"}} // namespace {namespace}"])
 
@@ -173,7 +172,7 @@ class Type(ABC):
         texts = [f"{_below(self.title)}\n{indent}//"] if self.title else []
         texts += [_below(description)] if description else []
         if self.examples:
-            texts += ["Examples:", *(f'- "{_escaped(one)}"' for one in self.examples)]
+            texts += ["Examples:", *(f'- "{_escape(one)}"' for one in self.examples)]
         return "".join(f"{indent}// {text}\n" for text in (*texts, *filter(None, more)))
 
 
@@ -244,7 +243,7 @@ class Union(Type):
         prints its own."""
         first = self.variants[0]
         own = isinstance(first, Object) or not self.description
-        above = _below(self.description if own else _joined(self.description, first.description))
+        above = _below(self.description if own else _join(self.description, first.description))
         beside = [one.description if one.description != above else "" for one in self.variants]
         if above:
             beside[0] = ""
@@ -296,7 +295,7 @@ def _array_of(item: Type) -> Type:
     line = _inline(item)
     if line is not None:
         return Inline(members=(f"({line})[]",), description=item.description)
-    note = _joined(
+    note = _join(
         item.description if isinstance(item, Union) else "", "Items of these types may be mixed."
     )
     arrays = (_on_one_line(_array_of(one)) for one in item.alternatives())
@@ -363,7 +362,7 @@ class _Reader:
         ref, parts = value.get("$ref"), value.get("allOf")
         if isinstance(ref, str) and ref.startswith("#/") and ref not in refs:
             self._budget.take(len(ref))
-            yield from self.layers(_Node(pointed(self._root, ref), depth + 1, refs | {ref}))
+            yield from self.layers(_Node(resolve_pointer(self._root, ref), depth + 1, refs | {ref}))
         for part in parts if isinstance(parts, list) else ():
             yield from self.layers(_Node(part, depth + 1, refs))
 
@@ -390,23 +389,22 @@ class _Reader:
 
     def type(self, schema: _Keywords) -> Type:
         stated = f"format: {schema['format']}" if "format" in schema else ""
-        description = _joined(schema.get("description", ""), stated)
+        description = _join(schema.get("description", ""), stated)
         one = _union(self.alternatives(schema), description)
         notes: dict[str, Any] = {
             key: schema[key] for key in ("title", "examples", "default") if key in schema
         }
         if description:
-            notes["description"] = _joined(description, one.description)
+            notes["description"] = _join(description, one.description)
         return replace(one, **notes) if notes else one
 
     def alternatives(self, schema: _Keywords) -> list[Type]:
-        """The types of which ``schema`` is a union."""
         null = [NULL] if schema.get("nullable") else []
         variants = schema.get("anyOf") or schema.get("oneOf")
         if variants and not any(key in schema for key in _SHAPES):
             base = {"type": schema["type"]} if "type" in schema else {}
             types = (self.type({**base, **self.keywords(one)}) for one in variants)
-            return [*_flat(types), *null]
+            return [*_flatten(types), *null]
         if "enum" in schema:
             return [*_literals(schema["enum"]), *null]
         kinds = list(dict.fromkeys(schema.get("type") or ()))
@@ -455,7 +453,7 @@ class _Reader:
         patterns = schema.get("patternProperties", {}).values()
         if patterns or additional or not properties:  # otherwise additional properties are implied
             several = [*map(self.keywords, patterns), additional]
-            rest = _union(_flat(map(self.type, several)))
+            rest = _union(_flatten(map(self.type, several)))
             key, is_required = self.rest_key(schema)
             if key and rest != NEVER:
                 properties[key] = rest
@@ -479,7 +477,7 @@ class _Reader:
         for name, schemas in several.items():
             first, *others = (self.type(self.keywords(one)) for one in schemas)
             is_union = any(one != first for one in others)
-            properties[name] = _union(_flat([first, *others])) if is_union else first
+            properties[name] = _union(_flatten([first, *others])) if is_union else first
         return properties
 
     def rest_key(self, schema: _Keywords) -> tuple[str, bool]:
@@ -495,7 +493,7 @@ class _Reader:
         return key, set(others) <= set(schema.get("required", ()))
 
 
-def pointed(root: object, ref: str) -> object:
+def resolve_pointer(root: object, ref: str) -> object:
     """The value at the JSON pointer ``#/a/b`` in ``root``, or ``None``."""
     found = root
     for part in ref[2:].split("/"):
@@ -509,7 +507,7 @@ def pointed(root: object, ref: str) -> object:
     return found
 
 
-def _flat(types: Iterable[Type]) -> Iterator[Type]:
+def _flatten(types: Iterable[Type]) -> Iterator[Type]:
     """``types``, with unions replaced by their alternatives; the first gets the description."""
     for one in types:
         first, *others = one.alternatives()
@@ -564,7 +562,7 @@ def _plain(value: object, depth: int = 0) -> Any:
 
 def _read_default(value: object) -> str:
     plain = _plain(value)
-    return f'"{_escaped(plain)}"' if isinstance(plain, str) else _json(plain)
+    return f'"{_escape(plain)}"' if isinstance(plain, str) else _json(plain)
 
 
 _VALUES: dict[str, Callable[[object], Any]] = {
@@ -592,12 +590,12 @@ _UNESCAPED = re.compile(r'[^"\\\x00-\x1f\x7f-\x9f\u2028\u2029]*')
 _dumps = json.JSONEncoder(ensure_ascii=False).encode
 
 
-def _joined(*texts: str) -> str:
+def _join(*texts: str) -> str:
     """``texts`` on lines of their own, without duplicates."""
     return "\n".join(dict.fromkeys(filter(None, texts)))
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return _LINE_ENDS.sub(r"\\n", text)
 
 

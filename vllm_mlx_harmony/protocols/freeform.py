@@ -21,7 +21,7 @@ Models make two mistakes here, which are handled as follows:
   ``_MAX_HELD`` characters after a quote are held back.
 
 **Invariants.** The text does not depend on how the arguments are split.
-``unwrapped(wrap(text)) == text``. Nothing is raised. Nothing is held back but an incomplete escape,
+``unwrap(wrap(text)) == text``. Nothing is raised. Nothing is held back but an incomplete escape,
 and what may become the opening or the end.
 """
 
@@ -84,7 +84,7 @@ def wrap(text: str) -> str:
     return json.dumps({INPUT: text}, ensure_ascii=False, separators=(",", ":"))
 
 
-def unwrapped(arguments: str) -> str:
+def unwrap(arguments: str) -> str:
     """The text in ``arguments``, which are the whole arguments of a call of a freeform tool."""
     freeform = FreeformInput()
     return freeform.feed(arguments) + freeform.close()

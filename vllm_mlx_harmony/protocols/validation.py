@@ -128,7 +128,7 @@ _WORDS = {
 }
 
 
-def checked(model: type[Model], body: object) -> Model:
+def validate(model: type[Model], body: object) -> Model:
     """``body``, the parsed JSON, as a ``model``.
 
     Raises only ``RequestError``, naming the first invalid field, whatever ``body`` is.
@@ -136,7 +136,7 @@ def checked(model: type[Model], body: object) -> Model:
     if not isinstance(body, dict):
         raise RequestError("the request body must be a JSON object", code="invalid_type")
     try:
-        return model.model_validate(repaired(body))
+        return model.model_validate(repair(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         words = _WORDS.get(first["type"])
@@ -148,7 +148,7 @@ MAX_DEPTH = 500
 """The maximum nesting of a body: deeper values cannot be serialized everywhere."""
 
 
-def repaired(body: object) -> object:
+def repair(body: object) -> object:
     """``body`` with every half of a surrogate pair replaced by U+FFFD.
 
     An agent written in JavaScript can cut an emoji in two when it shortens a text; its later
@@ -158,7 +158,7 @@ def repaired(body: object) -> object:
     long, or one that is not finite (``1e999``).
     """
     try:
-        return body if _is_encodable(body) else _replaced(body)
+        return body if _is_encodable(body) else _replace(body)
     except (ValueError, TypeError, RecursionError) as error:
         where = _infinite(body)
         if where is None:
@@ -166,12 +166,12 @@ def repaired(body: object) -> object:
         raise _invalid("finite_number", where, "must be a finite number") from error
 
 
-def _replaced(value: object) -> object:
+def _replace(value: object) -> object:
     """``value`` with U+FFFD for each lone surrogate."""
     if isinstance(value, dict):
-        return {_replaced(key): _replaced(inner) for key, inner in value.items()}
+        return {_replace(key): _replace(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return list(map(_replaced, value))
+        return list(map(_replace, value))
     return clean(value) if isinstance(value, str) else value
 
 
@@ -211,7 +211,6 @@ def required(where: str) -> RequestError:
 
 
 def invalid(where: str, problem: str) -> RequestError:
-    """The error for a value at ``where`` that is not valid."""
     return RequestError(problem, param=where, code="invalid_value")
 
 

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import Message
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.validation import repaired
+from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.settings import number
 from vllm_mlx_harmony.server.tasks import in_thread
 
@@ -121,7 +121,7 @@ def _parse(body: bytes) -> object:
         document: object = loads(body)
     except (ValueError, RecursionError) as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from error
-    return repaired(document) if _SURROGATE.search(body) else document
+    return repair(document) if _SURROGATE.search(body) else document
 
 
 def _parse_large(body: bytes, limit: int) -> object:

@@ -43,7 +43,7 @@ from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
-from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, checked
+from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, validate
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Finish, Step
@@ -170,7 +170,7 @@ def _event(step: Step) -> Event:
 
 
 def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
-    parsed = checked(IdRequest, body)
+    parsed = validate(IdRequest, body)
     biased = [token for token, _ in parsed.settings.logit_bias]
     for field, tokens in (
         ("prompt", parsed.prompt),

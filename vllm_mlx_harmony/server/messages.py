@@ -58,7 +58,7 @@ async def create_message(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """``POST /v1/messages/count_tokens``: the length of the prompt of the same request."""
-    response = await count(COUNT, request, messages.counted)
+    response = await count(COUNT, request, messages.token_count)
     response.headers[REQUEST_ID] = messages.request_id(uuid4().hex)
     return response
 

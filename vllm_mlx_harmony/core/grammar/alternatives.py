@@ -94,8 +94,6 @@ class Items:
 
 
 class Bound(NamedTuple):
-    """A ``minimum`` or ``maximum``, or its exclusive variant."""
-
     value: Decimal
     exclusive: bool
     is_minimum: bool
@@ -176,8 +174,7 @@ class Alternative:
             member_count=Count(schema.get("minProperties", 0), schema.get("maxProperties")),
         )
 
-    def merged(self, other: Alternative) -> Alternative:
-        """The conjunction of both."""
+    def merge(self, other: Alternative) -> Alternative:
         return Alternative(
             types=self.types & other.types,
             is_integer=self.is_integer or other.is_integer,
@@ -303,7 +300,7 @@ class Expander:
         if len(some) * len(others) > MAX_ALTERNATIVES:
             self._drop("a schema with too many combinations of alternatives")
             return tuple(some if len(some) < len(others) else others)
-        merged = (one.merged(other) for one, other in product(some, others))
+        merged = (one.merge(other) for one, other in product(some, others))
         return tuple(each for each in merged if each.types)
 
     def alternatives(self, schema: AnySchema) -> tuple[Alternative, ...]:
@@ -322,7 +319,7 @@ class Expander:
         self._expanding.add(key)
         found = self.expand(schema)
         if "unevaluatedProperties" in schema:
-            found = tuple(self.unevaluated(found, schema["unevaluatedProperties"]))
+            found = tuple(self.with_unevaluated(found, schema["unevaluatedProperties"]))
         self._expanding.discard(key)
         self._expanded[key] = found
         return found
@@ -404,7 +401,9 @@ class Expander:
         schema = {"const": value}
         return self._constants.setdefault(json.dumps(schema, sort_keys=True), schema)
 
-    def unevaluated(self, found: Sequence[Alternative], rest: AnySchema) -> Iterator[Alternative]:
+    def with_unevaluated(
+        self, found: Sequence[Alternative], rest: AnySchema
+    ) -> Iterator[Alternative]:
         """Each alternative with ``rest`` as ``unevaluatedProperties``."""
         if rest in (True, {}):
             every = Members(is_open=False)
@@ -432,7 +431,7 @@ class Expander:
         """Whether no value satisfies two of ``branches``, as far as that is obvious."""
         pairs = sum(len(one) * len(other) for one, other in combinations(branches, 2))
         return pairs <= MAX_PAIRS and all(
-            self.is_empty(one.merged(other), levels=3)
+            self.is_empty(one.merge(other), levels=3)
             for some, others in combinations(branches, 2)
             for one, other in product(some, others)
         )

@@ -23,7 +23,7 @@ from itertools import chain, islice
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core.text_limits import clean, levels
-from vllm_mlx_harmony.core.typescript import pointed
+from vllm_mlx_harmony.core.typescript import resolve_pointer
 
 Schema: TypeAlias = dict[str, Any]
 """A schema other than ``true`` and ``false``."""
@@ -38,7 +38,7 @@ class _Malformed(Exception):
     """The content of a keyword has the wrong type or value."""
 
 
-def _checked(content: Any, is_well_formed: bool) -> Any:
+def _require(content: Any, is_well_formed: bool) -> Any:
     if not is_well_formed:
         raise _Malformed
     return content
@@ -64,7 +64,6 @@ class SchemaReader:
         self.dropped[what] = None
 
     def root(self, of_object: bool) -> Schema:
-        """The copy of the whole schema."""
         copy = self.schema(self._root)
         if isinstance(copy, bool):
             copy = {} if copy else {"not": {}}
@@ -118,30 +117,30 @@ class SchemaReader:
         return content
 
     def number(self, content: object, _: int) -> object:
-        return _checked(content, isinstance(content, (int, float)))
+        return _require(content, isinstance(content, (int, float)))
 
     def count(self, content: object, _: int) -> object:
         if isinstance(content, float) and content.is_integer():
             content = int(content)
-        return _checked(content, isinstance(content, int) and content >= 0)
+        return _require(content, isinstance(content, int) and content >= 0)
 
     def pattern(self, content: object, _: int) -> str:
-        return _without_nul(clean(_checked(content, isinstance(content, str))))
+        return _without_nul(clean(_require(content, isinstance(content, str))))
 
     def texts(self, content: object, _: int) -> list[str]:
-        names = _checked(content, isinstance(content, list))
-        return [clean(_checked(each, isinstance(each, str))) for each in names]
+        names = _require(content, isinstance(content, list))
+        return [clean(_require(each, isinstance(each, str))) for each in names]
 
     def values(self, content: object, _: int) -> object:
-        return _checked(content, isinstance(content, list))
+        return _require(content, isinstance(content, list))
 
     def types(self, content: object, _: int) -> object:
         names = [content] if isinstance(content, str) else content
         is_known = isinstance(names, list) and all(name in TYPES for name in names)
-        return _checked(content, bool(names) and is_known)
+        return _require(content, bool(names) and is_known)
 
     def subschemas(self, content: object, depth: int) -> list[AnySchema]:
-        branches = _checked(content, isinstance(content, list) and bool(content))
+        branches = _require(content, isinstance(content, list) and bool(content))
         return [self.schema(each, depth) for each in branches]
 
     def items(self, content: object, depth: int) -> object:
@@ -149,7 +148,7 @@ class SchemaReader:
         return self.subschemas(content, depth) if is_prefix else self.schema(content, depth)
 
     def named(self, content: object, depth: int) -> dict[str, AnySchema]:
-        found = _checked(content, isinstance(content, Mapping))
+        found = _require(content, isinstance(content, Mapping))
         return {clean(str(name)): self.schema(each, depth) for name, each in found.items()}
 
     def patterned(self, content: object, depth: int) -> dict[str, AnySchema]:
@@ -159,19 +158,19 @@ class SchemaReader:
     def reference(self, content: object, _: int) -> str:
         if content == "#":
             return "#"
-        ref = str(_checked(content, isinstance(content, str)))
+        ref = str(_require(content, isinstance(content, str)))
         target = self.target(ref)
-        return self.definition(ref, partial(self.schema, _checked(target, target is not None)))
+        return self.definition(ref, partial(self.schema, _require(target, target is not None)))
 
     def one_of(self, content: object, depth: int) -> list[AnySchema]:
         """llguidance can tell that two objects exclude each other, but not through references. So
         branches that are references become a definition in which they are expanded."""
         if isinstance(content, list) and any(map(_is_reference, content)):
-            copied = partial(self.inlined, content)
+            copied = partial(self.inline, content)
             return [{"$ref": self.definition(json.dumps(content), copied)}]
         return self.subschemas(content, depth)
 
-    def inlined(self, branches: Sequence[Any]) -> Schema:
+    def inline(self, branches: Sequence[Any]) -> Schema:
         copies = []
         for each in branches:
             target = self.target(each["$ref"]) if _is_reference(each) else None
@@ -190,7 +189,7 @@ class SchemaReader:
     def target(self, ref: str) -> object:
         """What ``ref`` refers to: a JSON pointer, an ``$anchor`` or an ``$id``."""
         if ref.startswith("#/"):
-            return pointed(self._root, ref)
+            return resolve_pointer(self._root, ref)
         if self._identified is None:
             self._identified = {}
             for value in islice(chain.from_iterable(levels(self._root)), MAX_SCHEMAS):

@@ -387,7 +387,6 @@ class _GrammarWriter:
 
 
 def _alone(value: Rules) -> str:
-    """The grammar of ``value`` alone."""
     lines = f"start: {value.symbol}", *value.lines, unordered.COMMON
     return "".join(f"{line}\n" for line in lines)
 

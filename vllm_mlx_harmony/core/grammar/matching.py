@@ -123,7 +123,6 @@ class Compiled:
     _template: LLMatcher
 
     def matcher(self) -> Matcher:
-        """A matcher at the beginning of one output."""
         return Matcher(self._template.deep_copy())
 
 
@@ -150,7 +149,6 @@ class Mask:
         return self._bits().bit_count()
 
     def first(self) -> int:
-        """The lowest id that is allowed."""
         bits = self._bits()
         return (bits & -bits).bit_length() - 1
 

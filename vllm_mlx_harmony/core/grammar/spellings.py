@@ -42,12 +42,10 @@ def string(least: int = 0, most: int | None = None) -> str:
 
 
 def text(value: str) -> str:
-    """The string ``value``."""
     return f'"{"".join(map(character, value))}"'
 
 
 def any_of(values: Iterable[str]) -> str:
-    """One of the strings ``values``."""
     return f'"(?:{"|".join("".join(map(character, value)) for value in values)})"'
 
 
@@ -58,7 +56,6 @@ _ESCAPED = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 
 @lru_cache(maxsize=4096)
 def character(one: str) -> str:
-    """One character of a string."""
     code = ord(one)
     spellings = [] if _ESCAPED.match(one) else [literal(one)]
     if one in _SHORT:

@@ -254,7 +254,7 @@ class _RuleWriter:
     def conditions(self, alternative: Alternative, least: str, most: str) -> str:
         """A terminal expression for the strings that ``alternative`` allows; empty for any
         string."""
-        length = self.countable(alternative.length, least, most, MAX_LENGTH)
+        length = self.limit_count(alternative.length, least, most, MAX_LENGTH)
         parts = []
         for pattern in alternative.patterns:
             with suppress(NotExpressible):
@@ -268,7 +268,7 @@ class _RuleWriter:
             parts.append(f"/{spellings.string(*length)}/")
         return " & ".join(parts)
 
-    def countable(self, many: Count, least: str, most: str, limit: int) -> Count:
+    def limit_count(self, many: Count, least: str, most: str, limit: int) -> Count:
         """``many`` without bounds above ``limit``, which a grammar cannot count to."""
         if many.least > limit:
             self._drop(least)
@@ -329,7 +329,7 @@ class _RuleWriter:
         return f"{name} (JSON_ZEROS | JSON_BLANK)?"
 
     def array(self, alternative: Alternative) -> str | None:  # noqa: C901 - one case per keyword
-        many = self.countable(alternative.item_count, "minItems", "maxItems", MAX_COUNT)
+        many = self.limit_count(alternative.item_count, "minItems", "maxItems", MAX_COUNT)
         if many.is_empty:
             return None
         length = max((len(each.prefix) for each in alternative.items), default=0)
@@ -369,7 +369,7 @@ class _RuleWriter:
     # Objects
 
     def members(self, alternative: Alternative) -> str | None:
-        many = self.countable(alternative.member_count, "minProperties", "maxProperties", 255)
+        many = self.limit_count(alternative.member_count, "minProperties", "maxProperties", 255)
         names = self._expander.conjunction(alternative.name_schemas)
         listed = listed_strings(names)
         declared = dict.fromkeys(name for each in alternative.members for name in each.names)

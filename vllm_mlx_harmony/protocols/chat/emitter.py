@@ -121,7 +121,6 @@ class Emitter:
         return self._send(encode({**self._ended_by, **empty}), quote(delta.reason))
 
     def end(self, usage: Usage) -> list[Event]:
-        """The events that end the stream."""
         self._usage = usage
         if not self.stream:
             return []

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import ResponseFormat, Syntax
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatFormat, StructuredOutputs
-from vllm_mlx_harmony.protocols.validation import invalid, repaired, required, unsupported
+from vllm_mlx_harmony.protocols.validation import invalid, repair, required, unsupported
 
 
 def response_format(body: ChatBody) -> ResponseFormat | None:
@@ -88,7 +88,7 @@ def _by_schema(requested: object, where: str) -> ResponseFormat:
     if isinstance(requested, str) and not is_quick_to_parse(requested):
         raise invalid(where, f"{where} is too large")
     try:
-        schema = repaired(json.loads(requested)) if isinstance(requested, str) else requested
+        schema = repair(json.loads(requested)) if isinstance(requested, str) else requested
     except (ValueError, RecursionError, RequestError) as error:
         raise invalid(where, f"{where} is not valid JSON: {error}") from error
     if not isinstance(schema, dict):

@@ -31,10 +31,10 @@ from vllm_mlx_harmony.protocols.chat import schema
 from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter, Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage
-from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
+from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrap, wrap
 from vllm_mlx_harmony.protocols.openai_content import call_arguments, text_of
 from vllm_mlx_harmony.protocols.request_body import reject_unsupported, sampling
-from vllm_mlx_harmony.protocols.validation import checked, invalid, required, unsupported
+from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ChatRequest:
 
     def echoed(self, message: Message) -> Message:
         if isinstance(message, Call) and message.name in self.freeform:
-            return replace(message, arguments=wrap(unwrapped(message.arguments)))
+            return replace(message, arguments=wrap(unwrap(message.arguments)))
         return message
 
 
@@ -75,7 +75,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
     Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
     Unknown fields are ignored.
     """
-    chat = checked(ChatBody, body)
+    chat = validate(ChatBody, body)
     reject_unsupported(body, schema.UNSUPPORTED_FIELDS)
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "top_logprobs requires logprobs: true")

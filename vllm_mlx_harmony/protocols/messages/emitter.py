@@ -34,7 +34,7 @@ UPDATE = "<|channel|>commentary<|message|>"
 """Prefix of the encrypted text of a preamble that is shown as thinking."""
 
 
-def counted(prompt_tokens: int) -> Document:
+def token_count(prompt_tokens: int) -> Document:
     """The response of ``count_tokens`` for a prompt of ``prompt_tokens``."""
     return {"input_tokens": prompt_tokens}
 

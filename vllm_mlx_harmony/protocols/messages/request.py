@@ -53,7 +53,7 @@ from vllm_mlx_harmony.protocols.server_calls import (
     with_missing_results,
     with_results_moved,
 )
-from vllm_mlx_harmony.protocols.validation import checked, required, unsupported
+from vllm_mlx_harmony.protocols.validation import required, unsupported, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ def read(
     Raises ``RequestError`` naming the field, and nothing else, whatever JSON value ``body`` is.
     Unknown fields are ignored.
     """
-    request = checked(MessagesBody, body)
+    request = validate(MessagesBody, body)
     if request.max_tokens is None and not counting:
         raise required("max_tokens")
     fields = body if isinstance(body, dict) else {}

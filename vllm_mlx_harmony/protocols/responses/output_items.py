@@ -21,7 +21,7 @@ from vllm_mlx_harmony.protocols.responses.schema import SEARCH
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import DeclaredTool, Tools
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments
-from vllm_mlx_harmony.protocols.validation import repaired
+from vllm_mlx_harmony.protocols.validation import repair
 
 IN_PROGRESS, COMPLETED, INCOMPLETE = "in_progress", "completed", "incomplete"
 
@@ -30,7 +30,6 @@ PendingEvent: TypeAlias = Callable[[int], Event]
 
 
 def pending(kind: str, **fields: object) -> PendingEvent:
-    """The event of the type ``kind`` with ``fields``."""
     return lambda number: Event(encode({"type": kind, "sequence_number": number, **fields}), kind)
 
 
@@ -40,7 +39,6 @@ def added(index: int, item: Document) -> PendingEvent:
 
 
 def done(index: int, item: Document) -> PendingEvent:
-    """The event that closes ``item``."""
     return pending("response.output_item.done", output_index=index, item=item)
 
 
@@ -49,10 +47,10 @@ def key_of(info: ResponseInfo, index: int) -> str:
     return f"{info.id_seed[:20]}{index:04x}"
 
 
-def parsed(arguments: str) -> object:
+def parse_arguments(arguments: str) -> object:
     """The value of ``arguments``; the text itself if it is not JSON that can be sent."""
     try:
-        return repaired(loads(arguments or "{}"))
+        return repair(loads(arguments or "{}"))
     except (ValueError, RecursionError, RequestError):
         return arguments
 
@@ -111,7 +109,6 @@ class _TextWriter:
         self._tail = ',"logprobs":[]}' if field.has_logprobs else "}"
 
     def delta(self, text: str, logprobs: Sequence[Document]) -> PendingEvent:
-        """The event for more text."""
         tail = f',"logprobs":{encode(logprobs)}}}' if logprobs else self._tail
         return lambda number: Event(
             f"{self._start}{number}{self._head}{quote(text)}{tail}", self._kind
@@ -167,14 +164,12 @@ class OutputItem:
 
     @property
     def text(self) -> str:
-        """The text that the client has received."""
         return "".join(self._parts)
 
     def document(self) -> Document:
         raise NotImplementedError
 
     def fields(self, kind: str, **fields: object) -> Document:
-        """A document of type ``kind``."""
         return {"id": self.id, "type": kind, "status": self.status, **fields}
 
     def opened(self) -> list[PendingEvent]:
@@ -182,7 +177,6 @@ class OutputItem:
         return []
 
     def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
-        """More of its text."""
         announced = None if self.shown else self.announce()
         self.logprobs += logprobs
         written = self._write(self.translator.feed(text) if self.translator else text, logprobs)
@@ -197,7 +191,6 @@ class OutputItem:
         return self._end(INCOMPLETE)
 
     def announce(self) -> list[PendingEvent]:
-        """Its first events."""
         self.shown = True
         events = [added(self.index, self.document())]
         for each in self._writers:
@@ -323,7 +316,7 @@ class SearchCall(FunctionCall):
     prefix, text_fields = "tsc", ()
 
     def document(self) -> Document:
-        arguments = {} if self.status == IN_PROGRESS else parsed(self.text)
+        arguments = {} if self.status == IN_PROGRESS else parse_arguments(self.text)
         called = {"call_id": self.call_id, "arguments": arguments}
         return self.fields("tool_search_call", execution="client", **called)
 

@@ -54,7 +54,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.server_calls import with_missing_results, with_results_moved
-from vllm_mlx_harmony.protocols.validation import checked, required, unsupported
+from vllm_mlx_harmony.protocols.validation import required, unsupported, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def read(
     tools the client has already received. Raises only ``RequestError``, naming the field, whatever
     ``body`` is. Unknown fields are ignored.
     """
-    request = checked(ResponsesBody, body)
+    request = validate(ResponsesBody, body)
     reject_unsupported(body, schema.UNSUPPORTED_FIELDS)
     if request.background and request.store is False:
         problem = "background requires store: a response that is not stored cannot be retrieved"

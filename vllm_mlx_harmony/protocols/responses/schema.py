@@ -26,7 +26,14 @@ from vllm_mlx_harmony.protocols.request_body import (
     UnsupportedFields,
     given,
 )
-from vllm_mlx_harmony.protocols.validation import VARIANT, Variants, Wire, checked, listed, required
+from vllm_mlx_harmony.protocols.validation import (
+    VARIANT,
+    Variants,
+    Wire,
+    listed,
+    required,
+    validate,
+)
 
 SEARCH = "tool_search"
 """The type of a search for tools, and its name for the model unless another tool has that name."""
@@ -105,8 +112,6 @@ class ResponsesTool(Wire):
 
 
 class ClientTool(ResponsesTool):
-    """A tool that the client runs."""
-
     description: str | None = None
     parameters: Document | None = None
     defer_loading: bool | None = None
@@ -407,7 +412,7 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
 
 def read_item(document: object) -> Item:
     """A stored item, read like an item of a request. Raises ``RequestError``."""
-    return checked(_StoredItem, {"item": document}).item
+    return validate(_StoredItem, {"item": document}).item
 
 
 def response_format(requested: TextFormat, where: str) -> ResponseFormat | None:

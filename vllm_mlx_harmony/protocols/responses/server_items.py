@@ -25,7 +25,7 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     TextField,
     added,
     done,
-    parsed,
+    parse_arguments,
     pending,
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import Kind
@@ -127,7 +127,7 @@ class WebSearchCall(ServerItem):
     prefix, stem, running = "ws", "response.web_search_call", "searching"
 
     def document(self) -> Document:
-        value = parsed(self.text)
+        value = parse_arguments(self.text)
         given = value if isinstance(value, dict) else {}
         action: Document
         if self.tool == "open":

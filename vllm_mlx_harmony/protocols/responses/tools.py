@@ -21,7 +21,7 @@ from typing import NamedTuple
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
 from vllm_mlx_harmony.core.turn import ToolChoice as Choice
-from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrapped, wrap
+from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrap, wrap
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.schema import SEARCH, ResponsesTool, ToolChoice
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
@@ -63,7 +63,7 @@ class Tools:
     def echoed(self, call: Call) -> Call:
         """``call`` of the model, as it is read when the client sends its item back."""
         tool = self.tool(call.name)
-        arguments = wrap(unwrapped(call.arguments)) if tool.kind == "custom" else call.arguments
+        arguments = wrap(unwrap(call.arguments)) if tool.kind == "custom" else call.arguments
         name = self._reader.name(tool.name, tool.namespace)
         return replace(call, name=name, arguments=arguments)
 
@@ -125,13 +125,11 @@ class ToolReader:
 
     @property
     def search(self) -> str:
-        """The name of the client's search."""
         names = (self._names[key] for key, tool in self._tools.items() if tool.kind == SEARCH)
         return next(names, SEARCH)
 
     @property
     def only(self) -> str | None:
-        """The name of the tool, if there is only one."""
         return self.names[0] if len(self._names) == 1 else None
 
     def tools(
@@ -167,7 +165,6 @@ class ToolReader:
         self._taken.add(name)
 
     def _free(self, tool: DeclaredTool) -> str:
-        """A name that no other tool has."""
         name = free = joined(tool.namespace, tool.name)
         while free in self._taken:
             self._numbers[name] += 1

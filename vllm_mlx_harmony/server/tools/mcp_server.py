@@ -30,7 +30,7 @@ from vllm_mlx_harmony.core import typescript
 from vllm_mlx_harmony.core.attachments import placeholder
 from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
-from vllm_mlx_harmony.protocols.validation import repaired
+from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.tools.config import ServerConfig
 from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult
 
@@ -361,7 +361,7 @@ def accept_half_surrogates() -> None:
             return strict(data, **options)
         except ValueError:
             try:
-                body = json.dumps(repaired(json.loads(data)))
+                body = json.dumps(repair(json.loads(data)))
             except (ValueError, RecursionError, RequestError):
                 body = None
             if body is None:

@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
-from vllm_mlx_harmony.protocols.validation import repaired
+from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.tasks import in_thread
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
@@ -219,7 +219,7 @@ class Toolbox:
         async def running() -> ToolFinished:
             async with self._free:
                 answer = await server.call(name, arguments)
-            text = str(repaired(answer.text)) if answer.text.strip() else NOTHING
+            text = str(repair(answer.text)) if answer.text.strip() else NOTHING
             failure = ToolFailure(text, by_tool=True) if answer.failed else None
             return ToolFinished(text, failure)
 
@@ -283,7 +283,7 @@ def _arguments(text: str, namespace: Namespace, tool: Tool) -> Mapping[str, Any]
     if not is_quick_to_parse(text):
         return "the arguments are too long"
     try:
-        arguments = repaired(json.loads(text or "{}"))
+        arguments = repair(json.loads(text or "{}"))
     except (ValueError, RecursionError, RequestError) as error:
         return f"the arguments are not valid JSON ({error}): call the tool again"
     if not isinstance(arguments, dict):
