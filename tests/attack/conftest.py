@@ -39,7 +39,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             directory,
             *served.FLAG,
             *("--max-tokens", "64", "--cache-memory-mb", str(CACHE_MIB)),
-            *size((), ("--default-temperature", "0")),  # to draw is two thirds of a step here
+            *size(("--default-temperature", "1"), ()),  # to draw is two thirds of a step here
             home=home,
             command=inspected.COMMAND,
             env={

@@ -51,7 +51,7 @@ def direct(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """vllm-mlx with the plugin."""
     place = tmp_path_factory.mktemp("server")
     model = standin.write(place / "model", SCRIPTS)
-    flags = ("--served-model-name", MODEL, "--api-key", KEY, "--default-temperature", "0")
+    flags = ("--served-model-name", MODEL, "--api-key", KEY)
     variables = {
         "VLLM_MLX_HARMONY_INSPECT": "1",
         "VLLM_MLX_HARMONY_ID_ENDPOINT": "1",

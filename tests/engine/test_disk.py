@@ -147,6 +147,16 @@ def test_only_what_memory_has_not_is_read(
     assert disk.counters().misses == (1 if expected else 2)
 
 
+@pytest.mark.parametrize("count", range(4))
+def test_no_more_is_read_than_fits_in_memory(
+    open_disk: Open, pieces: list[Piece], count: int
+) -> None:
+    disk = open_disk()
+    write(disk, pieces)
+    sizes = [row.size for row in disk.chain([ROOT], pack((*IDS, 1)))]
+    assert fetch(open_disk(buffer=sum(sizes[:count]) + 1)) == ALL[:count]
+
+
 def test_the_last_id_is_never_known(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     assert fetch(disk, ids=IDS) == ALL[:2]
@@ -249,7 +259,7 @@ def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
     assert fetch(disk) == ALL[:1]
     for _ in range(2):  # what was dropped is offered again
         write(disk, pieces)
-    assert fetch(disk) == ALL
+    assert fetch(open_disk()) == ALL
 
 
 def test_a_use_that_overtakes_its_writing_is_no_loss(open_disk: Open, pieces: list[Piece]) -> None:

@@ -168,7 +168,7 @@ def test_what_waits_for_its_turn_is_bounded(
     for person in range(4):
         compute(model, first, [person, *IDS])
     assert first._disk is not None and flushed(first._disk)
-    disk = open_disk(buffer=1000)
+    disk = open_disk(buffer=first._disk.counters().nbytes // 4)
     cache = new(model, disk)
     turns: list[int] = []
 

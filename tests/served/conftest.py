@@ -25,8 +25,7 @@ AS_SCRIPTED = {"VLLM_MLX_HARMONY_GRAMMAR": "off"}
 What is enforced is tested by itself, and wherever agents run."""
 
 GREEDY = ("--default-temperature", "0")
-"""The scripted model puts all weight on one id: to draw from 201,088 is two thirds of a step on a
-processor, and gives the same one. `open_server` draws, as it is by default."""
+"""Also for the tiny model; the stand-in is greedy by its own configuration. `open_server` draws."""
 
 
 @pytest.fixture(scope="session")
@@ -96,9 +95,10 @@ def bare_host(start: Start, spelling: str) -> served.Server:
 
 @pytest.fixture(scope="session")
 def open_server(start: Start) -> served.Server:
-    """Without an API key: whatever key is sent is a tenant. A process like any user's."""
-    command = served.HARMONY
-    return start(*served.FLAG, command=command, preloaded=False, greedy=False)
+    """Without an API key: whatever key is sent is a tenant. A process like any user's, which draws
+    as gpt-oss does by default."""
+    flags = (*served.FLAG, "--default-temperature", "1")
+    return start(*flags, command=served.HARMONY, preloaded=False, greedy=False)
 
 
 @pytest.fixture(scope="session")

@@ -168,21 +168,24 @@ def _opens(history: list[int], at: int, book: Book) -> bool:
 
 def _usual_start(history: list[int], book: Book) -> int:
     """Where an answer begins: after the first opening after the last message of another author."""
-    found = len(history)
-    for at in range(len(history) - 1, -1, -1):
-        if history[at] == book.opening[0]:
-            if not _opens(history, at, book):
-                break
-            found = min(at + len(book.opening), len(history))
+    found = at = len(history)
+    while (at := _last(history, book.opening[0], at)) >= 0 and _opens(history, at, book):
+        found = min(at + len(book.opening), len(history))
     return found
+
+
+def _last(history: list[int], token: int, end: int) -> int:
+    """The last position of ``token`` before ``end``; -1 if there is none."""
+    before = history[:end]
+    before.reverse()
+    return end - 1 - before.index(token) if token in before else -1
 
 
 def _find(prompt: list[int], book: Book, decode: Decode) -> Entry:
     """The script for a prompt, by the message before the opening that ends it."""
     size = len(book.opening)
     end = len(prompt) - size if tuple(prompt[-size:]) == book.opening else len(prompt)
-    begins = (at for at in range(end - 1, -1, -1) if prompt[at] == book.opening[0])
-    last = decode(prompt[next(begins, 0) : end])
+    last = decode(prompt[max(0, _last(prompt, book.opening[0], end)) : end])
     for entry in book.entries:
         if entry.pattern.search(decode(prompt) if entry.whole_prompt else last):
             return entry

@@ -442,15 +442,15 @@ class DiskCache:
     async def load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
         """The pieces of ``rows`` that end after ``known`` ids, read and verified; first to last.
 
-        The first may begin before that; what follows one that cannot be read is missing. Waits
-        while what was read for other prompts, and not yet used, exceeds ``buffer``; then asks how
-        much is ``known``, on another thread.
+        The first may begin before that; what follows one that cannot be read is missing, and so is
+        what exceeds ``buffer``. Waits while what was read for other prompts, and not yet used,
+        exceeds ``buffer``; then asks how much is ``known``, on another thread.
         """
         if not rows:
             self._counters.misses += 1
             return ()
         async with self._reading:
-            while self.read_ahead > self._buffer:
+            while self.read_ahead >= self._buffer:
                 await asyncio.sleep(RETRY)
             return await asyncio.to_thread(self._load, rows, known)
 
@@ -462,9 +462,12 @@ class DiskCache:
 
     def _load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
         found: list[Loaded] = []
-        before = known()
+        before, nbytes = known(), 0
         for row in rows:
             if row.end > before:
+                nbytes += row.size
+                if nbytes > self._buffer:
+                    break
                 piece = self._recent.get(row.key) or self._read(row)
                 if piece is None:
                     break
