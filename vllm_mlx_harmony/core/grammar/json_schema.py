@@ -15,9 +15,8 @@ keyword (`SchemaReader`):
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias
@@ -162,23 +161,6 @@ class SchemaReader:
         target = self.target(ref)
         return self.definition(ref, partial(self.schema, _require(target, target is not None)))
 
-    def one_of(self, content: object, depth: int) -> list[AnySchema]:
-        """llguidance can tell that two objects exclude each other, but not through references. So
-        branches that are references become a definition in which they are expanded."""
-        if isinstance(content, list) and any(map(_is_reference, content)):
-            copied = partial(self.inline, content)
-            return [{"$ref": self.definition(json.dumps(content), copied)}]
-        return self.subschemas(content, depth)
-
-    def inline(self, branches: Sequence[Any]) -> Schema:
-        copies = []
-        for each in branches:
-            target = self.target(each["$ref"]) if _is_reference(each) else None
-            if isinstance(target, Mapping) and each.get("nullable") is True:
-                target = {**target, "nullable": True}
-            copies.append(self.schema(each if target is None else target))
-        return {"oneOf": copies}
-
     def definition(self, key: str, copied: Callable[[], AnySchema]) -> str:
         """A reference to the definition that ``key`` identifies and ``copied`` makes, later."""
         if key not in self._definitions:
@@ -195,17 +177,10 @@ class SchemaReader:
             for value in islice(chain.from_iterable(levels(self._root)), MAX_SCHEMAS):
                 if isinstance(value, dict):
                     if isinstance(value.get("$anchor"), str):
-                        self._identified[f"#{value['$anchor']}"] = value
+                        self._identified.setdefault(f"#{value['$anchor']}", value)
                     if isinstance(value.get("$id"), str):
-                        self._identified[value["$id"]] = value
+                        self._identified.setdefault(value["$id"], value)
         return self._identified.get(ref)
-
-
-def _is_reference(schema: object) -> bool:
-    """Whether ``schema`` consists of a ``$ref``."""
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
-        return False
-    return all(key == "$ref" or key not in {*KEYWORDS, *_UNSUPPORTED} for key in schema)
 
 
 def _without_nul(pattern: str) -> str:
@@ -239,7 +214,7 @@ KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
     "propertyNames": SchemaReader.schema,
     "unevaluatedProperties": SchemaReader.schema,
     "pattern": SchemaReader.pattern,
-    "oneOf": SchemaReader.one_of,
+    "oneOf": SchemaReader.subschemas,
     "patternProperties": SchemaReader.patterned,
     "minProperties": SchemaReader.count,
     "maxProperties": SchemaReader.count,

@@ -2,7 +2,10 @@ r"""A strict schema as llguidance's ``%json`` enforces it: completely, or not at
 
 A schema that `SchemaReader` has copied may still be rejected by llguidance: for a pattern with
 look-around, say, or a ``oneOf`` with branches that overlap. Then it only remains to find the
-keyword that the error names. Two things that llguidance does not have are rewritten before.
+keyword that the error names. What llguidance does not have is rewritten before.
+
+**oneOf** becomes ``anyOf`` if its branches obviously exclude each other. llguidance sees that, too,
+but not through references.
 
 **propertyNames and unevaluatedProperties.** Both are equivalent to one more member of ``allOf``: an
 object with certain ``properties`` and ``patternProperties``, and an ``additionalProperties``. Which
@@ -209,12 +212,18 @@ class _Rewriter:
         self.inexact: dict[str, None] = {}
         self._keyword = ""  # which is being rewritten
         self._expander = Expander(root, lambda _: self._drop())
+        # For what excludes each other it may accept too much.
+        self._lenient = Expander(root, lambda _: None)
 
     def _drop(self) -> None:
         self.inexact[self._keyword] = None
 
     def schema(self, schema: Schema) -> Schema:
         copy = _map({key: schema[key] for key in schema if key not in _REWRITTEN}, self.schema)
+        if "oneOf" in schema and "anyOf" not in schema:
+            branches = [self._lenient.alternatives(branch) for branch in schema["oneOf"]]
+            if self._lenient.are_disjoint(branches):
+                copy = {"anyOf" if key == "oneOf" else key: copy[key] for key in copy}
         added = []
         if "propertyNames" in schema:
             added.append(self.property_names(schema))
