@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import partial
 from itertools import chain, islice
 from typing import Any, TypeAlias
 
@@ -54,7 +53,7 @@ class SchemaReader:
         self._root = root
         self._left = MAX_SCHEMAS
         self._definitions: dict[str, str] = {}
-        self._waiting: list[tuple[str, Callable[[], AnySchema]]] = []
+        self._waiting: list[tuple[str, object]] = []
         self._identified: dict[str, object] | None = None
         self.dropped: dict[str, None] = {}
 
@@ -70,8 +69,8 @@ class SchemaReader:
             copy = {"type": "object", **copy}
         definitions: dict[str, AnySchema] = {}
         while self._waiting:
-            name, copied = self._waiting.pop()
-            definitions[name] = copied()
+            name, target = self._waiting.pop()
+            definitions[name] = self.schema(target)
         return {**copy, "$defs": definitions} if definitions else copy
 
     def schema(  # noqa: C901 - one case per keyword
@@ -155,18 +154,15 @@ class SchemaReader:
         return {_without_nul(pattern): each for pattern, each in named.items()}
 
     def reference(self, content: object, _: int) -> str:
-        if content == "#":
-            return "#"
         ref = str(_require(content, isinstance(content, str)))
-        target = self.target(ref)
-        return self.definition(ref, partial(self.schema, _require(target, target is not None)))
-
-    def definition(self, key: str, copied: Callable[[], AnySchema]) -> str:
-        """A reference to the definition that ``key`` identifies and ``copied`` makes, later."""
-        if key not in self._definitions:
-            self._definitions[key] = f"d{len(self._definitions)}"
-            self._waiting.append((self._definitions[key], copied))
-        return f"#/$defs/{self._definitions[key]}"
+        if ref == "#":
+            return ref
+        if ref not in self._definitions:
+            target = self.target(ref)
+            name = f"d{len(self._definitions)}"
+            self._waiting.append((name, _require(target, target is not None)))
+            self._definitions[ref] = name
+        return f"#/$defs/{self._definitions[ref]}"
 
     def target(self, ref: str) -> object:
         """What ``ref`` refers to: a JSON pointer, an ``$anchor`` or an ``$id``."""
