@@ -172,7 +172,7 @@ class Type(ABC):
         texts = [f"{_below(self.title)}\n{indent}//"] if self.title else []
         texts += [_below(description)] if description else []
         if self.examples:
-            texts += ["Examples:", *(f'- "{_escape(one)}"' for one in self.examples)]
+            texts += ["Examples:", *(f'- "{_escape(example)}"' for example in self.examples)]
         return "".join(f"{indent}// {text}\n" for text in (*texts, *filter(None, more)))
 
 
@@ -216,7 +216,7 @@ class Object(Type):
 
     def text(self, indent: str = "") -> str:
         comment = f"{indent}// {_below(self.description)}\n" if self.description else ""
-        members = "".join(one.member(name, indent) for name, one in self.properties)
+        members = "".join(type_.member(name, indent) for name, type_ in self.properties)
         return f"{comment}{{\n{members}{indent}}}"
 
 
@@ -230,8 +230,8 @@ class Union(Type):
         inner = indent + "   "
         # Unlike in a property, the default of each variant keeps its quotes here.
         return "".join(
-            f"\n{indent} | {one._value(inner, '', one.description, Type._default(one))}"
-            for one in self.variants
+            f"\n{indent} | {variant._value(inner, '', variant.description, Type._default(variant))}"
+            for variant in self.variants
         )
 
     def alternatives(self) -> list[Type]:
@@ -244,13 +244,17 @@ class Union(Type):
         first = self.variants[0]
         own = isinstance(first, Object) or not self.description
         above = _below(self.description if own else _join(self.description, first.description))
-        beside = [one.description if one.description != above else "" for one in self.variants]
+        beside = [
+            variant.description if variant.description != above else "" for variant in self.variants
+        ]
         if above:
             beside[0] = ""
         shown = "" if own and above == first.description else above
         lines = [self._above(indent, "", shown, self._default()), f"{indent}{name}:\n"]
-        for one, text in zip(self.variants, beside, strict=True):
-            lines.append(f"{indent} | {one._value(indent + '   ', '', text, one._default())}\n")
+        for variant, text in zip(self.variants, beside, strict=True):
+            lines.append(
+                f"{indent} | {variant._value(indent + '   ', '', text, variant._default())}\n"
+            )
         return "".join([*lines, f"{indent},\n"])
 
 
@@ -258,32 +262,32 @@ ANY, NULL, NEVER, OBJECT = (Inline(members=(name,)) for name in ("any", "null", 
 _SCALARS = {"string": "string", "number": "number", "integer": "number", "boolean": "boolean"}
 
 
-def _inline(one: Type) -> str | None:
-    """``one`` on one line with all its alternatives, or ``None``."""
-    lines = [each.line() for each in one.alternatives()]
+def _inline(type_: Type) -> str | None:
+    """``type_`` on one line with all its alternatives, or ``None``."""
+    lines = [alternative.line() for alternative in type_.alternatives()]
     return None if None in lines else " | ".join(map(str, lines))
 
 
 def _union(types: Iterable[Type], note: str = "") -> Type:
     """A union of ``types``, whose description will be ``note``."""
     distinct = list(dict.fromkeys(types))
-    real = [one for one in distinct if one not in (NULL, NEVER)]
+    real = [type_ for type_ in distinct if type_ not in (NULL, NEVER)]
     null = [NULL] if NULL in distinct else []
     if not real:
         return NULL if null else NEVER
-    if any(isinstance(one, Inline) and one.members == ANY.members for one in real):
+    if any(isinstance(type_, Inline) and type_.members == ANY.members for type_ in real):
         return ANY  # includes all others
     if len(real) > 1:
         return Union(variants=(*map(_on_one_line, real), *null))
-    one = real[0]
+    only = real[0]
     if not null:
-        return one
-    if isinstance(one, Union):
-        return replace(one, variants=(*one.variants, NULL))
+        return only
+    if isinstance(only, Union):
+        return replace(only, variants=(*only.variants, NULL))
     # The template prints no ``| null`` after a text that contains "null".
-    if one.line() is None and "null" in note + one.member(""):
-        return Union(variants=(_on_one_line(one), NULL))
-    return replace(one, nullable=True)
+    if only.line() is None and "null" in note + only.member(""):
+        return Union(variants=(_on_one_line(only), NULL))
+    return replace(only, nullable=True)
 
 
 def _array_of(item: Type) -> Type:
@@ -298,7 +302,7 @@ def _array_of(item: Type) -> Type:
     note = _join(
         item.description if isinstance(item, Union) else "", "Items of these types may be mixed."
     )
-    arrays = (_on_one_line(_array_of(one)) for one in item.alternatives())
+    arrays = (_on_one_line(_array_of(variant)) for variant in item.alternatives())
     return Union(variants=tuple(arrays), description=note)
 
 
@@ -343,7 +347,9 @@ class _Reader:
                 if before and key == "required":
                     merged[key] = [*before, *content]
                 elif before and key == "properties":
-                    added = {name: before.get(name, ()) + one for name, one in content.items()}
+                    added = {
+                        name: before.get(name, ()) + layers for name, layers in content.items()
+                    }
                     merged[key] = {**before, **added}
         return merged
 
@@ -366,8 +372,8 @@ class _Reader:
         for part in parts if isinstance(parts, list) else ():
             yield from self.layers(_Node(part, depth + 1, refs))
 
-        def subschema(one: object) -> _Layers:
-            return (_Node(one, depth + 1, refs),)
+        def subschema(value: object) -> _Layers:
+            return (_Node(value, depth + 1, refs),)
 
         own: _Keywords = {}
         for key, content in value.items():
@@ -377,10 +383,12 @@ class _Reader:
                     own["enum" if key == "const" else key] = read
             elif key in ("properties", "patternProperties") and isinstance(content, Mapping):
                 self._budget.take(sum(len(str(name)) for name in content))
-                own[key] = {clean(str(name)): subschema(one) for name, one in content.items()}
+                own[key] = {clean(str(name)): subschema(inner) for name, inner in content.items()}
             elif key in ("items", "prefixItems", "anyOf", "oneOf") and isinstance(content, list):
                 # Draft 4 has a list in `items`.
-                own["prefixItems" if key == "items" else key] = [subschema(one) for one in content]
+                own["prefixItems" if key == "items" else key] = [
+                    subschema(inner) for inner in content
+                ]
             elif key in ("items", "additionalProperties", "propertyNames"):
                 own[key] = subschema(content)
         yield own
@@ -390,20 +398,20 @@ class _Reader:
     def type(self, schema: _Keywords) -> Type:
         stated = f"format: {schema['format']}" if "format" in schema else ""
         description = _join(schema.get("description", ""), stated)
-        one = _union(self.alternatives(schema), description)
+        type_ = _union(self.alternatives(schema), description)
         notes: dict[str, Any] = {
             key: schema[key] for key in ("title", "examples", "default") if key in schema
         }
         if description:
-            notes["description"] = _join(description, one.description)
-        return replace(one, **notes) if notes else one
+            notes["description"] = _join(description, type_.description)
+        return replace(type_, **notes) if notes else type_
 
     def alternatives(self, schema: _Keywords) -> list[Type]:
         null = [NULL] if schema.get("nullable") else []
         variants = schema.get("anyOf") or schema.get("oneOf")
         if variants and not any(key in schema for key in _SHAPES):
             base = {"type": schema["type"]} if "type" in schema else {}
-            types = (self.type({**base, **self.keywords(one)}) for one in variants)
+            types = (self.type({**base, **self.keywords(variant)}) for variant in variants)
             return [*_flatten(types), *null]
         if "enum" in schema:
             return [*_literals(schema["enum"]), *null]
@@ -433,7 +441,7 @@ class _Reader:
         rest = self.keywords(schema["items"]) if "items" in schema else None
         if "prefixItems" not in schema:
             return Array() if rest is None else _array_of(self.type(rest))
-        items = [self.type(self.keywords(one)) for one in schema["prefixItems"]]
+        items = [self.type(self.keywords(item)) for item in schema["prefixItems"]]
         lines = [*map(_inline, items)]
         if rest is not None and rest != _NOTHING:
             items.append(self.type(rest))
@@ -441,12 +449,12 @@ class _Reader:
             lines.append(line and f"...{line}")
         if None not in lines:
             return Inline(members=(f"[{', '.join(map(str, lines))}]",))
-        return _array_of(_union(each for one in items for each in one.alternatives()))
+        return _array_of(_union(variant for item in items for variant in item.alternatives()))
 
     def object_type(self, schema: _Keywords) -> Type:
         required = {_key(name) for name in schema.get("required", ())}
         properties = {
-            _key(name): one for name, one in self.properties(schema).items() if one != NEVER
+            _key(name): type_ for name, type_ in self.properties(schema).items() if type_ != NEVER
         }
         extra = schema.get("additionalProperties")
         additional = _NOTHING if extra is None else self.keywords(extra)
@@ -475,8 +483,8 @@ class _Reader:
         several.update((name, [layers]) for name, layers in schema["properties"].items())
         properties = {}
         for name, schemas in several.items():
-            first, *others = (self.type(self.keywords(one)) for one in schemas)
-            is_union = any(one != first for one in others)
+            first, *others = (self.type(self.keywords(layers)) for layers in schemas)
+            is_union = any(other != first for other in others)
             properties[name] = _union(_flatten([first, *others])) if is_union else first
         return properties
 
@@ -495,23 +503,23 @@ class _Reader:
 
 def resolve_pointer(root: object, ref: str) -> object:
     """The value at the JSON pointer ``#/a/b`` in ``root``, or ``None``."""
-    found = root
+    value = root
     for part in ref[2:].split("/"):
         step = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping):
-            found = found.get(step)
-        elif isinstance(found, list) and re.fullmatch(r"[0-9]{1,6}", step):
-            found = found[int(step)] if int(step) < len(found) else None
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and re.fullmatch(r"[0-9]{1,6}", step):
+            value = value[int(step)] if int(step) < len(value) else None
         else:
             return None
-    return found
+    return value
 
 
 def _flatten(types: Iterable[Type]) -> Iterator[Type]:
     """``types``, with unions replaced by their alternatives; the first gets the description."""
-    for one in types:
-        first, *others = one.alternatives()
-        yield replace(first, description=first.description or one.description)
+    for type_ in types:
+        first, *others = type_.alternatives()
+        yield replace(first, description=first.description or type_.description)
         yield from others
 
 
@@ -541,7 +549,7 @@ def _read_text(value: object) -> str | None:
 def _read_texts(value: object) -> tuple[str, ...] | None:
     if not isinstance(value, list):
         return None
-    return tuple(clean(one) for one in value if isinstance(one, str))
+    return tuple(clean(text) for text in value if isinstance(text, str))
 
 
 def _plain(value: object, depth: int = 0) -> Any:
@@ -554,9 +562,9 @@ def _plain(value: object, depth: int = 0) -> Any:
     if depth >= MAX_VALUE_DEPTH:
         return None
     if isinstance(value, Mapping):
-        return {clean(str(key)): _plain(one, depth + 1) for key, one in value.items()}
+        return {clean(str(key)): _plain(inner, depth + 1) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(one, depth + 1) for one in value]
+        return [_plain(inner, depth + 1) for inner in value]
     return None
 
 
@@ -604,15 +612,15 @@ def _below(text: str) -> str:
     return _LINE_ENDS.sub("\n// ", text)
 
 
-def _on_one_line(one: Type) -> Type:
+def _on_one_line(variant: Type) -> Type:
     """A variant of a union, whose description follows on the same line."""
-    return replace(one, description=_LINE_ENDS.sub(" ", one.description))
+    return replace(variant, description=_LINE_ENDS.sub(" ", variant.description))
 
 
 def _json(value: Any) -> str:
     """Compact JSON, with floats as Rust's serde_json writes them."""
     if isinstance(value, dict):
-        return "{" + ",".join(f"{_json(key)}:{_json(one)}" for key, one in value.items()) + "}"
+        return "{" + ",".join(f"{_json(key)}:{_json(inner)}" for key, inner in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ",".join(map(_json, value)) + "]"
     if isinstance(value, float):

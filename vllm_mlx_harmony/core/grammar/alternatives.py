@@ -45,7 +45,7 @@ class Count(NamedTuple):
 
     def both(self, other: Count) -> Count:
         """The intersection of two ranges."""
-        most = [each for each in (self.most, other.most) if each is not None]
+        most = [limit for limit in (self.most, other.most) if limit is not None]
         return Count(max(self.least, other.least), min(most, default=None))
 
     def less(self, taken: int) -> Count:
@@ -160,7 +160,7 @@ class Alternative:
                 ),
             )
         return cls(
-            types=frozenset("number" if each == "integer" else each for each in named),
+            types=frozenset("number" if name == "integer" else name for name in named),
             is_integer="integer" in named and "number" not in named,
             length=Count(schema.get("minLength", 0), schema.get("maxLength")),
             patterns=(schema["pattern"],) if "pattern" in schema else (),
@@ -233,10 +233,10 @@ class Alternative:
 
     def schemas_of(self, name: str) -> Iterator[AnySchema]:
         """All schemas that apply to the member ``name``."""
-        for each in self.members:
-            found = [each.names[name]] if name in each.names else []
-            found += [rest for pattern, rest in each.patterns.items() if is_found(pattern, name)]
-            yield from found or [each.rest]
+        for part in self.members:
+            found = [part.names[name]] if name in part.names else []
+            found += [rest for pattern, rest in part.patterns.items() if is_found(pattern, name)]
+            yield from found or [part.rest]
 
 
 def _in_both(
@@ -253,13 +253,13 @@ def _union(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, 
 
 def listed_strings(alternatives: Iterable[Alternative]) -> list[str] | None:
     """The strings that ``alternatives`` allow; ``None`` if there are infinitely many."""
-    found: dict[str, None] = {}
-    for each in alternatives:
-        if "string" in each.types:
-            if each.strings is None:
+    strings: dict[str, None] = {}
+    for alternative in alternatives:
+        if "string" in alternative.types:
+            if alternative.strings is None:
                 return None
-            found.update(dict.fromkeys(each.strings))
-    return [*found]
+            strings.update(dict.fromkeys(alternative.strings))
+    return [*strings]
 
 
 def is_found(pattern: str, text: str) -> bool:
@@ -289,10 +289,10 @@ class Expander:
 
     def conjunction(self, schemas: Iterable[AnySchema]) -> tuple[Alternative, ...]:
         """The alternatives of all ``schemas`` together; none if they accept nothing."""
-        found: tuple[Alternative, ...] = (Alternative(),)
+        alternatives: tuple[Alternative, ...] = (Alternative(),)
         for schema in schemas:
-            found = self.both(found, self.alternatives(schema))
-        return found
+            alternatives = self.both(alternatives, self.alternatives(schema))
+        return alternatives
 
     def both(
         self, some: Sequence[Alternative], others: Sequence[Alternative]
@@ -301,7 +301,7 @@ class Expander:
             self._drop("a schema with too many combinations of alternatives")
             return tuple(some if len(some) < len(others) else others)
         merged = (one.merge(other) for one, other in product(some, others))
-        return tuple(each for each in merged if each.types)
+        return tuple(alternative for alternative in merged if alternative.types)
 
     def alternatives(self, schema: AnySchema) -> tuple[Alternative, ...]:
         if isinstance(schema, bool):
@@ -317,43 +317,47 @@ class Expander:
             self._drop("a schema that is nested too deeply")
             return (Alternative(),)
         self._expanding.add(key)
-        found = self.expand(schema)
+        alternatives = self.expand(schema)
         if "unevaluatedProperties" in schema:
-            found = tuple(self.with_unevaluated(found, schema["unevaluatedProperties"]))
+            alternatives = tuple(
+                self.with_unevaluated(alternatives, schema["unevaluatedProperties"])
+            )
         self._expanding.discard(key)
-        self._expanded[key] = found
-        return found
+        self._expanded[key] = alternatives
+        return alternatives
 
     def expand(self, schema: Schema) -> tuple[Alternative, ...]:
         """The alternatives of ``schema`` without its ``unevaluatedProperties``."""
-        found: tuple[Alternative, ...] = (Alternative.of(schema),)
+        alternatives: tuple[Alternative, ...] = (Alternative.of(schema),)
         if "const" in schema:
-            found = self.both(found, tuple(self.literals([schema["const"]])))
+            alternatives = self.both(alternatives, tuple(self.literals([schema["const"]])))
         if "enum" in schema:
-            found = self.both(found, tuple(self.literals(schema["enum"])))
+            alternatives = self.both(alternatives, tuple(self.literals(schema["enum"])))
         for member in schema.get("allOf", ()):
-            found = self.both(found, self.alternatives(member))
+            alternatives = self.both(alternatives, self.alternatives(member))
         if "$ref" in schema:
-            found = self.both(found, self.alternatives(self.target(schema["$ref"])))
+            alternatives = self.both(alternatives, self.alternatives(self.target(schema["$ref"])))
         for keyword in ("anyOf", "oneOf"):
             if keyword not in schema:
                 continue
             branches = [self.alternatives(branch) for branch in schema[keyword]]
-            union = [each for branch in branches for each in branch]
+            union = [alternative for branch in branches for alternative in branch]
             if keyword == "anyOf":
-                union = [replace(each, in_any_of=len(branches) > 1) for each in union]
+                union = [replace(alternative, in_any_of=len(branches) > 1) for alternative in union]
             elif not self.are_disjoint(branches):
                 self._drop("oneOf")
             # By repr, because an Alternative contains dicts.
-            found = self.both(found, [*{repr(each): each for each in union}.values()])
-        return found
+            alternatives = self.both(
+                alternatives, [*{repr(alternative): alternative for alternative in union}.values()]
+            )
+        return alternatives
 
     def target(self, ref: str) -> AnySchema:
         """The schema that ``ref`` refers to: the root, or one of its definitions."""
         if ref == "#":
             return self._root
-        found: AnySchema = self._root.get("$defs", {}).get(ref.removeprefix("#/$defs/"), True)
-        return found
+        schema: AnySchema = self._root.get("$defs", {}).get(ref.removeprefix("#/$defs/"), True)
+        return schema
 
     def literals(self, listed: Sequence[object]) -> Iterator[Alternative]:
         """An ``enum``: one alternative for all scalars, and one for each array and object."""
@@ -378,11 +382,11 @@ class Expander:
             elif isinstance(literal, list):
                 yield Alternative(
                     types=frozenset({"array"}),
-                    items=(Items([self.constant(each) for each in literal], False),),
+                    items=(Items([self.constant(item) for item in literal], False),),
                     item_count=Count(len(literal), len(literal)),
                 )
             elif isinstance(literal, dict):
-                names = {name: self.constant(each) for name, each in literal.items()}
+                names = {name: self.constant(member) for name, member in literal.items()}
                 yield Alternative(
                     types=frozenset({"object"}),
                     members=(Members(names, {}, False, False),),
@@ -402,24 +406,24 @@ class Expander:
         return self._constants.setdefault(json.dumps(schema, sort_keys=True), schema)
 
     def with_unevaluated(
-        self, found: Sequence[Alternative], rest: AnySchema
+        self, alternatives: Sequence[Alternative], rest: AnySchema
     ) -> Iterator[Alternative]:
-        """Each alternative with ``rest`` as ``unevaluatedProperties``."""
+        """Each each with ``rest`` as ``unevaluatedProperties``."""
         if rest in (True, {}):
             every = Members(is_open=False)
-            yield from (replace(each, members=(*each.members, every)) for each in found)
+            yield from (replace(each, members=(*each.members, every)) for each in alternatives)
             return
         if not self._knows_evaluated:
             self._drop("unevaluatedProperties")
-            yield from found
+            yield from alternatives
             return
         # Of the branches of an `anyOf`, more than one may hold: together, they evaluate all names.
-        branches = [each for each in found if each.in_any_of]
+        branches = [each for each in alternatives if each.in_any_of]
         names = [{name for part in each.members for name in part.names} for each in branches]
-        if any(each != names[0] for each in names):
+        if any(other != names[0] for other in names):
             self._drop("unevaluatedProperties")
         together = Alternative(members=tuple(part for each in branches for part in each.members))
-        for each in found:
+        for each in alternatives:
             evaluated = (together if each.in_any_of else each).evaluated
             if evaluated is None:
                 yield each
@@ -459,8 +463,8 @@ class Expander:
             return True
         return levels > 0 and any(
             all(
-                self.is_empty(each, levels - 1)
-                for each in self.conjunction(alternative.schemas_of(name))
+                self.is_empty(inner, levels - 1)
+                for inner in self.conjunction(alternative.schemas_of(name))
             )
             for name in alternative.required
         )
