@@ -297,10 +297,8 @@ class _GrammarWriter:
             if requested.syntax is not None:
                 body = self.syntax_rule(requested.syntax, what, strict, where, as_input=False)
             else:
-                can_be_relaxed = not requested.strict_implied
-                body = self.json_rule(
-                    requested.schema, strict, what, where, can_be_relaxed=can_be_relaxed
-                )
+                can_relax = not requested.strict_implied
+                body = self.json_rule(requested.schema, strict, what, where, can_relax=can_relax)
         self.rule("body", body or "text")
 
     def json_rule(
@@ -311,12 +309,11 @@ class _GrammarWriter:
         where: str,
         *,
         of_object: bool = False,
-        can_be_relaxed: bool = True,
+        can_relax: bool = True,
     ) -> str:
         """The rule of JSON that is valid for ``schema``: any object if that is ``None``.
 
-        ``can_be_relaxed`` tells whether the request has a ``strict`` that its caller could leave
-        out.
+        ``can_relax`` tells whether the request has a ``strict`` that its caller could leave out.
         """
         if schema is None:
             return self.in_any_order(OBJECT_RULES, what)
@@ -326,28 +323,20 @@ class _GrammarWriter:
             )
             if found.unsupported:
                 problem = f"{what}: {', '.join(found.unsupported)} cannot be enforced"
-                self.report(problem, strict, where, can_be_relaxed=can_be_relaxed)
+                if can_relax and not self._all_strict:
+                    problem += "; set strict to false to enforce the remaining keywords only"
+                raise RequestError(problem, param=where)
             return f"%json {found.text}"
         rules = rules_of(schema, of_object=of_object, tenant=self._turn.tenant)
         if rules.dropped:
             problem = f"{what}: {', '.join(rules.dropped)} cannot be enforced"
-            self.report(problem, False, where, can_be_relaxed=False)
+            self._notes.append(f"{problem}; the rest is enforced")
         return self.in_any_order(rules, what)
 
     def in_any_order(self, rules: Rules, what: str) -> str:
         """Adds the rules of a value; returns its symbol."""
         self._values.append((what, rules))
         return f"json_{len(self._values) - 1}"
-
-    def report(self, problem: str, strict: bool, where: str, *, can_be_relaxed: bool) -> None:
-        """Raises an error for what must be strict, and adds a note otherwise."""
-        if strict or self._all_strict:
-            relaxable = can_be_relaxed and strict and not self._all_strict
-            hint = (
-                "; set strict to false to enforce the remaining keywords only" if relaxable else ""
-            )
-            raise RequestError(f"{problem}{hint}", param=where)
-        self._notes.append(f"{problem}; the rest is enforced")
 
     def syntax_rule(
         self, syntax: Syntax, what: str, strict: bool, where: str, *, as_input: bool
@@ -361,7 +350,9 @@ class _GrammarWriter:
                 rule = self.rule_of_input(syntax) if as_input else self.rule_of_text(syntax)
             except escaped.NotExpressible as error:
                 problem = f"{what}: {error} cannot be enforced"
-                self.report(problem, strict, where, can_be_relaxed=False)
+                if strict or self._all_strict:
+                    raise RequestError(problem, param=where) from error
+                self._notes.append(f"{problem}; the rest is enforced")
                 return ""
             _syntaxes.put(key, rule, len(rule))
         return rule
