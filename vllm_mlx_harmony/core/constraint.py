@@ -133,9 +133,9 @@ class Constraint:
         ``allowed`` is the last result of ``mask``. The list ends before the first id that is not
         allowed, or where reasoning may be cut short.
         """
-        found: list[Mask | None] = []
+        masks: list[Mask | None] = []
         if self.error or (self.reasoning and not self.reasoning.idle_for(len(draft))):
-            return found
+            return masks
         matcher = None if self._grammar is None else self._grammar.copy()
         for at, token in enumerate(draft, start=1):
             if allowed is not None and token not in allowed:
@@ -145,8 +145,8 @@ class Constraint:
                 break
             banned = vocab.TURN_ENDS if self._missing > at else frozenset[int]()
             allowed = _without(banned, mask, written=matcher is not None)
-            found.append(allowed)
-        return found
+            masks.append(allowed)
+        return masks
 
 
 def _without(banned: frozenset[int], mask: Mask, *, written: bool) -> Mask | None:

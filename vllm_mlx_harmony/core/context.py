@@ -131,7 +131,7 @@ class StreamingHarmonyContext:
             self._begin_output([*self._ids, *opening()])
         was_done = self.done
         if logprobs:
-            deltas = [delta for each in logprobs for delta in self._parser.feed_one(each)]
+            deltas = [delta for logprob in logprobs for delta in self._parser.feed_one(logprob)]
         else:
             deltas = self._parser.feed(ids)
         if not was_done:
@@ -152,14 +152,14 @@ class StreamingHarmonyContext:
         """
         results = list(messages)
         within = {call.id for call in self.unanswered if call is not self._messages[-1]}
-        if earlier := [each for each in results if each.call_id in within]:
+        if earlier := [result for result in results if result.call_id in within]:
             self._insert(earlier)
-            results = [each for each in results if each.call_id not in within]
+            results = [result for result in results if result.call_id not in within]
         if not results:
             return []
         calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
         rendered = [render_messages([each], self.names, calls, self._tenant) for each in results]
-        served = all(isinstance(each, ServerResult) for each in results)
+        served = all(isinstance(result, ServerResult) for result in results)
         deltas = [] if self._has_results else self._end_output()
         if not served:
             self._store_output()

@@ -225,13 +225,13 @@ class HeaderReader:
         return bool(self._so_far.channel or self._so_far.recipient or self._in_role_position)
 
     def _content_type(self, word: str) -> str:
-        found = _TYPE.match(word)
-        rest = word[found.end() :] if found else word
-        plausible = found and found.group() in CONTENT_TYPES and (not rest or rest[0] in "{[")
-        if not found or not (self._wants_type or plausible):
+        match = _TYPE.match(word)
+        rest = word[match.end() :] if match else word
+        plausible = match and match.group() in CONTENT_TYPES and (not rest or rest[0] in "{[")
+        if not match or not (self._wants_type or plausible):
             return word
         self._wants_type = False
-        self._so_far = replace(self._so_far, content_type=found.group())
+        self._so_far = replace(self._so_far, content_type=match.group())
         return rest
 
     def _expected_word(self, word: str) -> str:

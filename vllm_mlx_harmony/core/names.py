@@ -60,8 +60,8 @@ class Names:
         function in the namespace of a tool that the server runs (``weather.now``, but not
         ``weather``), and for a tool choice with a name that both have.
         """
-        server = tuple(name for each in turn.namespaces for name in each.recipients)
-        served = frozenset(each.name for each in turn.namespaces)
+        server = tuple(name for namespace in turn.namespaces for name in namespace.recipients)
+        served = frozenset(namespace.name for namespace in turn.namespaces)
         builtin = tuple(name for name in turn.builtin_tools if name not in served)
         tools = turn.callable_tools
         known = {tool.name for tool in tools}
@@ -168,7 +168,7 @@ def _aliases(declared: Sequence[str], later: Mapping[str, bool]) -> dict[str, st
     taken = set(unchanged)
     numbers: dict[str, int] = {}
     aliases: dict[str, str] = {}
-    for name, declares in (*((each, True) for each in declared), *later.items()):
+    for name, declares in (*((name, True) for name in declared), *later.items()):
         if name in aliases:
             continue
         similar = name

@@ -360,7 +360,7 @@ class Parser:
         """The loose text of the header, when no ``<|message|>`` ended it."""
         header, text = self._header.abandoned(cut=cut)
         before = self._decoded - len(text)  # the text ends the header
-        logprobs = [(at - before, each) for at, each in self._logprobs]
+        logprobs = [(at - before, logprob) for at, logprob in self._logprobs]
         while len(logprobs) > 1 and logprobs[1][0] <= 0:
             del logprobs[0]
         return _Loose(header, text, self._header.loose_ids, self._began, tuple(logprobs))

@@ -83,10 +83,10 @@ def render(turn: Turn, replay: ReplayScope | None = None) -> Rendered:
         )
     names = Names.of(turn)
     # The leading instructions and tools become one developer message (A2, A3).
-    leading = tuple(takewhile(lambda each: isinstance(each, _LEADING), turn.messages))
+    leading = tuple(takewhile(lambda message: isinstance(message, _LEADING), turn.messages))
     rest = turn.messages[len(leading) :]
     tools = latest_tools(turn.tools, leading)
-    texts = (each.text for each in leading if isinstance(each, Instructions))
+    texts = (message.text for message in leading if isinstance(message, Instructions))
     instructions = "\n\n".join(text for text in texts if text.strip())
     ids = list(_system(turn, bool(tools)))
     budget = typescript.SizeBudget()
@@ -203,7 +203,7 @@ def expected_headers(names: Names, tenant: str = "") -> tuple[tuple[int, ...], .
     return (
         _header(tenant, "assistant", "analysis"),
         _header(tenant, "assistant", "final"),
-        *(_call_header(tenant, each) for each in recipients),
+        *(_call_header(tenant, recipient) for recipient in recipients),
     )
 
 
@@ -230,10 +230,10 @@ def _without_stale_reasoning(
 
     Spans that cannot be placed without the reasoning before them are replaced by the messages.
     """
-    kinds = [found.kinds if found else [*map(type, sent)] for sent, found in history]
+    kinds = [turn.kinds if turn else [*map(type, sent)] for sent, turn in history]
     last = max((at for at, own in enumerate(kinds) if Answer in own), default=-1)
-    for at, ((sent, found), own) in enumerate(zip(history, kinds, strict=True)):
-        spans = found.spans if found else None
+    for at, ((sent, turn), own) in enumerate(zip(history, kinds, strict=True)):
+        spans = turn.spans if turn else None
         past_answer = len(own) if at < last else 0
         if at == last:
             past_answer = len(own) - own[::-1].index(Answer)
@@ -366,8 +366,8 @@ def _developer(
     if instructions:
         sections.append(_INSTRUCTIONS + instructions)
     namespaces = [Namespace(FUNCTIONS, tools)] if tools else []
-    namespaces += [each for each in turn.namespaces if not each.is_builtin]
-    declared = [_tools(each, names, turn.tenant, budget) for each in namespaces]
+    namespaces += [namespace for namespace in turn.namespaces if not namespace.is_builtin]
+    declared = [_tools(namespace, names, turn.tenant, budget) for namespace in namespaces]
     if declared:
         sections.append(_TOOLS + "\n\n".join(declared))
     if turn.response_format is not None:

@@ -211,45 +211,45 @@ class ReplayScope:
             self._key(run, before) if from_assistant else None
             for (from_assistant, run), before in zip(runs, _hashes(runs), strict=False)
         ]
-        found = self._found([key for key in keys if key is not None])
+        turns = self._found([key for key in keys if key is not None])
         return [
-            (run, _unedited(found.get(key) if key else None, run))
+            (run, _unedited(turns.get(key) if key else None, run))
             for key, (_, run) in zip(keys, runs, strict=True)
         ]
 
     def _found(self, keys: Sequence[_Key]) -> dict[_Key, GeneratedTurn]:
         """The turns with these keys, from memory or with one query from the archive."""
-        found = {key: turn for key in keys if (turn := self._turns.get(key)) is not None}
+        turns = {key: turn for key in keys if (turn := self._turns.get(key)) is not None}
         if self._archive is None:
-            return found
-        for key in found:
+            return turns
+        for key in turns:
             self._archive.use(_digest(*key))
-        missing = [key for key in keys if key not in found]
+        missing = [key for key in keys if key not in turns]
         archived = self._archive.find([_digest(*key) for key in missing]) if missing else ()
         for key, turn in zip(missing, archived, strict=True):
             if turn is not None:
-                found[key] = turn
+                turns[key] = turn
                 self._turns.put(key, turn, _size(turn, key))
-        return found
+        return turns
 
     def _key(self, turn: Iterable[Message], before: int) -> _Key:
         content, calls = visible_content(turn)
         return (self._scope, calls[0].id) if calls else (self._scope, before, content)
 
 
-def _unedited(found: GeneratedTurn | None, sent: Sequence[Message]) -> GeneratedTurn | None:
-    """``found``, unless a client edited the turn that it ``sent``."""
-    if found is None:
+def _unedited(turn: GeneratedTurn | None, sent: Sequence[Message]) -> GeneratedTurn | None:
+    """``turn``, unless a client edited the turn that it ``sent``."""
+    if turn is None:
         return None
     content, calls = visible_content(sent)
     ran = server_calls_digest(sent)
-    if found.content != content or len(found.calls) != len(calls):
+    if turn.content != content or len(turn.calls) != len(calls):
         return None
-    if not all(map(_is_same, found.calls, calls)):
+    if not all(map(_is_same, turn.calls, calls)):
         return None
     # Some APIs have no place for tools that the server ran, so their clients send nothing back. If
     # a turn has neither content nor calls, those tools are all that identifies it.
-    return found if ran == found.served or (ran == "" and (content or calls)) else None
+    return turn if ran == turn.served or (ran == "" and (content or calls)) else None
 
 
 # --- What a client sees
@@ -271,16 +271,16 @@ def visible_content(turn: Iterable[Message]) -> tuple[str, list[Call]]:
 def server_calls_digest(turn: Iterable[Message]) -> str:
     """A digest of the server's tool calls in ``turn`` and their results. Ignores call ids and the
     formatting of arguments. Empty if there are no such calls."""
-    ran = [each for each in turn if isinstance(each, (ServerCall, ServerResult))]
+    ran = [message for message in turn if isinstance(message, (ServerCall, ServerResult))]
     if not ran:
         return ""
     parts: list[str] = []
-    for each in ran:
-        text = each.text if isinstance(each, ServerResult) else each.arguments
-        if isinstance(each, ServerCall) and is_quick_to_parse(text):
+    for message in ran:
+        text = message.text if isinstance(message, ServerResult) else message.arguments
+        if isinstance(message, ServerCall) and is_quick_to_parse(text):
             with suppress(ValueError, RecursionError):
                 text = _canonical(text)
-        parts += (type(each).__name__, each.name, text)
+        parts += (type(message).__name__, message.name, text)
     return _digest(*parts).hex()
 
 

@@ -16,9 +16,9 @@ class StopStrings:
         """The text that can be shown now, without what may begin a stop string, and the stop string
         once one is complete."""
         text = self._pending + text
-        found = [(text.find(string), string) for string in self._strings if string in text]
-        if found:
-            start, string = min(found, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
+        hits = [(text.find(string), string) for string in self._strings if string in text]
+        if hits:
+            start, string = min(hits, key=lambda hit: (hit[0] + len(hit[1]), hit[0]))
             self._pending = ""
             return text[:start], string
         longest = max((len(string) - 1 for string in self._strings), default=0)

@@ -29,11 +29,11 @@ def error_body(error: HarmonyFailure) -> Document:
 def entries(logprobs: Iterable[TextLogprob], no_bytes: Any = None) -> list[Document]:
     """An entry for each token; ``no_bytes`` stands for the bytes of a control token."""
 
-    def entry(each: TextLogprob) -> Document:
-        content = no_bytes if each.content is None else list(each.content)
-        return {"token": each.text, "logprob": each.logprob, "bytes": content}
+    def entry(token: TextLogprob) -> Document:
+        content = no_bytes if token.content is None else list(token.content)
+        return {"token": token.text, "logprob": token.logprob, "bytes": content}
 
-    return [{**entry(each), "top_logprobs": [*map(entry, each.top)]} for each in logprobs]
+    return [{**entry(token), "top_logprobs": [*map(entry, token.top)]} for token in logprobs]
 
 
 def output_details(usage: Usage) -> Document:

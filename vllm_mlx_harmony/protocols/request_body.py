@@ -34,7 +34,7 @@ def sampling(body: RequestBody, **others: Any) -> Sampling:
     return Sampling(**given, **others)
 
 
-_NAMES = {each.name for each in fields(Sampling)} - {"logit_bias", "top_logprobs"}
+_NAMES = {field.name for field in fields(Sampling)} - {"logit_bias", "top_logprobs"}
 
 
 # --- OpenAI's APIs, with the extensions of vLLM.

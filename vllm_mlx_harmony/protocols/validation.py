@@ -66,7 +66,7 @@ class Variants:
         self, source: object, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
         models = {self.other, *self.models.values()}
-        choices = {VARIANT + each.__name__: handler.generate_schema(each) for each in models}
+        choices = {VARIANT + model.__name__: handler.generate_schema(model) for model in models}
         union = core_schema.tagged_union_schema(choices, self._chosen)
         return core_schema.no_info_before_validator_function(_fields, union)
 
@@ -198,10 +198,10 @@ def _infinite(value: object, depth: int = 0) -> tuple[int | str, ...] | None:
     inner: Iterable[tuple[int | str, object]] = ()
     if depth < MAX_DEPTH and isinstance(value, (dict, list)):
         inner = value.items() if isinstance(value, dict) else enumerate(value)
-    for step, each in inner:
-        found = _infinite(each, depth + 1)
-        if found is not None:
-            return (step, *found)
+    for step, item in inner:
+        where = _infinite(item, depth + 1)
+        if where is not None:
+            return (step, *where)
     return None
 
 

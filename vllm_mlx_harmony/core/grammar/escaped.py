@@ -118,15 +118,15 @@ def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bo
         name = waiting[-1]
         if name not in opened:
             opened.add(name)
-            waiting += (each for each in named.get(name, ()) if each not in opened)
+            waiting += (other for other in named.get(name, ()) if other not in opened)
             continue
         waiting.pop()
         if name in depths:
             continue
         below = named.get(name, ())
-        depths[name] = 1 + max((depths.get(each, 0) for each in below), default=0)
+        depths[name] = 1 + max((depths.get(other, 0) for other in below), default=0)
         sizes[name] = literals.get(name, 0) + sum(
-            sizes.get(each, 1) if is_expanded(each) else 1 for each in below
+            sizes.get(other, 1) if is_expanded(other) else 1 for other in below
         )
         if depths[name] > MAX_DEPTH:
             return f"a Lark grammar with a chain of more than {MAX_DEPTH} definitions"
@@ -136,7 +136,7 @@ def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bo
 
 
 def _lexemes(definition: str) -> list[re.Match[str]]:
-    found, open_ = [], 0
+    lexemes, open_ = [], 0
     for lexeme in _LEXEME.finditer(definition):
         if lexeme.lastgroup == "refused":
             raise NotExpressible(f"{lexeme.group()} in a Lark grammar")
@@ -145,12 +145,12 @@ def _lexemes(definition: str) -> list[re.Match[str]]:
             if open_ < 0:
                 break
         if lexeme.lastgroup not in ("comment", "alias"):
-            found.append(lexeme)
+            lexemes.append(lexeme)
     if open_:
         raise NotExpressible("an unmatched brace in a Lark grammar")
-    if problem := _too_large(found, lambda name: name.lstrip("_")[:1].isupper()):
+    if problem := _too_large(lexemes, lambda name: name.lstrip("_")[:1].isupper()):
         raise NotExpressible(problem)
-    return found
+    return lexemes
 
 
 class _LarkRewriter:
@@ -324,25 +324,25 @@ class PatternRewriter:
         return self.character_class(r"[\s\S]" if "s" in self._flags else r"[^\n]"), at + 1
 
     def brackets(self, at: int) -> tuple[str, int]:
-        found = _CLASS.match(self._pattern, at)
-        if not found:
+        match = _CLASS.match(self._pattern, at)
+        if not match:
             raise NotExpressible("an unterminated character class in a regular expression")
-        return self.character_class(found.group()), found.end()
+        return self.character_class(match.group()), match.end()
 
     def open_group(self, at: int) -> tuple[str, int]:
         if not self._pattern.startswith("(?", at):
             self._groups.append(set(self._flags))
             return "(?:", at + 1
-        found = _GROUP.match(self._pattern, at)
-        if not found:
+        match = _GROUP.match(self._pattern, at)
+        if not match:
             raise NotExpressible("look-around in a regular expression")
-        on, _, off = (found["flags"] or "").partition("-")
+        on, _, off = (match["flags"] or "").partition("-")
         if set(on + off) - set("isu"):
-            raise NotExpressible(f"{found.group()} in a regular expression")
-        if found["end"] != ")":
+            raise NotExpressible(f"{match.group()} in a regular expression")
+        if match["end"] != ")":
             self._groups.append(set(self._flags))
         self._flags = (self._flags | set(on)) - set(off)
-        return "" if found["end"] == ")" else "(?:", found.end()
+        return "" if match["end"] == ")" else "(?:", match.end()
 
     def close_group(self, at: int) -> tuple[str, int]:
         if not self._groups:
@@ -406,16 +406,16 @@ def _has(written: str, character: str) -> bool:
             return _category_has(category, character)
         return re.fullmatch(written, character) is not None
     inner = written[1:-1].removeprefix("^")
-    found = any(_category_has(one, character) for one in CATEGORY.finditer(inner))
+    has = any(_category_has(category, character) for category in CATEGORY.finditer(inner))
     rest = CATEGORY.sub("", inner)
     if re.search(r"(?<!\\)(?:\\\\)*\[|&&|--|~~", rest):
         raise NotExpressible(f"the class {written} in a regular expression")
     rest = re.sub(r"\\x\{([0-9a-fA-F]+)\}", lambda code: f"\\U{int(code[1], 16):08x}", rest)
     try:
-        found = found or (rest != "" and re.fullmatch(f"[{rest}]", character) is not None)
+        has = has or (rest != "" and re.fullmatch(f"[{rest}]", character) is not None)
     except re.error as error:
         raise NotExpressible(f"the class {written} in a regular expression") from error
-    return found != written.startswith("[^")
+    return has != written.startswith("[^")
 
 
 _WITHOUT_SPECIALS = re.compile(
@@ -429,11 +429,11 @@ def _category_has(category: re.Match[str], character: str) -> bool:
     name = category["long"] or category["short"]
     name = name.removeprefix("Script=").removeprefix("script=").removeprefix("sc=")
     if _WITHOUT_SPECIALS.fullmatch(name):
-        found = False
+        has = False
     elif name in ("P", "Po", "Punctuation"):
-        found = character in '"\\'
+        has = character in '"\\'
     elif name in ("C", "Cc", "Other", "Control"):
-        found = character not in '"\\'
+        has = character not in '"\\'
     else:
         raise NotExpressible(f"{category.group()} in a regular expression")
-    return found != category.group().startswith("\\P")
+    return has != category.group().startswith("\\P")

@@ -127,7 +127,7 @@ class SchemaReader:
 
     def texts(self, content: object, _: int) -> list[str]:
         names = _require(content, isinstance(content, list))
-        return [clean(_require(each, isinstance(each, str))) for each in names]
+        return [clean(_require(name, isinstance(name, str))) for name in names]
 
     def values(self, content: object, _: int) -> object:
         return _require(content, isinstance(content, list))
@@ -139,19 +139,19 @@ class SchemaReader:
 
     def subschemas(self, content: object, depth: int) -> list[AnySchema]:
         branches = _require(content, isinstance(content, list) and bool(content))
-        return [self.schema(each, depth) for each in branches]
+        return [self.schema(branch, depth) for branch in branches]
 
     def items(self, content: object, depth: int) -> object:
         is_prefix = isinstance(content, list)  # in drafts before 2020-12
         return self.subschemas(content, depth) if is_prefix else self.schema(content, depth)
 
     def named(self, content: object, depth: int) -> dict[str, AnySchema]:
-        found = _require(content, isinstance(content, Mapping))
-        return {clean(str(name)): self.schema(each, depth) for name, each in found.items()}
+        schemas = _require(content, isinstance(content, Mapping))
+        return {clean(str(name)): self.schema(schema, depth) for name, schema in schemas.items()}
 
     def patterned(self, content: object, depth: int) -> dict[str, AnySchema]:
         named = self.named(content, depth)
-        return {_without_nul(pattern): each for pattern, each in named.items()}
+        return {_without_nul(pattern): schema for pattern, schema in named.items()}
 
     def reference(self, content: object, _: int) -> str:
         ref = str(_require(content, isinstance(content, str)))

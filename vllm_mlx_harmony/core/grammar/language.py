@@ -150,8 +150,8 @@ class _GrammarWriter:
     def text(self, values: list[Rules]) -> str:
         """The whole grammar, with ``values`` as the rules of ``json_0``, ``json_1``, …"""
         rules = [*self._rules]
-        rules += (f"json_{at}: JSON_BLANK? {one.symbol}" for at, one in enumerate(values))
-        rules += dict.fromkeys(line for one in values for line in one.lines)
+        rules += (f"json_{at}: JSON_BLANK? {value.symbol}" for at, value in enumerate(values))
+        rules += dict.fromkeys(line for value in values for line in value.lines)
         common = unordered.COMMON if values else ""
         return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
 
@@ -162,7 +162,7 @@ class _GrammarWriter:
         """
         strongest = [rules for _, rules in self._values]
         for weak in self.attempts(len(text), strongest):
-            used = [OBJECT_RULES if at in weak else each for at, each in enumerate(strongest)]
+            used = [OBJECT_RULES if at in weak else rules for at, rules in enumerate(strongest)]
             text = self.text(used)
             if len(text) <= MAX_TEXT and not self._check(text):
                 break
@@ -318,15 +318,15 @@ class _GrammarWriter:
         if schema is None:
             return self.in_any_order(OBJECT_RULES, what)
         if strict or self._all_strict:
-            found = strict_schema(
+            enforced = strict_schema(
                 schema, of_object=of_object, tenant=self._owner, check=self._check
             )
-            if found.unsupported:
-                problem = f"{what}: {', '.join(found.unsupported)} cannot be enforced"
+            if enforced.unsupported:
+                problem = f"{what}: {', '.join(enforced.unsupported)} cannot be enforced"
                 if can_relax and not self._all_strict:
                     problem += "; set strict to false to enforce the remaining keywords only"
                 raise RequestError(problem, param=where)
-            return f"%json {found.text}"
+            return f"%json {enforced.text}"
         rules = rules_of(schema, of_object=of_object, tenant=self._turn.tenant)
         if rules.dropped:
             problem = f"{what}: {', '.join(rules.dropped)} cannot be enforced"
@@ -396,5 +396,5 @@ def as_trained(tool: Tool) -> Tool:
     """A ``tool`` of the browser with the parameters that gpt-oss was trained on."""
     from openai_harmony import ToolNamespaceConfig
 
-    known = {each.name: each.parameters for each in ToolNamespaceConfig.browser().tools}
+    known = {trained.name: trained.parameters for trained in ToolNamespaceConfig.browser().tools}
     return replace(tool, parameters=known.get(tool.name, tool.parameters))

@@ -55,12 +55,12 @@ _ESCAPED = re.compile(r'["\\\x00-\x1f\ud800-\udfff]')
 
 
 @lru_cache(maxsize=4096)
-def character(one: str) -> str:
-    code = ord(one)
-    spellings = [] if _ESCAPED.match(one) else [literal(one)]
-    if one in _SHORT:
-        spellings.append(rf"\\{literal(_SHORT[one])}")
-    units = [code] if one <= "\uffff" else [0xD7C0 + (code >> 10), 0xDC00 + (code & 0x3FF)]
+def character(char: str) -> str:
+    code = ord(char)
+    spellings = [] if _ESCAPED.match(char) else [literal(char)]
+    if char in _SHORT:
+        spellings.append(rf"\\{literal(_SHORT[char])}")
+    units = [code] if char <= "\uffff" else [0xD7C0 + (code >> 10), 0xDC00 + (code & 0x3FF)]
     spellings.append("".join(rf"\\u{_hexadecimal([(unit, unit)])}" for unit in units))
     return f"(?:{'|'.join(spellings)})"
 
@@ -68,7 +68,7 @@ def character(one: str) -> str:
 def literal(written: str) -> str:
     """Exactly the characters of ``written``."""
     return "".join(
-        one if one.isalnum() or not one.isascii() else f"\\x{ord(one):02x}" for one in written
+        char if char.isalnum() or not char.isascii() else f"\\x{ord(char):02x}" for char in written
     )
 
 
@@ -115,10 +115,10 @@ def matching(pattern: str, tenant: str) -> str:
         raise NotExpressible("a pattern with too many repetitions")
     flags = _FLAGS.match(pattern)
     alternatives = []
-    for one in _alternatives(pattern[flags.end() :] if flags else pattern):
-        before = "" if one.startswith("^") else f"{_COUNTED}*"
-        after = "" if escaped.END.search(one) else f"{_COUNTED}*"
-        spelling = _SpellingRewriter(one, flags[1] if flags else "", tenant)
+    for alternative in _alternatives(pattern[flags.end() :] if flags else pattern):
+        before = "" if alternative.startswith("^") else f"{_COUNTED}*"
+        after = "" if escaped.END.search(alternative) else f"{_COUNTED}*"
+        spelling = _SpellingRewriter(alternative, flags[1] if flags else "", tenant)
         alternatives.append(before + "".join(spelling.pieces()) + after)
     return f'"(?:{"|".join(alternatives)})"'
 
@@ -175,8 +175,8 @@ class _SpellingRewriter(escaped.PatternRewriter):
         super().__init__(pattern, flags)
         self._tenant = tenant
 
-    def character(self, one: str) -> str:
-        cased = {one, one.lower(), one.upper()} if "i" in self._flags else {one}
+    def character(self, char: str) -> str:
+        cased = {char, char.lower(), char.upper()} if "i" in self._flags else {char}
         spelled = [character(other) for other in sorted(cased) if len(other) == 1]
         return spelled[0] if len(spelled) == 1 else f"(?:{'|'.join(spelled)})"
 
@@ -215,14 +215,14 @@ def _members(written: str, any_case: bool) -> tuple[str, ...]:
         listed = "".join(rf"\x{{{first:x}}}-\x{{{last:x}}}" for first, last in ranges)
         listed += r"\x{10000}-\x{10ffff}" if has_pairs else ""
         plain = rf'[[{listed}]&&[^"\\\x00-\x1f]]' if listed else NOTHING
-    found = [
+    escapes = [
         rf"\\{literal(short)}" for special, short in _SHORT.items() if members.fullmatch(special)
     ]
     if ranges:
-        found.append(rf"\\u{_hexadecimal(ranges)}")
+        escapes.append(rf"\\u{_hexadecimal(ranges)}")
     if has_pairs:
-        found.append(_PAIR)
-    return plain, *(found or [NOTHING])
+        escapes.append(_PAIR)
+    return plain, *(escapes or [NOTHING])
 
 
 _FEW_RANGES = 60

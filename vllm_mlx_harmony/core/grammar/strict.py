@@ -137,8 +137,8 @@ def _json_text(schema: Schema, check: Check) -> str:
 def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
     """The keywords for which llguidance rejects ``copy``; a single one if that is enough."""
     used = {keyword for schema in _schemas(copy) for keyword in schema}
-    present = [one for one in KEYWORDS if one in used and one not in _NEVER_REJECTED]
-    attempts = [[one] for one in present] + [present[:end] for end in range(2, len(present) + 1)]
+    present = [key for key in KEYWORDS if key in used and key not in _NEVER_REJECTED]
+    attempts = [[key] for key in present] + [present[:end] for end in range(2, len(present) + 1)]
     for keywords in attempts:
         rewritten, _ = rewrite(_without(copy, keywords))
         if not _is_rejected(rewritten, check):
@@ -187,10 +187,10 @@ def _without(schema: Schema, keywords: Iterable[str]) -> Schema:
 
 def _schemas(schema: Schema) -> Iterator[Schema]:
     """``schema`` and all its subschemas that are not booleans."""
-    found = [schema]
-    for each in found:  # which grows meanwhile
-        _map(each, found.append)
-    return iter(found)
+    schemas = [schema]
+    for inner in schemas:  # which grows meanwhile
+        _map(inner, schemas.append)
+    return iter(schemas)
 
 
 # --- propertyNames and unevaluatedProperties ---

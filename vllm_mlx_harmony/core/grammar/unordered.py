@@ -194,10 +194,10 @@ class _RuleWriter:
     def value(self, schemas: Iterable[AnySchema]) -> str | None:
         """The symbol of the values that all ``schemas`` accept; ``None`` if there are none."""
         # By identity: schemas are unhashable, and the copied root keeps them alive.
-        wanted = {id(each): each for each in schemas if each is not True and each != {}}
+        wanted = {id(schema): schema for schema in schemas if schema is not True and schema != {}}
         if not wanted:
             return "json_value"
-        if any(each is False for each in wanted.values()):
+        if any(schema is False for schema in wanted.values()):
             return None
         if self._depth >= MAX_DEPTH:
             self._drop("a schema that is nested too deeply")
@@ -213,7 +213,7 @@ class _RuleWriter:
         for alternative in self._expander.conjunction(wanted.values()):
             symbols.update(dict.fromkeys(self.symbols(alternative)))
         self._depth -= 1
-        written = [each for each in symbols if each is not None]
+        written = [symbol for symbol in symbols if symbol is not None]
         if "json_value" in written:
             written = ["json_value"]
         if not written:
@@ -332,22 +332,22 @@ class _RuleWriter:
         many = self.limit_count(alternative.item_count, "minItems", "maxItems", MAX_COUNT)
         if many.is_empty:
             return None
-        length = max((len(each.prefix) for each in alternative.items), default=0)
+        length = max((len(items.prefix) for items in alternative.items), default=0)
         if length > MAX_PREFIX:
             self._drop("prefixItems")
             return "json_array"
         heads: list[str] = []
         for at in range(length):
             here = [
-                each.prefix[at] if at < len(each.prefix) else each.rest
-                for each in alternative.items
+                items.prefix[at] if at < len(items.prefix) else items.rest
+                for items in alternative.items
             ]
             item = self.value(here)
             if item is None:  # nothing is valid here, so the array ends before
                 many = many.both(Count(most=at))
                 break
             heads.append(item)
-        rest = self.value([each.rest for each in alternative.items])
+        rest = self.value([items.rest for items in alternative.items])
         if rest is None:
             many = many.both(Count(most=length))
         if many.is_empty:
@@ -372,12 +372,12 @@ class _RuleWriter:
         many = self.limit_count(alternative.member_count, "minProperties", "maxProperties", 255)
         names = self._expander.conjunction(alternative.name_schemas)
         listed = listed_strings(names)
-        declared = dict.fromkeys(name for each in alternative.members for name in each.names)
+        declared = dict.fromkeys(name for part in alternative.members for name in part.names)
         declared.update(dict.fromkeys((*alternative.required, *(listed or ()))))
         values: dict[str, str] = {}
         for name in declared:
             value = None
-            if any(each.allows_string(name) for each in names):
+            if any(option.allows_string(name) for option in names):
                 value = self.value(alternative.schemas_of(name))
             if value is not None:
                 values[name] = value
@@ -398,7 +398,7 @@ class _RuleWriter:
         names: Sequence[Alternative],
     ) -> Iterator[str]:
         """Members with undeclared names, one for each set of patterns that a name may match."""
-        patterns = {pattern: None for each in members for pattern in each.patterns}
+        patterns = {pattern: None for part in members for pattern in part.patterns}
         written = {}
         for pattern in patterns:
             with suppress(NotExpressible):
@@ -414,9 +414,9 @@ class _RuleWriter:
         subsets = (combinations(known, count) for count in range(len(known) + 1))
         for matched in chain.from_iterable(subsets):
             schemas: list[AnySchema] = []
-            for each in members:
-                found = [rest for pattern, rest in each.patterns.items() if pattern in matched]
-                schemas += found or ([each.rest] if is_known or not each.patterns else [])
+            for part in members:
+                matching = [rest for pattern, rest in part.patterns.items() if pattern in matched]
+                schemas += matching or ([part.rest] if is_known or not part.patterns else [])
             value = self.value(schemas)
             if value is None:
                 continue
@@ -429,14 +429,14 @@ class _RuleWriter:
 
     def names(self, names: Iterable[Alternative]) -> Iterator[str]:
         """The terminals of the names that ``propertyNames`` allows."""
-        for each in names:
-            if "string" not in each.types:
+        for alternative in names:
+            if "string" not in alternative.types:
                 continue
-            if each.strings is not None:
-                if each.strings:
-                    yield self.terminal(f"/{spellings.any_of(each.strings)}/")
+            if alternative.strings is not None:
+                if alternative.strings:
+                    yield self.terminal(f"/{spellings.any_of(alternative.strings)}/")
                 continue
-            conditions = self.conditions(each, "propertyNames", "propertyNames")
+            conditions = self.conditions(alternative, "propertyNames", "propertyNames")
             yield self.terminal(conditions) if conditions else "JSON_NAME"
 
     def walk(  # noqa: C901, PLR0915 - one case per rule
@@ -536,7 +536,7 @@ class _RuleWriter:
 
 def _all(*conditions: str) -> str:
     """The conjunction of the conditions that are not empty."""
-    given = [one for one in conditions if one]
+    given = [condition for condition in conditions if condition]
     return f"and({', '.join(given)})" if len(given) > 1 else "".join(given)
 
 

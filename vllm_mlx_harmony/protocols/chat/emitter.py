@@ -178,8 +178,8 @@ class Emitter:
         if self._joint:
             text, self._joint = self._joint + text, ""
         if self.stream and logprobs:
-            found = encode({"content": entries(logprobs), "refusal": None})
-            return self._send(encode({_CONTENT: text}), logprobs=found)
+            scores = encode({"content": entries(logprobs), "refusal": None})
+            return self._send(encode({_CONTENT: text}), logprobs=scores)
         self._logprobs += entries(logprobs)
         if self.stream:
             return [Event(quote(text).join(self._around))]

@@ -23,12 +23,12 @@ def response_format(body: ChatBody) -> ResponseFormat | None:
 
     Raises ``RequestError`` naming the field for a second format, or one that is not supported.
     """
-    found = list(_formats(body))
-    if len(found) > 1:
-        (one, _), (other, _), *_ = found
+    formats = list(_formats(body))
+    if len(formats) > 1:
+        (one, _), (other, _), *_ = formats
         problem = f"{other} cannot be combined with {one}: specify only one response format"
         raise invalid(other, problem)
-    return replace(found[0][1], where=found[0][0]) if found else None
+    return replace(formats[0][1], where=formats[0][0]) if formats else None
 
 
 def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:

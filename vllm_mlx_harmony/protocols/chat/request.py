@@ -316,7 +316,7 @@ def _tool_choice(
     if choice.type == "allowed_tools":
         if choice.allowed_tools is None:
             raise required("tool_choice.allowed_tools")
-        names = dict.fromkeys(_declared(each, declared) for each in choice.allowed_tools.tools)
+        names = dict.fromkeys(_declared(tool, declared) for tool in choice.allowed_tools.tools)
         return ToolChoice(choice.allowed_tools.mode == "required", tuple(names))
     raise _no_choice(f"unknown type {quoted(choice.type)}")
 
@@ -375,7 +375,7 @@ def _reasoning_tokens(body: ChatBody) -> int | None:
         body.reasoning.max_tokens if body.reasoning else None,  # OpenRouter
         body.thinking.budget_tokens if body.thinking else None,  # Anthropic, through proxies
     )
-    budget = next((each for each in requested if each is not None), None)
+    budget = next((tokens for tokens in requested if tokens is not None), None)
     return None if budget == -1 else budget
 
 

@@ -130,9 +130,9 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
     reader = _Reader(cipher, defaults, {**deferred})
     messages, prefill = reader.conversation(body, wants_json=response_format is not None)
     if no_tools:
-        messages = [each for each in messages if not isinstance(each, AdditionalTools)]
-    additions = (each for each in messages if isinstance(each, AdditionalTools))
-    added = [*tools, *(tool for each in additions for tool in each.tools)]
+        messages = [message for message in messages if not isinstance(message, AdditionalTools)]
+    additions = (message for message in messages if isinstance(message, AdditionalTools))
+    added = [*tools, *(tool for message in additions for tool in message.tools)]
     namespaces: tuple[Namespace, ...] = ()
     if not no_tools:
         requested = requested_namespaces(body, defaults.namespaces)

@@ -34,26 +34,28 @@ def requested_namespaces(
     """
     if not available:
         return ()
-    known = {each.label: each for each in available}
+    known = {namespace.label: namespace for namespace in available}
     chosen: dict[str, Namespace] = {}
     for index, server in enumerate(body.mcp_servers or ()):
-        found = known.get(server.name)
-        if found is None:
+        namespace = known.get(server.name)
+        if namespace is None:
             raise _unknown(server.name, f"mcp_servers[{index}].name", known)
         # https://docs.claude.com/en/docs/agents-and-tools/mcp-connector, as it was in 2025-04-04.
         wanted = server.tool_configuration
         enabled = wanted is None or wanted.enabled is not False
         names = None if wanted is None else wanted.allowed_tools
         allowed = (
-            tool for tool in found.tools if enabled and (names is None or tool.origin[-1] in names)
+            tool
+            for tool in namespace.tools
+            if enabled and (names is None or tool.origin[-1] in names)
         )
-        chosen[server.name] = replace(found, tools=tuple(allowed))
+        chosen[server.name] = replace(namespace, tools=tuple(allowed))
     for index, toolset in enumerate(body.tools or ()):
         if not isinstance(toolset, Toolset):
             continue
         label = toolset.mcp_server_name
-        found = chosen.get(label) or known.get(label)
-        if found is None:
+        namespace = chosen.get(label) or known.get(label)
+        if namespace is None:
             raise _unknown(label, f"tools[{index}].mcp_server_name", known)
         # The version of 2025-11-20: `configs` for single tools, `default_config` for the rest.
         default = toolset.default_config is None or toolset.default_config.enabled is not False
@@ -62,9 +64,9 @@ def requested_namespaces(
             for name, switch in (toolset.configs or {}).items()
             if switch is not None and switch.enabled is not None
         }
-        on = (tool for tool in found.tools if switches.get(tool.origin[-1], default))
-        chosen[found.label] = replace(found, tools=tuple(on))
-    return tuple(each for each in chosen.values() if each.tools)
+        on = (tool for tool in namespace.tools if switches.get(tool.origin[-1], default))
+        chosen[namespace.label] = replace(namespace, tools=tuple(on))
+    return tuple(namespace for namespace in chosen.values() if namespace.tools)
 
 
 def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer, ...]:
@@ -74,7 +76,7 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
     later. Raises ``RequestError`` naming the field.
     """
     servers = body.get("mcp_servers") if isinstance(body, dict) else None
-    found: list[ClientServer] = []
+    named: list[ClientServer] = []
     for index, server in enumerate(servers if isinstance(servers, list) else ()):
         if not isinstance(server, dict):
             continue
@@ -84,8 +86,8 @@ def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer,
         where = f"mcp_servers[{index}]"
         token_where = f"{where}.authorization_token"
         headers = headers_of(None, server.get("authorization_token"), where, token_where)
-        found.append(ClientServer(name, url, f"{where}.url", headers, partial(_unreachable, name)))
-    return tuple(found)
+        named.append(ClientServer(name, url, f"{where}.url", headers, partial(_unreachable, name)))
+    return tuple(named)
 
 
 def _unreachable(name: str, why: str) -> RequestError:
@@ -141,34 +143,34 @@ def translated_call(
     return recipient, dumps({here: value}, ensure_ascii=False, separators=(",", ":"))
 
 
-def found_tools(found: object) -> Iterator[str]:
+def found_tools(content: object) -> Iterator[str]:
     """The names of the tools that a search of Anthropic's servers has found."""
-    references = found.get("tool_references") if isinstance(found, dict) else None
-    for each in references if isinstance(references, list) else ():
-        if isinstance(each, dict) and isinstance(each.get("tool_name"), str):
-            yield each["tool_name"]
+    references = content.get("tool_references") if isinstance(content, dict) else None
+    for reference in references if isinstance(references, list) else ():
+        if isinstance(reference, dict) and isinstance(reference.get("tool_name"), str):
+            yield reference["tool_name"]
 
 
-def result_text(found: object, where: str, attachments: Attachments, depth: int = 0) -> str:
+def result_text(content: object, where: str, attachments: Attachments, depth: int = 0) -> str:
     """The text in a result of Anthropic's tools, at ``where``; each tool has its own format."""
-    if isinstance(found, str):
-        return found
+    if isinstance(content, str):
+        return content
     if depth > _MAX_DEPTH:
         return ""
-    if isinstance(found, list):
-        texts = (result_text(each, where, attachments, depth + 1) for each in found)
+    if isinstance(content, list):
+        texts = (result_text(part, where, attachments, depth + 1) for part in content)
         return "\n".join(text for text in texts if text)
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return ""
-    if isinstance(found.get("error_code"), str):
-        return f"Error: {found['error_code']}"
-    if found.get("type") == "base64":
+    if isinstance(content.get("error_code"), str):
+        return f"Error: {content['error_code']}"
+    if content.get("type") == "base64":
         return attachments.line("file", "base64", where)
-    fields = {key: text for key, text in found.items() if isinstance(text, str) and text}
+    fields = {key: text for key, text in content.items() if isinstance(text, str) and text}
     lines = [f"{name}: {fields[key]}" for name, key in _HEADING.items() if key in fields]
     lines += [fields[key] for key in ("text", "data", "stdout", "stderr") if key in fields]
-    nested = (found[key] for key in ("source", "content") if key in found)
-    lines += [result_text(each, where, attachments, depth + 1) for each in nested]
+    nested = (content[key] for key in ("source", "content") if key in content)
+    lines += [result_text(part, where, attachments, depth + 1) for part in nested]
     return "\n".join(line for line in lines if line)
 
 

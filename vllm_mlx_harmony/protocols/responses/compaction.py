@@ -76,8 +76,8 @@ def compacted(before: Iterable[Message], answer: Iterable[Message]) -> tuple[Mes
     """The conversation that the next response continues: the summary in ``answer``, after the
     instructions and declarations ``before`` it, which a summary does not replace."""
     lasting = (Instructions, AdditionalTools, EffortUpdate, FormatUpdate)
-    texts = [each.text for each in answer if isinstance(each, (Preamble, Answer))]
-    declared = (each for each in before if isinstance(each, lasting))
+    texts = [message.text for message in answer if isinstance(message, (Preamble, Answer))]
+    declared = (message for message in before if isinstance(message, lasting))
     return (*declared, Summary("\n".join(texts).strip()))
 
 

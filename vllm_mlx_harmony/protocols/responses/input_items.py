@@ -72,9 +72,9 @@ class ItemReader:
         """
         known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
         others = (
-            each for each in known if isinstance(each, (schema.OtherItem, schema.ItemReference))
+            item for item in known if isinstance(item, (schema.OtherItem, schema.ItemReference))
         )
-        keys = (each.document.get("call_id") for each in others)
+        keys = (item.document.get("call_id") for item in others)
         foreign = {key for key in keys if isinstance(key, str)}
         for from_assistant, group in groupby(
             enumerate(known), lambda each: _is_from_assistant(each[1])
@@ -98,12 +98,12 @@ class ItemReader:
         """The item that a reference refers to; the reference itself if there is none."""
         if not isinstance(item, schema.ItemReference):
             return item
-        found = self.stored(item.id)
-        if found is None:
+        stored = self.stored(item.id)
+        if stored is None:
             self._lost = True
             self.notes.append(f"{where} refers to {quoted(item.id)}, which is not stored: left out")
             return item
-        return read_item(found)
+        return read_item(stored)
 
     def _read(  # noqa: C901, PLR0912, PLR0915 - a case for each kind of item
         self, item: Item, where: str, calls_follow: bool
@@ -253,7 +253,7 @@ def _error_text(error: object) -> str:
         return str(error) if error else ""
     parts = error.get("content")
     if isinstance(parts, list):
-        texts = [str(each.get("text") or "") for each in parts if isinstance(each, dict)]
+        texts = [str(part.get("text") or "") for part in parts if isinstance(part, dict)]
         return "\n".join(texts)
     return str(error.get("message") or "")
 

@@ -160,7 +160,7 @@ class OutputItem:
         self.translator: FreeformInput | CodeArguments | None = None
         self.logprobs: list[Document] = []
         self._parts: list[str] = []
-        self._writers = [_TextWriter(each, self.position) for each in self.text_fields]
+        self._writers = [_TextWriter(field, self.position) for field in self.text_fields]
 
     @property
     def text(self) -> str:
@@ -193,26 +193,26 @@ class OutputItem:
     def announce(self) -> list[PendingEvent]:
         self.shown = True
         events = [added(self.index, self.document())]
-        for each in self._writers:
-            if each.field.part is not None:
-                part = {**each.field.part, "text": ""}
-                kind = f"{each.field.part_stem}.added"
-                events.append(pending(kind, **each.position, part=part))
+        for writer in self._writers:
+            if writer.field.part is not None:
+                part = {**writer.field.part, "text": ""}
+                kind = f"{writer.field.part_stem}.added"
+                events.append(pending(kind, **writer.position, part=part))
         return events
 
     def close_text(self, **beside: str) -> list[PendingEvent]:
         """The rest of its text, and the events that have all of it beside other fields."""
         events = self._write(self.translator.close() if self.translator else "")
-        for each in self._writers:
-            field, text = each.field, self.text
+        for writer in self._writers:
+            field, text = writer.field, self.text
             logprobs = {"logprobs": self.logprobs} if field.has_logprobs else {}
             whole = {field.whole: text, **logprobs, **beside}
-            events.append(pending(f"{field.stem}.done", **each.position, **whole))
+            events.append(pending(f"{field.stem}.done", **writer.position, **whole))
             if field.part is not None:
                 cut = {"status": INCOMPLETE} if field.marks_cut and self.status != COMPLETED else {}
                 part = {**field.part, "text": text, **logprobs}
                 kind = f"{field.part_stem}.done"
-                events.append(pending(kind, **each.position, part=part, **cut))
+                events.append(pending(kind, **writer.position, part=part, **cut))
         return events
 
     def finish(self, status: str) -> list[PendingEvent]:
@@ -225,7 +225,7 @@ class OutputItem:
 
     def _write(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
         self._parts.append(text)
-        return [each.delta(text, logprobs) for each in self._writers if text]
+        return [writer.delta(text, logprobs) for writer in self._writers if text]
 
     def _end(self, status: str) -> list[PendingEvent]:
         self.status = status

@@ -105,7 +105,7 @@ class ResponsesRequest:
 
         It has the user's messages of the whole conversation, and the ``compaction`` item.
         """
-        messages = (each.text for each in self._history if type(each) is User)
+        messages = (message.text for message in self._history if type(message) is User)
         earlier = [
             read_item({"type": "message", "role": "user", "content": text}) for text in messages
         ]
@@ -180,7 +180,7 @@ def read(
     compacts = len(items) < len(request.input or ())
     conversation = with_results_moved((*history, *reader.messages(items)))
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
-    if all(isinstance(each, declaring) for each in conversation):
+    if all(isinstance(message, declaring) for message in conversation):
         raise RequestError("input is empty: there is nothing to answer", param="input")
     own = list(map(Tool, declared.names))
     server = replace(asked, namespaces=defaults.default_namespaces(own, asked.namespaces))
@@ -200,7 +200,7 @@ def read(
         server,
     )
     include = request.include or ()
-    lists = [each.document for each in items if each.type == "mcp_list_tools"]
+    lists = [item.document for item in items if item.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
         turn=compacting(turn) if compacts else turn,
@@ -220,7 +220,7 @@ def read(
             summarized=summary(request) is not None,
             cipher=cipher if "reasoning.encrypted_content" in include else None,
             server=server,
-            listed=tuple(each for each in server.listed if each.label not in listed),
+            listed=tuple(namespace for namespace in server.listed if namespace.label not in listed),
             shows_outputs="code_interpreter_call.outputs" in include,
             shows_sources="web_search_call.action.sources" in include,
         ),

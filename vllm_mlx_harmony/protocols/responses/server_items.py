@@ -154,17 +154,17 @@ def _urls(text: str) -> list[str]:
     Punctuation and brackets of the surrounding sentence are left out. A bracket that is opened
     within a URL belongs to it.
     """
-    found: dict[str, None] = {}
+    urls: dict[str, None] = {}
     for match in _URL.finditer(text):
         url = match.group()
         end, unopened = len(url), url.count(")") - url.count("(")
         while url[end - 1] in ".,;:!?" or (url[end - 1] == ")" and unopened > 0):
             unopened -= url[end - 1] == ")"
             end -= 1
-        found[url[:end]] = None
-        if len(found) == _MAX_URLS:
+        urls[url[:end]] = None
+        if len(urls) == _MAX_URLS:
             break
-    return list(found)
+    return list(urls)
 
 
 class ApprovalRequest(ServerItem):
@@ -209,7 +209,7 @@ def server_item(
     ``approved`` is the id of that request, once it was approved.
     """
     namespaces = options.server.namespaces
-    asks = approved is None and any(each.needs_approval(recipient) for each in namespaces)
+    asks = approved is None and any(namespace.needs_approval(recipient) for namespace in namespaces)
     kind = ApprovalRequest if asks else _CLASSES[options.server.kind(recipient)]
     label, tool = label_and_name(namespaces, recipient)
     return kind(index, key, options, label, tool, recipient == PYTHON, approved)

@@ -53,7 +53,7 @@ class ServerTools:
 
     def kind(self, recipient: str) -> Kind:
         """How the request declares the tool at ``recipient``, which need not exist."""
-        exists = any(recipient in each.by_recipient for each in self.namespaces)
+        exists = any(recipient in namespace.by_recipient for namespace in self.namespaces)
         return self._kinds.get(recipient.partition(".")[0], "mcp") if exists else "mcp"
 
     def chosen(self, requested: AllowedTool, where: str) -> tuple[str, ...]:
@@ -68,8 +68,8 @@ class ServerTools:
                 raise invalid(where, f"{where}: {quoted(label)} has no such tool in this request")
             return recipients
         kind, name = _NAMESPACES.get(requested.type, (None, ""))
-        found = next((each for each in self.namespaces if each.name == name), None)
-        return found.recipients if found and self._kinds.get(name) == kind else ()
+        namespace = next((each for each in self.namespaces if each.name == name), None)
+        return namespace.recipients if namespace and self._kinds.get(name) == kind else ()
 
 
 def read_server_tools(
@@ -88,14 +88,14 @@ def read_server_tools(
         where = f"tools[{index}]"
         kind, name = _NAMESPACES.get(tool.type, ("mcp", ""))
         if isinstance(tool, McpTool):
-            found = [_mcp(tool, where, available)]
-            if any(each.label == found[0].label for each in (*listed, *chosen.values())):
-                problem = f"{where}: {quoted(found[0].label)} is a duplicate server_label"
+            declared = [_mcp(tool, where, available)]
+            if any(each.label == declared[0].label for each in (*listed, *chosen.values())):
+                problem = f"{where}: {quoted(declared[0].label)} is a duplicate server_label"
                 raise RequestError(problem, param=where)
-            listed += found
+            listed += declared
         else:
-            found = [each for each in available if each.name == name]
-        for namespace in found:
+            declared = [namespace for namespace in available if namespace.name == name]
+        for namespace in declared:
             if namespace.tools:
                 chosen.setdefault(namespace.name, namespace)
                 kinds.setdefault(namespace.name, kind)
@@ -182,7 +182,7 @@ def _allowed(tool: McpTool, where: str, namespace: Namespace) -> tuple[Tool, ...
     wanted = tool.allowed_tools
     if wanted is None:
         return namespace.tools
-    known = {each.origin[-1] for each in namespace.tools}
+    known = {tool.origin[-1] for tool in namespace.tools}
     unknown = [name for name in wanted.tool_names or () if name not in known]
     if unknown and namespace.tools:
         problem = f"{where}.allowed_tools: {namespace.label} has no tool {quoted(unknown[0])}"

@@ -292,7 +292,7 @@ def _choice(
             "tool_choice must be 'auto', 'none', 'required', a function or custom tool, or "
             "allowed_tools, or a tool that the server runs for this request",
         )
-    served = (name for each in server.namespaces for name in each.recipients)
+    served = (name for namespace in server.namespaces for name in namespace.recipients)
     everything = (*known, *tools.builtin_tools, *served)
     if chosen.required and not (everything if chosen.names is None else chosen.names):
         problem = "tool_choice: a call is required, but there is no tool to call"
@@ -304,18 +304,18 @@ def _listed(
     allowed: Sequence[schema.AllowedTool], declared: Collection[DeclaredTool]
 ) -> set[DeclaredTool]:
     """The tools that are ``allowed``. Raises ``RequestError`` for one that is not ``declared``."""
-    found: set[DeclaredTool] = set()
+    listed: set[DeclaredTool] = set()
     known: defaultdict[tuple[str | None, ...], set[DeclaredTool]] = defaultdict(set)
     for each in declared:
         known[each.namespace,].add(each)
         known[each.namespace, each.name].add(each)
     for index, tool in enumerate(allowed):
         if tool.type == SEARCH:
-            found |= {each for each in declared if each.kind == SEARCH}
+            listed |= {each for each in declared if each.kind == SEARCH}
         elif tool.type in ("function", "custom", "namespace"):
             key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
             if key not in known:
                 where = f"tool_choice.tools[{index}]"
                 raise invalid(where, f"{where} is not among the tools")
-            found |= known[key]
-    return found
+            listed |= known[key]
+    return listed
