@@ -224,6 +224,8 @@ ROWS = [
         ('{"a":"x","b":"y"}',)),
     Row("all is evaluated", {"allOf": [{"type": "object", "additionalProperties": {"type":
         "integer"}}], "unevaluatedProperties": False}, ('{"a":1}',), ('{"a":"x"}',)),
+    Row("a literal evaluates nothing", {"type": "object", "enum": [{"a": 1}, {}],
+        "unevaluatedProperties": False}, ("{}",), ('{"a":1}', '{"b":1}')),
     Row("unevaluated within", {"type": "object", "properties": {"v": {"allOf": [of(a={})],
         "unevaluatedProperties": False}}}, ('{"v":{"a":1},"w":2}',), ('{"v":{"a":1,"b":2}}',)),
     # a declared name in another spelling

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from itertools import combinations, product
-from typing import NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from vllm_mlx_harmony.core.grammar import numbers
 from vllm_mlx_harmony.core.grammar.json_schema import AnySchema, Schema
@@ -76,13 +76,14 @@ ANY_NUMBER = Count()
 class Members:
     """``properties``, ``patternProperties`` and ``additionalProperties`` (``rest``) of one schema.
 
-    ``is_open``: it has no ``additionalProperties``.
+    ``evaluates`` are the names that count as evaluated: those of the first two keywords, all (with
+    the third one), or none (of a literal).
     """
 
     names: Mapping[str, AnySchema] = field(default_factory=dict)
     patterns: Mapping[str, AnySchema] = field(default_factory=dict)
     rest: AnySchema = True
-    is_open: bool = True
+    evaluates: Literal["declared", "all", "none"] = "declared"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ class Alternative:
                     schema.get("properties", {}),
                     schema.get("patternProperties", {}),
                     schema.get("additionalProperties", True),
-                    "additionalProperties" not in schema,
+                    "all" if "additionalProperties" in schema else "declared",
                 ),
             )
         return cls(
@@ -226,10 +227,11 @@ class Alternative:
     @property
     def evaluated(self) -> Members | None:
         """The names and patterns that its keywords evaluate; ``None`` if they evaluate any name."""
-        if not all(part.is_open for part in self.members):
+        if any(part.evaluates == "all" for part in self.members):
             return None
-        names = {name: True for part in self.members for name in part.names}
-        return Members(names, {pattern: True for part in self.members for pattern in part.patterns})
+        parts = [part for part in self.members if part.evaluates == "declared"]
+        names = {name: True for part in parts for name in part.names}
+        return Members(names, {pattern: True for part in parts for pattern in part.patterns})
 
     def schemas_of(self, name: str) -> Iterator[AnySchema]:
         """All schemas that apply to the member ``name``."""
@@ -389,7 +391,7 @@ class Expander:
                 names = {name: self.constant(member) for name, member in literal.items()}
                 yield Alternative(
                     types=frozenset({"object"}),
-                    members=(Members(names, {}, False, False),),
+                    members=(Members(names, {}, False, "none"),),
                     required=tuple(names),
                 )
         if types:
@@ -408,9 +410,9 @@ class Expander:
     def with_unevaluated(
         self, alternatives: Sequence[Alternative], rest: AnySchema
     ) -> Iterator[Alternative]:
-        """Each each with ``rest`` as ``unevaluatedProperties``."""
+        """Each alternative with ``rest`` as ``unevaluatedProperties``."""
         if rest in (True, {}):
-            every = Members(is_open=False)
+            every = Members(evaluates="all")
             yield from (replace(each, members=(*each.members, every)) for each in alternatives)
             return
         if not self._knows_evaluated:
@@ -419,8 +421,7 @@ class Expander:
             return
         # Of the branches of an `anyOf`, more than one may hold: together, they evaluate all names.
         branches = [each for each in alternatives if each.in_any_of]
-        names = [{name for part in each.members for name in part.names} for each in branches]
-        if any(other != names[0] for other in names):
+        if any(each.evaluated != branches[0].evaluated for each in branches):
             self._drop("unevaluatedProperties")
         together = Alternative(members=tuple(part for each in branches for part in each.members))
         for each in alternatives:
@@ -428,7 +429,7 @@ class Expander:
             if evaluated is None:
                 yield each
             else:
-                closed = replace(evaluated, rest=rest, is_open=False)
+                closed = replace(evaluated, rest=rest, evaluates="all")
                 yield replace(each, members=(*each.members, closed))
 
     def are_disjoint(self, branches: Sequence[Sequence[Alternative]]) -> bool:

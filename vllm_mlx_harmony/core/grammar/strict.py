@@ -254,13 +254,13 @@ class _Rewriter:
     def unevaluated_properties(self, schema: Schema) -> Schema | None:
         """The member of ``allOf`` that stands for ``unevaluatedProperties``."""
         self._keyword, rest = "unevaluatedProperties", schema["unevaluatedProperties"]
+        if rest in (True, {}):
+            return None
         objects = (each for each in self._expander.expand(schema) if "object" in each.types)
         evaluated = [each.evaluated for each in objects]
-        if rest in (True, {}) or not any(evaluated):
-            return None
         if any(each != evaluated[0] for each in evaluated):
             self._drop()
-        if evaluated[0] is None:
+        if not evaluated or evaluated[0] is None:
             return None
         rest = self.schema(rest) if isinstance(rest, dict) else rest
         # Properties come in the order of the prompt: those of other schemas first.
