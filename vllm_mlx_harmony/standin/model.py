@@ -108,7 +108,8 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
                 for place, step in enumerate(steps):  # a prefill neither fails nor waits
                     if step.fails:
                         raise RuntimeError("the stand-in's script says: fail here")
-                    time.sleep(step.delay_ms / 1000)
+                    if step.delay_ms:
+                        time.sleep(step.delay_ms / 1000)
                     if row[len(row) - length + place + 1 :][:1] != [step.token]:
                         break  # what follows was tried, and is wrong
             scripted.append([-1] * (length - exact) + [step.token for step in steps])
