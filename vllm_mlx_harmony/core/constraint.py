@@ -74,8 +74,7 @@ class Constraint:
                 answering=spec.answering,
                 names=spec.names,
             )
-        if grammar and spec.grammar is not None:
-            self._grammar = spec.grammar.matcher()
+        self._grammar = spec.grammar.matcher() if grammar and spec.grammar is not None else None
         return self
 
     @property
