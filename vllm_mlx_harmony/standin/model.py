@@ -112,9 +112,11 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
                         time.sleep(step.delay_ms / 1000)
                     if row[len(row) - length + place + 1 :][:1] != [step.token]:
                         break  # what follows was tried, and is wrong
-            scripted.append([-1] * (length - exact) + [step.token for step in steps])
-        is_scripted = mx.arange(self.args.vocab_size) == mx.array(scripted)[..., None]
-        return mx.where(is_scripted, self.weight, self._instead)
+            scripted.append([0] * (length - exact) + [step.token for step in steps])
+        tokens = mx.array(scripted)[..., None]
+        logits = mx.broadcast_to(self._instead, (*tokens.shape[:2], self.args.vocab_size))
+        weights = mx.broadcast_to(self.weight, tokens.shape)
+        return mx.put_along_axis(logits, tokens, weights, axis=-1)
 
     def _answers(self, history: list[int], book: Any) -> bool:
         """Whether the last message is one that the model has begun."""
