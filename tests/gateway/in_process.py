@@ -20,9 +20,8 @@ from vllm_mlx_harmony.gateway.engines.http import HttpEngine
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Lease, Tracker
+from vllm_mlx_harmony.server.host import Deadline, Lease, Tracker
 
 MODEL = "gpt-oss-20b"
 

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.metrics import Metrics
 from vllm_mlx_harmony.gateway.router import Fleet, FleetEngine
-from vllm_mlx_harmony.server.deadline import Deadline
+from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.sampling import Settings
 
 LONG = "word " * 100

@@ -32,11 +32,10 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.server import answer, serving
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, error_response, failure_of
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.host import install
+from vllm_mlx_harmony.server.host import Deadline, install
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
 

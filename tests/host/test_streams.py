@@ -37,9 +37,9 @@ from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server import settings as settings_of_server
 from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, PING_VARIABLE, Answer, unread
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
+from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.streams import send_with_timeout
 
 SEAL = ServerCipher(b"0" * 32, "tenant")

@@ -18,9 +18,8 @@ from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import TokenLogprob, Usage
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps
-from vllm_mlx_harmony.server.host import Lease, tenant_of
+from vllm_mlx_harmony.server.host import Deadline, Lease, tenant_of
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 

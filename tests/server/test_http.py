@@ -30,9 +30,8 @@ from vllm_mlx_harmony.server import (
     streams,
 )
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.host import Lease
+from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.observer import Observed
 
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}

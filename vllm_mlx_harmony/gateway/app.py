@@ -51,9 +51,8 @@ from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Context, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.shutdown import draining
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
 from vllm_mlx_harmony.server.tools import config as tools

@@ -28,8 +28,8 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, Why, conversation
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
 

@@ -22,9 +22,8 @@ from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import ids
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
-from vllm_mlx_harmony.server.host import Lease
+from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.shutdown import draining
 

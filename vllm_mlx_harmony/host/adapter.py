@@ -23,9 +23,8 @@ from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Context, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
 from vllm_mlx_harmony.server.model_files import (
     GENERATION,
     configuration,

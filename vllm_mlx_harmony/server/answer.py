@@ -36,12 +36,11 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server import tasks
-from vllm_mlx_harmony.server.deadline import TIMED_OUT
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, run, run_choices
+from vllm_mlx_harmony.server.host import TIMED_OUT
 from vllm_mlx_harmony.server.observer import notify
 from vllm_mlx_harmony.server.settings import number
-from vllm_mlx_harmony.server.timers import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -173,12 +172,11 @@ class Answer:
             size += len(events[-1].data)
         return events
 
-    async def begun(self) -> bool:
-        """Waits for the first event, and returns true. Raises a failure that comes before it."""
+    async def begun(self) -> None:
+        """Waits for the first event. Raises a failure that comes before it."""
         while not (self._announced or self._complete):
             await self._wait()
         self._raise_failure()
-        return True
 
     async def whole(self) -> dict[str, Any]:
         """The whole answer, after the engine is free. Raises the failure that ended the answer."""
@@ -292,7 +290,7 @@ class Answer:
         """
         self._generating = True
         deadline = self._lease.deadline
-        silence = Timer(deadline.total, self._time_out)
+        silence = tasks.Timer(deadline.total, self._time_out)
         try:
             if failure := rejection():
                 raise failure

@@ -23,8 +23,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
-from starlette.requests import ClientDisconnect
-
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.errors import HostError, RequestError
@@ -327,8 +325,6 @@ async def _in_thread(
         done, _ = await asyncio.wait({coming}, timeout=WATCH_AFTER)
         if not done and unless_disconnected is not None:
             await unless_disconnected(asyncio.wait({coming}))
-            if not coming.done():
-                raise ClientDisconnect
         return await coming
     finally:
         check.cancel()

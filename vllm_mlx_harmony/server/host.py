@@ -7,6 +7,7 @@ set. A server implements ``Host`` and makes it available to every request with `
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -19,10 +20,10 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core.deltas import Delta, TokenLogprob, Usage
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.settings import words
 
@@ -30,6 +31,26 @@ if TYPE_CHECKING:
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
+
+TIMED_OUT = 504
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """A time limit of ``total`` seconds that ends at ``at`` on the monotonic clock."""
+
+    total: float
+    at: float
+
+    @property
+    def left(self) -> float:
+        """Never negative."""
+        return max(0.0, self.at - time.monotonic())
+
+    def passed(self) -> HostError:
+        """The error of a request that has no time left."""
+        problem = f"Request timed out after {self.total:.1f} seconds"
+        return HostError(problem, status=TIMED_OUT, code="timeout")
 
 
 @dataclass(slots=True)

@@ -52,8 +52,8 @@ from vllm_mlx_harmony.server.host import (
 )
 from vllm_mlx_harmony.server.observer import Observed, Observer, observe_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
-from vllm_mlx_harmony.server.streams import EventStream
-from vllm_mlx_harmony.server.tasks import in_thread, unless_disconnected
+from vllm_mlx_harmony.server.streams import EventStream, unless_disconnected
+from vllm_mlx_harmony.server.tasks import in_thread
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 
@@ -129,8 +129,8 @@ class Received:
     def host(self) -> Host:
         return host_of(self.request)
 
-    async def unless_disconnected(self, coming: Awaitable[T]) -> T | None:
-        """Calls ``tasks.unless_disconnected`` with the request and its deadline."""
+    async def unless_disconnected(self, coming: Awaitable[T]) -> T:
+        """Calls ``streams.unless_disconnected`` with the request and its deadline."""
         return await unless_disconnected(coming, self.request, self.lease.deadline)
 
     def track(self, *, stream: bool) -> Tracker:
@@ -405,23 +405,13 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
     """
     request, deadline = received.request, job.lease.deadline
     answer = Answer(job, end=end)
-    response: Response | None = None
-    result = "client_closed"
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:
-            whole = await unless_disconnected(answer.whole(), request, deadline)
-            if whole is not None:
-                return JSONResponse(whole)
-        elif await unless_disconnected(answer.begun(), request, deadline):
-            response = EventStream(request, answer)
-            return response
-        raise ClientDisconnect
-    except HostError:
-        # The deadline has passed. If the answer failed by itself, it has already recorded its
-        # result.
-        result = "timeout"
+            return JSONResponse(await unless_disconnected(answer.whole(), request, deadline))
+        await unless_disconnected(answer.begun(), request, deadline)
+        return EventStream(request, answer)
+    except BaseException as error:
+        # An answer that failed by itself has already recorded its result.
+        await answer.aclose("timeout" if isinstance(error, HostError) else "client_closed")
         raise
-    finally:
-        if response is None:
-            await answer.aclose(result)

@@ -1,4 +1,4 @@
-"""Server-sent events over HTTP.
+"""Server-sent events over HTTP, and clients that disconnect.
 
 A client may stop reading without closing its connection. So every write has a time limit
 (``send_with_timeout``), after which the connection is aborted.
@@ -20,8 +20,8 @@ from starlette.types import Receive, Scope, Send
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.settings import number
-from vllm_mlx_harmony.server.timers import Timer
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EventStream(StreamingResponse):
 
     Starlette would leave the iterator to the garbage collector, which may run much later; the
     engine would be busy until then. Its task group for watching the client costs several times as
-    much as ``tasks.unless_disconnected``.
+    much as ``unless_disconnected``.
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
@@ -53,8 +53,11 @@ class EventStream(StreamingResponse):
             transport.set_write_buffer_limits(high=0)
         give_up = partial(abort_connection, transport)
         try:
-            with send_with_timeout(send_timeout(), send, give_up) as sending:
-                await tasks.unless_disconnected(self.stream_response(sending), self._request)
+            with (
+                send_with_timeout(send_timeout(), send, give_up) as sending,
+                suppress(ClientDisconnect),
+            ):
+                await unless_disconnected(self.stream_response(sending), self._request)
         except OSError as error:  # from servers of ASGI 2.4 or later, for a client that has gone
             raise ClientDisconnect from error
         finally:
@@ -75,6 +78,38 @@ async def _close(events: AsyncIterator[Event]) -> None:
     # aclose() raises if the generator is still running in another task.
     with suppress(RuntimeError):
         await events.aclose()  # type: ignore[attr-defined]
+
+
+async def unless_disconnected(
+    coming: Awaitable[T], request: Request, deadline: Deadline | None = None
+) -> T:
+    """Awaits ``coming``, and cancels it if the client disconnects first.
+
+    The request's body must have been read. Raises ``ClientDisconnect``, and ``HostError`` 504 at
+    the ``deadline``. If it has already passed, waits one second more, so that ``coming`` can raise
+    its own error.
+    """
+    task = asyncio.ensure_future(coming)
+    gone = asyncio.ensure_future(_disconnected(request))
+    ends: set[asyncio.Future[Any]] = {task, gone}
+    try:
+        seconds = None if deadline is None else deadline.left or 1.0
+        await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if deadline is not None and not gone.done():
+            raise deadline.passed()
+        raise ClientDisconnect
+    finally:
+        gone.cancel()
+        if not task.done():
+            await tasks.cancel_and_wait(task)
+
+
+async def _disconnected(request: Request) -> None:
+    """Returns once the client has disconnected."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 TRANSPORT = "vllm_mlx_harmony.transport"
@@ -107,7 +142,7 @@ def send_with_timeout(
         logger.info("disconnecting a client that has read nothing for %.0f seconds", seconds)
         give_up()
 
-    timer = Timer(seconds, late)
+    timer = tasks.Timer(seconds, late)
 
     async def sending(message: T) -> None:
         timer.start()

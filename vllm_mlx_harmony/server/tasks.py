@@ -1,4 +1,4 @@
-"""Helpers for asyncio tasks and threads.
+"""Helpers for asyncio tasks, timers and threads.
 
 Long work runs in a thread, without Python's garbage collector. A collection holds the interpreter
 lock while it visits every object. The modules and models that a server has loaded take 200 ms and
@@ -12,12 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
-
-from starlette.requests import Request
-
-from vllm_mlx_harmony.server.deadline import Deadline
 
 T = TypeVar("T")
 
@@ -56,35 +52,43 @@ async def wait_until_done(task: asyncio.Future[Any]) -> None:
         del cancelled  # it and this frame would refer to each other
 
 
-async def unless_disconnected(
-    coming: Awaitable[T], request: Request, deadline: Deadline | None = None
-) -> T | None:
-    """Awaits ``coming``. If the client disconnects first, cancels it and returns ``None``.
+class Timer:
+    """Restartable timeout, which calls ``expired`` ``seconds`` after the last ``start``.
 
-    The request's body must have been read. Raises ``HostError`` 504 at the ``deadline``. If it has
-    already passed, waits one second more, so that ``coming`` can raise its own error.
+    ``start`` and ``stop`` only record a time; one event-loop timer is rescheduled when it fires
+    early. A new one for every token would cost several times as much.
     """
-    task = asyncio.ensure_future(coming)
-    gone = asyncio.ensure_future(_disconnected(request))
-    ends: set[asyncio.Future[Any]] = {task, gone}
-    try:
-        seconds = None if deadline is None else deadline.left or 1.0
-        await asyncio.wait(ends, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        if deadline is not None and not gone.done():
-            raise deadline.passed()
-        return None
-    finally:
-        gone.cancel()
-        if not task.done():
-            await cancel_and_wait(task)
 
+    def __init__(self, seconds: float, expired: Callable[[], object]) -> None:
+        self._seconds, self._expired = seconds, expired
+        self._loop = asyncio.get_running_loop()
+        self._due: float | None = None
+        self._handle: asyncio.TimerHandle | None = None
 
-async def _disconnected(request: Request) -> None:
-    """Returns once the client has disconnected."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+    def start(self) -> None:
+        self._due = self._loop.time() + self._seconds
+        if self._handle is None:
+            self._handle = self._loop.call_at(self._due, self._fire)
+
+    def stop(self) -> None:
+        self._due = None
+
+    def close(self) -> None:
+        """Stops it for good, and frees what it refers to."""
+        self._due = None
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    def _fire(self) -> None:
+        self._handle = None
+        if self._due is None:
+            return
+        if self._loop.time() < self._due:
+            self._handle = self._loop.call_at(self._due, self._fire)
+        else:
+            self._due = None
+            self._expired()
 
 
 async def in_thread(function: Callable[..., T], *arguments: object) -> T:

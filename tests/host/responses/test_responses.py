@@ -55,9 +55,8 @@ from vllm_mlx_harmony.host import contract, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server.deadline import Deadline
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.host import tenant_of
+from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import routes, websocket
 from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
 from vllm_mlx_harmony.server.responses.lookup import References, read
