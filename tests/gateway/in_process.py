@@ -99,11 +99,8 @@ class Watched(Gateway):
         self.lent = 0
         self.trackers: list[Recorded] = []
 
-    async def acquire(
-        self, request: Request, model: str | None, deadline: Deadline
-    ) -> Lease | None:
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         lease = await super().acquire(request, model, deadline)
-        assert lease is not None
         self.lent += 1
 
         async def give_back() -> None:

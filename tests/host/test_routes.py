@@ -415,7 +415,7 @@ class Lent:
     tenant = "somebody"
 
     def __init__(self, engine: Engine, total: float) -> None:
-        self.engine = self.harmony_engine = engine
+        self.engine = engine
         self.deadline = Deadline(total, time.monotonic() + total)
         self.released = 0
 

@@ -121,7 +121,7 @@ def answered(
         """There is nothing to give back."""
 
     lease = SimpleNamespace(
-        harmony_engine=SimpleNamespace(remote=remote),
+        engine=SimpleNamespace(remote=remote),
         deadline=Deadline(300, time.monotonic() + 300),
         tenant="somebody",
         release=release,

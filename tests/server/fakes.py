@@ -154,9 +154,7 @@ class Alone:
         """It is loaded."""
         return False
 
-    async def acquire(
-        self, request: Request, model: str | None, deadline: Deadline
-    ) -> Lease | None:
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         """Counts what is lent."""
         if model not in (None, MODEL):
             raise HTTPException(404, f"there is no {model}")

@@ -141,9 +141,7 @@ def test_a_timeout_is_counted_as_one(path: str, body: dict[str, Any]) -> None:
 class Watches(Alone):
     """A host that waits for the client's disconnection while it loads a model."""
 
-    async def acquire(
-        self, request: Request, model: str | None, deadline: Deadline
-    ) -> Lease | None:
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         messages: list[str] = []
 
         async def gone() -> None:

@@ -122,9 +122,7 @@ class Gateway:
     async def must_load(self, model: str | None) -> bool:
         return False
 
-    async def acquire(
-        self, request: Request, model: str | None, deadline: Deadline
-    ) -> Lease | None:
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         """Leases the whole fleet: an engine is chosen once the prompt is known."""
         if model not in (None, self.settings.model):
             raise HTTPException(404, f"The model `{model}` does not exist.")

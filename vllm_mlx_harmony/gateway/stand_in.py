@@ -96,12 +96,9 @@ class Host(Gateway):
         listed["data"][0]["max_model_len"] = self._engine.context_length
         return listed
 
-    async def acquire(
-        self, request: Request, model: str | None, deadline: Deadline
-    ) -> Lease | None:
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         lease = await super().acquire(request, model, deadline)
-        if lease is not None:
-            lease.engine = self._engine
+        lease.engine = self._engine
         return lease
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from starlette.requests import HTTPConnection, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core.deltas import Usage
@@ -24,7 +24,7 @@ from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import Context, Deadline, Lease, NotHarmony, Tracker, tenant_of
 from vllm_mlx_harmony.server.model_files import (
     GENERATION,
     configuration,
@@ -71,9 +71,7 @@ class VllmMlx:
         source = manager._registry[model].source
         return bool(await asyncio.to_thread(is_harmony_model, source))
 
-    async def acquire(
-        self, request: Request, model: str | None, deadline: Deadline
-    ) -> Lease | None:
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         """Leases an engine from vllm-mlx, which tracks it by request."""
         vllm = server()
         if model is not None:
@@ -82,9 +80,12 @@ class VllmMlx:
             request, total_timeout=deadline.total, deadline=deadline.at, model=model
         )
         if engine is None:
-            return None
+            raise ClientDisconnect
         give_back = partial(vllm._release_engine_for_request, request)
-        return Lease(engine_of(engine), tenant_of(request), deadline, give_back)
+        if (ours := engine_of(engine)) is None:
+            await give_back()
+            raise NotHarmony
+        return Lease(ours, tenant_of(request), deadline, give_back)
 
     async def forward(self, request: Request) -> Response:
         return await forward_to_host(request)

@@ -98,7 +98,7 @@ class Answer:
             deltas = (run_choices if job.others else run)(job, self._tracker)
         self._deltas = deltas
         self._write_last, self._sink = end, sink
-        self._is_remote = job.lease.harmony_engine.remote
+        self._is_remote = job.lease.engine.remote
         self._pings_after: float = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
         self._ping = job.ping if self._pings_after else None
         self._ping_timer: asyncio.TimerHandle | None = None

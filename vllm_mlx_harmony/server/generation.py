@@ -93,7 +93,7 @@ async def _reusable_tokens(job: Job) -> int | None:
     if not (job.reports_cached and job.stream):
         return None
     lease, prompt = job.lease, job.context.render_for_completion()
-    return await lease.harmony_engine.reusable_tokens(prompt, lease.tenant)
+    return await lease.engine.reusable_tokens(prompt, lease.tenant)
 
 
 async def run(job: Job, tracker: Tracker) -> Deltas:
@@ -109,7 +109,7 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
     """
     context, tools, progress = job.context, job.tools, _Progress()
     settings, constraint = job.settings, job.constraint
-    length = job.lease.harmony_engine.context_length
+    length = job.lease.engine.context_length
     ended: EndReason = "stop"
     # Server calls in the history without a result: approved since, or the one the turn paused at.
     approved = () if tools is None else context.unanswered
@@ -239,7 +239,7 @@ async def _output(
 ) -> Deltas:
     """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
-    engine, observers = job.lease.harmony_engine, job.observers()
+    engine, observers = job.lease.engine, job.observers()
     cached = None if progress.started else await _reusable_tokens(job)
     progress.generated, progress.finish = 0, None
     progress.outputs += 1

@@ -57,12 +57,11 @@ class Deadline:
 class Lease:
     """An engine in use by a request of ``tenant``. It is not unloaded until the lease is released.
 
-    ``engine`` is ``None`` if the model is not a Harmony model; then the host answers the request
-    itself. The lease is released at the end of ``serving.leased``, unless an ``Answer`` has
-    ``taken_over``, which releases it when the engine has stopped. Later releases have no effect.
+    The lease is released at the end of ``serving.leased``, unless an ``Answer`` has ``taken_over``,
+    which releases it when the engine has stopped. Later releases have no effect.
     """
 
-    engine: Engine | None
+    engine: Engine
     tenant: str
     deadline: Deadline
     _give_back: Callable[[], Awaitable[None]]
@@ -71,17 +70,15 @@ class Lease:
     """Callbacks that run after the engine is released."""
     _released: bool = field(default=False, init=False)
 
-    @property
-    def harmony_engine(self) -> Engine:
-        """The engine of a Harmony model."""
-        assert self.engine is not None
-        return self.engine
-
     async def release(self) -> None:
         if not self._released:
             self._released = True
             async with self.endings:
                 await self._give_back()
+
+
+class NotHarmony(Exception):
+    """The model is not a Harmony model: the host itself answers its requests."""
 
 
 class Context(Protocol):
@@ -155,12 +152,10 @@ class Host(Protocol):
         If so, its requests are checked before it is loaded.
         """
 
-    async def acquire(
-        self, request: Request, model: str | None, deadline: Deadline
-    ) -> Lease | None:
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         """The engine of ``model``, which is loaded first if necessary.
 
-        ``None`` if the client has disconnected. Raises ``HTTPException`` 404, 503 and 504.
+        Raises ``NotHarmony``, ``ClientDisconnect``, and ``HTTPException`` 404, 503 and 504.
         """
 
     async def forward(self, request: Request) -> Response:

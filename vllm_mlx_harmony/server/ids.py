@@ -216,7 +216,7 @@ async def _generate(received: Received) -> Response:
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     constraint = Constraint(spec) if spec else None
     settings = limited_to_context(
-        parsed.settings.resolved(), len(prompt), lease.harmony_engine.context_length
+        parsed.settings.resolved(), len(prompt), lease.engine.context_length
     )
     if observe_of(received.request) is not None:
         settings = replace(settings, origins=True)

@@ -84,7 +84,7 @@ def view(host: Host, lease: Lease) -> ReplayScope | None:
     connection = server_connection()
     archive = host.archive if connection is None else _shared_turns(connection)
     turns = replay(archive)  # type: ignore[arg-type]  # lru_cache hashes an archive by identity
-    return None if turns is None else turns.view(f"{lease.harmony_engine.model}\0{lease.tenant}")
+    return None if turns is None else turns.view(f"{lease.engine.model}\0{lease.tenant}")
 
 
 def replaying(

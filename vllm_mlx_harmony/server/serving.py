@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import anyio
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core import vocab
@@ -44,6 +44,7 @@ from vllm_mlx_harmony.server.host import (
     Context,
     Host,
     Lease,
+    NotHarmony,
     Tracker,
     host_of,
     own_name,
@@ -194,16 +195,15 @@ async def serve(
         problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
         raise RequestError(problem, status=408, code="request_timeout") from error
     document = await parse_body(body, api.more_values)
-    async with leased(api, request, document) as lease:
-        if lease.engine is None:
-            await lease.release()  # the host acquires its own engine
-            try:
-                return await host_of(request).forward(request)
-            except LookupError as error:
-                problem = f"{request.url.path} is not available for this model"
-                raise RequestError(problem, status=404, param="model") from error
-        received = Received(api, request, document, lease, id_seed or uuid4().hex)
-        return await handler(received)
+    try:
+        async with leased(api, request, document) as lease:
+            return await handler(Received(api, request, document, lease, id_seed or uuid4().hex))
+    except NotHarmony:
+        try:
+            return await host_of(request).forward(request)
+        except LookupError as error:
+            problem = f"{request.url.path} is not available for this model"
+            raise RequestError(problem, status=404, param="model") from error
 
 
 async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
@@ -224,7 +224,7 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
     """A lease of the engine that ``document`` asks for.
 
     It is released at the end of the block, unless an ``Answer`` has taken it over. Raises
-    ``HarmonyFailure``, ``HTTPException`` of the host, and ``ClientDisconnect``.
+    ``HarmonyFailure``, and what ``Host.acquire`` raises.
     """
     host = host_of(request)
     model, timeout = _routing(document.value)
@@ -235,8 +235,6 @@ async def leased(api: Api, request: Request, document: Document) -> AsyncIterato
     if await host.must_load(own):
         await reject_invalid(api, request, document)
     lease = await host.acquire(request, own, host.deadline(timeout))
-    if lease is None:
-        raise ClientDisconnect
     try:
         yield lease
     finally:
@@ -309,7 +307,7 @@ async def prepare(received: Received) -> Job:
     check_logprobs(lease, settings, api.logprobs)
     if observe_of(received.request) is not None:
         settings = replace(settings, origins=True)
-    if turn.prediction and lease.harmony_engine.has_prediction:  # a hint, as long as a body may be
+    if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
         settings = replace(settings, prediction=tuple(predicted[:WINDOW]))
     name = response_name(request.model, host.model_name)
@@ -318,9 +316,7 @@ async def prepare(received: Received) -> Job:
     context, *others = await _contexts(parsed, info, turns)
     names = getattr(context, "names", None) or Names.of(turn)
     prompt_tokens = len(context.render_for_completion())
-    settings = sampling.limited_to_context(
-        settings, prompt_tokens, lease.harmony_engine.context_length
-    )
+    settings = sampling.limited_to_context(settings, prompt_tokens, lease.engine.context_length)
     constraint = await constraint_for(
         turn, names, host.reasoning_tokens, received.unless_disconnected
     )
@@ -362,7 +358,7 @@ async def prepare(received: Received) -> Job:
 
 def check_logprobs(lease: Lease, settings: sampling.Settings, field: str) -> None:
     """Raises ``RequestError`` naming ``field`` if the engine does not return log probabilities."""
-    if settings.top_logprobs is not None and not lease.harmony_engine.has_logprobs:
+    if settings.top_logprobs is not None and not lease.engine.has_logprobs:
         raise unsupported(field, f"{field}: this server's engine does not return log probabilities")
 
 
@@ -392,7 +388,7 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
             return render()
         return await in_thread(render)
     except PromptTooLong as error:  # the renderer does not know the window of the engine
-        window = parsed.received.lease.harmony_engine.context_length
+        window = parsed.received.lease.engine.context_length
         if window is None:
             raise
         raise error.within(window) from error

@@ -301,7 +301,7 @@ def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
 
 
 class Lent:
-    engine = harmony_engine = SimpleNamespace(remote=False)
+    engine = SimpleNamespace(remote=False)
     tenant = TENANT
 
     def __init__(self, seconds: float = 0) -> None:

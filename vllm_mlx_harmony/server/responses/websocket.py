@@ -35,7 +35,7 @@ from vllm_mlx_harmony.server.endpoint import (
     retry_headers,
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job
-from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.host import NotHarmony, host_of
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.serving import Received, leased, prepare
@@ -170,7 +170,8 @@ class Conversation:
             raise
         except ClientDisconnect:
             return
-        except Exception as error:  # noqa: BLE001 - the client gets every error
+        except Exception as raised:  # noqa: BLE001 - the client gets every error
+            error = _NOT_HARMONY if isinstance(raised, NotHarmony) else raised
             # The specification discards the response that a failed turn was to continue.
             self._forget(responses.previous_response_id(document))
             await self._send_error(failure_of(error, "a response failed"))
@@ -179,8 +180,6 @@ class Conversation:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
         request = Request(scope, _empty_body())
         async with leased(self._api, request, body) as lease:
-            if lease.engine is None:
-                raise RequestError("this model is not available over a WebSocket", param="model")
             received = Received(self._api, request, body, lease, new_id_seed())
             job = await prepare(received)
             emitter = job.emitter
@@ -213,6 +212,8 @@ class Conversation:
             event["headers"] = headers
         await self._send(dumps(event))
 
+
+_NOT_HARMONY = RequestError("this model is not available over a WebSocket", param="model")
 
 _OVER = RequestError(
     f"Responses websocket connection limit reached ({LIFETIME / 60:.0f} minutes). "
