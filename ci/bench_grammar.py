@@ -136,7 +136,8 @@ def off() -> Row:
     before = os.environ.get(enforcement.GRAMMAR_VARIABLE)
     os.environ[enforcement.GRAMMAR_VARIABLE] = Policy.OFF.value
     try:
-        held = asyncio.run(enforcement.constraint_for(turn, Names.of(turn)))
+        wanted = enforcement.read_settings()
+        held = asyncio.run(enforcement.constraint_for(turn, Names.of(turn), wanted))
     finally:
         os.environ.pop(enforcement.GRAMMAR_VARIABLE)
         if before is not None:

@@ -13,7 +13,18 @@ from starlette.requests import Request
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.server import body
-from vllm_mlx_harmony.server.body import DEFAULT_MAX_VALUES, LARGE, bounded, parse_body
+from vllm_mlx_harmony.server.body import LARGE, Document
+from vllm_mlx_harmony.server.settings import Environment
+
+DEFAULT_MAX_VALUES = Environment().max_values
+
+
+async def parse_body(sent: bytes) -> Document:
+    return await body.parse(sent, Environment.read())
+
+
+async def read(sent: Request) -> bytes:
+    return (await body.read(sent, Environment.read()))[1].raw
 
 
 def request(*chunks: bytes, **headers: str) -> tuple[Request, list[bytes]]:
@@ -39,22 +50,21 @@ def test_what_comes_beyond_the_limit_is_not_read(
 ) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
     sent, left = request(*[b"x" * 500] * 9, **({"content_length": length} if length else {}))
-    error = refused(bounded(sent).body())
+    error = refused(read(sent))
     assert (error.status, error.code, len(left)) == (413, "request_too_large", 6)
 
 
 def test_what_says_that_it_is_too_large_is_not_read_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
     sent, left = request(b"{}", content_length="1025")
-    with pytest.raises(RequestError):
-        bounded(sent)
+    refused(read(sent))
     assert left == [b"{}"]
 
 
 def test_what_is_within_the_limit_can_be_read_again() -> None:
     sent, _ = request(b"[1,", b"2]")
-    within = bounded(sent)
-    assert [asyncio.run(within.body()) for _ in range(2)] == [b"[1,2]"] * 2
+    within, document = asyncio.run(body.read(sent, Environment.read()))
+    assert (asyncio.run(within.body()), document.value) == (b"[1,2]", [1, 2])
 
 
 @pytest.mark.parametrize(
@@ -63,7 +73,7 @@ def test_what_is_within_the_limit_can_be_read_again() -> None:
 )
 def test_the_setting(monkeypatch: pytest.MonkeyPatch, given: str, bytes_: int) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, given)
-    assert body.max_body() == bytes_
+    assert Environment.read().max_body == bytes_
 
 
 TOO_MANY = {

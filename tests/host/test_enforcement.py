@@ -327,9 +327,10 @@ async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Sai
     asked = api.read(document, Defaults(), "tenant")
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
-    constraint = await enforcement.constraint_for(
-        asked.turn, context.names, VllmMlx().reasoning_tokens
-    )
+    wanted = enforcement.read_settings()
+    if (budget := VllmMlx().reasoning_tokens) is not None:
+        wanted = replace(wanted, reasoning_tokens=budget)
+    constraint = await enforcement.constraint_for(asked.turn, context.names, wanted)
     emitter = api.emitter(asked, info, context, "tenant")
     found = Said(asked.turn, [], constraint=constraint)
     deltas = list(context.start())
@@ -625,7 +626,7 @@ def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint |
         document = {**job.document, **more}
         turn = job.api.read(document, Defaults(), "tenant").turn
         names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
-        return await enforcement.constraint_for(turn, names)
+        return await enforcement.constraint_for(turn, names, enforcement.read_settings())
 
     found: Constraint | None = run(asked())
     return found
@@ -702,7 +703,8 @@ def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
     names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
 
     async def grammar(tenant: str) -> Any:
-        constraint = await enforcement.constraint_for(replace(turn, tenant=tenant), names)
+        own, wanted = replace(turn, tenant=tenant), enforcement.read_settings()
+        constraint = await enforcement.constraint_for(own, names, wanted)
         return constraint and constraint.spec.grammar
 
     one, again, other = run(grammar("one")), run(grammar("one")), run(grammar("two"))

@@ -418,20 +418,18 @@ class Lent:
         self.engine = engine
         self.deadline = Deadline(total, time.monotonic() + total)
         self.released = 0
+        self.tracker = Tracked()
 
     async def release(self) -> None:
         self.released += 1
 
 
 class Tracked:
-    """The host's metrics of a request, which start when it is called; the first result counts."""
+    """The host's metrics of a request; the first result counts."""
 
     def __init__(self) -> None:
         self.results: list[str] = []
         self.tokens: tuple[int, int] | None = None
-
-    def __call__(self) -> Tracked:
-        return self
 
     def observe_ttft(self) -> None:
         pass
@@ -481,7 +479,11 @@ class Engine:
 def job(engine: Engine, total: float = NEVER, emitter: Any = None) -> Job:
     settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
     lease: Any = Lent(engine, total)
-    return Job(lease, Context(), settings, emitter or Noted(), Tracked(), True, "seed")  # type: ignore[arg-type]
+    return Job(lease, Context(), settings, emitter or Noted(), True, "seed")  # type: ignore[arg-type]
+
+
+def started(turn: Job) -> Answer:
+    return Answer(turn, turn.lease.tracker)  # type: ignore[attr-defined]
 
 
 async def two(*_: Any) -> AsyncIterator[Step]:
@@ -545,7 +547,7 @@ class Noted:
 
 
 def answer_to(turn: Job) -> Answer:
-    return Answer(replace(turn, stream=False))
+    return started(replace(turn, stream=False))
 
 
 def stubborn(computed: asyncio.Event) -> Generate:
@@ -567,15 +569,15 @@ async def everything(turn: Job) -> list[Delta]:
 
 
 async def the_beginning(turn: Job) -> None:
-    reading = Answer(replace(turn, emitter=Silence()))
+    reading = started(replace(turn, emitter=Silence()))
     await anext(reading)
     await asyncio.sleep(0)
     await reading.aclose()
 
 
 async def nothing(turn: Job) -> None:
-    reading = Answer(replace(turn, emitter=Silence()))
-    assert await reading.begun()
+    reading = started(replace(turn, emitter=Silence()))
+    await reading.begun()
     await reading.aclose()
 
 
@@ -630,8 +632,8 @@ def test_whatever_way_a_turn_ends(
         for _ in range(20):  # of one that is silent the engine is stopped when the client knows
             await asyncio.sleep(0)
         assert turn.lease.released == 1  # type: ignore[attr-defined]
-        assert turn.track.results[0] == result  # type: ignore[attr-defined]
-        assert turn.track.tokens == tokens  # type: ignore[attr-defined]
+        assert turn.lease.tracker.results[0] == result  # type: ignore[attr-defined]
+        assert turn.lease.tracker.tokens == tokens  # type: ignore[attr-defined]
         engine.generate = two
         assert len(await everything(job(engine))) == 2  # and the next one has its turn
 
@@ -740,9 +742,9 @@ def test_a_turn_ends_with_what_was_cached() -> None:
 def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
     async def test() -> None:
         engine = Engine(two)
-        turns = [Answer(job(engine, emitter=Silence())) for _ in range(3)]
+        turns = [started(job(engine, emitter=Silence())) for _ in range(3)]
         for turn in turns:
-            assert await turn.begun()
+            await turn.begun()
         for turn in turns:
             await turn.aclose()
 
@@ -783,8 +785,8 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         application = Starlette()
         install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
-        events = Answer(replace(turn, emitter=Silence(), ping=HEARTBEAT))
-        assert await events.begun()
+        events = started(replace(turn, emitter=Silence(), ping=HEARTBEAT))
+        await events.begun()
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):
             await EventStream(request, events)(scope, receive, send)

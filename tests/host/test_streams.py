@@ -8,9 +8,9 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -34,12 +34,11 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, Event
-from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server import settings as settings_of_server
-from vllm_mlx_harmony.server.answer import CAPACITY_VARIABLE, PING_VARIABLE, Answer, unread
+from vllm_mlx_harmony.server.answer import Answer, unread
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline
+from vllm_mlx_harmony.server.settings import Environment
 from vllm_mlx_harmony.server.streams import send_with_timeout
 
 SEAL = ServerCipher(b"0" * 32, "tenant")
@@ -128,15 +127,13 @@ def answered(
     )
     tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
     given: Any = (lease, None, None)
-    job = Job(*given, emitter, lambda: tracker, stream=True, id_seed="s", ping=ping)
-    settings = {CAPACITY_VARIABLE: capacity, PING_VARIABLE: pings_after}
-
-    def number(variable: str, default: int) -> float:
-        value = settings[variable]
-        return settings_of_server.number(variable, default) if value is None else value
-
-    with patch.object(answers, "number", number):
-        return Answer(job, deltas=deltas)
+    environment = Environment.read()
+    if capacity is not None:
+        environment = replace(environment, stream_bytes=capacity)
+    if pings_after is not None:
+        environment = replace(environment, ping_seconds=pings_after)
+    job = Job(*given, emitter, stream=True, id_seed="s", environment=environment, ping=ping)
+    return Answer(job, tracker, deltas=deltas)
 
 
 class Plain:
@@ -241,7 +238,7 @@ def test_the_environment_says_how_much_may_wait(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: str, fits: bool
 ) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setenv(CAPACITY_VARIABLE, size)
+    monkeypatch.setenv("VLLM_MLX_HARMONY_STREAM_BYTES", size)
     failures: list[str | None] = []
 
     class Noting(Plain):

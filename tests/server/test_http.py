@@ -22,16 +22,16 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from vllm_mlx_harmony.server import (
     answer as answers,
 )
+from vllm_mlx_harmony.server import body as body_module
 from vllm_mlx_harmony.server import (
     enforcement,
     middleware,
-    observer,
     serving,
     streams,
 )
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.host import Deadline, Lease
+from vllm_mlx_harmony.server.host import Deadline, Lease, add_observer
 from vllm_mlx_harmony.server.observer import Observed
 
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
@@ -187,7 +187,7 @@ def test_a_host_may_wait_for_a_websockets_disconnection() -> None:
 
 
 def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "UPLOAD_SECONDS", 0.05)
+    monkeypatch.setattr(body_module, "UPLOAD_SECONDS", 0.05)
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
@@ -290,9 +290,9 @@ def test_an_observer_that_fails_changes_no_answer(method: str, stream: bool) -> 
             raise ValueError("no observer")
         return Fails(method)
 
-    body = {**CHAT, "stream": stream}
-    observer.install(asking.app, make)  # type: ignore[arg-type]
-    got = asking.post("/v1/chat/completions", json=body)
+    asked = {**CHAT, "stream": stream}
+    add_observer(asking.app, make)  # type: ignore[arg-type]
+    got = asking.post("/v1/chat/completions", json=asked)
     assert got.status_code == 200
     assert "Good" in got.text and ("[DONE]" in got.text) is stream
     assert host.trackers[0].results == ["success"]

@@ -33,10 +33,10 @@ from vllm_mlx_harmony.core.errors import HostError, OutputError
 from vllm_mlx_harmony.inspector import record, routes
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import observer
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.engine import Step, Steps
+from vllm_mlx_harmony.server.host import front_end_of
 from vllm_mlx_harmony.server.observer import Observed
 from vllm_mlx_harmony.server.responses import background
 from vllm_mlx_harmony.server.sampling import Settings
@@ -492,7 +492,7 @@ def test_long_answers_and_bodies_are_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_undone_nothing_is_left(site: Site) -> None:
     site.undo()
-    assert observer.observe_of(HTTPConnection({"type": "http", "app": site.app})) is None
+    assert front_end_of(HTTPConnection({"type": "http", "app": site.app})).observe == ()
     assert site.browser.get("/harmony").status_code == 404
     assert site.ask().status_code == 200
 

@@ -25,12 +25,11 @@ from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.server import encryption
-from vllm_mlx_harmony.server.answer import PING_VARIABLE
 from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
 from vllm_mlx_harmony.server.peers.answers import Beat, Command, Directory
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
-from vllm_mlx_harmony.server.replay import SharedTurns
+from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.responses import lookup, store
 from vllm_mlx_harmony.server.responses.store import SharedStore, StoredResponse
 
@@ -259,7 +258,6 @@ def test_who_follows_at_another_server_gets_heartbeats(
     known, stored = Directory(Connection(server.url)), CountingStore(Connection(server.url))
     name = KEPT.id, KEPT.tenant
     created = Event('{"n":0}', "response.created")
-    monkeypatch.setenv(PING_VARIABLE, str(seconds))
     monkeypatch.setattr(peers_answers, "ALIVE", 3600)  # however slow the machine is
     monkeypatch.setattr(lookup, "directory", lambda: known)
     monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(name))
@@ -268,7 +266,7 @@ def test_who_follows_at_another_server_gets_heartbeats(
 
     async def following() -> list[Event]:
         known.beat([], {name: {0: created}})
-        events = await lookup.follow(replace(KEPT, id=name[0]), 0)
+        events = await lookup.follow(replace(KEPT, id=name[0]), 0, seconds)
         found = [await anext(events)]
         more = asyncio.ensure_future(anext(events))
         for _ in range(8):
@@ -311,7 +309,7 @@ def test_who_follows_what_ended_without_its_last_events(
         stored.put(replace(KEPT, id=name[0], document=document))
 
     async def followed() -> list[Event]:
-        events = await lookup.follow(replace(KEPT, id=name[0]), 0)
+        events = await lookup.follow(replace(KEPT, id=name[0]), 0, 5)
         return [event async for event in events]
 
     found = asyncio.run(followed())

@@ -22,6 +22,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from vllm_mlx_harmony.host.patching import Undo, find_problem, locate
 from vllm_mlx_harmony.server import app as server
+from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
 from vllm_mlx_harmony.server.host import Host, host_of, install, uninstall
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
@@ -144,7 +145,7 @@ def front_end(host: Host) -> Addition:
 
     def add(application: FastAPI) -> Undo:
         stack, present = application.middleware_stack, application.router.routes
-        install(application, host)
+        install(application, host, traces.observe())
         application.user_middleware[:0] = server.MIDDLEWARE
         application.middleware_stack = None  # the next request builds it again
         present.extend(server.SOCKETS)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias
 
@@ -38,28 +38,16 @@ from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, run, run_choices
-from vllm_mlx_harmony.server.host import TIMED_OUT
-from vllm_mlx_harmony.server.observer import notify
-from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker
+from vllm_mlx_harmony.server.observer import Observer
 
 logger = logging.getLogger(__name__)
-
-CAPACITY_VARIABLE = "VLLM_MLX_HARMONY_STREAM_BYTES"
-"""Environment variable: maximum unread bytes of an answer. An answer that has more is ended."""
-
-DEFAULT_CAPACITY = 8 * 1024 * 1024
 
 HIGH_WATER = 128 * 1024
 """Unread bytes of an answer above which a remote engine waits, until half of them are read."""
 
 PIECE = 32 * 1024
 """Approximate bytes of events that are sent together."""
-
-PING_VARIABLE = "VLLM_MLX_HARMONY_PING_SECONDS"
-"""Environment variable: seconds of silence after which a ping is sent, or a comment in APIs that
-have no pings; 0: never."""
-
-DEFAULT_PING_SECONDS = 5
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two reports of the progress of a prompt."""
@@ -73,6 +61,8 @@ End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 class Answer:
     """The answer to ``job``. Creating it starts the generation, independently of the reader.
 
+    ``tracker`` has the metrics of the request. ``observers`` see the answer.
+
     Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
     then the iteration. An answer that is not streamed has no events, only the document that
     ``whole`` returns. After a silence (comments do not count), the reader gets the job's ``ping``.
@@ -85,27 +75,29 @@ class Answer:
     def __init__(
         self,
         job: Job,
+        tracker: Tracker,
+        observers: Sequence[Observer] = (),
         *,
         end: End | None = None,
         announced: bool = False,
         sink: Callable[[list[Event]], None] | None = None,
         deltas: Deltas | None = None,
     ) -> None:
-        self._lease, self._tracker, self._emitter = job.lease, job.track(), job.emitter
-        self._observers = job.observers()
+        self._lease, self._emitter = job.lease, job.emitter
+        self._tracker, self._observers = tracker, observers
         self._lease.taken_over = True
         if deltas is None:
-            deltas = (run_choices if job.others else run)(job, self._tracker)
+            deltas = (run_choices if job.others else run)(job, tracker, observers)
         self._deltas = deltas
         self._write_last, self._sink = end, sink
         self._is_remote = job.lease.engine.remote
-        self._pings_after: float = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
+        self._pings_after = job.environment.ping_seconds
         self._ping = job.ping if self._pings_after else None
         self._ping_timer: asyncio.TimerHandle | None = None
         self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
         self._progress_at: float | None = None  # when progress was last reported
-        self._max_unread = number(CAPACITY_VARIABLE, DEFAULT_CAPACITY)
+        self._max_unread = job.environment.stream_bytes
         # Unread bytes at which the answer is ended. Set after the first group, which does not
         # count: in Responses it repeats the client's instructions and tools.
         self._capacity: int | None = None
@@ -184,7 +176,8 @@ class Answer:
             await self._wait()
         self._raise_failure()
         document = self._emitter.result()
-        notify(self._observers, lambda each: each.whole(document))
+        for observer in self._observers:
+            observer.whole(document)
         return document
 
     async def aclose(self, result: str = "client_closed") -> None:
@@ -384,7 +377,8 @@ class Answer:
     def _put(self, events: list[Event]) -> None:
         if self._complete:
             return
-        notify(self._observers, lambda each: each.events(events))
+        for observer in self._observers:
+            observer.events(events)
         if self._sink is not None:
             self._sink(events)
         elif self._buffered:
@@ -420,7 +414,8 @@ class Answer:
         self._metrics_finished = True
         usage = Usage() if last is None else last.usage
         self._tracker.finish(result, usage)
-        notify(self._observers, lambda each: each.ended(result, usage, failure))
+        for observer in self._observers:
+            observer.ended(result, usage, failure)
 
     def _wake(self) -> None:
         if self._reader_waiter is not None and not self._reader_waiter.done():

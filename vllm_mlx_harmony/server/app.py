@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server import answer, chat, ids, messages
+from vllm_mlx_harmony.server import answer, chat, ids, messages, traces
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
 from vllm_mlx_harmony.server.host import Host, host_of, install, tenant_of
 from vllm_mlx_harmony.server.middleware import Admission, error_at
@@ -98,7 +98,7 @@ def application(host: Host) -> Starlette:
         exception_handlers={404: _unknown_path},
     )
     app.router.redirect_slashes = False
-    install(app, host)
+    install(app, host, traces.observe())
     return app
 
 

@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from json import loads
 
+import anyio
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Message
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.validation import repair
-from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.settings import Environment
 from vllm_mlx_harmony.server.tasks import in_thread
 
 MAX_BODY_VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
@@ -30,15 +31,12 @@ MAX_VALUES_VARIABLE = "VLLM_MLX_HARMONY_MAX_VALUES"
 
 The other limits below are proportional to it."""
 
-DEFAULT_MAX_BODY = 32 * 2**20
+UPLOAD_SECONDS = 300
+"""Maximum seconds until the body of a request has arrived: until then, it takes up memory."""
 
 LARGE = 32_768
 """A body of this many bytes, or a conversation of this many characters, is processed in a
 thread."""
-
-DEFAULT_MAX_VALUES = 50_000
-"""JSON values in a body. Parsing this many takes 10 to 15 ms, and a garbage collection that visits
-the resulting objects about 15."""
 
 UNQUOTED_PER_VALUE = 80
 """Bytes outside strings, per allowed value: a parser takes 6 ms for a megabyte of digits."""
@@ -67,24 +65,19 @@ class Document:
     raw: bytes = b""
 
 
-def max_body() -> int:
-    """The maximum size of a body in bytes."""
-    return number(MAX_BODY_VARIABLE, DEFAULT_MAX_BODY)
+async def read(
+    request: Request, environment: Environment, more_values: int = 0
+) -> tuple[Request, Document]:
+    """The document in the body of ``request``, and the request from which it was read.
 
-
-def max_values() -> int:
-    return number(MAX_VALUES_VARIABLE, DEFAULT_MAX_VALUES)
-
-
-def bounded(request: Request) -> Request:
-    """A copy of ``request`` that raises ``RequestError`` 413 when its body exceeds the limit.
-
-    Raises it immediately for a ``Content-Length`` above the limit.
+    Raises ``RequestError``: 413 above the limits, immediately for a ``Content-Length`` above that
+    of a body, 408 if the body takes too long, and 400 for invalid JSON. ``more_values`` as in
+    ``parse``.
     """
-    declared, limit = request.headers.get("content-length", ""), max_body()
+    declared, limit = request.headers.get("content-length", ""), environment.max_body
     # int() is quadratic, and 18 digits exceed any limit.
     if declared.isascii() and declared.isdigit() and int(declared[:18]) > limit:
-        raise too_large()
+        raise too_large(limit)
     size = 0
 
     async def receive() -> Message:
@@ -92,27 +85,34 @@ def bounded(request: Request) -> Request:
         message = await request.receive()
         size += len(message.get("body", b""))
         if size > limit:
-            raise too_large()
+            raise too_large(limit)
         return message
 
-    return Request(request.scope, receive)
+    bounded = Request(request.scope, receive)
+    try:
+        with anyio.fail_after(UPLOAD_SECONDS):
+            received = await bounded.body()
+    except TimeoutError as error:
+        problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
+        raise RequestError(problem, status=408, code="request_timeout") from error
+    return bounded, await parse(received, environment, more_values)
 
 
-def too_large() -> RequestError:
-    problem = f"the request body exceeds {max_body()} bytes, the limit set by {MAX_BODY_VARIABLE}"
+def too_large(limit: int) -> RequestError:
+    problem = f"the request body exceeds {limit} bytes, the limit set by {MAX_BODY_VARIABLE}"
     return RequestError(problem, status=413, code="request_too_large")
 
 
-async def parse_body(body: bytes, more_values: int = 0) -> Document:
+async def parse(body: bytes, environment: Environment, more_values: int = 0) -> Document:
     """The document in ``body``. Raises ``RequestError`` for invalid JSON and above the limits.
 
     ``more_values`` is added to the number of JSON values that a body may have.
     """
-    if len(body) > max_body():
-        raise too_large()
+    if len(body) > environment.max_body:
+        raise too_large(environment.max_body)
     if len(body) < LARGE:
         return Document(_parse(body), raw=body)
-    document = await in_thread(_parse_large, body, max_values() + more_values)
+    document = await in_thread(_parse_large, body, environment.max_values + more_values)
     return Document(document, large=True, raw=body)
 
 

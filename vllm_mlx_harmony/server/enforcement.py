@@ -120,20 +120,16 @@ UnlessDisconnected: TypeAlias = "Callable[[Awaitable[Any]], Awaitable[Any]]"
 async def constraint_for(
     turn: Turn,
     names: Names,
-    by_flag: int | None = None,
+    wanted: Enforcement,
     unless_disconnected: UnlessDisconnected | None = None,
 ) -> Constraint | None:
     """The constraint of the output of ``turn``, rendered with ``names``; ``None`` if unconstrained.
 
-    ``by_flag`` is the reasoning budget set by a flag of the server, which overrides the
-    environment's. ``unless_disconnected`` watches the client while a new grammar is compiled.
+    ``unless_disconnected`` watches the client while a new grammar is compiled.
 
     Raises ``RequestError`` for what cannot be enforced, ``HostError`` 503 if that cannot be checked
     now, and ``ClientDisconnect``.
     """
-    wanted = read_settings()
-    if by_flag is not None:
-        wanted = replace(wanted, reasoning_tokens=by_flag)
     limits = turn.limits
     grammar = None
     if wanted.policy is Policy.OFF:

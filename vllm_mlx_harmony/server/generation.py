@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core import vocab
@@ -36,9 +36,9 @@ from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
-from vllm_mlx_harmony.server.observer import Observer, notify
-from vllm_mlx_harmony.server.replay import remember
+from vllm_mlx_harmony.server.observer import Observer, watched
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.settings import Environment
 from vllm_mlx_harmony.server.tasks import wait_until_done
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
 
@@ -61,18 +61,19 @@ class Emitter(Protocol):
 class Job:
     """A turn to generate, and how its answer is written.
 
-    ``ping``, ``comments_progress`` and ``reports_cached`` are those of the API (`serving.Api`).
+    ``model`` is its name in the answer. ``ping``, ``comments_progress`` and ``reports_cached`` are
+    those of the API (`serving.Api`).
     """
 
     lease: Lease
     context: Context
     settings: Settings
     emitter: Emitter
-    track: Callable[[], Tracker]
-    """Starts the metrics."""
     stream: bool
     id_seed: str
     """Contained in all ids of the answer; identifies it for a cancellation."""
+    model: str = ""
+    environment: Environment = field(default_factory=Environment)
     constraint: Constraint | None = None
     replay: ReplayScope | None = None
     echoed: Callable[[Message], Message] = lambda message: message
@@ -82,7 +83,6 @@ class Job:
     ping: Event | None = None
     comments_progress: bool = False
     reports_cached: bool = False
-    observers: Callable[[], Sequence[Observer]] = tuple
     others: tuple[Job, ...] = ()
     """Further answers to the same prompt, with the lease, emitter and metrics of this one."""
     append: Callable[[Step], list[Delta]] | None = None
@@ -96,7 +96,7 @@ async def _reusable_tokens(job: Job) -> int | None:
     return await lease.engine.reusable_tokens(prompt, lease.tenant)
 
 
-async def run(job: Job, tracker: Tracker) -> Deltas:
+async def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
     """The deltas of a turn, in groups.
 
     When the model calls a tool of the server, the tool is run and the model continues, until it
@@ -119,7 +119,9 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
         yield context.start(await _reusable_tokens(job))
     while True:
         if not history:
-            async with aclosing(_output(job, tracker, settings, constraint, progress)) as output:
+            async with aclosing(
+                _output(job, tracker, settings, constraint, progress, observers=observers)
+            ) as output:
                 async for deltas in output:
                     yield deltas
         if tools is None or not (calls := _next_calls(context, tools, history)):
@@ -128,7 +130,7 @@ async def run(job: Job, tracker: Tracker) -> Deltas:
             ended = "pause"
             break
         earlier = calls[0] in approved
-        results = _run_tools(context, tools, calls, length, job.observers(), earlier=earlier)
+        results = _run_tools(context, tools, calls, length, observers, earlier=earlier)
         async with aclosing(results) as groups:
             async for deltas in groups:
                 yield deltas
@@ -173,7 +175,8 @@ async def _run_tools(
     prompt_tokens = len(context.render_for_completion())
     for call in calls:
         yield [ToolStarted(call if earlier else None)]
-        notify(observers, lambda each: each.tool(call))  # noqa: B023 - called immediately
+        for observer in observers:
+            observer.tool(call)
         finished = await tools.run(call, prompt_tokens, context_length)
         results.append(ServerResult(call.id, call.name, finished.text))
         # In a thread: a result within the history renders the whole prompt again.
@@ -198,10 +201,14 @@ async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta
             cut = progress.reasoning_ended_by
             delta = replace(delta, usage=usage, reasoning_ended_by=cut)  # noqa: PLW2901
         last.append(delta)
-    if job.replay is not None and job.replay.blocks:  # before the client can ask another server
-        await asyncio.to_thread(remember, job.replay, job.context, job.echoed)
-    else:
-        remember(job.replay, job.context, job.echoed)
+    if job.replay is not None:
+        # Contexts of other packages may have no outputs.
+        for output in getattr(job.context, "outputs", ()):
+            stored = replace(output, messages=tuple(map(job.echoed, output.messages)))
+            if job.replay.blocks:  # before the client can ask another server
+                await asyncio.to_thread(job.replay.remember, stored)
+            else:
+                job.replay.remember(stored)
     return last
 
 
@@ -236,25 +243,27 @@ async def _output(
     settings: Settings,
     constraint: Constraint | None,
     progress: _Progress,
+    *,
+    observers: Sequence[Observer],
 ) -> Deltas:
     """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
-    engine, observers = job.lease.engine, job.observers()
+    engine = job.lease.engine
     cached = None if progress.started else await _reusable_tokens(job)
     progress.generated, progress.finish = 0, None
     progress.outputs += 1
     accepted, rejected = progress.accepted, progress.rejected
     try:
         generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
-        notify(observers, lambda each: each.prompt(prompt, constraint))
+        if observers:
+            generated = watched(generated, observers, prompt, constraint)
         async with aclosing(generated) as steps:
-            if engine.remote and (accepted_step := await anext(steps, None)):
-                notify(observers, lambda each: each.step(accepted_step))
+            if engine.remote:  # it has accepted the request
+                await anext(steps, None)
             if not progress.started:
                 progress.started = True
                 yield context.start(cached)
             async for step in steps:
-                notify(observers, lambda each: each.step(step))  # noqa: B023 - called immediately
                 if step.progress is not None:
                     # Only before the first token: later reports would interrupt a stream that has
                     # begun.
@@ -265,8 +274,8 @@ async def _output(
                 progress.generated += len(step.ids)
                 progress.accepted = accepted + step.accepted
                 progress.rejected = rejected + step.rejected
-                if progress.outputs == 1:
-                    progress.cached_tokens = max(progress.cached_tokens, step.cached_tokens)
+                cached_tokens = step.cached_tokens if progress.outputs == 1 else 0
+                progress.cached_tokens = max(progress.cached_tokens, cached_tokens)
                 tracker.observe_ttft()
                 check(constraint)
                 yield _appended(job, step)
@@ -303,15 +312,16 @@ _Groups: TypeAlias = "asyncio.Queue[tuple[int, list[Delta] | Exception | None]]"
 """Groups of deltas with the index of their answer; at its end its error, or ``None``."""
 
 
-async def run_choices(job: Job, tracker: Tracker) -> Deltas:
+async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
     """The deltas of ``job`` and ``job.others`` as ``ChoiceDelta``s, in groups, as they come.
 
     The progress of the prompt is that of the first; the last group has the usage of all. Closing
-    the iterator ends all of them. Raises what one of them raises, and ends the others.
+    the iterator ends all of them. Raises what one of them raises, and ends the others. Observers
+    see the first, as they see one sequence of ids.
     """
     running = 1 + len(job.others)
     groups: _Groups = asyncio.Queue(running)
-    tasks = [asyncio.ensure_future(_queue(0, job, tracker, groups))]
+    tasks = [asyncio.ensure_future(_queue(0, job, tracker, observers, groups))]
     finished: dict[int, Finished] = {}
     try:
         while running:
@@ -331,7 +341,9 @@ async def run_choices(job: Job, tracker: Tracker) -> Deltas:
                 yield group
             if len(tasks) == 1 and _is_computed(first):
                 others = enumerate(job.others, start=1)
-                tasks += [asyncio.ensure_future(_queue(*each, tracker, groups)) for each in others]
+                tasks += [
+                    asyncio.ensure_future(_queue(*each, tracker, (), groups)) for each in others
+                ]
         usages = [finished[each].usage for each in sorted(finished)]
         yield [Finished(finished[0].reason, usage=_total(usages))]
     finally:
@@ -340,11 +352,13 @@ async def run_choices(job: Job, tracker: Tracker) -> Deltas:
         await wait_until_done(asyncio.gather(*tasks, return_exceptions=True))
 
 
-async def _queue(index: int, job: Job, tracker: Tracker, groups: _Groups) -> None:
+async def _queue(
+    index: int, job: Job, tracker: Tracker, observers: Sequence[Observer], groups: _Groups
+) -> None:
     """Generates one answer and puts its groups into the queue, which bounds how far it is ahead."""
     last: Exception | None = None
     try:
-        async with aclosing(run(job, tracker)) as deltas:
+        async with aclosing(run(job, tracker, observers)) as deltas:
             async for group in deltas:
                 await groups.put((index, group))
     except Exception as error:  # noqa: BLE001 - raised where the groups are read

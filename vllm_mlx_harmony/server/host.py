@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -24,8 +24,11 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
+from vllm_mlx_harmony.server.enforcement import Enforcement, read_settings
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.settings import words
+from vllm_mlx_harmony.server.observer import Observe
+from vllm_mlx_harmony.server.peers.connection import is_shared
+from vllm_mlx_harmony.server.settings import Environment, words
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -218,18 +221,55 @@ class Host(Protocol):
         """Makes a ``Context`` (`core.context.StreamingHarmonyContext`)."""
 
 
-def install(app: Starlette, host: Host) -> None:
-    """Makes ``host`` available to all requests to ``app``."""
-    app.state.vllm_mlx_harmony_host = host
+# --- What all requests to an application share
+
+
+@dataclass(frozen=True, slots=True)
+class FrontEnd:
+    """The front end of an application: its host, and what does not change while it runs.
+
+    ``observe`` has the functions that make the observers of each answer. ``has_peers``: the server
+    shares a Redis with others.
+    """
+
+    host: Host
+    environment: Environment
+    enforcement: Enforcement
+    has_peers: bool
+    observe: tuple[Observe, ...] = ()
+
+
+def install(app: Starlette, host: Host, observe: tuple[Observe, ...] = ()) -> None:
+    """Makes ``host`` available to all requests to ``app``, with the settings in the environment."""
+    app.state.vllm_mlx_harmony = FrontEnd(
+        host, Environment.read(), read_settings(), is_shared(), observe
+    )
 
 
 def uninstall(app: Starlette) -> None:
-    del app.state.vllm_mlx_harmony_host
+    del app.state.vllm_mlx_harmony
+
+
+def add_observer(app: Starlette, make: Observe) -> Callable[[], None]:
+    """Has ``make`` observe every answer of ``app``. Returns a function that undoes that."""
+
+    def undo() -> None:
+        left = app.state.vllm_mlx_harmony
+        rest = tuple(each for each in left.observe if each != make)
+        app.state.vllm_mlx_harmony = replace(left, observe=rest)
+
+    front_end = app.state.vllm_mlx_harmony
+    app.state.vllm_mlx_harmony = replace(front_end, observe=(*front_end.observe, make))
+    return undo
+
+
+def front_end_of(connection: HTTPConnection) -> FrontEnd:
+    front_end: FrontEnd = connection.app.state.vllm_mlx_harmony
+    return front_end
 
 
 def host_of(connection: HTTPConnection) -> Host:
-    host: Host = connection.app.state.vllm_mlx_harmony_host
-    return host
+    return front_end_of(connection).host
 
 
 def tenant_of(connection: HTTPConnection) -> str:

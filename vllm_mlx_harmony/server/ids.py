@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import cache, partial
 from hashlib import sha256
 from typing import Annotated, Any, Literal
 
@@ -48,7 +47,6 @@ from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.observer import observe_of
 from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
 from vllm_mlx_harmony.server.serving import (
     Api,
@@ -208,7 +206,7 @@ async def _generate(received: Received) -> Response:
     prompt = tuple(parsed.prompt)
     grammar = None
     if parsed.grammar is not None:
-        if enforcement.read_settings().policy is Policy.OFF:
+        if received.front_end.enforcement.policy is Policy.OFF:
             raise RequestError("grammars are disabled on this server", param="grammar")
         grammar = await enforcement.compile_untrusted(
             parsed.grammar, lease.tenant, received.unless_disconnected
@@ -218,21 +216,20 @@ async def _generate(received: Received) -> Response:
     settings = limited_to_context(
         parsed.settings.resolved(), len(prompt), lease.engine.context_length
     )
-    if observe_of(received.request) is not None:
+    if received.front_end.observe:
         settings = replace(settings, origins=True)
     check_logprobs(lease, settings, "settings.top_logprobs")
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas
-    track = partial(received.track, stream=True)
     job = Job(
         lease,
         context,
         settings,
         IdEmitter(),
-        track,
         stream=True,
         id_seed=received.id_seed,
+        model=parsed.model or "",
+        environment=received.front_end.environment,
         constraint=constraint,
-        observers=cache(partial(received.observers, parsed.model or "", stream=True)),
         append=context.append,
     )
     return await respond(received, job)

@@ -1,26 +1,28 @@
 """``Observer``: what sees an answer from its prompt to its end, without taking part in it.
 
-An application may install one function that makes observers (``install``), as the inspector does.
-`server.traces` adds a second observer while traces are recorded. Their errors are logged, and do
-not reach the client.
+An application has functions that make observers of its answers (``FrontEnd.observe``): that of the
+inspector, and `server.traces` if traces are recorded. Their errors are logged, and do not reach the
+client.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeAlias
-
-from starlette.applications import Starlette
-from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.engine import Step
+from vllm_mlx_harmony.server.engine import Step, Steps
+
+TRACE_HEADERS = ("traceparent", "tracestate")
+"""https://www.w3.org/TR/trace-context/"""
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +33,7 @@ class Observed:
 
     ``owner`` is the tenant of its API key, and ``tenant`` that of its lease. The two differ if a
     gateway sent the request for one of its own tenants. ``trace`` has the headers of a trace that
-    the request is part of (https://www.w3.org/TR/trace-context/).
+    the request is part of (``TRACE_HEADERS``).
     """
 
     api: str
@@ -67,29 +69,50 @@ class Observer(Protocol):
         """The answer has ended, as in ``Tracker.finish``."""
 
 
-def notify(observers: Iterable[Observer], call: Callable[[Observer], None]) -> None:
-    for each in observers:
-        try:
-            call(each)
-        except Exception:
-            logger.exception("an observer failed")
-
-
 Observe: TypeAlias = Callable[[Observed], Observer]
 
-_STATE = "vllm_mlx_harmony_observe"
+
+def observers_of(observed: Observed, observe: Iterable[Observe]) -> tuple[Observer, ...]:
+    """The observers of an answer. One that cannot be made is left out."""
+    made: list[Any] = []
+    for each in observe:
+        try:
+            made.append(_Reliable(each(observed)))
+        except Exception:
+            logger.exception("an observer could not be made")
+    return tuple(made)
 
 
-def install(app: Starlette, observe: Observe) -> None:
-    """Has ``observe`` make an observer of every answer of ``app``."""
-    setattr(app.state, _STATE, observe)
+def watched(
+    steps: Steps,
+    observers: Sequence[Observer],
+    prompt: tuple[int, ...],
+    constraint: Constraint | None,
+) -> Steps:
+    """``steps``, each of which the observers see. They also see that an output begins."""
+    for each in observers:
+        each.prompt(prompt, constraint)
+    return _watched(steps, observers)
 
 
-def uninstall(app: Starlette) -> None:
-    delattr(app.state, _STATE)
+async def _watched(steps: Steps, observers: Sequence[Observer]) -> Steps:
+    async with aclosing(steps):
+        async for step in steps:
+            for each in observers:
+                each.step(step)
+            yield step
 
 
-def observe_of(connection: HTTPConnection) -> Observe | None:
-    """The function that makes the observers of the application of ``connection``, if any."""
-    found: Observe | None = getattr(connection.app.state, _STATE, None)
-    return found
+class _Reliable:
+    """An observer whose errors are logged, and do not reach the answer."""
+
+    def __init__(self, observer: Observer) -> None:
+        for name in ("prompt", "step", "tool", "events", "whole", "ended"):
+            setattr(self, name, partial(_call, getattr(observer, name)))
+
+
+def _call(method: Callable[..., None], *arguments: object) -> None:
+    try:
+        method(*arguments)
+    except Exception:
+        logger.exception("an observer failed")

@@ -12,15 +12,16 @@ released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import lru_cache, partial
+from inspect import signature
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
-import anyio
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -29,30 +30,32 @@ from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import Rendered
-from vllm_mlx_harmony.core.replay import ReplayScope
+from vllm_mlx_harmony.core.replay import Archive, Replay, ReplayScope
 from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.validation import unsupported
-from vllm_mlx_harmony.server import replay, sampling, traces
+from vllm_mlx_harmony.server import body, sampling
 from vllm_mlx_harmony.server.answer import Answer, End
-from vllm_mlx_harmony.server.body import LARGE, Document, bounded, parse_body
+from vllm_mlx_harmony.server.body import LARGE, Document
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.generation import Emitter, Job
 from vllm_mlx_harmony.server.host import (
     Context,
+    FrontEnd,
     Host,
     Lease,
     NotHarmony,
-    Tracker,
-    host_of,
+    front_end_of,
     own_name,
     response_name,
     tenant_of,
 )
-from vllm_mlx_harmony.server.observer import Observed, Observer, observe_of
+from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
+from vllm_mlx_harmony.server.peers.connection import server_connection
+from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.streams import EventStream, unless_disconnected
 from vllm_mlx_harmony.server.tasks import in_thread
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
@@ -65,8 +68,10 @@ T = TypeVar("T")
 MAX_TIMEOUT = 1e9
 """Maximum timeout of a request in seconds: timers cannot be set much further ahead."""
 
-UPLOAD_SECONDS = 300
-"""Maximum seconds until the body of a request has arrived: until then, it takes up memory."""
+REPLAY_VARIABLE = "VLLM_MLX_HARMONY_REPLAY"
+"""Environment variable: MiB of generated turns that are kept in memory; 0 disables reuse."""
+
+DEFAULT_REPLAY = 64
 
 MAX_MODEL_NAME = 4_096
 """Maximum length of a model's name, which may be a path."""
@@ -120,42 +125,39 @@ class Received:
     """A document with a lease of an engine."""
 
     api: Api
+    front_end: FrontEnd
     request: Request
     document: Document
     lease: Lease
     id_seed: str
     """Contained in all ids of the answer."""
 
-    @property
-    def host(self) -> Host:
-        return host_of(self.request)
-
     async def unless_disconnected(self, coming: Awaitable[T]) -> T:
         """Calls ``streams.unless_disconnected`` with the request and its deadline."""
         return await unless_disconnected(coming, self.request, self.lease.deadline)
 
-    def track(self, *, stream: bool) -> Tracker:
-        """Starts the metrics of the answer. From now on, other servers can cancel it."""
-        BEATING.begin()
-        return self.host.tracker(self.api.name, stream=stream)
-
-    def observers(self, model: str, *, stream: bool) -> Sequence[Observer]:
-        """The observers of the answer: the application's, and a trace, if there are any."""
-        request, trace = self.request, traces.Trace if traces.recording() else None
-        makers = [make for make in (observe_of(request), trace) if make is not None]
-        if not makers:
-            return ()
-        path, seed, tenant = request.url.path, self.id_seed, self.lease.tenant
-        given = {name: request.headers[name] for name in traces.HEADERS if name in request.headers}
-        owner, api = tenant_of(request), self.api.name
-        seen = Observed(api, path, self.document, model, stream, seed, tenant, owner, given)
-        made: list[Observer] = []
-        for make in makers:
-            try:
-                made.append(make(seen))
-            except Exception:
-                logger.exception("an observer could not be made")
-        return made
+    def answer(self, job: Job, **options: Any) -> Answer:
+        """Starts the answer to ``job``, its metrics and observers; ``options`` as in ``Answer``."""
+        front_end = self.front_end
+        observers: tuple[Observer, ...] = ()
+        if front_end.has_peers:  # from now on, other servers can cancel it
+            BEATING.begin()
+        if front_end.observe:
+            request = self.request
+            observed = Observed(
+                self.api.name,
+                request.url.path,
+                self.document,
+                job.model,
+                job.stream,
+                self.id_seed,
+                self.lease.tenant,
+                tenant_of(request),
+                {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers},
+            )
+            observers = observers_of(observed, front_end.observe)
+        tracker = front_end.host.tracker(self.api.name, stream=job.stream)
+        return Answer(job, tracker, observers, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,53 +189,50 @@ async def serve(
     The host answers requests for models that are not Harmony models. Raises ``HarmonyFailure``,
     ``ClientDisconnect``, and ``HTTPException`` of the host (`endpoint.Endpoint.error`).
     """
-    request = bounded(request)
+    front_end = front_end_of(request)
+    request, document = await body.read(request, front_end.environment, api.more_values)
     try:
-        with anyio.fail_after(UPLOAD_SECONDS):
-            body = await request.body()
-    except TimeoutError as error:
-        problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
-        raise RequestError(problem, status=408, code="request_timeout") from error
-    document = await parse_body(body, api.more_values)
-    try:
-        async with leased(api, request, document) as lease:
-            return await handler(Received(api, request, document, lease, id_seed or uuid4().hex))
+        async with leased(api, request, document, front_end.host) as lease:
+            seed = id_seed or uuid4().hex
+            return await handler(Received(api, front_end, request, document, lease, seed))
     except NotHarmony:
         try:
-            return await host_of(request).forward(request)
+            return await front_end.host.forward(request)
         except LookupError as error:
             problem = f"{request.url.path} is not available for this model"
             raise RequestError(problem, status=404, param="model") from error
 
 
-async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
-    """The response to a request that counts the tokens of a prompt; ``body`` makes its JSON."""
+async def count(api: Api, request: Request, document: Callable[[int], dict[str, Any]]) -> Response:
+    """The response to a request that counts the tokens of a prompt; ``document`` makes
+    its JSON."""
 
     async def counted(received: Received) -> Response:
         parsed = await parse(received)
-        turns = replay.view(received.host, received.lease)
+        turns = _reusable_turns(received)
         await received.lease.release()  # rendering may take long, and needs no engine
         (context,) = await _contexts(parsed, ResponseInfo("", 0, ""), turns)
-        return JSONResponse(body(len(context.render_for_completion())))
+        return JSONResponse(document(len(context.render_for_completion())))
 
     return await serve(api, request, counted)
 
 
 @asynccontextmanager
-async def leased(api: Api, request: Request, document: Document) -> AsyncIterator[Lease]:
+async def leased(
+    api: Api, request: Request, document: Document, host: Host
+) -> AsyncIterator[Lease]:
     """A lease of the engine that ``document`` asks for.
 
     It is released at the end of the block, unless an ``Answer`` has taken it over. Raises
     ``HarmonyFailure``, and what ``Host.acquire`` raises.
     """
-    host = host_of(request)
     model, timeout = _routing(document.value)
     own = None if model is None else own_name(model, host.model_name)
     if own is None and host.model_name is None:  # there are several models
-        await reject_invalid(api, request, document)
+        await reject_invalid(api, document, host, tenant_of(request))
         raise RequestError("model must be a string", param="model")
     if await host.must_load(own):
-        await reject_invalid(api, request, document)
+        await reject_invalid(api, document, host, tenant_of(request))
     lease = await host.acquire(request, own, host.deadline(timeout))
     try:
         yield lease
@@ -257,12 +256,11 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     return model if isinstance(model, str) else None, timeout if valid else None
 
 
-async def reject_invalid(api: Api, request: Request, document: Document) -> None:
+async def reject_invalid(api: Api, document: Document, host: Host, tenant: str) -> None:
     """Raises the error of an invalid request, so that no model is loaded for it.
 
     Requests that name tool servers by URL are not checked, because that connects to the servers.
     """
-    host, tenant = host_of(request), tenant_of(request)
     defaults = host.defaults(None)
     if (toolbox := host.toolbox) is not None:
         if api.servers(document.value, toolbox.labels):
@@ -273,7 +271,7 @@ async def reject_invalid(api: Api, request: Request, document: Document) -> None
 
 async def parse(received: Received) -> Parsed:
     """Reads the request in a document. Raises ``RequestError``."""
-    api, host, lease = received.api, received.host, received.lease
+    api, host, lease = received.api, received.front_end.host, received.lease
     servers: Sequence[ToolServer] = ()
     defaults = host.defaults(lease.engine)
     if (toolbox := host.toolbox) is not None:
@@ -298,39 +296,43 @@ async def prepare(received: Received) -> Job:
     Raises ``HarmonyFailure`` for a request that is invalid, cannot be rendered, does not fit into
     the context, or cannot be enforced, and ``ClientDisconnect``.
     """
-    api, host, lease = received.api, received.host, received.lease
+    api, front_end, lease = received.api, received.front_end, received.lease
+    host = front_end.host
     parsed = await parse(received)
     request, turn = parsed.request, parsed.turn
     settings = sampling.resolve(
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
     check_logprobs(lease, settings, api.logprobs)
-    if observe_of(received.request) is not None:
+    if front_end.observe:
         settings = replace(settings, origins=True)
     if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
         settings = replace(settings, prediction=tuple(predicted[:WINDOW]))
     name = response_name(request.model, host.model_name)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
-    turns = replay.view(host, lease)
+    turns = _reusable_turns(received)
     context, *others = await _contexts(parsed, info, turns)
     names = getattr(context, "names", None) or Names.of(turn)
     prompt_tokens = len(context.render_for_completion())
     settings = sampling.limited_to_context(settings, prompt_tokens, lease.engine.context_length)
-    constraint = await constraint_for(
-        turn, names, host.reasoning_tokens, received.unless_disconnected
-    )
+    wanted = front_end.enforcement
+    if host.reasoning_tokens is not None:
+        wanted = replace(wanted, reasoning_tokens=host.reasoning_tokens)
+    constraint = await constraint_for(turn, names, wanted, received.unless_disconnected)
     tools = None
     if host.toolbox is not None and turn.namespaces:
-        tools = TurnTools(host.toolbox, turn, names, lease.deadline.total, parsed.servers)
+        seconds = lease.deadline.total
+        tools = TurnTools(host.toolbox, turn, names, wanted, seconds, parsed.servers)
     job = Job(
         lease,
         context,
         settings,
         api.emitter(request, info, context, lease.tenant),
-        partial(received.track, stream=request.stream),
         stream=request.stream,
         id_seed=received.id_seed,
+        model=name,
+        environment=front_end.environment,
         constraint=constraint,
         replay=turns,
         echoed=request.echoed,
@@ -338,7 +340,6 @@ async def prepare(received: Received) -> Job:
         ping=api.ping,
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
-        observers=cache(partial(received.observers, name, stream=request.stream)),
     )
     if not others:
         return job
@@ -349,7 +350,6 @@ async def prepare(received: Received) -> Job:
             settings=sampling.reseeded(job.settings, choice),
             constraint=None if constraint is None else Constraint(constraint.spec),
             tools=None if tools is None else replace(tools),
-            observers=tuple,  # none: they see one sequence of ids
         )
         for choice, other in enumerate(others, start=1)
     )
@@ -367,8 +367,10 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
 
     Tools may be large even if the body is small, since a schema can use a ``$ref`` many times.
     """
-    host, turn = parsed.received.host, parsed.turn
-    renderer = replay.replaying(host.renderer, turns)
+    host, turn = parsed.received.front_end.host, parsed.turn
+    renderer: Callable[..., Rendered] = host.renderer
+    if turns is not None and _supports_replay(renderer):
+        renderer = partial(renderer, replay=turns)
     blocks = turns is not None and turns.blocks
 
     def render() -> list[Context]:
@@ -394,13 +396,47 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
         raise error.within(window) from error
 
 
+@lru_cache(maxsize=8)
+def _supports_replay(renderer: Callable[..., Rendered]) -> bool:
+    """Whether ``renderer`` takes generated turns: those of other packages may not."""
+    return "replay" in signature(renderer).parameters
+
+
+def _reusable_turns(received: Received) -> ReplayScope | None:
+    """The turns that the prompt may reuse: those of the same model and tenant."""
+    front_end, lease = received.front_end, received.lease
+    archive = _shared_turns() if front_end.has_peers else front_end.host.archive
+    turns = _generated_turns(archive)  # type: ignore[arg-type]  # by identity, as `hash` has it
+    return None if turns is None else turns.view(f"{lease.engine.model}\0{lease.tenant}")
+
+
+@lru_cache(maxsize=1)
+def _shared_turns() -> SharedTurns | None:
+    connection = server_connection()
+    return None if connection is None else SharedTurns(connection)
+
+
+@lru_cache(maxsize=1)
+def _generated_turns(archive: Archive | None) -> Replay | None:
+    """The generated turns of this process and, if there is an ``archive``, of earlier ones.
+
+    ``None`` if reuse is disabled.
+    """
+    requested = os.environ.get(REPLAY_VARIABLE, "").strip() or str(DEFAULT_REPLAY)
+    if not requested.isascii() or not requested.isdigit():
+        problem = "%s=%s is not a number of MiB; using %d"
+        logger.warning(problem, REPLAY_VARIABLE, requested, DEFAULT_REPLAY)
+        requested = str(DEFAULT_REPLAY)
+    return Replay(int(requested) * 2**20, archive) if int(requested) else None
+
+
 async def respond(received: Received, job: Job, end: End | None = None) -> Response:
     """The response, streamed or whole as requested; ``end`` as in ``Answer``.
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
     request, deadline = received.request, job.lease.deadline
-    answer = Answer(job, end=end)
+    answer = received.answer(job, end=end)
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:

@@ -1,10 +1,11 @@
-"""Reads environment variables, which are defined where they are used."""
+"""Settings in environment variables: those of the front end, and how any of them is read."""
 
 from __future__ import annotations
 
 import logging
 import os
 import re
+from dataclasses import dataclass, fields
 from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
@@ -15,8 +16,41 @@ E = TypeVar("E", bound=Enum)
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
+PREFIX = "VLLM_MLX_HARMONY_"
+
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The limits of the front end, read once, when it is installed (`host.install`).
+
+    Each is set by the variable ``VLLM_MLX_HARMONY_`` and its name in capitals.
+    """
+
+    max_body: int = 32 * 2**20
+    """Maximum size of a request body in bytes."""
+    max_values: int = 50_000
+    """Maximum number of JSON values in a body. Parsing this many takes 10 to 15 ms, and a garbage
+    collection that visits the resulting objects about 15."""
+    stream_bytes: int = 8 * 2**20
+    """Maximum unread bytes of an answer. An answer that has more is ended."""
+    stream_seconds: float = 60
+    """Seconds after which a client that does not read is disconnected."""
+    ping_seconds: float = 5
+    """Seconds of silence after which a ping is sent, or a comment in APIs that have no pings; 0:
+    never."""
+    background_bytes: int = 256 * 2**20
+    """Maximum bytes of all running background responses. More are rejected with 503."""
+
+    @classmethod
+    def read(cls) -> Environment:
+        """The limits in the environment, and the defaults of those that are not set."""
+        unset = cls()
+        names = [each.name for each in fields(cls)]
+        given = {name: number(f"{PREFIX}{name.upper()}", getattr(unset, name)) for name in names}
+        return cls(**given)
 
 
 def number(variable: str, default: int) -> int:

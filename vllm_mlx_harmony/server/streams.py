@@ -20,15 +20,9 @@ from starlette.types import Receive, Scope, Send
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.host import Deadline
-from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.host import Deadline, front_end_of
 
 logger = logging.getLogger(__name__)
-
-SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STREAM_SECONDS"
-"""Environment variable: seconds after which a client that does not read is disconnected."""
-
-DEFAULT_SECONDS = 60
 
 T = TypeVar("T")
 
@@ -52,9 +46,10 @@ class EventStream(StreamingResponse):
             # answer would be in asyncio's own buffer, which nothing waits for.
             transport.set_write_buffer_limits(high=0)
         give_up = partial(abort_connection, transport)
+        seconds = front_end_of(self._request).environment.stream_seconds
         try:
             with (
-                send_with_timeout(send_timeout(), send, give_up) as sending,
+                send_with_timeout(seconds, send, give_up) as sending,
                 suppress(ClientDisconnect),
             ):
                 await unless_disconnected(self.stream_response(sending), self._request)
@@ -126,10 +121,6 @@ def abort_connection(transport: asyncio.WriteTransport | None) -> None:
     """Aborts a connection. Unread bytes are lost."""
     if transport is not None:
         transport.abort()
-
-
-def send_timeout() -> float:
-    return number(SECONDS_VARIABLE, DEFAULT_SECONDS)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.server.endpoint import failure_of
 from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.observer import Observed, Observer
+from vllm_mlx_harmony.server.observer import Observe, Observed, Observer
 
 if TYPE_CHECKING or find_spec("opentelemetry"):
     from opentelemetry import trace
@@ -34,8 +34,12 @@ if TYPE_CHECKING or find_spec("opentelemetry"):
 else:
     INSTALLED = False
 
-HEADERS = ("traceparent", "tracestate")
 NAME = "vllm_mlx_harmony"
+
+
+def observe() -> tuple[Observe, ...]:
+    """What makes the spans of an answer, if somebody has set up an SDK that records them."""
+    return (Trace,) if recording() else ()
 
 
 def recording() -> bool:

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,8 +58,8 @@ from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
-from vllm_mlx_harmony.server.responses import routes, websocket
-from vllm_mlx_harmony.server.responses.background import RUNNING_VARIABLE, Background, Running
+from vllm_mlx_harmony.server.responses import routes
+from vllm_mlx_harmony.server.responses.background import Background, Running
 from vllm_mlx_harmony.server.responses.lookup import References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.routes import COMPACT
@@ -68,6 +69,7 @@ from vllm_mlx_harmony.server.responses.websocket import (
     Conversation,
     converse,
 )
+from vllm_mlx_harmony.server.settings import Environment
 from vllm_mlx_harmony.server.streams import TRANSPORT
 
 RESPONSES = "vllm_mlx_harmony.server.responses"
@@ -118,7 +120,7 @@ async def events_of(
 
 def answered(kept: StoringEmitter, source: Any, **options: Any) -> answers.Answer:
     """What reads the deltas of ``source`` for a client that streams."""
-    return answers.Answer(job(kept), deltas=source, end=kept.end, **options)
+    return begin(job(kept), deltas=source, end=kept.end, **options)
 
 
 # --- StoredResponse before anybody is told.
@@ -316,9 +318,15 @@ class Lent:
 
 def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     """``seconds`` is how long it takes to give the engine back."""
-    tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
     given: Any = (Lent(seconds), None, None)
-    return Job(*given, emitter, lambda: tracker, stream=emitter.request.stream, id_seed=KEY)
+    environment = Environment.read()
+    stream = emitter.request.stream
+    return Job(*given, emitter, stream=stream, id_seed=KEY, environment=environment)
+
+
+def begin(job: Job, **options: Any) -> answers.Answer:
+    tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
+    return answers.Answer(job, tracker, **options)
 
 
 @pytest.fixture
@@ -326,7 +334,7 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
     """Puts what a turn generates in the place of the real thing."""
 
     def put_in(source: Any) -> None:
-        monkeypatch.setattr(answers, "run", lambda job, tracker: source(job))
+        monkeypatch.setattr(answers, "run", lambda job, *_: source(job))
 
     return put_in
 
@@ -370,7 +378,7 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     turns(slowly)
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)))
+        running = await Background().start(job(answer(background=True)), begin)
         live = await collected(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collected(running, start) == running.events[start:]
@@ -378,22 +386,21 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     asynchronous(test)
 
 
-@pytest.mark.parametrize(("variable", "default"), [("", 0.01), ("1", 60), ("0", 0.01)])
+@pytest.mark.parametrize("variable", ["", "1", "0"])
 def test_silence_is_broken(
     turns: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
-    default: float,
 ) -> None:
     """While nothing is generated, for each of its readers, unless the variable is 0."""
-    monkeypatch.setattr(
-        "vllm_mlx_harmony.server.responses.background.DEFAULT_PING_SECONDS", default
-    )
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", variable)
     turns(no_turn)
+    given = job(answer(background=True))
+    if not variable:
+        given = replace(given, environment=Environment(ping_seconds=0.01))
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)))
+        running = await Background().start(given, begin)
         for events in (running.follow(), running.follow(100)):
             event, others = Event(""), 0
             with suppress(asyncio.TimeoutError):
@@ -412,7 +419,7 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = await Background().start(given)
+        running = await Background().start(given, begin)
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
@@ -432,7 +439,7 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = await Background().start(given)
+        running = await Background().start(given, begin)
         assert running.document["status"] == "queued"
         await running.cancel()
         assert given.lease.released
@@ -445,7 +452,7 @@ def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
     turns(no_turn)
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)))
+        running = await Background().start(job(answer(background=True)), begin)
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -461,7 +468,7 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
 
     async def test() -> None:
         given = job(answer(background=True), 0.05)
-        running = await Background().start(given)
+        running = await Background().start(given, begin)
         await collected(running)
         assert not given.lease.released
         await running.cancel()
@@ -492,7 +499,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 async def while_it_is_kept() -> Running:
-    running = await routes.BACKGROUND.start(job(answer(background=True)))
+    running = await routes.BACKGROUND.start(job(answer(background=True)), begin)
     await asyncio.sleep(0.05)
     return running
 
@@ -552,7 +559,7 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)))
+        running = await Background().start(job(answer(background=True)), begin)
         await collected(running)
         await running.cancel()
         assert running.document["status"] == "completed"
@@ -572,7 +579,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            await collected(await background.start(job(kept)))
+            await collected(await background.start(job(kept), begin))
         remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
         assert await background.forget(f"resp_{3:020x}", TENANT) is True
@@ -589,7 +596,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            running = await background.start(job(kept))
+            running = await background.start(job(kept), begin)
             await collected(running)
             assert 130_000 < running.bytes < 150_000
         remembered = [there(background, number) for number in range(4)]
@@ -608,7 +615,7 @@ def test_what_has_ended_holds_its_documents_only(
         kept = answer(background=True)
         given = job(kept)
         held = [weakref.ref(given.lease), weakref.ref(kept)]
-        running = await Background().start(given)
+        running = await Background().start(given, begin)
         del given, kept
         await asyncio.sleep(0.01)
         await running.cancel()
@@ -800,6 +807,12 @@ def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
 # --- The WebSocket, without one.
 
 
+def limited(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
+    """The application has these limits."""
+    installed = replace(server.app.state.vllm_mlx_harmony, environment=Environment(**limits))
+    monkeypatch.setattr(server.app.state, "vllm_mlx_harmony", installed)
+
+
 class Socket:
     """Sends what it was told to send, and is silent then, or hangs up."""
 
@@ -894,7 +907,7 @@ def test_a_connection_does_not_last_for_ever() -> None:
 def test_a_flood_ends_the_connection(
     monkeypatch: pytest.MonkeyPatch, messages: list[str], code: int | None
 ) -> None:
-    monkeypatch.setattr(websocket, "max_body", lambda: 10_000)
+    limited(monkeypatch, max_body=10_000)
 
     async def test() -> None:
         socket: Any = Socket(*messages, hangs_up=True)
@@ -907,7 +920,7 @@ def test_a_flood_ends_the_connection(
 @pytest.mark.usefixtures("_active")
 def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not closed, which would wait until what was written has been read."""
-    monkeypatch.setattr(websocket, "send_timeout", lambda: 0.05)
+    limited(monkeypatch, stream_seconds=0.05)
     aborted: list[bool] = []
 
     transport = SimpleNamespace(abort=lambda: aborted.append(True))
@@ -982,13 +995,13 @@ def test_answers_in_the_background_are_bounded_in_all(
 ) -> None:
     """What has ended takes no room away from what is to come."""
     turns(slowly)
-    monkeypatch.setenv(RUNNING_VARIABLE, "98k")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_BACKGROUND_BYTES", "98k")
 
     async def test() -> None:
         async def another(number: int) -> Running:
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            return await background.start(job(kept))
+            return await background.start(job(kept), begin)
 
         background = Background()
         first = await another(1)

@@ -157,5 +157,9 @@ def server_connection() -> Connection | None:
 
 @lru_cache(maxsize=1)
 def _opened() -> Connection | None:
-    path = os.environ.get(STORE_VARIABLE, "")
-    return Connection(path) if path.startswith(SCHEMES) else None
+    return Connection(os.environ[STORE_VARIABLE]) if is_shared() else None
+
+
+def is_shared() -> bool:
+    """Whether the store of this server is a Redis, which it shares with others."""
+    return os.environ.get(STORE_VARIABLE, "").startswith(SCHEMES)

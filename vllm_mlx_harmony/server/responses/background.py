@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from json import loads
 from typing import Any
 
@@ -16,11 +16,10 @@ from pydantic_core import from_json
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event, encode_slowly
-from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, PING_VARIABLE, Answer
+from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
-from vllm_mlx_harmony.server.settings import number
 from vllm_mlx_harmony.server.tasks import in_thread
 
 MAX_EVENTS = 200_000
@@ -28,11 +27,6 @@ MAX_EVENTS = 200_000
 
 MAX_BYTES = 64 * 1024 * 1024
 """The same in bytes, as four events of each response repeat its instructions and tools."""
-
-RUNNING_VARIABLE = "VLLM_MLX_HARMONY_BACKGROUND_BYTES"
-"""Environment variable: maximum bytes of all running responses. More are rejected with 503."""
-
-DEFAULT_RUNNING = 256 * 1024 * 1024
 
 TURN_BYTES = 64 * 1024
 """Minimum size of a running response, including its prompt."""
@@ -47,7 +41,9 @@ class Running:
     has deleted it.
     """
 
-    def __init__(self, job: Job, emitter: StoringEmitter, written_input: str) -> None:
+    def __init__(
+        self, job: Job, begin: Callable[..., Answer], emitter: StoringEmitter, written_input: str
+    ) -> None:
         self.id, self.tenant = emitter.id, emitter.tenant
         self.events: list[Event] = []
         self.deleted = False
@@ -57,7 +53,8 @@ class Running:
         # ``None`` when the response has ended, so that only its events stay in memory.
         self._generating: tuple[Answer, StoringEmitter] | None = None
         self._append(emitter.create())
-        answer = Answer(job, end=emitter.end, announced=True, sink=self._append)
+        self._pings_after = job.environment.ping_seconds
+        answer = begin(job, end=emitter.end, announced=True, sink=self._append)
         self._generating = answer, emitter
 
     @property
@@ -83,7 +80,6 @@ class Running:
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
         """Yields the events from number ``start`` to the last as they arrive, and heartbeats."""
-        pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
         while True:
             while start < len(self.events):
                 yield self.events[start]
@@ -91,7 +87,7 @@ class Running:
             if self.done:
                 return
             try:
-                await asyncio.wait_for(self._more.wait(), pings_after or None)
+                await asyncio.wait_for(self._more.wait(), self._pings_after or None)
             except asyncio.TimeoutError:
                 yield HEARTBEAT
 
@@ -134,8 +130,8 @@ class Background:
         self._max_events, self._max_bytes = max_events, max_bytes
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    async def start(self, job: Job) -> Running:
-        """Starts a response.
+    async def start(self, job: Job, begin: Callable[..., Answer]) -> Running:
+        """Starts a response, whose answer ``begin`` makes (``Received.answer``).
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
@@ -150,14 +146,14 @@ class Background:
             if ended.deleted or events > self._max_events or size > self._max_bytes:
                 del self._all[ended.id]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
-        if bytes_taken > number(RUNNING_VARIABLE, DEFAULT_RUNNING):
+        if bytes_taken > job.environment.background_bytes:
             raise HostError(
                 "background responses already use all the memory reserved for them; "
                 "try again later",
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = Running(job, emitter, written_input)
+        running = Running(job, begin, emitter, written_input)
         self._all[running.id] = running
         return running
 

@@ -17,7 +17,6 @@ from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
-from vllm_mlx_harmony.server.answer import DEFAULT_PING_SECONDS, PING_VARIABLE
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.peers.answers import (
     ALIVE,
@@ -31,7 +30,6 @@ from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running
 from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
 from vllm_mlx_harmony.server.serving import Api
-from vllm_mlx_harmony.server.settings import number
 from vllm_mlx_harmony.server.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -98,10 +96,13 @@ async def _runs(key: str, tenant: str) -> bool:
     return await asyncio.to_thread(runs_elsewhere, key, tenant)
 
 
-async def follow(found: Running | StoredResponse, start: int) -> AsyncGenerator[Event, None]:
+async def follow(
+    found: Running | StoredResponse, start: int, pings_after: float
+) -> AsyncGenerator[Event, None]:
     """The events from number ``start`` to the last, as they arrive.
 
-    Raises ``RequestError`` if there are none.
+    Heartbeats come after ``pings_after`` seconds of silence; 0: never. Raises ``RequestError`` if
+    there are no events.
     """
     if isinstance(found, Running):
         return found.follow(start)
@@ -111,7 +112,7 @@ async def follow(found: Running | StoredResponse, start: int) -> AsyncGenerator[
         # Its server may have died before the first event.
         or resource.is_running((await _read(*name)).document)
     ):
-        return _events(known, *name, start)
+        return _events(known, *name, start, pings_after)
     raise RequestError(
         "the events of this response are not available: they are stored for a limited time "
         "and only for responses created with background=true",
@@ -120,9 +121,8 @@ async def follow(found: Running | StoredResponse, start: int) -> AsyncGenerator[
 
 
 async def _events(
-    known: Directory, key: str, tenant: str, start: int
+    known: Directory, key: str, tenant: str, start: int, pings_after: float
 ) -> AsyncGenerator[Event, None]:
-    pings_after = number(PING_VARIABLE, DEFAULT_PING_SECONDS)
     silent_since = time.monotonic()
     try:
         while True:

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
-from vllm_mlx_harmony.server.host import tenant_of
+from vllm_mlx_harmony.server.host import front_end_of, tenant_of
 from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
@@ -75,7 +75,7 @@ async def _create(received: Received) -> Response:
         return await respond(received, job, emitter.end)
     try:
         await lookup.announce(emitter)
-        running = await BACKGROUND.start(job)
+        running = await BACKGROUND.start(job, received.answer)
     except BaseException:
         await lookup.withdraw(emitter)
         raise
@@ -115,7 +115,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     if not streams:
         return JSONResponse(found.document)
     # The response continues even if this reader disconnects.
-    return EventStream(request, await lookup.follow(found, start))
+    pings_after = front_end_of(request).environment.ping_seconds
+    return EventStream(request, await lookup.follow(found, start, pings_after))
 
 
 async def delete_response(request: Request, response_id: str) -> Response:

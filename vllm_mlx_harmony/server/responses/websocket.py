@@ -27,21 +27,20 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.answer import Answer, counted_as_unread, rejection
-from vllm_mlx_harmony.server.body import Document, max_body, parse_body
+from vllm_mlx_harmony.server.answer import counted_as_unread, rejection
+from vllm_mlx_harmony.server.body import Document, parse
 from vllm_mlx_harmony.server.endpoint import (
     failure_of,
     openai_error,
     retry_headers,
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job
-from vllm_mlx_harmony.server.host import NotHarmony, host_of
+from vllm_mlx_harmony.server.host import NotHarmony, front_end_of, host_of
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.serving import Received, leased, prepare
 from vllm_mlx_harmony.server.streams import (
     abort_connection,
-    send_timeout,
     send_with_timeout,
     transport_of,
 )
@@ -55,7 +54,7 @@ completed first."""
 
 MAX_WAITING = 32
 """Maximum messages that wait on a connection. Several together are limited to the maximum size of a
-body (`body.max_body`)."""
+body."""
 
 UNSENT_SECONDS = 0.05
 """Seconds between two checks whether the client has read everything."""
@@ -81,6 +80,7 @@ class Conversation:
     def __init__(self, socket: WebSocket, lifetime: float = LIFETIME) -> None:
         self._socket = socket
         self._transport = transport_of(socket)
+        self._front_end = front_end_of(socket)
         self._until = time.monotonic() + lifetime
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING)
         self._waiting_bytes = 0
@@ -97,7 +97,8 @@ class Conversation:
             abort_connection(self._transport)
             answering.cancel()
 
-        with send_with_timeout(send_timeout(), self._write, give_up) as self._send:
+        seconds = self._front_end.environment.stream_seconds
+        with send_with_timeout(seconds, self._write, give_up) as self._send:
             try:
                 await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -131,7 +132,8 @@ class Conversation:
             text = message.get("text")
             self._waiting_bytes += sys.getsizeof(text)
             several = not self._waiting.empty()  # a single long message has its own error
-            if self._waiting.full() or (several and self._waiting_bytes > max_body()):
+            most = self._front_end.environment.max_body
+            if self._waiting.full() or (several and self._waiting_bytes > most):
                 await self._socket.close(WS_1013_TRY_AGAIN_LATER, "too many messages are waiting")
                 return
             self._waiting.put_nowait(text)
@@ -153,14 +155,15 @@ class Conversation:
     async def _answer(self, text: str | None) -> None:
         document: dict[str, Any] = {}
         try:
-            message = await parse_body((text or "").encode("utf-8", "surrogatepass"))
+            sent = (text or "").encode("utf-8", "surrogatepass")
+            message = await parse(sent, self._front_end.environment)
             if (
                 not isinstance(message.value, dict)
                 or message.value.get("type") != "response.create"
             ):
                 raise RequestError("a message must be of type 'response.create'", param="type")
             document = message.value
-            await host_of(self._socket).check_rate_limit(self._socket)
+            await self._front_end.host.check_rate_limit(self._socket)
             if failure := rejection():
                 raise failure
             fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
@@ -179,13 +182,14 @@ class Conversation:
     async def _respond(self, body: Document, *, generates: bool) -> None:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
         request = Request(scope, _empty_body())
-        async with leased(self._api, request, body) as lease:
-            received = Received(self._api, request, body, lease, new_id_seed())
+        async with leased(self._api, request, body, self._front_end.host) as lease:
+            seed = new_id_seed()
+            received = Received(self._api, self._front_end, request, body, lease, seed)
             job = await prepare(received)
             emitter = job.emitter
             assert isinstance(emitter, StoringEmitter)
             deltas = None if generates else _no_output(job)
-            async with aclosing(Answer(job, end=emitter.end, deltas=deltas)) as events:
+            async with aclosing(received.answer(job, end=emitter.end, deltas=deltas)) as events:
                 await events.begun()  # earlier errors have a status, as over HTTP
                 async for event in events:
                     if event is not DONE:

@@ -11,7 +11,7 @@ from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
 from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
-from vllm_mlx_harmony.server.enforcement import constraint_for
+from vllm_mlx_harmony.server.enforcement import Enforcement, constraint_for
 from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
 from vllm_mlx_harmony.server.tools.config import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
@@ -35,6 +35,7 @@ class TurnTools:
     toolbox: Toolbox
     turn: Turn
     names: Names
+    enforcement: Enforcement
     seconds: float
     given: Sequence[ToolServer] = ()
     _calls: int = 0
@@ -113,7 +114,7 @@ class TurnTools:
         turn = replace(self.turn, tool_choice=choice, prefill=None)
         spec = constraint.spec
         if spec.grammar is not None:
-            fresh = await constraint_for(turn, self.names)
+            fresh = await constraint_for(turn, self.names, self.enforcement)
             spec = replace(spec, grammar=None if fresh is None else fresh.spec.grammar)
         budget = spec.reasoning_tokens
         return left, Constraint(
