@@ -28,10 +28,10 @@ from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.defaults import (
     ATTACHMENTS_VARIABLE,
-    DATE_VARIABLE,
     NONE_VARIABLE,
     read,
 )
+from vllm_mlx_harmony.server.host import DATE_VARIABLE
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 

@@ -21,7 +21,7 @@ from vllm_mlx import server
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server import shutdown
+from vllm_mlx_harmony.server import host, shutdown
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def end(uvicorns: Any, during: Any = None) -> list[Any]:
         beside = asyncio.ensure_future(during()) if during else None
         await asyncio.sleep(0.05)
         await uvicorns.shutdown()
-        assert answers.rejection() is None
+        assert host.rejection() is None
         if beside is not None:
             await beside
 
@@ -161,13 +161,13 @@ def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
 )
 def test_new_requests_get_503(path: str, kind: str) -> None:
     async def test() -> httpx.Response:
-        answers.reject_new(True)
+        host.reject_new(True)
         try:
             transport = httpx.ASGITransport(server.app)
             async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
                 return await client.post(path, json={})
         finally:
-            answers.reject_new(False)
+            host.reject_new(False)
 
     contract.activate()
     try:

@@ -19,9 +19,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 
-from vllm_mlx_harmony.server import (
-    answer as answers,
-)
 from vllm_mlx_harmony.server import body as body_module
 from vllm_mlx_harmony.server import (
     enforcement,
@@ -29,6 +26,7 @@ from vllm_mlx_harmony.server import (
     serving,
     streams,
 )
+from vllm_mlx_harmony.server import host as host_module
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import Deadline, Lease, add_observer
@@ -224,11 +222,11 @@ def test_a_prompt_that_is_too_long_costs_no_grammar(monkeypatch: pytest.MonkeyPa
 
 def test_an_answer_that_begins_during_a_shutdown_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(middleware, "rejection", lambda: None)  # the request came before it
-    answers.reject_new(True)
+    host_module.reject_new(True)
     try:
         got = client(Alone(ScriptedEngine(SCRIPTS))).post("/v1/chat/completions", json=CHAT)
     finally:
-        answers.reject_new(False)
+        host_module.reject_new(False)
     assert got.status_code == 503
 
 

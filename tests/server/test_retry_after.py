@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.server import answer
+from vllm_mlx_harmony.server import host as host_module
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Steps
 
@@ -64,11 +64,11 @@ async def full() -> AsyncIterator[Alone]:
 @asynccontextmanager
 async def ending() -> AsyncIterator[Alone]:
     """The server shuts down."""
-    answer.reject_new(True)
+    host_module.reject_new(True)
     try:
         yield Alone(ScriptedEngine({}))
     finally:
-        answer.reject_new(False)
+        host_module.reject_new(False)
 
 
 CAUSES: dict[str, tuple[Callable[[], Any], int, str | None]] = {

@@ -49,10 +49,17 @@ from vllm_mlx_harmony.gateway.shared_limit import Limiter
 from vllm_mlx_harmony.gateway.workers import Reload
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
-from vllm_mlx_harmony.server.answer import rejection
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Context, Deadline, Lease, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import (
+    Context,
+    Deadline,
+    Lease,
+    Tracker,
+    current_date,
+    rejection,
+    tenant_of,
+)
 from vllm_mlx_harmony.server.shutdown import draining
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
 from vllm_mlx_harmony.server.tools import config as tools
@@ -145,7 +152,7 @@ class Gateway:
         return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        if self._defaults.date != (date := defaults.current_date()):
+        if self._defaults.date != (date := current_date()):
             self._defaults = replace(self._defaults, date=date)
         return self._defaults
 

@@ -24,7 +24,15 @@ from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Context, Deadline, Lease, NotHarmony, Tracker, tenant_of
+from vllm_mlx_harmony.server.host import (
+    Context,
+    Deadline,
+    Lease,
+    NotHarmony,
+    Tracker,
+    current_date,
+    tenant_of,
+)
 from vllm_mlx_harmony.server.model_files import (
     GENERATION,
     configuration,
@@ -36,6 +44,9 @@ from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 class VllmMlx:
     """The ``Host``, over the globals and flags of vllm-mlx's server."""
+
+    def __init__(self) -> None:
+        self._defaults: dict[str | None, Defaults] = {}  # by model, of any day
 
     @property
     def toolbox(self) -> Toolbox | None:
@@ -97,18 +108,10 @@ class VllmMlx:
 
     def defaults(self, engine: Engine | None) -> Defaults:
         """From the flags, and the model's ``generation_config.json``."""
-        vllm = server()
-        flags = Sampling(
-            temperature=vllm._default_temperature,
-            top_p=vllm._default_top_p,
-            top_k=vllm._default_top_k,
-            min_p=vllm._default_min_p,
-            presence_penalty=vllm._default_presence_penalty,
-            repetition_penalty=vllm._default_repetition_penalty,
-        )
-        model = configuration(engine.model, GENERATION) if engine is not None else {}
-        read = defaults.read(vllm._default_chat_template_kwargs or {})
-        return replace(read, sampling=defaults.sampling(flags, model))
+        model = None if engine is None else engine.model
+        if model not in self._defaults:
+            self._defaults[model] = _defaults(model)
+        return replace(self._defaults[model], date=current_date())
 
     def max_tokens(self, requested: int | None) -> int:
         return server()._resolve_request_max_tokens(requested)
@@ -148,6 +151,21 @@ class VllmMlx:
     @property
     def context(self) -> Callable[..., Context]:
         return entry_points.in_use().context
+
+
+def _defaults(model: str | None) -> Defaults:
+    vllm = server()
+    flags = Sampling(
+        temperature=vllm._default_temperature,
+        top_p=vllm._default_top_p,
+        top_k=vllm._default_top_k,
+        min_p=vllm._default_min_p,
+        presence_penalty=vllm._default_presence_penalty,
+        repetition_penalty=vllm._default_repetition_penalty,
+    )
+    read = defaults.read(vllm._default_chat_template_kwargs or {})
+    own = {} if model is None else configuration(model, GENERATION)
+    return replace(read, sampling=defaults.sampling(flags, own))
 
 
 class _Tracker:

@@ -25,7 +25,8 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.inspector.access import PATH, SECURITY, Sessions, check_origin
 from vllm_mlx_harmony.inspector.record import Log, Record
 from vllm_mlx_harmony.protocols.events import Event, encode
-from vllm_mlx_harmony.server.answer import cancel, rejection
+from vllm_mlx_harmony.server.answer import cancel
+from vllm_mlx_harmony.server.host import rejection
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.server.tasks import in_thread
 

@@ -38,7 +38,7 @@ from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, run, run_choices
-from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker
+from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker, rejection
 from vllm_mlx_harmony.server.observer import Observer
 
 logger = logging.getLogger(__name__)
@@ -51,8 +51,6 @@ PIECE = 32 * 1024
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two reports of the progress of a prompt."""
-
-SHUTTING_DOWN = "shutting_down"
 
 End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 """Writes the last delta of an answer."""
@@ -430,9 +428,6 @@ _running: dict[tuple[str, str], Answer] = {}
 _being_read: set[object] = set()
 """The answers that have not been read to their ends."""
 
-_rejecting = False
-"""Whether the server shuts down, so that answers that have not begun fail."""
-
 
 def cancel(id_seed: str, tenant: str) -> bool:
     """Ends the answer with this seed with an error; returns whether ``tenant`` had one."""
@@ -451,22 +446,6 @@ def running() -> list[tuple[str, str]]:
 def end_all(failure: HarmonyFailure) -> None:
     for answer in list(_running.values()):
         answer.end(failure)
-
-
-def reject_new(rejecting: bool) -> None:
-    """Sets whether answers that have not begun fail with 503."""
-    global _rejecting
-    _rejecting = rejecting
-
-
-def rejection() -> HostError | None:
-    """The failure of new answers during a shutdown; otherwise ``None``."""
-    return shutting_down() if _rejecting else None
-
-
-def shutting_down() -> HostError:
-    """A new error each time, as raising one adds to its traceback."""
-    return HostError("the server is shutting down", code=SHUTTING_DOWN)
 
 
 def unread() -> bool:

@@ -6,6 +6,8 @@ set. A server implements ``Host`` and makes it available to every request with `
 
 from __future__ import annotations
 
+import datetime
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -170,10 +172,7 @@ class Host(Protocol):
         """The deadline of a request that arrives now and may set ``timeout`` in seconds."""
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        """The server's defaults for a request to ``engine``.
-
-        Read for each request, because they contain today's date.
-        """
+        """The server's defaults for a request to ``engine``, with the ``current_date``."""
 
     def max_tokens(self, requested: int | None) -> int:
         """The maximum output tokens. Raises ``HTTPException`` 400 if too many are requested."""
@@ -281,6 +280,44 @@ def tenant_of(connection: HTTPConnection) -> str:
     # Without a key, all clients are one tenant.
     key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
     return sha256(re.sub(r"(?i)^bearer\s+", "", key).strip().encode()).hexdigest()
+
+
+# --- The date in system messages
+
+DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
+"""Environment variable: the date in the system message, or ``none`` for no date."""
+
+
+def current_date() -> str | None:
+    """The date of the system message as ``YYYY-MM-DD``: the configured one or today's."""
+    pinned = os.environ.get(DATE_VARIABLE, "")
+    if pinned.lower() == "none":
+        return None
+    return pinned or datetime.date.today().isoformat()
+
+
+# --- Shutdown
+
+SHUTTING_DOWN = "shutting_down"
+
+_rejecting = False
+"""Whether the server shuts down, so that answers that have not begun fail."""
+
+
+def reject_new(rejecting: bool) -> None:
+    """Sets whether answers that have not begun fail with 503."""
+    global _rejecting
+    _rejecting = rejecting
+
+
+def rejection() -> HostError | None:
+    """The failure of new answers during a shutdown; otherwise ``None``."""
+    return shutting_down() if _rejecting else None
+
+
+def shutting_down() -> HostError:
+    """A new error each time, as raising one adds to its traceback."""
+    return HostError("the server is shutting down", code=SHUTTING_DOWN)
 
 
 # --- Names of the model

@@ -37,9 +37,8 @@ from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.server import messages
-from vllm_mlx_harmony.server.answer import SHUTTING_DOWN, rejection
 from vllm_mlx_harmony.server.endpoint import ErrorResponse, openai_error
-from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.host import SHUTTING_DOWN, host_of, rejection
 from vllm_mlx_harmony.server.settings import words
 from vllm_mlx_harmony.server.streams import TRANSPORT
 

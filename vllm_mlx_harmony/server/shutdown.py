@@ -28,7 +28,7 @@ from socket import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from vllm_mlx_harmony.server import answer
+from vllm_mlx_harmony.server import answer, host
 
 if TYPE_CHECKING:
     import uvicorn
@@ -60,19 +60,19 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
                 timer = threading.Timer(until + GRACE - now, _end_process)
                 timer.daemon = True
                 timer.start()
-            answer.reject_new(True)
+            host.reject_new(True)
             try:
                 await _answers_end(until - min(ERROR_SECONDS, limit() / 4))
                 if answer.running():
                     logger.warning("shutting down: ending the remaining answers")
-                    answer.end_all(answer.shutting_down())
+                    answer.end_all(host.shutting_down())
                 await _answers_end(until + GRACE / 2)
                 left = max(until - time.monotonic(), GRACE / 4)
                 given = self.config.timeout_graceful_shutdown
                 self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
                 await super().shutdown(sockets)
             finally:
-                answer.reject_new(False)
+                host.reject_new(False)
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self._signalled is not None:

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.answer import counted_as_unread, rejection
+from vllm_mlx_harmony.server.answer import counted_as_unread
 from vllm_mlx_harmony.server.body import Document, parse
 from vllm_mlx_harmony.server.endpoint import (
     failure_of,
@@ -35,7 +35,7 @@ from vllm_mlx_harmony.server.endpoint import (
     retry_headers,
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job
-from vllm_mlx_harmony.server.host import NotHarmony, front_end_of, host_of
+from vllm_mlx_harmony.server.host import NotHarmony, front_end_of, host_of, rejection
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.serving import Received, leased, prepare
