@@ -29,7 +29,7 @@ from vllm_mlx_harmony.server import (
 from vllm_mlx_harmony.server import host as host_module
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.host import Deadline, Lease, add_observer
+from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.observer import Observed
 
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
@@ -289,7 +289,7 @@ def test_an_observer_that_fails_changes_no_answer(method: str, stream: bool) -> 
         return Fails(method)
 
     asked = {**CHAT, "stream": stream}
-    add_observer(asking.app, make)  # type: ignore[arg-type]
+    asking.app.state.vllm_mlx_harmony.observe.append(make)  # type: ignore[attr-defined]
     got = asking.post("/v1/chat/completions", json=asked)
     assert got.status_code == 200
     assert "Good" in got.text and ("[DONE]" in got.text) is stream

@@ -492,7 +492,7 @@ def test_long_answers_and_bodies_are_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_undone_nothing_is_left(site: Site) -> None:
     site.undo()
-    assert front_end_of(HTTPConnection({"type": "http", "app": site.app})).observe == ()
+    assert front_end_of(HTTPConnection({"type": "http", "app": site.app})).observe == []
     assert site.browser.get("/harmony").status_code == 404
     assert site.ask().status_code == 200
 

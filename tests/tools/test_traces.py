@@ -186,13 +186,13 @@ def test_within_a_span_of_the_web_framework(spans: InMemorySpanExporter) -> None
 
 
 def test_without_an_sdk_nothing_is_observed() -> None:
-    assert not traces.recording()
+    assert not traces.observe()
 
 
 def test_without_the_package() -> None:
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from vllm_mlx_harmony.server import serving, traces\n"
-        "assert not traces.recording()"
+        "assert not traces.observe()"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -110,7 +110,19 @@ class VllmMlx:
         """From the flags, and the model's ``generation_config.json``."""
         model = None if engine is None else engine.model
         if model not in self._defaults:
-            self._defaults[model] = _defaults(model)
+            vllm = server()
+            flags = Sampling(
+                temperature=vllm._default_temperature,
+                top_p=vllm._default_top_p,
+                top_k=vllm._default_top_k,
+                min_p=vllm._default_min_p,
+                presence_penalty=vllm._default_presence_penalty,
+                repetition_penalty=vllm._default_repetition_penalty,
+            )
+            read = defaults.read(vllm._default_chat_template_kwargs or {})
+            own = {} if model is None else configuration(model, GENERATION)
+            sampling = defaults.sampling(flags, own)
+            self._defaults[model] = replace(read, sampling=sampling)
         return replace(self._defaults[model], date=current_date())
 
     def max_tokens(self, requested: int | None) -> int:
@@ -151,21 +163,6 @@ class VllmMlx:
     @property
     def context(self) -> Callable[..., Context]:
         return entry_points.in_use().context
-
-
-def _defaults(model: str | None) -> Defaults:
-    vllm = server()
-    flags = Sampling(
-        temperature=vllm._default_temperature,
-        top_p=vllm._default_top_p,
-        top_k=vllm._default_top_k,
-        min_p=vllm._default_min_p,
-        presence_penalty=vllm._default_presence_penalty,
-        repetition_penalty=vllm._default_repetition_penalty,
-    )
-    read = defaults.read(vllm._default_chat_template_kwargs or {})
-    own = {} if model is None else configuration(model, GENERATION)
-    return replace(read, sampling=defaults.sampling(flags, own))
 
 
 class _Tracker:

@@ -18,7 +18,6 @@ from starlette.middleware import Middleware
 from vllm_mlx_harmony.inspector.failures import Failures
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.inspector.routes import PAGE, Pages, Status
-from vllm_mlx_harmony.server.host import add_observer
 
 __all__ = ["PAGE", "VARIABLE", "install", "is_enabled"]
 
@@ -38,7 +37,8 @@ def install(app: Starlette, status: Status) -> Callable[[], None]:
     log = Log()
     routes = Pages(log, status).routes
     failures = Middleware(Failures, log=log)
-    unobserve = add_observer(app, log.observe)
+    observe = app.state.vllm_mlx_harmony.observe
+    observe.append(log.observe)
     app.router.routes.extend(routes)
     app.user_middleware.insert(0, failures)
     app.middleware_stack = None  # the next request builds it again
@@ -48,6 +48,6 @@ def install(app: Starlette, status: Status) -> Callable[[], None]:
         app.user_middleware.remove(failures)
         for route in routes:
             app.router.routes.remove(route)
-        unobserve()
+        observe.remove(log.observe)
 
     return undo

@@ -93,7 +93,7 @@ MIDDLEWARE = (Middleware(Admission),)
 def application(host: Host) -> Starlette:
     """A standalone application that gets models, keys and limits from ``host``."""
     app = Starlette(
-        routes=[*map(guarded, ENDPOINTS), *SOCKETS],
+        routes=[*(guarded(each, host) for each in ENDPOINTS), *SOCKETS],
         middleware=MIDDLEWARE,
         exception_handlers={404: _unknown_path},
     )

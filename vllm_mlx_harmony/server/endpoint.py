@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.errors import (
     RequestError,
 )
 from vllm_mlx_harmony.protocols.openai_answer import error_body
-from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.host import Host
 
 logger = logging.getLogger(__name__)
 
@@ -166,11 +166,10 @@ class EndpointRoute(Route):
         await response(scope, receive, send)
 
 
-def guarded(endpoint: Endpoint) -> EndpointRoute:
+def guarded(endpoint: Endpoint, host: Host) -> EndpointRoute:
     """The route of ``endpoint`` behind the host's checks of API key and rate limit."""
 
     async def handle(request: Request) -> Response:
-        host = host_of(request)
         if not endpoint.open:
             await host.authenticate(request)
             await host.check_rate_limit(request)

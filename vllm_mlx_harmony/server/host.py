@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -225,41 +225,28 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FrontEnd:
-    """The front end of an application: its host, and what does not change while it runs.
+    """The front end of an application.
 
-    ``observe`` has the functions that make the observers of each answer. ``has_peers``: the server
-    shares a Redis with others.
+    ``observe`` has the functions that make the observers of each answer; others may be added.
+    ``has_peers``: the server shares a Redis with others.
     """
 
     host: Host
     environment: Environment
     enforcement: Enforcement
     has_peers: bool
-    observe: tuple[Observe, ...] = ()
+    observe: list[Observe]
 
 
-def install(app: Starlette, host: Host, observe: tuple[Observe, ...] = ()) -> None:
+def install(app: Starlette, host: Host, observe: Iterable[Observe] = ()) -> None:
     """Makes ``host`` available to all requests to ``app``, with the settings in the environment."""
     app.state.vllm_mlx_harmony = FrontEnd(
-        host, Environment.read(), read_settings(), is_shared(), observe
+        host, Environment.read(), read_settings(), is_shared(), [*observe]
     )
 
 
 def uninstall(app: Starlette) -> None:
     del app.state.vllm_mlx_harmony
-
-
-def add_observer(app: Starlette, make: Observe) -> Callable[[], None]:
-    """Has ``make`` observe every answer of ``app``. Returns a function that undoes that."""
-
-    def undo() -> None:
-        left = app.state.vllm_mlx_harmony
-        rest = tuple(each for each in left.observe if each != make)
-        app.state.vllm_mlx_harmony = replace(left, observe=rest)
-
-    front_end = app.state.vllm_mlx_harmony
-    app.state.vllm_mlx_harmony = replace(front_end, observe=(*front_end.observe, make))
-    return undo
 
 
 def front_end_of(connection: HTTPConnection) -> FrontEnd:

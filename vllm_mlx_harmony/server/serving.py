@@ -405,15 +405,10 @@ def _supports_replay(renderer: Callable[..., Rendered]) -> bool:
 def _reusable_turns(received: Received) -> ReplayScope | None:
     """The turns that the prompt may reuse: those of the same model and tenant."""
     front_end, lease = received.front_end, received.lease
-    archive = _shared_turns() if front_end.has_peers else front_end.host.archive
+    connection = server_connection() if front_end.has_peers else None
+    archive = front_end.host.archive if connection is None else SharedTurns(connection)
     turns = _generated_turns(archive)  # type: ignore[arg-type]  # by identity, as `hash` has it
     return None if turns is None else turns.view(f"{lease.engine.model}\0{lease.tenant}")
-
-
-@lru_cache(maxsize=1)
-def _shared_turns() -> SharedTurns | None:
-    connection = server_connection()
-    return None if connection is None else SharedTurns(connection)
 
 
 @lru_cache(maxsize=1)

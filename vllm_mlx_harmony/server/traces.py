@@ -39,12 +39,9 @@ NAME = "vllm_mlx_harmony"
 
 def observe() -> tuple[Observe, ...]:
     """What makes the spans of an answer, if somebody has set up an SDK that records them."""
-    return (Trace,) if recording() else ()
-
-
-def recording() -> bool:
-    """Whether somebody has set up an SDK, so that spans are recorded."""
-    return INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+    if INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return (Trace,)
+    return ()
 
 
 class Trace(Observer):
