@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -38,8 +38,8 @@ from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import front_end_of
 from vllm_mlx_harmony.server.observer import Observed
-from vllm_mlx_harmony.server.responses import background
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.settings import Environment
 
 SCRIPT = (
     "<|channel|>analysis<|message|>A greeting.<|end|>"
@@ -133,11 +133,10 @@ def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bo
     assert shown == answer.text if stream else json.loads(shown) == answer.json()
 
 
-def test_a_background_response_that_is_not_begun_is_no_request(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_background_response_that_is_not_begun_is_no_request(site: Site) -> None:
     """Only requests that have ended are dropped, so it would be there for ever."""
-    monkeypatch.setattr(background, "DEFAULT_RUNNING", -1)
+    full = Environment(background_bytes=-1)
+    site.app.state.vllm_mlx_harmony = replace(site.app.state.vllm_mlx_harmony, environment=full)
     assert site.ask("responses", background=True).status_code == 503
     assert site.rows == []
 
