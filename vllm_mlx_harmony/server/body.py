@@ -24,12 +24,8 @@ from vllm_mlx_harmony.server.settings import Environment
 from vllm_mlx_harmony.server.tasks import in_thread
 
 MAX_BODY_VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
-"""Environment variable: maximum size of a request body, such as ``32M``."""
-
 MAX_VALUES_VARIABLE = "VLLM_MLX_HARMONY_MAX_VALUES"
-"""Environment variable: maximum number of JSON values in a request body, such as ``200000``.
-
-The other limits below are proportional to it."""
+"""The other limits below are proportional to ``Environment.max_values``, which it sets."""
 
 UPLOAD_SECONDS = 300
 """Maximum seconds until the body of a request has arrived: until then, it takes up memory."""

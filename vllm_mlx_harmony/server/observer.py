@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
@@ -72,12 +73,17 @@ class Observer(Protocol):
 Observe: TypeAlias = Callable[[Observed], Observer]
 
 
+_METHODS = ("prompt", "step", "tool", "events", "whole", "ended")
+
+
 def observers_of(observed: Observed, observe: Iterable[Observe]) -> tuple[Observer, ...]:
-    """The observers of an answer. One that cannot be made is left out."""
+    """The observers of an answer, whose errors are logged. One that cannot be made is left out."""
     made: list[Any] = []
     for each in observe:
         try:
-            made.append(_Reliable(each(observed)))
+            observer = each(observed)
+            methods = {name: partial(_call, getattr(observer, name)) for name in _METHODS}
+            made.append(SimpleNamespace(**methods))
         except Exception:
             logger.exception("an observer could not be made")
     return tuple(made)
@@ -101,14 +107,6 @@ async def _watched(steps: Steps, observers: Sequence[Observer]) -> Steps:
             for each in observers:
                 each.step(step)
             yield step
-
-
-class _Reliable:
-    """An observer whose errors are logged, and do not reach the answer."""
-
-    def __init__(self, observer: Observer) -> None:
-        for name in ("prompt", "step", "tool", "events", "whole", "ended"):
-            setattr(self, name, partial(_call, getattr(observer, name)))
 
 
 def _call(method: Callable[..., None], *arguments: object) -> None:

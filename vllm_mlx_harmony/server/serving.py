@@ -36,9 +36,10 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.validation import unsupported
-from vllm_mlx_harmony.server import body, sampling
+from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.server.answer import Answer, End
 from vllm_mlx_harmony.server.body import LARGE, Document
+from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.generation import Emitter, Job
 from vllm_mlx_harmony.server.host import (
@@ -190,7 +191,7 @@ async def serve(
     ``ClientDisconnect``, and ``HTTPException`` of the host (`endpoint.Endpoint.error`).
     """
     front_end = front_end_of(request)
-    request, document = await body.read(request, front_end.environment, api.more_values)
+    request, document = await read_body(request, front_end.environment, api.more_values)
     try:
         async with leased(api, request, document, front_end.host) as lease:
             seed = id_seed or uuid4().hex
@@ -203,16 +204,15 @@ async def serve(
             raise RequestError(problem, status=404, param="model") from error
 
 
-async def count(api: Api, request: Request, document: Callable[[int], dict[str, Any]]) -> Response:
-    """The response to a request that counts the tokens of a prompt; ``document`` makes
-    its JSON."""
+async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]]) -> Response:
+    """The response to a request that counts the tokens of a prompt; ``body`` makes its JSON."""
 
     async def counted(received: Received) -> Response:
         parsed = await parse(received)
         turns = _reusable_turns(received)
         await received.lease.release()  # rendering may take long, and needs no engine
         (context,) = await _contexts(parsed, ResponseInfo("", 0, ""), turns)
-        return JSONResponse(document(len(context.render_for_completion())))
+        return JSONResponse(body(len(context.render_for_completion())))
 
     return await serve(api, request, counted)
 
@@ -430,14 +430,13 @@ async def respond(received: Received, job: Job, end: End | None = None) -> Respo
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
-    request, deadline = received.request, job.lease.deadline
     answer = received.answer(job, end=end)
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:
-            return JSONResponse(await unless_disconnected(answer.whole(), request, deadline))
-        await unless_disconnected(answer.begun(), request, deadline)
-        return EventStream(request, answer)
+            return JSONResponse(await received.unless_disconnected(answer.whole()))
+        await received.unless_disconnected(answer.begun())
+        return EventStream(received.request, answer)
     except BaseException as error:
         # An answer that failed by itself has already recorded its result.
         await answer.aclose("timeout" if isinstance(error, HostError) else "client_closed")

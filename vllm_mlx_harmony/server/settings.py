@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import TypeVar
@@ -15,8 +15,6 @@ from vllm_mlx_harmony.core.errors import HostError
 E = TypeVar("E", bound=Enum)
 
 logger = logging.getLogger("vllm_mlx_harmony")
-
-PREFIX = "VLLM_MLX_HARMONY_"
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
@@ -47,10 +45,9 @@ class Environment:
     @classmethod
     def read(cls) -> Environment:
         """The limits in the environment, and the defaults of those that are not set."""
-        unset = cls()
-        names = [each.name for each in fields(cls)]
-        given = {name: number(f"{PREFIX}{name.upper()}", getattr(unset, name)) for name in names}
-        return cls(**given)
+        unset = asdict(cls())
+        names = {f"VLLM_MLX_HARMONY_{name.upper()}": name for name in unset}
+        return cls(**{name: number(variable, unset[name]) for variable, name in names.items()})
 
 
 def number(variable: str, default: int) -> int:
