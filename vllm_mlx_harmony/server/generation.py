@@ -255,11 +255,11 @@ async def _output(
     accepted, rejected = progress.accepted, progress.rejected
     try:
         generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
-        if observers:
-            generated = watched(generated, observers, prompt, constraint)
-        async with aclosing(generated) as steps:
-            if engine.remote:  # it has accepted the request
-                await anext(steps, None)
+        for observer in observers:
+            observer.prompt(prompt, constraint)
+        async with aclosing(watched(generated, observers) if observers else generated) as steps:
+            if engine.remote:
+                await anext(steps, None)  # an empty step: the request is accepted
             if not progress.started:
                 progress.started = True
                 yield context.start(cached)
@@ -281,9 +281,8 @@ async def _output(
                 yield _appended(job, step)
                 # A remote engine reports the cached tokens after the last id of a turn, and its
                 # connection can be reused only after that. It does not know stop strings.
-                if progress.finish is not None:
-                    break
-                if context.done and not (engine.remote and vocab.TURN_ENDS.intersection(step.ids)):
+                more_to_read = engine.remote and vocab.TURN_ENDS.intersection(step.ids)
+                if progress.finish is not None or (context.done and not more_to_read):
                     break
     finally:
         if constraint is not None and constraint.reasoning_ended_by:

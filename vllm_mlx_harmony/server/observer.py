@@ -89,19 +89,8 @@ def observers_of(observed: Observed, observe: Iterable[Observe]) -> tuple[Observ
     return tuple(made)
 
 
-def watched(
-    steps: Steps,
-    observers: Sequence[Observer],
-    prompt: tuple[int, ...],
-    constraint: Constraint | None,
-) -> Steps:
-    """``steps``, each of which the observers see. They also see that an output begins."""
-    for each in observers:
-        each.prompt(prompt, constraint)
-    return _watched(steps, observers)
-
-
-async def _watched(steps: Steps, observers: Sequence[Observer]) -> Steps:
+async def watched(steps: Steps, observers: Sequence[Observer]) -> Steps:
+    """``steps``, which ``observers`` see before they are yielded."""
     async with aclosing(steps):
         async for step in steps:
             for each in observers:

@@ -36,7 +36,7 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
-        super().__init__(_frames(events), media_type="text/event-stream")
+        super().__init__((), media_type="text/event-stream")
         self._request, self._events = request, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -62,11 +62,15 @@ class EventStream(StreamingResponse):
             if transport is not None and not transport.is_closing():
                 transport.set_write_buffer_limits()  # a later response may use this connection
 
-
-async def _frames(events: AsyncIterator[Event]) -> AsyncIterator[str]:
-    async for event in events:
-        first = frame(event)
-        yield first + "".join(map(frame, events.ready())) if isinstance(events, Answer) else first
+    async def stream_response(self, send: Send) -> None:
+        """Sends the response; several events at once if they can be read already."""
+        start = {"type": "http.response.start", "status": self.status_code}
+        await send({**start, "headers": self.raw_headers})
+        async for event in self._events:
+            more = self._events.ready() if isinstance(self._events, Answer) else ()
+            data = "".join(map(frame, (event, *more))).encode()
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _close(events: AsyncIterator[Event]) -> None:
