@@ -807,10 +807,10 @@ def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
 # --- The WebSocket, without one.
 
 
-def limited(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
-    """The application has these limits."""
-    installed = replace(server.app.state.vllm_mlx_harmony, environment=Environment(**limits))
-    monkeypatch.setattr(server.app.state, "vllm_mlx_harmony", installed)
+def limited(**limits: Any) -> None:
+    """The application has these limits, as long as it is active."""
+    state = server.app.state
+    state.vllm_mlx_harmony = replace(state.vllm_mlx_harmony, environment=Environment(**limits))
 
 
 class Socket:
@@ -904,10 +904,8 @@ def test_a_connection_does_not_last_for_ever() -> None:
         ([" " * 20_000, "{}"], 1013),
     ],
 )
-def test_a_flood_ends_the_connection(
-    monkeypatch: pytest.MonkeyPatch, messages: list[str], code: int | None
-) -> None:
-    limited(monkeypatch, max_body=10_000)
+def test_a_flood_ends_the_connection(messages: list[str], code: int | None) -> None:
+    limited(max_body=10_000)
 
     async def test() -> None:
         socket: Any = Socket(*messages, hangs_up=True)
@@ -918,9 +916,9 @@ def test_a_flood_ends_the_connection(
 
 
 @pytest.mark.usefixtures("_active")
-def test_who_takes_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_takes_nothing_is_hung_up_on() -> None:
     """Not closed, which would wait until what was written has been read."""
-    limited(monkeypatch, stream_seconds=0.05)
+    limited(stream_seconds=0.05)
     aborted: list[bool] = []
 
     transport = SimpleNamespace(abort=lambda: aborted.append(True))
