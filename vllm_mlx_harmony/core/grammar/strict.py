@@ -211,11 +211,11 @@ class _Rewriter:
     def __init__(self, root: Schema) -> None:
         self.inexact: dict[str, None] = {}
         self._keyword = ""  # which is being rewritten
-        self._expander = Expander(root, lambda _: self._drop())
-        # For what excludes each other it may accept too much.
+        self._expander = Expander(root, self._drop)
+        # What it caches may accept too much, which still shows that branches exclude each other.
         self._lenient = Expander(root, lambda _: None)
 
-    def _drop(self) -> None:
+    def _drop(self, _: str = "") -> None:
         self.inexact[self._keyword] = None
 
     def schema(self, schema: Schema) -> Schema:
