@@ -106,7 +106,7 @@ def compile_grammar(grammar: Grammar, tenant: str = "", size: int = 0) -> Compil
 
 
 def find_compiled(grammar: Grammar, tenant: str = "") -> Compiled | None:
-    """The result of ``compiled`` if it is in the cache, else ``None``."""
+    """The result of ``compile_grammar`` if it is in the cache, else ``None``."""
     return _compiled.get((tenant, grammar))
 
 
