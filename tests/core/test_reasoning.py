@@ -118,6 +118,9 @@ def test_no_analysis_after_the_budget() -> None:
     banned = {vocab.token_bytes(token) for token in watch.banned}
     assert {b"analysis", b"an", b"a"} <= banned
     assert not banned & {b"final", b"commentary", b"fin", b"com", b"c", b""}
+    names = (b"analysis", b" analysis")
+    texts = {vocab.token_bytes(token) for token in range(vocab.STARTOFTEXT)}
+    assert banned == {text for text in texts if any(name.startswith(text) for name in names)}
     watch.consume(ids_of("final")[0])
     assert watch.banned == frozenset()
 

@@ -184,9 +184,7 @@ class Loop:
 @lru_cache(maxsize=1)
 def _analysis_ids() -> frozenset[int]:
     """All ids that the channel's name, with or without a space before it, can begin with."""
-    names = (b"analysis", b" analysis")
-    return frozenset(
-        token
-        for token in range(vocab.STARTOFTEXT)
-        if (text := vocab.token_bytes(token)) and any(name.startswith(text) for name in names)
-    )
+    names = ("analysis", " analysis")
+    encoded = (vocab.encode(name[: at + 1]) for name in names for at in range(len(name)))
+    # The beginning of a word that is a token is encoded as just that.
+    return frozenset(ids[0] for ids in encoded if len(ids) == 1)
