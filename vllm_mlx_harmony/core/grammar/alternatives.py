@@ -43,8 +43,7 @@ class Count(NamedTuple):
     least: int = 0
     most: int | None = None
 
-    def both(self, other: Count) -> Count:
-        """The intersection of two ranges."""
+    def intersect(self, other: Count) -> Count:
         most = [limit for limit in (self.most, other.most) if limit is not None]
         return Count(max(self.least, other.least), min(most, default=None))
 
@@ -182,16 +181,16 @@ class Alternative:
             booleans=self.booleans & other.booleans,
             listed_strings=_in_both(self.listed_strings, other.listed_strings),
             listed_numbers=_in_both(self.listed_numbers, other.listed_numbers),
-            length=self.length.both(other.length),
+            length=self.length.intersect(other.length),
             patterns=_union(self.patterns, other.patterns),
             bounds=_union(self.bounds, other.bounds),
             steps=_union(self.steps, other.steps),
             items=self.items + other.items,
-            item_count=self.item_count.both(other.item_count),
+            item_count=self.item_count.intersect(other.item_count),
             members=self.members + other.members,
             required=_union(self.required, other.required),
             name_schemas=self.name_schemas + other.name_schemas,
-            member_count=self.member_count.both(other.member_count),
+            member_count=self.member_count.intersect(other.member_count),
             in_any_of=self.in_any_of or other.in_any_of,
         )
 
@@ -200,9 +199,9 @@ class Alternative:
             return False
         if self.listed_strings is not None and text not in self.listed_strings:
             return False
-        if self.length.both(Count(len(text), len(text))).is_empty:
+        if self.length.intersect(Count(len(text), len(text))).is_empty:
             return False
-        return all(is_found(pattern, text) for pattern in self.patterns)
+        return all(matches(pattern, text) for pattern in self.patterns)
 
     @property
     def strings(self) -> tuple[str, ...] | None:
@@ -237,7 +236,7 @@ class Alternative:
         """All schemas that apply to the member ``name``."""
         for part in self.members:
             found = [part.names[name]] if name in part.names else []
-            found += [rest for pattern, rest in part.patterns.items() if is_found(pattern, name)]
+            found += [rest for pattern, rest in part.patterns.items() if matches(pattern, name)]
             yield from found or [part.rest]
 
 
@@ -264,7 +263,7 @@ def listed_strings(alternatives: Iterable[Alternative]) -> list[str] | None:
     return [*strings]
 
 
-def is_found(pattern: str, text: str) -> bool:
+def matches(pattern: str, text: str) -> bool:
     """Whether ``pattern`` matches anywhere in ``text``; true if Python cannot read it."""
     try:
         return re.search(pattern, text) is not None
@@ -293,10 +292,10 @@ class Expander:
         """The alternatives of all ``schemas`` together; none if they accept nothing."""
         alternatives: tuple[Alternative, ...] = (Alternative(),)
         for schema in schemas:
-            alternatives = self.both(alternatives, self.alternatives(schema))
+            alternatives = self.combine(alternatives, self.alternatives(schema))
         return alternatives
 
-    def both(
+    def combine(
         self, some: Sequence[Alternative], others: Sequence[Alternative]
     ) -> tuple[Alternative, ...]:
         if len(some) * len(others) > MAX_ALTERNATIVES:
@@ -332,13 +331,15 @@ class Expander:
         """The alternatives of ``schema`` without its ``unevaluatedProperties``."""
         alternatives: tuple[Alternative, ...] = (Alternative.of(schema),)
         if "const" in schema:
-            alternatives = self.both(alternatives, tuple(self.literals([schema["const"]])))
+            alternatives = self.combine(alternatives, tuple(self.literals([schema["const"]])))
         if "enum" in schema:
-            alternatives = self.both(alternatives, tuple(self.literals(schema["enum"])))
+            alternatives = self.combine(alternatives, tuple(self.literals(schema["enum"])))
         for member in schema.get("allOf", ()):
-            alternatives = self.both(alternatives, self.alternatives(member))
+            alternatives = self.combine(alternatives, self.alternatives(member))
         if "$ref" in schema:
-            alternatives = self.both(alternatives, self.alternatives(self.target(schema["$ref"])))
+            alternatives = self.combine(
+                alternatives, self.alternatives(self.target(schema["$ref"]))
+            )
         for keyword in ("anyOf", "oneOf"):
             if keyword not in schema:
                 continue
@@ -349,7 +350,7 @@ class Expander:
             elif not self.are_disjoint(branches):
                 self._drop("oneOf")
             # By repr, because an Alternative contains dicts.
-            alternatives = self.both(
+            alternatives = self.combine(
                 alternatives, [*{repr(alternative): alternative for alternative in union}.values()]
             )
         return alternatives

@@ -344,12 +344,12 @@ class _RuleWriter:
             ]
             item = self.value(here)
             if item is None:  # nothing is valid here, so the array ends before
-                many = many.both(Count(most=at))
+                many = many.intersect(Count(most=at))
                 break
             heads.append(item)
         rest = self.value([items.rest for items in alternative.items])
         if rest is None:
-            many = many.both(Count(most=length))
+            many = many.intersect(Count(most=length))
         if many.is_empty:
             return None
         heads = heads[: many.most]
