@@ -290,19 +290,19 @@ class Expander:
 
     def conjunction(self, schemas: Iterable[AnySchema]) -> tuple[Alternative, ...]:
         """The alternatives of all ``schemas`` together; none if they accept nothing."""
-        alternatives: tuple[Alternative, ...] = (Alternative(),)
-        for schema in schemas:
-            alternatives = self.combine(alternatives, self.alternatives(schema))
-        return alternatives
+        return self.combine(map(self.alternatives, schemas))
 
-    def combine(
-        self, some: Sequence[Alternative], others: Sequence[Alternative]
-    ) -> tuple[Alternative, ...]:
-        if len(some) * len(others) > MAX_ALTERNATIVES:
-            self._drop("a schema with too many combinations of alternatives")
-            return tuple(some if len(some) < len(others) else others)
-        merged = (one.merge(other) for one, other in product(some, others))
-        return tuple(alternative for alternative in merged if alternative.types)
+    def combine(self, parts: Iterable[Sequence[Alternative]]) -> tuple[Alternative, ...]:
+        """The conjunction of ``parts``, each of which is a disjunction."""
+        combined: Sequence[Alternative] = (Alternative(),)
+        for part in parts:
+            if len(combined) * len(part) > MAX_ALTERNATIVES:
+                self._drop("a schema with too many combinations of alternatives")
+                combined = min(part, combined, key=len)
+            else:
+                merged = (one.merge(other) for one, other in product(combined, part))
+                combined = [alternative for alternative in merged if alternative.types]
+        return tuple(combined)
 
     def alternatives(self, schema: AnySchema) -> tuple[Alternative, ...]:
         if isinstance(schema, bool):
@@ -329,17 +329,14 @@ class Expander:
 
     def expand(self, schema: Schema) -> tuple[Alternative, ...]:
         """The alternatives of ``schema`` without its ``unevaluatedProperties``."""
-        alternatives: tuple[Alternative, ...] = (Alternative.of(schema),)
+        parts: list[Sequence[Alternative]] = [(Alternative.of(schema),)]
         if "const" in schema:
-            alternatives = self.combine(alternatives, tuple(self.literals([schema["const"]])))
+            parts.append([*self.literals([schema["const"]])])
         if "enum" in schema:
-            alternatives = self.combine(alternatives, tuple(self.literals(schema["enum"])))
-        for member in schema.get("allOf", ()):
-            alternatives = self.combine(alternatives, self.alternatives(member))
+            parts.append([*self.literals(schema["enum"])])
+        parts += map(self.alternatives, schema.get("allOf", ()))
         if "$ref" in schema:
-            alternatives = self.combine(
-                alternatives, self.alternatives(self.target(schema["$ref"]))
-            )
+            parts.append(self.alternatives(self.target(schema["$ref"])))
         for keyword in ("anyOf", "oneOf"):
             if keyword not in schema:
                 continue
@@ -350,10 +347,8 @@ class Expander:
             elif not self.are_disjoint(branches):
                 self._drop("oneOf")
             # By repr, because an Alternative contains dicts.
-            alternatives = self.combine(
-                alternatives, [*{repr(alternative): alternative for alternative in union}.values()]
-            )
-        return alternatives
+            parts.append([*{repr(alternative): alternative for alternative in union}.values()])
+        return self.combine(parts)
 
     def target(self, ref: str) -> AnySchema:
         """The schema that ``ref`` refers to: the root, or one of its definitions."""
