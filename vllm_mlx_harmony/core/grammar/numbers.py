@@ -16,6 +16,7 @@ where they would be invalid.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from decimal import Context, Decimal
 
 from vllm_mlx_harmony.core.grammar import spellings
@@ -129,35 +130,40 @@ def _exactly(fraction: str) -> str:
     return rf"\.{fraction}0*" if fraction else _ZEROS
 
 
+def _differing(digits: str, *, below: bool = False, least: int = 0) -> Iterator[tuple[str, int]]:
+    """Numbers of as many digits that are greater than ``digits``, or ``below`` it: how they begin,
+    up to the first digit that differs, and how many digits follow. The first is at least ``least``.
+    """
+    for at, digit in enumerate(digits):
+        low, high = (0 if at else least, int(digit) - 1) if below else (int(digit) + 1, 9)
+        if low <= high:
+            yield f"{digits[:at]}[{low}-{high}]", len(digits) - at - 1
+
+
 def _integers_from(least: int) -> str:
     """Integers of up to three digits that are not less than ``least``, which is positive."""
     digits = str(least)
-    forms = [
-        f"{digits[:at]}[{int(digit) + 1}-9][0-9]{{{len(digits) - at - 1}}}"
-        for at, digit in enumerate(digits)
-        if digit != "9"
-    ]
-    longer = [f"[1-9][0-9]{{{len(digits)},2}}"] if len(digits) <= len("99") else []
-    return f"(?:{'|'.join([digits, *forms, *longer])})"
+    forms = [digits, *(f"{begin}[0-9]{{{left}}}" for begin, left in _differing(digits))]
+    if len(digits) <= len("99"):
+        forms.append(f"[1-9][0-9]{{{len(digits)},2}}")
+    return f"(?:{'|'.join(forms)})"
 
 
 def _above(bound: Decimal, exclusive: bool) -> str:
     """Decimals without sign or exponent that are not less than ``bound``."""
     whole, fraction = _digits(bound)
-    forms = [f"[1-9][0-9]{{{len(whole) if whole != '0' else 0},}}{_FRACTION}"]
-    for at, digit in enumerate(whole if whole != "0" else ""):
-        rest = f"[0-9]{{{len(whole) - at - 1}}}"
-        if digit != "9":
-            forms.append(f"{whole[:at]}[{int(digit) + 1}-9]{rest}{_FRACTION}")
-        if not fraction and not exclusive and not whole[at + 1 :].strip("0"):
-            return f"(?:{'|'.join([*forms, f'{whole[: at + 1]}{rest}{_FRACTION}'])})"
-    more = [
-        rf"{fraction[:at]}[{int(digit) + 1}-9][0-9]*"
-        for at, digit in enumerate(fraction)
-        if digit != "9"
-    ]
-    more.append(rf"{fraction}0*[1-9][0-9]*" if exclusive else rf"{fraction}[0-9]*")
-    forms.append(rf"{whole}\.(?:{'|'.join(more)})")
+    digits = whole.lstrip("0")
+    forms = [f"[1-9][0-9]{{{len(digits)},}}{_FRACTION}"]
+    includes_bound = bool(digits) and not fraction and not exclusive
+    compared = digits.rstrip("0") if includes_bound else digits
+    zeros = len(digits) - len(compared)
+    forms += [f"{begin}[0-9]{{{left + zeros}}}{_FRACTION}" for begin, left in _differing(compared)]
+    if includes_bound:
+        forms.append(f"{compared}[0-9]{{{zeros}}}{_FRACTION}")
+    else:
+        more = [f"{begin}[0-9]*" for begin, _ in _differing(fraction)]
+        more.append(rf"{fraction}0*[1-9][0-9]*" if exclusive else rf"{fraction}[0-9]*")
+        forms.append(rf"{whole}\.(?:{'|'.join(more)})")
     return f"(?:{'|'.join(forms)})"
 
 
@@ -167,16 +173,9 @@ def _below(bound: Decimal, exclusive: bool) -> str:
     forms = []
     if len(whole) > 1:
         forms.append(f"(?:0|[1-9][0-9]{{0,{len(whole) - 2}}}){_FRACTION}")
-    for at, digit in enumerate(whole):
-        least = 1 if at == 0 and len(whole) > 1 else 0
-        if int(digit) > least:
-            rest = f"[0-9]{{{len(whole) - at - 1}}}"
-            forms.append(f"{whole[:at]}[{least}-{int(digit) - 1}]{rest}{_FRACTION}")
-    less = [
-        rf"{fraction[:at]}[0-{int(digit) - 1}][0-9]*"
-        for at, digit in enumerate(fraction)
-        if digit != "0"
-    ]
+    begins = _differing(whole, below=True, least=int(len(whole) > 1))
+    forms += [f"{begin}[0-9]{{{left}}}{_FRACTION}" for begin, left in begins]
+    less = [f"{begin}[0-9]*" for begin, _ in _differing(fraction, below=True)]
     less += [fraction[:at] + "0*" for at in range(1, len(fraction))]
     if not exclusive:
         less.append(f"{fraction}0*" if fraction else "0+")
