@@ -36,6 +36,7 @@ from vllm_mlx_harmony.gateway.engines import detection, http
 from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, same_model, start_line
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, Key, load
+from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.defaults import ATTACHMENTS_VARIABLE
 from vllm_mlx_harmony.server.tools import config
@@ -741,9 +742,11 @@ def test_variables_of_the_front_end_hold_for_a_gateway(
 ) -> None:
     monkeypatch.setenv(ATTACHMENTS_VARIABLE, "refuse")
     assert app.Gateway(load(GIVEN, {})).defaults(None).attachments is Attachments.REFUSE
-    monkeypatch.setenv(ATTACHMENTS_VARIABLE, "show")
-    assert main(["gateway", "--model", MODEL, "--engine", "http://127.0.0.1:9"]) == 2
-    assert ATTACHMENTS_VARIABLE in capsys.readouterr().err
+    for variable in (ATTACHMENTS_VARIABLE, enforcement.GRAMMAR_VARIABLE):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "show")
+            assert main(["gateway", "--model", MODEL, "--engine", "http://127.0.0.1:9"]) == 2
+        assert f"{variable}: 'show' is not one of" in capsys.readouterr().err
 
 
 # --- The process

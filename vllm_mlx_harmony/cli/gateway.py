@@ -90,7 +90,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser().parse_args(arguments)
     from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load
-    from vllm_mlx_harmony.server import defaults
+    from vllm_mlx_harmony.server import defaults, enforcement
     from vllm_mlx_harmony.server.responses.store import server_store
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
@@ -98,6 +98,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         settings = load(flags, file=parsed.config)
         defaults.read(settings.template_options)  # validates environment variables at the start
+        enforcement.read_settings()
         server_store()  # opens the store, which may fail
         workers.check(settings)
     except HostError as error:
