@@ -121,8 +121,7 @@ class VllmMlx:
             )
             read = defaults.read(vllm._default_chat_template_kwargs or {})
             own = {} if model is None else configuration(model, GENERATION)
-            sampling = defaults.sampling(flags, own)
-            self._defaults[model] = replace(read, sampling=sampling)
+            self._defaults[model] = replace(read, sampling=defaults.sampling(flags, own))
         return replace(self._defaults[model], date=current_date())
 
     def max_tokens(self, requested: int | None) -> int:

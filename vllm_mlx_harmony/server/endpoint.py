@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony.core.errors import (
@@ -162,7 +162,10 @@ class EndpointRoute(Route):
         problem = f"method {scope['method']} is not allowed for {scope['path']}"
         failure = RequestError(problem, status=405, code="method_not_allowed")
         response = self.endpoint_error(failure)
-        response.headers["Allow"] = methods_at(self.path, scope["app"].routes)
+        # Several routes may share a path (https://www.rfc-editor.org/rfc/rfc9110#section-10.2.1).
+        same = [each for each in scope["app"].routes if getattr(each, "path", None) == self.path]
+        names = {name for each in same for name in getattr(each, "methods", None) or ()}
+        response.headers["Allow"] = ", ".join(sorted(names))
         await response(scope, receive, send)
 
 
@@ -180,13 +183,3 @@ def guarded(endpoint: Endpoint, host: Host) -> EndpointRoute:
     route = EndpointRoute(endpoint.path, endpoint.with_errors(handle), methods=methods)
     route.endpoint_error = endpoint.error
     return route
-
-
-def methods_at(path: str, routes: Iterable[BaseRoute]) -> str:
-    """The value of an ``Allow`` header: all methods of ``path``, which several routes may share.
-
-    https://www.rfc-editor.org/rfc/rfc9110#section-10.2.1
-    """
-    matching = [route for route in routes if getattr(route, "path", None) == path]
-    names = {name for route in matching for name in getattr(route, "methods", None) or ()}
-    return ", ".join(sorted(names))

@@ -72,8 +72,6 @@ MAX_TIMEOUT = 1e9
 REPLAY_VARIABLE = "VLLM_MLX_HARMONY_REPLAY"
 """Environment variable: MiB of generated turns that are kept in memory; 0 disables reuse."""
 
-DEFAULT_REPLAY = 64
-
 MAX_MODEL_NAME = 4_096
 """Maximum length of a model's name, which may be a path."""
 
@@ -417,11 +415,10 @@ def _generated_turns(archive: Archive | None) -> Replay | None:
 
     ``None`` if reuse is disabled.
     """
-    requested = os.environ.get(REPLAY_VARIABLE, "").strip() or str(DEFAULT_REPLAY)
+    requested = os.environ.get(REPLAY_VARIABLE, "").strip() or "64"
     if not requested.isascii() or not requested.isdigit():
-        problem = "%s=%s is not a number of MiB; using %d"
-        logger.warning(problem, REPLAY_VARIABLE, requested, DEFAULT_REPLAY)
-        requested = str(DEFAULT_REPLAY)
+        logger.warning("%s=%s is not a number of MiB; using 64", REPLAY_VARIABLE, requested)
+        requested = "64"
     return Replay(int(requested) * 2**20, archive) if int(requested) else None
 
 

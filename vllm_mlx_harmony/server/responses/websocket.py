@@ -183,8 +183,7 @@ class Conversation:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
         request = Request(scope, _empty_body())
         async with leased(self._api, request, body, self._front_end.host) as lease:
-            seed = new_id_seed()
-            received = Received(self._api, self._front_end, request, body, lease, seed)
+            received = Received(self._api, self._front_end, request, body, lease, new_id_seed())
             job = await prepare(received)
             emitter = job.emitter
             assert isinstance(emitter, StoringEmitter)
