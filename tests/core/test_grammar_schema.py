@@ -704,7 +704,8 @@ def test_one_pattern_of_two_stays() -> None:
 KEYS = st.sampled_from(
     ["type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "properties", "required", "items",
      "additionalProperties", "patternProperties", "minimum", "maxLength", "pattern", "format",
-     "minItems", "not", "$defs", "a", "prefixItems", "multipleOf", "$id"]
+     "minItems", "not", "$defs", "a", "prefixItems", "multipleOf", "$id", "propertyNames",
+     "unevaluatedProperties", "$anchor"]
 )  # fmt: skip
 LEAVES = st.sampled_from(
     [None, True, False, 0, -1, 3, 0.5, 1e400, 10**30, 3e-300, "object", "string", "array", "#",
@@ -722,6 +723,7 @@ def test_whatever_a_schema_is_it_has_a_grammar(schema: dict[str, Any]) -> None:
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     compile_grammar(grammar)
+    strict_schema(schema, check=lambda _: "")
 
 
 NUMBERS = (7, 0.1, 3e-300, 1e-30, 2**64, 10**22 + 1, 10**30, 7e299)
