@@ -290,13 +290,13 @@ class _RuleWriter:
                 self._drop("minimum" if bound.is_minimum else "maximum")
             else:
                 bounds.append(bound)
+        steps = [numbers.multiple_of(step) for step in alternative.steps]
+        if None in steps and (multiple := self.multiple(alternative, bounds)):
+            return multiple
         parts = [
             self.terminal(f"/{numbers.bounded(value, is_minimum=is_minimum, exclusive=exclusive)}/")
             for value, exclusive, is_minimum in bounds
         ]
-        steps = [numbers.multiple_of(step) for step in alternative.steps]
-        if None in steps and (multiple := self.multiple(alternative, bounds)):
-            return multiple
         parts += [self.terminal(f"/{step}/") for step in steps if step is not None]
         if not parts:
             return "JSON_INTEGER" if alternative.is_integer else "JSON_NUMBER"
