@@ -617,6 +617,33 @@ def test_dropped(case: str) -> None:
     assert not taken(wrapped, '{"w":"x"}')  # the rest is enforced
 
 
+MANY = [f"n{number}" for number in range(100_000)]
+ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
+    "a pattern of names": ({"required": ["a" * 60], "patternProperties": {"^(a+)+b$": {}}},
+        "patternProperties"),
+    "a pattern of literals": ({"enum": ["a" * 60], "pattern": "^(a|a)*b$"}, "pattern"),
+    "a pattern with many choices": ({"enum": ["a" * 30], "pattern": "a?" * 30 + "a" * 31},
+        "pattern"),
+    "a pattern of listed names": ({"propertyNames": {"enum": ["a" * 60], "pattern": "^(a+)+b$"}},
+        "pattern"),
+    "branches": ({"oneOf": [{"const": "a" * 60}, {"pattern": "^(a+)+b$"}]}, "oneOf"),
+    "literals": ({"enum": MANY}, "a schema that is too large"),
+    "literals twice": ({"allOf": [{"enum": MANY}, {"enum": MANY}]}, "a schema that is too large"),
+    "literals in branches": ({"oneOf": [{"enum": MANY[:1_000]}] * 60}, "oneOf"),
+    "names": ({"required": MANY}, "a schema that is too large"),
+    "names and patterns": ({"required": MANY[:300], "patternProperties": dict.fromkeys(MANY[:600],
+        True)}, "a schema that is too large"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ENDLESS)
+def test_no_schema_takes_forever(case: str) -> None:
+    """They are read in the server's process, which a pattern of Python would stop meanwhile."""
+    schema, dropped = ENDLESS[case]
+    assert dropped in rules_of(schema).dropped
+    strict_schema(schema, check=lambda _: "")
+
+
 @pytest.mark.parametrize(
     "schema",
     [

@@ -29,6 +29,12 @@ MAX_ALTERNATIVES = 200
 MAX_PAIRS = 2000
 """Pairs of alternatives that are compared, of the branches of one ``oneOf``."""
 
+MAX_COMPARED = 20
+"""Required members of two alternatives that are compared, and patterns of their names."""
+
+MAX_LISTED = 1_000
+"""Literals of two alternatives that are compared, times the patterns that they may match."""
+
 MAX_ORDER = 30
 """Powers of ten of bounds of numbers, to either side."""
 
@@ -84,6 +90,15 @@ class Members:
     rest: AnySchema = True
     evaluates: Literal["declared", "all", "none"] = "declared"
 
+    def schemas_of(self, name: str) -> list[AnySchema | None]:
+        """The schemas that apply to the member ``name``; ``None`` stands for others that may."""
+        schemas: list[AnySchema | None] = [self.names[name]] if name in self.names else []
+        for pattern, schema in self.patterns.items():
+            applies = matches(pattern, name)
+            if applies is not False:
+                schemas.append(schema if applies else None)
+        return schemas or [self.rest]
+
 
 @dataclass(frozen=True, slots=True)
 class Items:
@@ -115,8 +130,8 @@ class Alternative:
     types: frozenset[str] = TYPES
     is_integer: bool = False
     booleans: frozenset[bool] = frozenset({False, True})
-    listed_strings: tuple[str, ...] | None = None
-    listed_numbers: tuple[Decimal, ...] | None = None
+    listed_strings: Mapping[str, None] | None = None
+    listed_numbers: Mapping[Decimal, None] | None = None
     length: Count = ANY_NUMBER
     patterns: tuple[str, ...] = ()
     bounds: tuple[Bound, ...] = ()
@@ -194,21 +209,25 @@ class Alternative:
             in_any_of=self.in_any_of or other.in_any_of,
         )
 
-    def allows_string(self, text: str) -> bool:
+    def allows_string(self, text: str) -> bool | None:
+        """Whether ``text`` satisfies all keywords; ``None`` if that is not known."""
         if "string" not in self.types:
             return False
         if self.listed_strings is not None and text not in self.listed_strings:
             return False
         if self.length.intersect(Count(len(text), len(text))).is_empty:
             return False
-        return all(matches(pattern, text) for pattern in self.patterns)
+        if len(self.patterns) > MAX_COMPARED:
+            return None
+        known = [matches(pattern, text) for pattern in self.patterns]
+        return False if False in known else None if None in known else True
 
     @property
     def strings(self) -> tuple[str, ...] | None:
-        """The strings of its ``enum`` that satisfy the other keywords."""
+        """The strings of its ``enum`` that satisfy the other keywords, as far as that is known."""
         if self.listed_strings is None:
             return None
-        return tuple(filter(self.allows_string, self.listed_strings))
+        return tuple(text for text in self.listed_strings if self.allows_string(text) is not False)
 
     @property
     def numbers(self) -> tuple[Decimal, ...] | None:
@@ -232,20 +251,21 @@ class Alternative:
         names = {name: True for part in parts for name in part.names}
         return Members(names, {pattern: True for part in parts for pattern in part.patterns})
 
-    def schemas_of(self, name: str) -> Iterator[AnySchema]:
-        """All schemas that apply to the member ``name``."""
-        for part in self.members:
-            found = [part.names[name]] if name in part.names else []
-            found += [rest for pattern, rest in part.patterns.items() if matches(pattern, name)]
-            yield from found or [part.rest]
+    @property
+    def member_patterns(self) -> int:
+        return sum(len(part.patterns) for part in self.members)
+
+    def schemas_of(self, name: str) -> list[AnySchema | None]:
+        """As those of ``Members``, for all of them."""
+        return [schema for part in self.members for schema in part.schemas_of(name)]
 
 
 def _in_both(
-    one: tuple[_Value, ...] | None, other: tuple[_Value, ...] | None
-) -> tuple[_Value, ...] | None:
+    one: Mapping[_Value, None] | None, other: Mapping[_Value, None] | None
+) -> Mapping[_Value, None] | None:
     if one is None or other is None:
         return one if other is None else other
-    return tuple(value for value in one if value in other)
+    return {value: None for value in one if value in other}
 
 
 def _union(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, ...]:
@@ -253,22 +273,36 @@ def _union(one: tuple[_Value, ...], other: tuple[_Value, ...]) -> tuple[_Value, 
 
 
 def listed_strings(alternatives: Iterable[Alternative]) -> list[str] | None:
-    """The strings that ``alternatives`` allow; ``None`` if there are infinitely many."""
+    """The strings that ``alternatives`` allow; ``None`` if those are infinite or not known."""
     strings: dict[str, None] = {}
     for alternative in alternatives:
         if "string" in alternative.types:
-            if alternative.strings is None:
+            listed = alternative.strings
+            if listed is None or None in map(alternative.allows_string, listed):
                 return None
-            strings.update(dict.fromkeys(alternative.strings))
+            strings.update(dict.fromkeys(listed))
     return [*strings]
 
 
-def matches(pattern: str, text: str) -> bool:
-    """Whether ``pattern`` matches anywhere in ``text``; true if Python cannot read it."""
+def matches(pattern: str, text: str) -> bool | None:
+    """Whether ``pattern`` matches anywhere in ``text``; ``None`` if that is not known.
+
+    Python cannot read every pattern. It tries all ways to match one, and holds the GIL meanwhile:
+    ``^(a+)+$`` has a billion of them in 30 characters.
+    """
+    choices = len(_CHOICE.findall(pattern))
+    if _REPEATED_GROUP.search(pattern) or (len(text) + 2) ** (choices + 1) > MAX_STEPS:
+        return None
     try:
         return re.search(pattern, text) is not None
     except re.error:
-        return True
+        return None
+
+
+_REPEATED_GROUP = re.compile(r"\)[*+{]")
+_CHOICE = re.compile(r"[*+?|]|\{[0-9]*,")
+MAX_STEPS = 1_000_000
+"""The greatest number of ways in which a pattern is matched."""
 
 
 class Expander:
@@ -394,8 +428,8 @@ class Expander:
             yield Alternative(
                 types=frozenset(types),
                 booleans=frozenset(booleans),
-                listed_strings=tuple(dict.fromkeys(strings)),
-                listed_numbers=tuple(dict.fromkeys(values)),
+                listed_strings=dict.fromkeys(strings),
+                listed_numbers=dict.fromkeys(values),
             )
 
     def constant(self, value: object) -> Schema:
@@ -440,13 +474,15 @@ class Expander:
     def is_empty(self, alternative: Alternative, levels: int) -> bool:
         """Whether it obviously accepts nothing. ``levels`` is how deep to look into nested
         objects."""
+        listed = len(alternative.listed_strings or ()) + len(alternative.listed_numbers or ())
+        is_short = listed * (1 + len(alternative.patterns)) <= MAX_LISTED
         bounds = alternative.bounds
         lower = [bound for bound in bounds if bound.is_minimum]
         upper = [bound for bound in bounds if not bound.is_minimum]
         is_empty = {
             "boolean": not alternative.booleans,
-            "string": alternative.strings == () or alternative.length.is_empty,
-            "number": alternative.numbers == ()
+            "string": (is_short and alternative.strings == ()) or alternative.length.is_empty,
+            "number": (is_short and alternative.numbers == ())
             or any(
                 low.value > high.value
                 or (low.value == high.value and (low.exclusive or high.exclusive))
@@ -458,10 +494,10 @@ class Expander:
             return False
         if "object" not in alternative.types:
             return True
-        return levels > 0 and any(
-            all(
-                self.is_empty(inner, levels - 1)
-                for inner in self.conjunction(alternative.schemas_of(name))
-            )
-            for name in alternative.required
-        )
+        if not levels or alternative.member_patterns > MAX_COMPARED:
+            return False
+        for name in alternative.required[:MAX_COMPARED]:
+            schemas = [schema for schema in alternative.schemas_of(name) if schema is not None]
+            if all(self.is_empty(inner, levels - 1) for inner in self.conjunction(schemas)):
+                return True
+        return False

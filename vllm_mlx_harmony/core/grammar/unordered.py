@@ -64,6 +64,9 @@ MAX_COUNT = 1000
 MAX_OTHERS = 64
 """Undeclared names in a row, in an object with required names."""
 
+MAX_NAMES = 10_000
+"""Declared names of an object, times the patterns that they may match."""
+
 MAX_LENGTH = 10_000
 MAX_MODULUS = 10_000
 MAX_PATTERNS = 3
@@ -244,16 +247,20 @@ class _RuleWriter:
             yield self.members(alternative)
 
     def string(self, alternative: Alternative) -> str | None:
-        if alternative.strings is not None:
-            if not alternative.strings:
-                return None
-            return self.terminal(f"/{spellings.any_of(alternative.strings)}{_SPACE}/")
+        if len(alternative.listed_strings or ()) > MAX_NAMES:
+            raise _TooLarge
+        if alternative.strings == ():
+            return None
         conditions = self.conditions(alternative, "minLength", "maxLength")
         return self.terminal(f"({conditions}) JSON_SPACE") if conditions else "JSON_STRING"
 
     def conditions(self, alternative: Alternative, least: str, most: str) -> str:
         """A terminal expression for the strings that ``alternative`` allows; empty for any
         string."""
+        if alternative.strings is not None:
+            if None in map(alternative.allows_string, alternative.strings):
+                self._drop("pattern")
+            return f"/{spellings.any_of(alternative.strings)}/"
         length = self.limit_count(alternative.length, least, most, MAX_LENGTH)
         parts = []
         for pattern in alternative.patterns:
@@ -374,11 +381,16 @@ class _RuleWriter:
         listed = listed_strings(names)
         declared = dict.fromkeys(name for part in alternative.members for name in part.names)
         declared.update(dict.fromkeys((*alternative.required, *(listed or ()))))
+        if len(declared) * (1 + alternative.member_patterns) > MAX_NAMES:
+            raise _TooLarge
         values: dict[str, str] = {}
         for name in declared:
             value = None
-            if any(option.allows_string(name) for option in names):
-                value = self.value(alternative.schemas_of(name))
+            if any(option.allows_string(name) is not False for option in names):
+                schemas = alternative.schemas_of(name)
+                if None in schemas:
+                    self._drop("patternProperties")
+                value = self.value([schema for schema in schemas if schema is not None])
             if value is not None:
                 values[name] = value
             elif name in alternative.required:
@@ -430,14 +442,9 @@ class _RuleWriter:
     def names(self, names: Iterable[Alternative]) -> Iterator[str]:
         """The terminals of the names that ``propertyNames`` allows."""
         for alternative in names:
-            if "string" not in alternative.types:
-                continue
-            if alternative.strings is not None:
-                if alternative.strings:
-                    yield self.terminal(f"/{spellings.any_of(alternative.strings)}/")
-                continue
-            conditions = self.conditions(alternative, "propertyNames", "propertyNames")
-            yield self.terminal(conditions) if conditions else "JSON_NAME"
+            if "string" in alternative.types and alternative.strings != ():
+                conditions = self.conditions(alternative, "propertyNames", "propertyNames")
+                yield self.terminal(conditions) if conditions else "JSON_NAME"
 
     def walk(  # noqa: C901, PLR0915 - one case per rule
         self,
