@@ -57,12 +57,12 @@ _LEXEME = re.compile(
   | (?P<range>"(?:\\.|[^"\\\n])"\s*\.\.\s*"(?:\\.|[^"\\\n])")
   | (?P<string>"(?:\\.|[^"\\\n])*")(?P<cased>i?)
   | (?P<regex>/(?:\\.|[^/\\\n])+/)(?P<flags>[imslux]*)
-  | (?P<import>%import\s+common\s*\.?\s*(?P<imported>\([^)]*\)|\w+)(?:\s*->\s*(?P<local>\w+))?)
+  | (?P<import>%import\s+common(?:\s*\.)?\s*(?P<imported>\([^)]*\)|\w+)(?:\s*->\s*(?P<local>\w+))?)
   | (?P<directive>%(?:ignore|declare)\b)
   | (?P<refused><[^<>\s]+>|@[\w-]+|%\w+|~(?!\s*[0-9]))
   | (?P<alias>->\s*[\w-]+)
   | (?P<priority>(?<=\w)\.-?[0-9]+)
-  | (?P<name>[!?]*[A-Za-z_][\w-]*)
+  | (?P<name>[!?]{0,2}[A-Za-z_][\w-]*)
   | (?P<other>.)
     """,
     re.VERBOSE | re.DOTALL,
@@ -141,6 +141,9 @@ def _lexemes(definition: str) -> list[re.Match[str]]:
         if lexeme.lastgroup == "refused":
             raise NotExpressible(f"{lexeme.group()} in a Lark grammar")
         if lexeme.lastgroup == "other":
+            # Whatever follows would be searched for its end once more from each of its quotes.
+            if lexeme.group() in ('"', "/"):
+                raise NotExpressible("a string or expression without its end in a Lark grammar")
             open_ += {"{": 1, "}": -1}.get(lexeme.group(), 0)
             if open_ < 0:
                 break
