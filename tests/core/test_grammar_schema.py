@@ -630,6 +630,8 @@ ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
     "literals": ({"enum": MANY}, "a schema that is too large"),
     "literals twice": ({"allOf": [{"enum": MANY}, {"enum": MANY}]}, "a schema that is too large"),
     "literals in branches": ({"oneOf": [{"enum": MANY[:1_000]}] * 60}, "oneOf"),
+    "branches of branches": (of(**{name: {"oneOf": [of(k={"const": k}) for k in range(50)]}
+        for name in MANY[:9]}), "oneOf"),
     "names": ({"required": MANY}, "a schema that is too large"),
     "names and patterns": ({"required": MANY[:300], "patternProperties": dict.fromkeys(MANY[:600],
         True)}, "a schema that is too large"),

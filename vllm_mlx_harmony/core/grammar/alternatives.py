@@ -26,8 +26,8 @@ MAX_DEPTH = 64
 """Schemas within schemas that are expanded, along references."""
 
 MAX_ALTERNATIVES = 200
-MAX_PAIRS = 2000
-"""Pairs of alternatives that are compared, of the branches of one ``oneOf``."""
+MAX_PAIRS = 5_000
+"""Pairs of alternatives that are compared, of the branches of all ``oneOf``."""
 
 MAX_COMPARED = 20
 """Required members of two alternatives that are compared, and patterns of their names."""
@@ -321,6 +321,7 @@ class Expander:
         self._expanded: dict[int, tuple[Alternative, ...]] = {}
         self._expanding: set[int] = set()
         self._constants: dict[str, Schema] = {}
+        self._pairs = MAX_PAIRS  # that may still be compared
 
     def conjunction(self, schemas: Iterable[AnySchema]) -> tuple[Alternative, ...]:
         """The alternatives of all ``schemas`` together; none if they accept nothing."""
@@ -464,8 +465,8 @@ class Expander:
 
     def are_disjoint(self, branches: Sequence[Sequence[Alternative]]) -> bool:
         """Whether no value satisfies two of ``branches``, as far as that is obvious."""
-        pairs = sum(len(one) * len(other) for one, other in combinations(branches, 2))
-        return pairs <= MAX_PAIRS and all(
+        self._pairs -= sum(len(one) * len(other) for one, other in combinations(branches, 2))
+        return self._pairs >= 0 and all(
             self.is_empty(one.merge(other), levels=3)
             for some, others in combinations(branches, 2)
             for one, other in product(some, others)
