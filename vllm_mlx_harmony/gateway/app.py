@@ -108,8 +108,8 @@ class Gateway:
         self._defaults = replace(read, sampling=defaults.sampling(flags, {}))
         self._keys = {key.digest: key for key in settings.keys}
         self.metrics.start([key.name for key in settings.keys])
-        self._limits_of = {"": settings.limits()}
-        self._limits_of |= {key.name: settings.limits(key) for key in settings.keys}
+        own = {key.name: settings.limits(key) for key in settings.keys}
+        self._limits_of = {"": settings.limits(), **own}
 
     @property
     def model_name(self) -> str | None:

@@ -102,20 +102,20 @@ class Counts:
     """What was used in this process: of each key and limit, the last two windows."""
 
     def __init__(self) -> None:
-        self._used: dict[tuple[str, Unit, int], list[int]] = {}
+        self._used: dict[tuple[str, Unit, int], tuple[int, int, int]] = {}
 
     def add(self, name: str, quotas: Iterable[Quota], now: float) -> list[Budget]:
         """Adds to the ``quotas`` of the key ``name``; returns the budget of each."""
-        return [self._add(name, quota, now) for quota in quotas]
-
-    def _add(self, name: str, quota: Quota, now: float) -> Budget:
-        place = (name, quota.unit, quota.seconds)
-        window, count, last = self._used.get(place, (0, 0, 0))
-        if window != quota.window(now):
-            last = count if window == quota.window(now) - 1 else 0
-            window, count = quota.window(now), 0
-        self._used[place] = [window, count + quota.amount, last]
-        return quota.budget(now, count + quota.amount, last)
+        budgets = []
+        for quota in quotas:
+            place = (name, quota.unit, quota.seconds)
+            window, count, last = self._used.get(place, (0, 0, 0))
+            if window != quota.window(now):
+                last = count if window == quota.window(now) - 1 else 0
+                window, count = quota.window(now), 0
+            self._used[place] = (window, count + quota.amount, last)
+            budgets.append(quota.budget(now, count + quota.amount, last))
+        return budgets
 
 
 def exceeded(budgets: Iterable[Budget], unit: Unit) -> Budget | None:

@@ -122,7 +122,6 @@ class Metrics:
                 self.prompt.labels(*key)
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
         return generate_latest(self.shown)
 
 

@@ -240,14 +240,18 @@ class Routing(Generic[E]):
 
     # --- Health
 
+    def _known(self, engine: E) -> _Engine:
+        """The records of an engine. What is recorded of one that was removed has no effect."""
+        return self._engines.get(engine) or _Engine()
+
     def health(self, engine: E) -> Health:
         """The health of an engine. Raises ``KeyError`` for an unknown one."""
         return self._engines[engine].health
 
     def record_success(self, engine: E) -> None:
         """A request got its first ids from ``engine``."""
-        known = self._engines.get(engine)
-        if known is not None and not known.down:
+        known = self._known(engine)
+        if not known.down:
             known.failures, known.doubted = 0, False
 
     def record_latency(self, engine: E, seconds: float, tokens: int) -> None:
@@ -255,13 +259,11 @@ class Routing(Generic[E]):
 
         ``tokens`` excludes any that may have been cached.
         """
-        known = self._engines.get(engine)
-        if known is not None:
-            long = tokens >= self.rule.long
-            last = known.paces if long else known.waits
-            last.append(seconds / tokens if long else seconds)
-            if len(last) > self.rule.observed:
-                last.popleft()
+        known, long = self._known(engine), tokens >= self.rule.long
+        last = known.paces if long else known.waits
+        last.append(seconds / tokens if long else seconds)
+        if len(last) > self.rule.observed:
+            last.popleft()
 
     def expected(self, engine: E, tokens: int) -> float:
         """Seconds within which a healthy engine with ``tokens`` to compute generates an id:
@@ -276,14 +278,14 @@ class Routing(Generic[E]):
 
     def doubt(self, engine: E, now: float) -> None:
         """A request to ``engine`` went wrong: it is probed as soon as possible."""
-        known = self._engines.get(engine)
-        if known is not None and not known.down:
+        known = self._known(engine)
+        if not known.down:
             known.doubted, known.probe_at = True, min(known.probe_at, now)
 
     def doubted(self, engine: E) -> bool:
         """Whether only a generated id can prove that ``engine`` is healthy."""
-        known = self._engines.get(engine)
-        return known is not None and (known.doubted or known.down)
+        known = self._known(engine)
+        return known.doubted or known.down
 
     def record_failure(self, engine: E, now: float) -> None:
         """A request failed, and ``engine`` was at fault."""
@@ -296,8 +298,8 @@ class Routing(Generic[E]):
 
     def _count_failures(self, engine: E, now: float, count: int = 1) -> None:
         """Counts a failure, or as many at once."""
-        known = self._engines.get(engine)
-        if known is None or known.down:
+        known = self._known(engine)
+        if known.down:
             return
         known.failures += count
         if known.failures >= self.rule.failures:
@@ -318,9 +320,7 @@ class Routing(Generic[E]):
 
     def record_probe(self, engine: E, well: bool, now: float) -> None:
         """A probe of ``engine`` has ended. Each failure doubles the time to the next probe."""
-        known = self._engines.get(engine)
-        if known is None:  # removed while it was probed
-            return
+        known = self._known(engine)
         if not well and known.down:
             known.pause = min(2 * known.pause, self.rule.longest_pause)
             known.probe_at = now + known.pause
@@ -340,7 +340,6 @@ class Routing(Generic[E]):
 
     @property
     def engines(self) -> tuple[E, ...]:
-        """All engines."""
         return tuple(self._engines)
 
     def add(self, engine: E, *, up: bool = True) -> None:

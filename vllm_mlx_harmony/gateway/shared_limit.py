@@ -60,7 +60,6 @@ class Limiter:
         return budgets
 
     def tokens(self, name: str, limits: Limits, tokens: int) -> None:
-        """Counts the tokens of an answer."""
         quotas = limits.quotas(tokens=tokens)
         quotas = [each for each in quotas if each.unit == "tokens"]
         if quotas:
@@ -153,7 +152,6 @@ def enter(shared: Connection, name: str, request: str, now: float) -> int:
 
 
 def remove(shared: Connection, name: str, request: str) -> None:
-    """Removes a running request."""
     shared.call(lambda redis: redis.zrem(key_of("running", name), request))
 
 

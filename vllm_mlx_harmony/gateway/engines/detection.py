@@ -244,7 +244,8 @@ _SIGNS: tuple[tuple[str, str, str], ...] = (
     ("sglang", "/get_model_info", "is_generation"),
     ("vllm", "/version", "version"),
 )
-"""Kind, path, and a field that no other kind has there."""
+"""Kind, path, and a field that no other kind has there. A kind that begins with the name of another
+comes before it."""
 
 
 async def _kind(http: ClientSession, spec: Spec) -> tuple[Dialect, Json]:
@@ -254,9 +255,7 @@ async def _kind(http: ClientSession, spec: Spec) -> tuple[Dialect, Json]:
             raise HostError(
                 f"{spec.kind!r} is not a kind of engine: {', '.join(KINDS)}", status=500
             )
-        # The longest: `vllm-mlx` begins with `vllm`.
-        signs = [sign for sign in _SIGNS if spec.kind.startswith(sign[0])]
-        _, path, _ = max(signs, key=lambda sign: len(sign[0]))
+        path = next(path for kind, path, _ in _SIGNS if spec.kind.startswith(kind))
         return KINDS[spec.kind], (await get(http, spec, path))[1]
     statuses = set()
     for kind, path, field in _SIGNS:

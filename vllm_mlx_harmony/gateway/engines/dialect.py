@@ -25,8 +25,6 @@ TURN_ENDS = sorted(vocab.TURN_ENDS)
 DONE = b"[DONE]"
 """The last event of OpenAI's streams, and of those modelled on them."""
 
-NOTHING = Step(())
-
 Json: TypeAlias = dict[str, Any]
 
 
@@ -93,7 +91,7 @@ class Dialect:
         Raises ``OutputError`` for a malformed event, and the exception for an error event.
         """
         if data == DONE:
-            return NOTHING
+            return Step(())
         try:
             try:
                 event = from_json(data)

@@ -140,7 +140,6 @@ class HttpEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it supports."""
         return self.dialect.capabilities
 
     async def generate(
@@ -156,10 +155,12 @@ class HttpEngine:
         """
         spec = ConstraintSpec() if constraint is None else constraint.spec
         grammar, min_tokens = self._grammar(spec), spec.min_tokens
+        prediction = settings.prediction if self.capabilities.prediction else ()
+        at_least_one = max(1, settings.max_tokens)  # engines accept no other number
         request = EngineRequest(
             model=self.served_name,
             prompt=prompt,
-            settings=self._accepted(settings),
+            settings=replace(settings, max_tokens=at_least_one, prediction=prediction),
             salt=_salt(tenant) if self.capabilities.tenant_salt else "",
             grammar=grammar,
             min_tokens=min_tokens,
@@ -202,12 +203,6 @@ class HttpEngine:
                 min_tokens=max(0, min_tokens - count),
             )
         raise OutputError("the model did not stop reasoning")
-
-    def _accepted(self, settings: Settings) -> Settings:
-        """``settings`` as the engine accepts them: for at least one id."""
-        if settings.prediction and not self.capabilities.prediction:
-            settings = replace(settings, prediction=())
-        return settings if settings.max_tokens else replace(settings, max_tokens=1)
 
     def _grammar(self, spec: ConstraintSpec) -> str | None:
         """The text of the grammar; ``None`` if there is none, or if the engine need not follow it.
@@ -324,7 +319,6 @@ class _Turn:
         """The ids that have to follow now, in place of the engine's."""
 
     def count(self, cached: int, accepted: int = 0, rejected: int = 0) -> None:
-        """Notes the counts of the current stream."""
         if cached or accepted or rejected:
             self._cached = max(self._cached, cached)
             self._accepted = max(self._accepted, self._accepted_before + accepted)
