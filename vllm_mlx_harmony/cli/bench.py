@@ -85,7 +85,7 @@ class Run:
 
     def own(self, model: Path) -> None:
         """Measures a server of this package, which is then started again with its disk cache."""
-        from vllm_mlx_harmony.cli.process import ADDRESS, serving
+        from vllm_mlx_harmony.cli.process import serving
         from vllm_mlx_harmony.cli.screen import busy
         from vllm_mlx_harmony.cli.stand_in import home_directory
         from vllm_mlx_harmony.measure.plan import Point
@@ -112,7 +112,7 @@ class Run:
                 with ExitStack() as stack:
                     with busy(self.console, "starting the server"):
                         server = stack.enter_context(serving(model, home, flags))
-                    self.given.url = f"http://{ADDRESS}:{server.port}"
+                    self.given.url = server.url
                     self.given.model = None
                     asyncio.run(self.connected(use))
 

@@ -67,7 +67,6 @@ class Setup:
     ``question`` is a request of the API that the agent uses: its path, and its body but the model.
     """
 
-    agent: str
     files: Mapping[Path, str]
     command: str
     question: tuple[str, Mapping[str, object]]
@@ -83,8 +82,8 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     key = given.key or os.environ.get(KEY_VARIABLE) or None
     served = look(given.url, given.model, key, given.context)
-    setup = agent(served)
-    print(f"{setup.agent} with {served.model} ({served.context:,} tokens) at {served.url}\n")
+    setup, title = agent(served), agents.AGENTS[given.agent].title
+    print(f"{title} with {served.model} ({served.context:,} tokens) at {served.url}\n")
     if given.write and given.check:
         print(f"{ask(served, key, *setup.question)}\n")
     for path, content in setup.files.items():
@@ -235,7 +234,7 @@ def codex(served: Served) -> Setup:
         home / "config.toml": tomlkit.dumps(settings),
     }
     question = {"input": QUESTION, "max_output_tokens": 200}
-    return Setup("Codex", files, "codex", ("/v1/responses", question))
+    return Setup(files, "codex", ("/v1/responses", question))
 
 
 def claude(served: Served) -> Setup:
@@ -248,7 +247,7 @@ def claude(served: Served) -> Setup:
     command = f"{token}claude --settings {_shown(path)}"
     files = {path: agents.json_text({"env": variables})}
     question = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
-    return Setup("Claude Code", files, command, ("/v1/messages", question))
+    return Setup(files, command, ("/v1/messages", question))
 
 
 def opencode(served: Served) -> Setup:
@@ -257,7 +256,7 @@ def opencode(served: Served) -> Setup:
     content = agents.json_text(agents.opencode_document(served))
     question = {"messages": [{"role": "user", "content": QUESTION}], "max_completion_tokens": 200}
     command = f"OPENCODE_CONFIG={_shown(path)} opencode"
-    return Setup("opencode", {path: content}, command, ("/v1/chat/completions", question))
+    return Setup({path: content}, command, ("/v1/chat/completions", question))
 
 
 AGENTS: Mapping[str, Callable[[Served], Setup]] = {

@@ -35,7 +35,6 @@ TOKENS = ("input", "cached", "output", "reasoning")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of ``gateway usage``."""
     made = argparse.ArgumentParser(
         prog="vllm-mlx-harmony gateway usage",
         description="Prints the requests and tokens of each key on one day (UTC), from access\n"

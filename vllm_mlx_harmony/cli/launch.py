@@ -24,6 +24,7 @@ from vllm_mlx_harmony.cli import background, connect
 from vllm_mlx_harmony.cli.agents import AGENTS, KEY_VARIABLE, Agent, Served
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
+from vllm_mlx_harmony.cli.stand_in import require_host
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
 
@@ -138,8 +139,6 @@ def _program(agent: Agent) -> tuple[str, ...]:
 
 def _standin(console: Console) -> Served:
     """A server of a scripted model, in place of any other that `launch` has started."""
-    from vllm_mlx_harmony.cli.stand_in import require_host
-
     require_host("the stand-in")
     server = background.running()
     if server is not None and not server.standin:
@@ -203,8 +202,6 @@ def _server(console: Console, wanted: str | None, key: str | None) -> Served:
 
 
 def _started(console: Console, wanted: str | None) -> Served:
-    from vllm_mlx_harmony.cli.stand_in import require_host
-
     require_host("launch")
     from vllm_mlx_harmony.engine import device
 

@@ -39,6 +39,10 @@ class Running:
     command: tuple[str, ...]
     log: Path
 
+    @property
+    def url(self) -> str:
+        return f"{LOCAL}:{self.port}"
+
 
 def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
     """The command that serves ``model`` with this plugin.

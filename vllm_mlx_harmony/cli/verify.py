@@ -112,7 +112,7 @@ def _case(name: str) -> Check:
 @contextmanager
 def _standing_in(console: Console) -> Iterator[str]:
     """A server of the scripted stand-in; its URL."""
-    from vllm_mlx_harmony.cli.process import ADDRESS, serving
+    from vllm_mlx_harmony.cli.process import serving
     from vllm_mlx_harmony.cli.screen import busy
     from vllm_mlx_harmony.cli.stand_in import home_directory, written
     from vllm_mlx_harmony.verify.samples import SCRIPTS
@@ -122,7 +122,7 @@ def _standing_in(console: Console) -> Iterator[str]:
             home = stack.enter_context(home_directory())
             model = written("standin-verify", SCRIPTS, home)
             server = stack.enter_context(serving(model, home, ["--api-key", KEY]))
-        yield f"http://{ADDRESS}:{server.port}"
+        yield server.url
 
 
 # --- What `bench` uses, too

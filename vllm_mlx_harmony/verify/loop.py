@@ -67,15 +67,12 @@ async def cached(trial: Trial) -> None:
     require(few, f"{computed} tokens were computed for a last prompt of {usages[-1].prompt}")
 
 
+RAW_COT = "https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot"
+CACHING = "https://platform.openai.com/docs/guides/prompt-caching"
+
 ROWS = (
-    (
-        *("remembers", "after a tool loop of 20 turns, the model knows all results"),
-        *("https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot", remembers),
-    ),
-    (
-        *("cached", "in a tool loop, earlier prompts are not computed again"),
-        *("https://platform.openai.com/docs/guides/prompt-caching", cached),
-    ),
+    ("remembers", "after a tool loop of 20 turns, the model knows all results", RAW_COT, remembers),
+    ("cached", "in a tool loop, earlier prompts are not computed again", CACHING, cached),
 )
 
 CHECKS = tuple(
