@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from vllm_mlx_harmony.cli.errors import UsageError, number
-from vllm_mlx_harmony.cli.verify import (
-    add_server,
-    connected,
-    read_results,
-    require,
-    write_results,
-)
+from vllm_mlx_harmony.cli.verify import add_server, connected, read_results, require, write_results
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.measure.plan import Measurement, Point

@@ -252,11 +252,9 @@ async def _no_release() -> None:
 # --- The application
 
 
-def gateway(
-    settings: GatewaySettings, rule: Rule | None = None, reload: Reload | None = None
-) -> ASGIApp:
+def gateway(settings: GatewaySettings, reload: Reload | None = None) -> ASGIApp:
     """The gateway as an ASGI application; its lifespan detects and probes the engines."""
-    host = Gateway(settings, rule)
+    host = Gateway(settings)
     app = application(host)
     if settings.inspect:
         inspector.install(app, partial(status, host))
@@ -448,7 +446,7 @@ def serve(
     """Serves in this process; as a worker, on ``listener`` until ``ending`` is closed."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     config = uvicorn.Config(
-        gateway(settings, reload=reload),
+        gateway(settings, reload),
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,

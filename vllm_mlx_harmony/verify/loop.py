@@ -6,15 +6,7 @@ from vllm_mlx_harmony.verify.apis import APIS
 from vllm_mlx_harmony.verify.cases import schema
 from vllm_mlx_harmony.verify.checks import Check
 from vllm_mlx_harmony.verify.trial import Trial
-from vllm_mlx_harmony.verify.values import (
-    Answer,
-    Ask,
-    Result,
-    Tool,
-    Unsupported,
-    Usage,
-    require,
-)
+from vllm_mlx_harmony.verify.values import Answer, Ask, Result, Tool, Unsupported, Usage, require
 
 TURNS = 20
 PAGE = Tool("read_page", "The text of a page.", schema(page="integer"))

@@ -54,7 +54,10 @@ class Exchange:
 
 @dataclass(slots=True)
 class Trial:
-    """One run of a check on one API of a server, and its last exchange."""
+    """One run of a check on one API of a server, and its last exchange.
+
+    Methods but ``send`` raise ``Failed`` for any other response than the one they return.
+    """
 
     server: Server
     api: Api
@@ -77,37 +80,30 @@ class Trial:
         return response
 
     async def answer(self, ask: Ask) -> Answer:
-        """The answer to a request that is not streamed. Raises ``Failed``."""
         return self.api.read(await self.document(ask))
 
     async def document(self, ask: Ask) -> Document:
-        """The response to a request that is not streamed. Raises ``Failed`` unless it is 200."""
         return await self.post(self.api.body(self.server.model, ask))
 
     async def post(self, body: Document) -> Document:
-        """The response to a body. Raises ``Failed`` unless it is 200."""
         reply = await self.send("POST", self.api.path, body)
         require(reply.status_code == OK, f"status {reply.status_code}, not 200")
         return parsed(reply.text)
 
     async def streamed(self, ask: Ask) -> Answer:
-        """The answer to a streamed request. Raises ``Failed``."""
         return self.api.read(self.api.assemble(await self.collected(ask)))
 
     async def collected(self, ask: Ask) -> list[ServerSentEvent]:
-        """All events of a streamed request. Raises ``Failed``."""
         async with aclosing(self.events(ask)) as events:
             return [event async for event in events]
 
     def events(self, ask: Ask) -> AsyncGenerator[ServerSentEvent, None]:
-        """The events of a streamed request."""
         body = {**self.api.body(self.server.model, ask), "stream": True}
         if self.api.name == "chat":
             body = {"stream_options": {"include_usage": True}, **body}
         return self.stream(body)
 
     def stream(self, body: Document) -> AsyncGenerator[ServerSentEvent, None]:
-        """The events of the response to a body."""
         exchange = self._exchange("POST", self.api.path, json.dumps(body, ensure_ascii=False))
         return stream(self.server.client, self.api.path, body, exchange)
 

@@ -268,8 +268,6 @@ export class Request {
     }
     return JSON.stringify(made, null, 1);
   }
-
-  key() {}
 }
 
 const KEPT = ['type', 'role', 'model', 'effort', 'reasoning_effort', 'tool_choice', 'status', 'phase', 'include'];
