@@ -35,7 +35,7 @@ class LogitsMask:
     """Allows what ``constraint`` allows, in one sequence.
 
     Never raises, because that would fail every row of the batch. An error is logged and becomes the
-    matcher's ``error``; from then on everything is allowed.
+    constraint's ``error``; from then on everything is allowed.
 
     With ``origins``, ``likeliest`` keeps the argmax of the unmasked logits for each id to be
     sampled. Evaluate it together with those ids; later, it would wait for the next step. ``origin``
@@ -46,8 +46,7 @@ class LogitsMask:
         self.origin = DRAWN
         self.likeliest: list[mx.array | None] = []
         self._origins = origins
-        self._constraint = constraint
-        self._matcher: Constraint | None = None
+        self._constraint = constraint.start()
         self._mask: Mask | None = None
         self._choices = VOCAB_SIZE
         self._current = False
@@ -77,7 +76,7 @@ class LogitsMask:
                 self.origin = MASKED
         self.likeliest = self.likeliest[len(tokens) :][:1]
         for token in tokens:
-            self._guarded(partial(self._started().consume, token))
+            self._guarded(partial(self._constraint.consume, token))
         self._current = False
 
     def forced(self) -> int | None:
@@ -94,14 +93,13 @@ class LogitsMask:
 
     def expected(self, most: int) -> list[int]:
         """The ids of a header that are likely to come next, at most ``most``."""
-        return self._started().header.next(most)
+        return self._constraint.header.next(most)
 
     def after(self, draft: Sequence[int]) -> list[Masking]:
         """What masks the logits (1, vocabulary) of the next id, and of the id after each of
         ``draft`` that is allowed; nothing is consumed."""
         allowed = self._next()
-        matcher = self._started()
-        more = self._guarded(lambda: matcher.after(allowed, draft)) or []
+        more = self._guarded(partial(self._constraint.after, allowed, draft)) or []
         return [partial(self._applied, mask) for mask in (allowed, *more)]
 
     def _applied(self, mask: Mask | None, logits: mx.array) -> mx.array:
@@ -112,27 +110,22 @@ class LogitsMask:
     def _next(self) -> Mask | None:
         """The ids that may come next; ``None`` if all may."""
         if not self._current:
-            self._mask = self._guarded(self._started().mask)
+            self._mask = self._guarded(self._constraint.mask)
             # Counted only where it is asked for.
             self._choices = VOCAB_SIZE if self._mask is None else 0
             self._current = True
         return self._mask
 
-    def _started(self) -> Constraint:
-        if self._matcher is None:
-            self._matcher = self._constraint.start()
-        return self._matcher
-
     def _guarded(self, call: Callable[[], T]) -> T | None:
-        matcher = self._started()
-        if matcher.error:
+        constraint = self._constraint
+        if constraint.error:
             return None
         try:
             result = call()
         except Exception as error:  # noqa: BLE001 - the other rows must go on
-            matcher.error = f"{type(error).__name__}: {error}"
-        if matcher.error:
-            logger.error("grammar enforcement stopped: %s", matcher.error)
+            constraint.error = f"{type(error).__name__}: {error}"
+        if constraint.error:
+            logger.error("grammar enforcement stopped: %s", constraint.error)
             return None
         return result
 
