@@ -14,8 +14,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection, Iterator
-from functools import cache
-from typing import Any
+from functools import cache, partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -38,64 +37,55 @@ class Metrics:
         self.by_key = by_key
         labels = ["key"] if by_key else []
         self.registry = CollectorRegistry()
-        options: dict[str, Any] = {"namespace": NAMESPACE, "registry": self.registry}
-        self.requests = Counter(
+        counter = partial(Counter, namespace=NAMESPACE, registry=self.registry)
+        histogram = partial(
+            Histogram, labelnames=["api"], namespace=NAMESPACE, registry=self.registry
+        )
+        self.requests = counter(
             "requests",
             "Finished requests, by API and result.",
             ["api", "stream", "result", *labels],
-            **options,
         )
         self.running = Gauge(
-            "requests_running", "Requests in progress.", multiprocess_mode="livesum", **options
+            "requests_running",
+            "Requests in progress.",
+            multiprocess_mode="livesum",
+            namespace=NAMESPACE,
+            registry=self.registry,
         )
-        self.seconds = Histogram(
+        self.seconds = histogram(
             "e2e_request_latency_seconds",
             "Time from reading a request to its last token.",
-            ["api"],
             buckets=_SECONDS,
-            **options,
         )
-        self.first = Histogram(
+        self.first = histogram(
             "time_to_first_token_seconds",
             "Time from reading a request to its first token.",
-            ["api"],
             buckets=_SECONDS,
-            **options,
         )
-        self.per_token = Histogram(
+        self.per_token = histogram(
             "request_time_per_output_token_seconds",
             "Time between two tokens of an answer, on average.",
-            ["api"],
             buckets=_PER_TOKEN,
-            **options,
         )
-        self.prompt = Counter("prompt_tokens", "Prompt tokens.", labels, **options)
-        self.queries = Counter(
-            "prefix_cache_queries", "Prompt tokens that may have been cached.", **options
-        )
-        self.hits = Counter(
-            "prefix_cache_hits", "Prompt tokens that engines reported as cached.", **options
-        )
-        self.generated = Counter(
+        self.prompt = counter("prompt_tokens", "Prompt tokens.", labels)
+        self.queries = counter("prefix_cache_queries", "Prompt tokens that may have been cached.")
+        self.hits = counter("prefix_cache_hits", "Prompt tokens that engines reported as cached.")
+        self.generated = counter(
             "generation_tokens",
             "Generated tokens by channel; headers count as content.",
             ["channel", *labels],
-            **options,
         )
-        self.predicted = Counter(
+        self.predicted = counter(
             "prediction_tokens",
             "Tokens that engines guessed, by whether they were accepted or rejected.",
             ["result"],
-            **options,
         )
-        self.reasoning_ended = Counter(
-            "reasoning_ended",
-            "Requests whose reasoning was cut short, by reason.",
-            ["reason"],
-            **options,
+        self.reasoning_ended = counter(
+            "reasoning_ended", "Requests whose reasoning was cut short, by reason.", ["reason"]
         )
-        self.refused = Counter(
-            "refused", "Requests rejected for their key or the rate limit.", ["reason"], **options
+        self.refused = counter(
+            "refused", "Requests rejected for their key or the rate limit.", ["reason"]
         )
         for reason in ("key", "rate limit"):  # a rate needs a zero before the first rejection
             self.refused.labels(reason)
