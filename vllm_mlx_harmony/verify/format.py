@@ -24,6 +24,7 @@ from vllm_mlx_harmony.verify.values import (
     Tool,
     require,
 )
+from vllm_mlx_harmony.verify.wire import HARMONY
 
 TURNS = 6
 """Most requests of a case with several calls."""
@@ -192,8 +193,7 @@ async def beside(trial: Trial) -> None:
 
 
 COMPATIBILITY = "https://cookbook.openai.com/articles/gpt-oss/verifying-implementations"
-HARMONY = "https://cookbook.openai.com/articles/openai-harmony"
-REASONING = "https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot"
+RAW_COT = "https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot"
 CHOICE = "https://platform.openai.com/docs/guides/function-calling#tool-choice"
 STRICT = "https://platform.openai.com/docs/guides/structured-outputs"
 
@@ -216,9 +216,9 @@ def _rows() -> Iterator[tuple[str, str, str, Run]]:
         holds = "the answer is valid for a strict schema"
         yield f"schema-{name}", holds, STRICT, partial(strict, text, schema)
     returned = "reasoning is returned in a field of its own"
-    yield "reasoning-returned", returned, REASONING, reasoning
+    yield "reasoning-returned", returned, RAW_COT, reasoning
     kept = "reasoning within a tool loop is in the next prompt"
-    yield "reasoning-kept", kept, REASONING, survives
+    yield "reasoning-kept", kept, RAW_COT, survives
     yield "reasoning-effort", "higher effort gives more reasoning", HARMONY, effort
     yield "system-hierarchy", "the system prompt overrides the user", HARMONY, hierarchy
     applies = "the system prompt still applies when there are tools"

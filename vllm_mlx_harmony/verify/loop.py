@@ -5,6 +5,7 @@ from __future__ import annotations
 from vllm_mlx_harmony.verify.apis import APIS
 from vllm_mlx_harmony.verify.cases import schema
 from vllm_mlx_harmony.verify.checks import Check
+from vllm_mlx_harmony.verify.format import RAW_COT
 from vllm_mlx_harmony.verify.trial import Trial
 from vllm_mlx_harmony.verify.values import Answer, Ask, Result, Tool, Unsupported, Usage, require
 
@@ -59,7 +60,6 @@ async def cached(trial: Trial) -> None:
     require(few, f"{computed} tokens were computed for a last prompt of {usages[-1].prompt}")
 
 
-RAW_COT = "https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot"
 CACHING = "https://platform.openai.com/docs/guides/prompt-caching"
 
 ROWS = (

@@ -11,9 +11,7 @@ from vllm_mlx_harmony.verify.apis import APIS
 from vllm_mlx_harmony.verify.checks import Check
 from vllm_mlx_harmony.verify.trial import Trial
 from vllm_mlx_harmony.verify.values import Document, require
-from vllm_mlx_harmony.verify.wire import CONTROL
-
-LINK = "https://cookbook.openai.com/articles/openai-harmony"
+from vllm_mlx_harmony.verify.wire import CONTROL, HARMONY
 
 
 def check(name: str, text: str) -> Check:
@@ -27,7 +25,9 @@ def check(name: str, text: str) -> Check:
     if version != 1 or api is None or not isinstance(body, dict):
         raise ValueError("not a case of Chat Completions, Responses or Messages")
     holds = "the answer has the SDK's types, calls only tools of the request, has no control tokens"
-    return Check(f"case.{api.name}.{name}", api, holds, LINK, partial(answered, body), repeats=True)
+    return Check(
+        f"case.{api.name}.{name}", api, holds, HARMONY, partial(answered, body), repeats=True
+    )
 
 
 async def answered(body: Document, trial: Trial) -> None:

@@ -291,6 +291,7 @@ STREAMS = {
     "messages": "https://platform.claude.com/docs/en/build-with-claude/streaming",
 }
 OPENAI = "https://platform.openai.com/docs"
+STATE = f"{OPENAI}/guides/conversation-state"
 ANTHROPIC = "https://platform.claude.com/docs/en"
 HARMONY = "https://cookbook.openai.com/articles/openai-harmony"
 ALL = tuple(api.name for api in APIS)
@@ -321,13 +322,10 @@ ROWS: tuple[tuple[str, tuple[str, ...], str, dict[str, str] | str, Run], ...] = 
     ("key", ALL, "a wrong key gets 401 in the API's format", ERRORS, key),
     ("models", ("chat",), "models have the SDK's type", f"{OPENAI}/api-reference/models", models),
     ("model", ("chat",), "an unknown model gets 404", f"{OPENAI}/api-reference/models", model),
-    (
-        *("previous", ("responses",), "a response continues a stored one"),
-        *(f"{OPENAI}/guides/conversation-state", previous),
-    ),
+    ("previous", ("responses",), "a response continues a stored one", STATE, previous),
     (
         *("missing-response", ("responses",), "an unknown previous response gets 400 or 404"),
-        *(f"{OPENAI}/guides/conversation-state", missing_response),
+        *(STATE, missing_response),
     ),
     (
         *("count-tokens", ("messages",), "count_tokens returns the same number as usage"),
