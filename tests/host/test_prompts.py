@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -22,16 +23,17 @@ from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
-from vllm_mlx_harmony.host import contract, loading
+from vllm_mlx_harmony.host import adapter, contract, loading
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.defaults import (
     ATTACHMENTS_VARIABLE,
+    DATE_VARIABLE,
     NONE_VARIABLE,
     read,
 )
-from vllm_mlx_harmony.server.host import DATE_VARIABLE
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 
@@ -136,6 +138,17 @@ def test_the_date_can_be_pinned_or_left_out(
 ) -> None:
     monkeypatch.setenv(DATE_VARIABLE, pinned)
     assert VllmMlx().defaults(None).date == date
+
+
+def test_a_prompt_has_the_date_of_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DATE_VARIABLE, raising=False)
+    host = VllmMlx()
+    for day in ("2026-11-24", "2026-11-24", "2026-11-25"):
+        calendar = SimpleNamespace(today=lambda day=day: datetime.date.fromisoformat(day))
+        clock = SimpleNamespace(date=calendar)
+        monkeypatch.setattr(adapter, "datetime", clock)
+        monkeypatch.setattr(defaults, "datetime", clock)
+        assert host.defaults(None).date == day
 
 
 def test_attachments_are_omitted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:

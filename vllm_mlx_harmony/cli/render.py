@@ -14,7 +14,7 @@ from vllm_mlx_harmony.cli.paint import painted, pieces
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server.host import current_date
+from vllm_mlx_harmony.server.defaults import current_date
 
 
 def main(arguments: Sequence[str]) -> int:

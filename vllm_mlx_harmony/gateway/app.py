@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import gc
 import logging
 import math
@@ -56,7 +57,6 @@ from vllm_mlx_harmony.server.host import (
     Deadline,
     Lease,
     Tracker,
-    current_date,
     rejection,
     tenant_of,
 )
@@ -106,6 +106,7 @@ class Gateway:
         flags = Sampling(temperature=settings.temperature, top_p=settings.top_p)
         read = defaults.read(settings.template_options)
         self._defaults = replace(read, sampling=defaults.sampling(flags, {}))
+        self._day = datetime.date.min
         self._keys = {key.digest: key for key in settings.keys}
         self.metrics.start([key.name for key in settings.keys])
         own = {key.name: settings.limits(key) for key in settings.keys}
@@ -152,8 +153,9 @@ class Gateway:
         return Deadline(seconds, time.monotonic() + seconds)
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        if self._defaults.date != (date := current_date()):
-            self._defaults = replace(self._defaults, date=date)
+        if self._day != (today := datetime.date.today()):
+            date = defaults.current_date()
+            self._day, self._defaults = today, replace(self._defaults, date=date)
         return self._defaults
 
     def max_tokens(self, asked: int | None) -> int:

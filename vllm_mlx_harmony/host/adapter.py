@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import secrets
 import time
 from collections.abc import Callable
@@ -30,7 +31,6 @@ from vllm_mlx_harmony.server.host import (
     Lease,
     NotHarmony,
     Tracker,
-    current_date,
     tenant_of,
 )
 from vllm_mlx_harmony.server.model_files import (
@@ -46,7 +46,8 @@ class VllmMlx:
     """The ``Host``, over the globals and flags of vllm-mlx's server."""
 
     def __init__(self) -> None:
-        self._defaults: dict[str | None, Defaults] = {}  # by model, of any day
+        self._defaults: dict[str | None, Defaults] = {}  # by model, of one day
+        self._day = datetime.date.min
 
     @property
     def toolbox(self) -> Toolbox | None:
@@ -108,6 +109,8 @@ class VllmMlx:
 
     def defaults(self, engine: Engine | None) -> Defaults:
         """From the flags, and the model's ``generation_config.json``."""
+        if self._day != (today := datetime.date.today()):
+            self._day, self._defaults = today, {}
         model = None if engine is None else engine.model
         if model not in self._defaults:
             vllm = server()
@@ -122,7 +125,7 @@ class VllmMlx:
             read = defaults.read(vllm._default_chat_template_kwargs or {})
             own = {} if model is None else configuration(model, GENERATION)
             self._defaults[model] = replace(read, sampling=defaults.sampling(flags, own))
-        return replace(self._defaults[model], date=current_date())
+        return self._defaults[model]
 
     def max_tokens(self, requested: int | None) -> int:
         return server()._resolve_request_max_tokens(requested)

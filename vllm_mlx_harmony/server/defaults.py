@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from collections.abc import Mapping
 from typing import TypeVar
@@ -16,13 +17,15 @@ from vllm_mlx_harmony.core.turn import (
     Effort,
     Sampling,
 )
-from vllm_mlx_harmony.server.host import current_date
 from vllm_mlx_harmony.server.settings import choice
 
 T = TypeVar("T")
 
 OPTIONS = ("reasoning_effort", "enable_thinking", "model_identity", "builtin_tools")
 """Options read from ``--default-chat-template-kwargs``. Others have no effect."""
+
+DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
+"""Environment variable: the date in the system message, or ``none`` for no date."""
 
 NONE_VARIABLE = "VLLM_MLX_HARMONY_NONE_EFFORT"
 """Environment variable: the effort that ``none`` selects. Unset: no reasoning."""
@@ -61,7 +64,7 @@ def _first(*values: T | None) -> T | None:
 
 
 def read(options: Mapping[str, object]) -> Defaults:
-    """The defaults in ``--default-chat-template-kwargs`` and in the environment.
+    """The defaults in ``--default-chat-template-kwargs`` and in the environment, today.
 
     Raises ``HostError`` for invalid values.
     """
@@ -94,3 +97,11 @@ def read(options: Mapping[str, object]) -> Defaults:
         none_effort=none_effort,
         attachments=choice(ATTACHMENTS_VARIABLE, Attachments.OMIT),
     )
+
+
+def current_date() -> str | None:
+    """The date of the system message as ``YYYY-MM-DD``: the configured one or today's."""
+    pinned = os.environ.get(DATE_VARIABLE, "")
+    if pinned.lower() == "none":
+        return None
+    return pinned or datetime.date.today().isoformat()

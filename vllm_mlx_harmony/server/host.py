@@ -6,8 +6,6 @@ set. A server implements ``Host`` and makes it available to every request with `
 
 from __future__ import annotations
 
-import datetime
-import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -172,7 +170,7 @@ class Host(Protocol):
         """The deadline of a request that arrives now and may set ``timeout`` in seconds."""
 
     def defaults(self, engine: Engine | None) -> Defaults:
-        """The server's defaults for a request to ``engine``, with the ``current_date``."""
+        """The server's defaults for a request to ``engine``, today."""
 
     def max_tokens(self, requested: int | None) -> int:
         """The maximum output tokens. Raises ``HTTPException`` 400 if too many are requested."""
@@ -267,20 +265,6 @@ def tenant_of(connection: HTTPConnection) -> str:
     # Without a key, all clients are one tenant.
     key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
     return sha256(re.sub(r"(?i)^bearer\s+", "", key).strip().encode()).hexdigest()
-
-
-# --- The date in system messages
-
-DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
-"""Environment variable: the date in the system message, or ``none`` for no date."""
-
-
-def current_date() -> str | None:
-    """The date of the system message as ``YYYY-MM-DD``: the configured one or today's."""
-    pinned = os.environ.get(DATE_VARIABLE, "")
-    if pinned.lower() == "none":
-        return None
-    return pinned or datetime.date.today().isoformat()
 
 
 # --- Shutdown
