@@ -329,15 +329,16 @@ class Expander:
 
     def combine(self, parts: Iterable[Sequence[Alternative]]) -> tuple[Alternative, ...]:
         """The conjunction of ``parts``, each of which is a disjunction."""
-        combined: Sequence[Alternative] = (Alternative(),)
-        for part in parts:
+        remaining = iter(parts)
+        combined = next(remaining, (Alternative(),))
+        for part in remaining:
             if len(combined) * len(part) > MAX_ALTERNATIVES:
                 self._drop("a schema with too many combinations of alternatives")
                 combined = min(part, combined, key=len)
             else:
                 merged = (one.merge(other) for one, other in product(combined, part))
                 combined = [alternative for alternative in merged if alternative.types]
-        return tuple(combined)
+        return tuple(alternative for alternative in combined if alternative.types)
 
     def alternatives(self, schema: AnySchema) -> tuple[Alternative, ...]:
         if isinstance(schema, bool):
