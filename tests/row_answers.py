@@ -15,15 +15,14 @@ from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated,
 GENERATED = [row for row in ROWS if can_be_generated(row)]
 
 FULL = os.environ.get("SERVED") == "full"
-"""Whether all rows go over sockets, for once."""
 
-ON_SOCKETS = 15
-"""Rows of each API that go over sockets."""
+ON_SOCKETS = len(GENERATED) if FULL else 4 if os.environ.get("SERVED") == "few" else 15
+"""Rows of each API that go over sockets; all of them go through the front end in process."""
 
 
 def served_rows(rows: list[Row]) -> list[Row]:
-    """Some of all kinds: every so many of ``rows``; all of them with ``SERVED=full``."""
-    return rows if FULL else rows[:: -(-len(rows) // ON_SOCKETS)]
+    """Some of all kinds: every so many of ``rows``."""
+    return rows[:: -(-len(rows) // ON_SOCKETS)]
 
 
 def joined(row: Row, *kinds: str) -> str:

@@ -289,15 +289,15 @@ def test_ci_hides_what_a_fresh_machine_lacks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("results", "code", "line"),
     [
-        (["passed", "passed"], 0, "legs: 2 passed; 6 tests in 3 s"),
-        (["passed", "not run"], 0, "legs: 1 passed, 1 not run; 6 tests in 3 s"),
-        (["passed", "failed"], 1, "legs: 1 passed, 1 failed; 6 tests in 3 s"),
+        (["passed", "passed"], 0, "legs: 2 passed; 6 tests in 3 s, 1 s CPU"),
+        (["passed", "not run"], 0, "legs: 1 passed, 1 not run; 6 tests in 3 s, 1 s CPU"),
+        (["passed", "failed"], 1, "legs: 1 passed, 1 failed; 6 tests in 3 s, 1 s CPU"),
     ],
 )
 def test_closing_line(
     results: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcomes = [leg.Outcome(f"leg{n}", result, 1.5, 3) for n, result in enumerate(results)]
+    outcomes = [leg.Outcome(f"leg{n}", result, 1.5, 0.5, 3) for n, result in enumerate(results)]
     assert leg.summarise(outcomes) == code
     assert capsys.readouterr().out.splitlines()[-1] == line
 
@@ -313,6 +313,7 @@ def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
     long = {"agents", "attack", "bench", "bench-gateway", "clients", "grammar", "release", "vllm"}
     long |= everything
     assert {one.name for one in leg.chosen(["all"])} == set(names) - long
+    assert sorted(one.name for one in leg.chosen(["gate"])) == sorted(GATE)
     assert [one.name for one in leg.chosen(["host", "lint"])] == ["host", "lint"]
 
 
@@ -322,9 +323,49 @@ def test_an_unknown_leg_is_an_error() -> None:
     assert ended.value.code == 2
 
 
-def test_github_runs_what_all_runs() -> None:
-    assert {job["leg"] for job in leg.matrix()} == {one.name for one in leg.chosen(["all"])}
-    assert {"leg": "host", "python": legs.HOST_PYTHON, "runner": "macos-14"} in leg.matrix()
+@pytest.mark.parametrize("group", ["gate", "nightly"])
+def test_matrix_has_every_leg_of_its_group(group: str) -> None:
+    jobs = {job["leg"] for job in leg.matrix(group)}
+    assert jobs == {one.name for one in legs.LEGS if one.group == group}
+
+
+def test_matrix_has_every_runner() -> None:
+    jobs = leg.matrix("gate")
+    for runner in ("ubuntu-latest", "macos-14"):
+        assert {"leg": "host", "python": legs.HOST_PYTHON, "runner": runner} in jobs
+
+
+GATE = ["served", "core", "engine", "host", "front-end", "lint"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["docs/api.md"], ["core", "lint"]),
+        (["vllm_mlx_harmony/protocols/chat/schema.py"], ["core", "front-end", "lint"]),
+        (["vllm_mlx_harmony/engine/batch.py"], ["served", "core", "engine", "host", "lint"]),
+        (["vllm_mlx_harmony/gateway/app.py"], ["core", "gateway", "lint"]),
+        (["tests/host/test_engine.py", "docs/api.md"], ["core", "host", "lint"]),
+        (["tests/rows.py"], GATE),
+        (["pyproject.toml", "docs/api.md"], GATE),
+        ([], ["lint"]),
+    ],
+)
+def test_changed_files_choose_their_legs(paths: list[str], expected: list[str]) -> None:
+    assert sorted(one.name for one in leg.needed(paths)) == sorted(expected)
+
+
+def test_every_file_of_a_test_folder_needs_the_leg_that_runs_it() -> None:
+    for one in leg.chosen(["gate"]):
+        folders = {
+            part for command in one.commands for part in command if part.startswith("tests/")
+        }
+        for folder in folders:
+            assert one in leg.needed([f"{folder}/test_x.py"]), folder
+
+
+def test_without_arguments_the_gate_runs() -> None:
+    assert leg.chosen(leg._arguments([]).legs) == leg.chosen(["gate"])
 
 
 def pyproject() -> dict[str, Any]:
