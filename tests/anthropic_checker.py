@@ -15,7 +15,10 @@ EMPTY: dict[str, dict[str, Any]] = {
     "text": {"text": ""},
     "thinking": {"thinking": "", "signature": ""},
     "tool_use": {"input": {}},
+    "server_tool_use": {"input": {}},
 }
+"""Per kind of block: how it begins. Results of the server's tools begin whole."""
+
 DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
@@ -82,7 +85,8 @@ class Checker:
         assert self._open is None, "a block inside a block"
         assert document["index"] == len(self.message["content"])
         block = document["content_block"]
-        assert EMPTY[block["type"]].items() <= block.items()
+        if not block["type"].endswith("_tool_result"):
+            assert EMPTY[block["type"]].items() <= block.items()
         if block["type"] == "tool_use":
             assert re.fullmatch(r"[a-zA-Z0-9_-]+", block["id"])
             others = [each.get("id") for each in self.message["content"]]
@@ -108,7 +112,9 @@ class Checker:
         block = self._open
         assert block is not None, "a stop without a start"
         assert document == {"type": "content_block_stop", "index": len(self.message["content"])}
-        if block["type"] == "tool_use":
+        if block["type"].endswith("_tool_result") or block["type"] == "server_tool_use":
+            assert not self._text
+        elif block["type"] == "tool_use":
             block["input"] = json.loads(self._text) if self._text else {}
             assert isinstance(block["input"], dict)
         else:

@@ -299,6 +299,7 @@ def test_claude_has_one_model_by_every_name() -> None:
     assert {environment[name] for name in models} == {"m"}
     assert {"ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"} <= models
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "100000"
+    assert json.loads(settings)["permissions"] == {"deny": ["WebSearch"]}
 
 
 MINE = """\

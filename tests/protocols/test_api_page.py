@@ -316,9 +316,9 @@ APIS = {
             "output_config.effort": "high",
             "output_config.format": FORMAT,
             "output_format": FORMAT,
+            "mcp_servers": [{"type": "url", "name": "x", "url": "https://x"}],
         },
         {"thread": {}, "compaction": {}},
-        typed={"mcp_servers": ([], [{"type": "url", "name": "x", "url": "https://x"}])},
     ),
 }
 

@@ -44,6 +44,7 @@ from vllm_mlx_harmony.core.turn import (
 from vllm_mlx_harmony.protocols.messages import MessagesRequest, read
 from vllm_mlx_harmony.protocols.messages.request import UPDATE
 from vllm_mlx_harmony.protocols.server_calls import NOT_RUN
+from vllm_mlx_harmony.protocols.unavailable import notice
 
 DATA = Path(__file__).parent / "data"
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
@@ -621,7 +622,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
                 "content": [
                     text("Before."),
                     addition({"name": "g", "description": "G", "input_schema": {}}),
-                    addition({"type": "bash_20250124", "name": "bash"}),
+                    addition({"type": "code_execution_20250825", "name": "code_execution"}),
                     {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "f"}},
                     text("After."),
                 ],
@@ -631,6 +632,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
             User("Hello"),
             Instructions("Before."),
             AdditionalTools((Tool("g", "G", {}, "messages[1].content[1].tool.definition"),)),
+            notice(["code_execution"]),
             Instructions("After."),
         ],
         None,
@@ -788,19 +790,16 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
         "tools",
         (Tool("f", "", {}, "tools[0]"),),
     ),
-    "Anthropic's tools are left out": (
+    "tools of Anthropic's servers": (
         {
             "tools": [
                 {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
-                {"type": "bash_20250124", "name": "bash"},
-                {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
-                {"type": "computer_20250124", "name": "computer", "display_width_px": 1},
                 {"type": "mcp_toolset", "mcp_server_name": "x", "name": 3, "description": {}},
                 BARE,
             ]
         },
         "tools",
-        (Tool("f", "", SCHEMA, "tools[5]"),),
+        (Tool("f", "", SCHEMA, "tools[2]"),),
     ),
     "tool_choice auto": (
         {"tools": [BARE], "tool_choice": {"type": "auto"}},
@@ -947,14 +946,10 @@ def test_fields(fields: dict[str, Any], name: str, expected: object) -> None:
 
 def test_what_is_left_out_is_noted() -> None:
     asked = request(tools=[BARE, {"type": "web_search_20250305", "name": "web_search"}])
-    assert asked.notes == (
-        "tools[1] ('web_search_20250305') was ignored: it is not a tool that the client runs",
-    )
+    assert asked.notes == ("tools that are not available: 'web_search'",)
     assert request(tools=[BARE]).notes == ()
     elsewhere = {"type": "url", "url": "https://a", "name": "x"}
-    assert request(mcp_servers=[elsewhere]).notes == (
-        "mcp_servers was ignored: this server runs no tools",
-    )
+    assert request(mcp_servers=[elsewhere]).notes == ("tools that are not available: 'x'",)
     assert request(mcp_servers=[]).notes == ()
 
 

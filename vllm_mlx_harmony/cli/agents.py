@@ -197,9 +197,14 @@ def claude_variables(served: Served) -> dict[str, str]:
     }
 
 
+CLAUDE_PERMISSIONS: Mapping[str, Any] = {"deny": ["WebSearch"]}
+"""Claude Code's WebSearch asks its server to search, which this one does not. A tool that is denied
+is not shown to the model: https://code.claude.com/docs/en/permissions"""
+
+
 def _claude(served: Served, key: str, _: Path) -> Run:
     # Settings given as an argument take precedence over a user's, unlike the environment.
-    settings = {"env": claude_variables(served)}
+    settings = {"env": claude_variables(served), "permissions": CLAUDE_PERMISSIONS}
     token = {"ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
     return Run(("--settings", json.dumps(settings)), token)
 

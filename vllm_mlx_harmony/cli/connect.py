@@ -245,7 +245,8 @@ def claude(served: Served) -> Setup:
         variables["ANTHROPIC_AUTH_TOKEN"] = "local"
     token = f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}" ' if served.keyed else ""
     command = f"{token}claude --settings {_shown(path)}"
-    files = {path: agents.json_text({"env": variables})}
+    settings = {"env": variables, "permissions": agents.CLAUDE_PERMISSIONS}
+    files = {path: agents.json_text(settings)}
     question = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
     return Setup(files, command, ("/v1/messages", question))
 

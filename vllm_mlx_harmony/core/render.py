@@ -214,6 +214,12 @@ def opening(prefill: str | None = None) -> list[int]:
     return [*_header("", "assistant", "final"), *vocab.encode(prefill)]
 
 
+def answer_ids(text: str) -> tuple[int, ...]:
+    """The ids of a whole answer, as a model generates it after `opening`."""
+    header = _header("", "assistant", "final")[len(opening()) :]
+    return (*header, *vocab.encode(text), vocab.RETURN)
+
+
 # --- which messages, in which order ---
 
 

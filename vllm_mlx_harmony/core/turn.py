@@ -370,6 +370,8 @@ class Turn:
     """The number of answers, which are generated independently."""
     prediction: str = ""
     """Text that the answers are likely to repeat."""
+    answer: str = ""
+    """The answer, if the server gives it in place of the model. Nothing is generated then."""
 
     @property
     def builtin_namespaces(self) -> tuple[str, ...]:

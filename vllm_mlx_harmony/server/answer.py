@@ -37,7 +37,7 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
-from vllm_mlx_harmony.server.generation import Deltas, Job, run, run_choices
+from vllm_mlx_harmony.server.generation import Deltas, Job, prewritten, run, run_choices
 from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker, rejection
 from vllm_mlx_harmony.server.observer import Observer
 
@@ -84,7 +84,9 @@ class Answer:
         self._lease, self._emitter = job.lease, job.emitter
         self._tracker, self._observers = tracker, observers
         self._lease.taken_over = True
-        if deltas is None:
+        if deltas is None and job.answer:
+            deltas = prewritten(job)
+        elif deltas is None:
             deltas = (run_choices if job.others else run)(job, tracker, observers)
         self._deltas = deltas
         self._write_last, self._sink = end, sink

@@ -31,6 +31,7 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.core.parse import EndReason
+from vllm_mlx_harmony.core.render import answer_ids
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.protocols.events import Event
@@ -83,6 +84,8 @@ class Job:
     ping: Event | None = None
     comments_progress: bool = False
     reports_cached: bool = False
+    answer: str = ""
+    """The answer, if the server gives it in place of the model (`Turn.answer`)."""
     others: tuple[Job, ...] = ()
     """Further answers to the same prompt, with the lease, emitter and metrics of this one."""
     append: Callable[[Step], list[Delta]] | None = None
@@ -145,6 +148,13 @@ async def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Delt
             break
         settings, constraint = next_output
     yield await _finish(job, ended, progress)
+
+
+async def prewritten(job: Job) -> Deltas:
+    """The deltas of a turn whose answer the server gives. The engine is not used."""
+    yield job.context.start(0)
+    yield job.context.append_output(answer_ids(job.answer))
+    yield await _finish(job, "stop", _Progress())
 
 
 def _next_calls(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[ServerCall]:

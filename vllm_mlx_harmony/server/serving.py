@@ -317,7 +317,9 @@ async def prepare(received: Received) -> Job:
     wanted = front_end.enforcement
     if host.reasoning_tokens is not None:
         wanted = replace(wanted, reasoning_tokens=host.reasoning_tokens)
-    constraint = await constraint_for(turn, names, wanted, received.unless_disconnected)
+    constraint = None
+    if not turn.answer:
+        constraint = await constraint_for(turn, names, wanted, received.unless_disconnected)
     tools = None
     if host.toolbox is not None and turn.namespaces:
         seconds = lease.deadline.total
@@ -338,6 +340,7 @@ async def prepare(received: Received) -> Job:
         ping=api.ping,
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
+        answer=turn.answer,
     )
     if not others:
         return job

@@ -18,7 +18,9 @@ from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
+from vllm_mlx_harmony.protocols.messages.tool_types import SERVER_TOOLS
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments, label_and_name
+from vllm_mlx_harmony.protocols.unavailable import NONE, Unavailable
 
 PING = Event('{"type":"ping"}', "ping")
 """Keeps a connection alive while a long prompt is prefilled. Allowed anywhere in a stream."""
@@ -182,6 +184,7 @@ class Emitter:
     stream: bool
     thinking: Display = "shown"
     namespaces: Sequence[Namespace] = ()
+    unavailable: Unavailable = NONE
 
     def __post_init__(self) -> None:
         self._block: _TextBlock | None = None  # the open one, unless it is hidden
@@ -205,7 +208,8 @@ class Emitter:
                 if delta.cached_tokens is not None:
                     usage = _usage(Usage(delta.prompt_tokens, cached_tokens=delta.cached_tokens))
                 nothing = {"stop_reason": None, "stop_sequence": None}
-                return self._send("message_start", message=self._message(nothing, usage))
+                begun = self._send("message_start", message=self._message(nothing, usage))
+                return [*begun, *self._failed_calls()]
             case deltas.Opened():
                 block = self._block = self._new_block(delta)
                 if block is None:
@@ -234,18 +238,14 @@ class Emitter:
                 self._server_call = delta.call.id if delta.call else self._server_call
                 return []
             case deltas.ToolFinished():  # its block is complete when it starts
-                result = {
-                    "type": "mcp_tool_result",
-                    "tool_use_id": _mcp_id(self._server_call),
-                    "is_error": delta.failure is not None,
-                    "content": [{"type": "text", "text": delta.text, "citations": None}],
-                }
-                index, self._count = self._count, self._count + 1
-                self._content.append(result)
-                return [
-                    *self._send("content_block_start", index=index, content_block=result),
-                    *self._send("content_block_stop", index=index),
-                ]
+                return self._add_block(
+                    {
+                        "type": "mcp_tool_result",
+                        "tool_use_id": _mcp_id(self._server_call),
+                        "is_error": delta.failure is not None,
+                        "content": [{"type": "text", "text": delta.text, "citations": None}],
+                    }
+                )
             case deltas.Finished():
                 self._finished = delta
                 stopped, usage = _ending(delta)
@@ -287,6 +287,30 @@ class Emitter:
             case _:
                 return _TextBlock()
 
+    def _failed_calls(self) -> list[Event]:
+        """The calls of the tools that are refused, each with the error of its API."""
+        events: list[Event] = []
+        for name in self.unavailable.refused:
+            if name not in SERVER_TOOLS.values():
+                continue
+            key = f"srvtoolu_{self.info.id_seed[:20]}{self._count:04x}"
+            result = f"{name}_tool_result"
+            error = {"type": f"{result}_error", "error_code": "unavailable"}
+            events += self._add_block(
+                {"type": "server_tool_use", "id": key, "name": name, "input": {}}
+            )
+            events += self._add_block({"type": result, "tool_use_id": key, "content": error})
+        return events
+
+    def _add_block(self, block: Document) -> list[Event]:
+        """Adds a complete ``block``; returns its events."""
+        index, self._count = self._count, self._count + 1
+        self._content.append(block)
+        return [
+            *self._send("content_block_start", index=index, content_block=block),
+            *self._send("content_block_stop", index=index),
+        ]
+
     def _show(self, text: str) -> list[Event]:
         if not text:
             return []
@@ -307,6 +331,7 @@ class Emitter:
             "content": self._content,
             **stopped,
             "usage": usage,
+            **self.unavailable.fields,
         }
 
 

@@ -45,7 +45,10 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     requested_namespaces,
     result_text,
     translated_call,
+    unavailable_name,
+    unavailable_tools,
 )
+from vllm_mlx_harmony.protocols.messages.tool_types import client_tool
 from vllm_mlx_harmony.protocols.request_body import sampling
 from vllm_mlx_harmony.protocols.server_calls import (
     last_call,
@@ -53,6 +56,7 @@ from vllm_mlx_harmony.protocols.server_calls import (
     with_missing_results,
     with_results_moved,
 )
+from vllm_mlx_harmony.protocols.unavailable import Unavailable, notice, unavailable
 from vllm_mlx_harmony.protocols.validation import required, unsupported, validate
 
 
@@ -60,13 +64,15 @@ from vllm_mlx_harmony.protocols.validation import required, unsupported, validat
 class MessagesRequest:
     """A parsed request: the turn for the model, and the form of the answer.
 
-    ``notes`` names, for the log, the fields that were accepted but have no effect.
+    ``unavailable`` has the declared tools that nobody runs. ``notes`` names, for the log, the
+    fields that were accepted but have no effect.
     """
 
     turn: Turn
     model: str
     stream: bool
     thinking: Display
+    unavailable: Unavailable
     notes: tuple[str, ...]
     cipher: Cipher = field(repr=False)
 
@@ -77,6 +83,7 @@ class MessagesRequest:
             stream=self.stream,
             thinking=self.thinking,
             namespaces=self.turn.namespaces,
+            unavailable=self.unavailable,
         )
 
     def echoed(self, message: Message) -> Message:
@@ -108,12 +115,14 @@ def read(
         shown = _OFF[request.thinking.type]
     elif request.thinking is not None and request.thinking.display in ("omitted", "updates"):
         shown = "encrypted"
+    turn, missing = read_turn(request, defaults, cipher)
     return MessagesRequest(
-        turn=read_turn(request, defaults, cipher),
+        turn=turn,
         model=request.model,
         stream=bool(request.stream),
         thinking=shown,
-        notes=notes(request, defaults),
+        unavailable=missing,
+        notes=notes(request, missing),
         cipher=cipher,
     )
 
@@ -122,8 +131,11 @@ _OFF: dict[str, Display] = {"disabled": "hidden", "between_tools": "preambles"}
 """The types of thinking that switch reasoning off, each with what is shown instead."""
 
 
-def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
-    """The turn that a validated body asks for. Raises only ``RequestError``."""
+def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[Turn, Unavailable]:
+    """The turn that a validated body asks for, and the tools that nobody runs.
+
+    Raises only ``RequestError``.
+    """
     no_tools = body.tool_choice is not None and body.tool_choice.type == "none"
     tools, deferred = ((), {}) if no_tools else _tools(body.tools or ())
     response_format = _response_format(body)
@@ -138,6 +150,10 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
         requested = requested_namespaces(body, defaults.namespaces)
         namespaces = defaults.default_namespaces([*added, *deferred.values()], requested)
     builtin_tools = () if no_tools else defaults.builtin_tools
+    missing = Unavailable()
+    if not no_tools:
+        others = bool(added or deferred or namespaces or builtin_tools)
+        missing = _unavailable(body, defaults, namespaces, messages, others=others)
     open_call = last_call(messages)
     runs = open_call is not None and prefill is None and namespaces
     messages = [*with_missing_results(messages, (open_call.id,) if open_call and runs else ())]
@@ -146,15 +162,16 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
     thinks = body.thinking
-    return Turn(
-        messages=(*_system(body.system or (), defaults.attachments), *messages),
+    instructions = (*_system(body.system or (), defaults.attachments), *missing.notices)
+    turn = Turn(
+        messages=(*instructions, *messages),
         tools=tools,
         effort=effort,
         response_format=response_format,
         identity=defaults.identity,
         date=defaults.date,
         builtin_tools=builtin_tools,
-        prefill=prefill,
+        prefill=None if missing.answer else prefill,
         sampling=sampling(body),
         limits=Limits(
             max_tokens=body.max_tokens,
@@ -162,26 +179,41 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> Turn:
             one_call=bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             reasoning_tokens=thinks.budget_tokens if thinks and thinks.type == "enabled" else None,
         ),
-        tool_choice=_tool_choice(body, added, namespaces, builtin_tools),
+        tool_choice=ToolChoice()
+        if missing.answer
+        else _tool_choice(body, added, namespaces, builtin_tools),
         thinking=thinking,
         namespaces=namespaces,
         pauses=True,
+        answer=missing.answer,
     )
+    return turn, missing
 
 
-def notes(body: MessagesBody, defaults: Defaults) -> tuple[str, ...]:
+def _unavailable(
+    body: MessagesBody,
+    defaults: Defaults,
+    namespaces: Sequence[Namespace],
+    messages: Sequence[Message],
+    *,
+    others: bool,
+) -> Unavailable:
+    """The declared tools that nobody runs. ``others``: the request has other tools as well."""
+    tools = unavailable_tools(body, defaults.namespaces, namespaces)
+    choice = body.tool_choice
+    if choice is not None and choice.type == "tool" and choice.name in tools:
+        return unavailable(tools, (choice.name,), messages, forced=True)
+    forced = choice is not None and choice.type == "any"
+    return unavailable(tools, () if others else tools, messages, forced=forced)
+
+
+def notes(body: MessagesBody, missing: Unavailable) -> tuple[str, ...]:
     """A sentence, for the log, for each field that was accepted but has no effect."""
-    serves = bool(defaults.namespaces)
-    tools = tuple(
-        f"tools[{index}] ({quoted(tool.type)}) was ignored: it is not a tool that the client runs"
-        for index, tool in enumerate(body.tools or ())
-        if not (isinstance(tool, schema.ClientTool) or (serves and tool.type == schema.TOOLSET))
-    )
-    if _is_searched(body.tools or ()):
-        tools = (*tools, "defer_loading was ignored: this server searches no tools for the model")
-    if not body.mcp_servers or serves:
+    names = ", ".join(map(quoted, missing.tools))
+    tools = (f"tools that are not available: {names}",) if names else ()
+    if not _is_searched(body.tools or ()):
         return tools
-    return (*tools, "mcp_servers was ignored: this server runs no tools")
+    return (*tools, "defer_loading was ignored: this server searches no tools for the model")
 
 
 # --- The conversation: runs of messages of one speaker, each read by its role.
@@ -277,17 +309,26 @@ class _Reader:
                     if text := self.text(group):
                         yield Instructions(text)
                     continue
-                tools: list[Tool] = []
-                for block, where in group:
-                    assert isinstance(block, schema.ToolAdditionBlock)
-                    if isinstance(block.tool, schema.ToolDefinition):
-                        tools += _tool(block.tool.definition, f"{where}.tool.definition")
-                    else:
-                        tools += self.load([block.tool.name])
-                if tools:
-                    yield AdditionalTools(tuple(tools))
+                yield from self.additions(group)
             if message.effort:
                 yield message.effort
+
+    def additions(self, blocks: Iterable[_Placed]) -> Iterator[Message]:
+        tools: list[Tool] = []
+        missing: list[str] = []
+        for block, where in blocks:
+            assert isinstance(block, schema.ToolAdditionBlock)
+            if not isinstance(block.tool, schema.ToolDefinition):
+                tools += self.load([block.tool.name])
+                continue
+            defined = [*_tool(block.tool.definition, f"{where}.tool.definition")]
+            tools += defined
+            if not defined:
+                missing.append(unavailable_name(block.tool.definition))
+        if tools:
+            yield AdditionalTools(tuple(tools))
+        if missing:
+            yield notice(missing)
 
     def user(self, run: _Run) -> Iterator[Message]:
         """The results of tools, then the user's texts: the order that the API requires anyway.
@@ -458,7 +499,11 @@ def _tools(tools: Sequence[schema.AnyTool]) -> tuple[tuple[Tool, ...], dict[str,
     later: list[Tool] = []
     searched = _is_searched(tools)
     for index, tool in enumerate(tools):
-        defers = isinstance(tool, schema.ClientTool) and tool.defer_loading and not searched
+        defers = (
+            isinstance(tool, (schema.ClientTool, schema.PredefinedTool))
+            and tool.defer_loading
+            and not searched
+        )
         (later if defers else shown).extend(_tool(tool, f"tools[{index}]"))
     names = {tool.name for tool in shown}
     deferred: dict[str, Tool] = {}
@@ -470,10 +515,14 @@ def _tools(tools: Sequence[schema.AnyTool]) -> tuple[tuple[Tool, ...], dict[str,
 
 
 def _tool(tool: schema.AnyTool, where: str) -> Iterator[Tool]:
-    """The tool at ``where``; nothing if Anthropic defines it."""
+    """The tool at ``where``; nothing if Anthropic's servers would run it."""
     if isinstance(tool, schema.ClientTool):
         described = tool.description or ""
         yield Tool(tool.name, described, tool.input_schema, where, bool(tool.strict))
+    elif isinstance(tool, schema.PredefinedTool):
+        kind = client_tool(tool.type, tool.document)
+        name, strict = tool.name or kind.name, bool(tool.strict)
+        yield Tool(name, kind.description, kind.parameters, where, strict)
 
 
 def _tool_choice(

@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
+from vllm_mlx_harmony.protocols.messages.tool_types import CLIENT_TOOLS
 from vllm_mlx_harmony.protocols.request_body import RequestBody
 from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, listed
 
@@ -88,9 +89,19 @@ TOOLSET = "mcp_toolset"
 
 
 class AnthropicTool(Wire):
-    """A tool that Anthropic defines: only its type is read."""
+    """A tool that Anthropic's servers would run: only its type is read."""
 
     type: str | None = None
+
+
+class PredefinedTool(AnthropicTool):
+    """A tool that Anthropic defines and the client runs. ``document`` is the whole declaration."""
+
+    type: str
+    document: Document
+    name: str | None = Field(default=None, min_length=1)
+    strict: bool | None = None
+    defer_loading: bool | None = None
 
 
 class ClientTool(AnthropicTool):
@@ -118,9 +129,12 @@ def _tool_kind(tool: Mapping[str, object]) -> object:
     return CUSTOM if kind is None or tool.get("input_schema") is not None else kind
 
 
-AnyTool: TypeAlias = Annotated[
-    AnthropicTool, Variants({CUSTOM: ClientTool, TOOLSET: Toolset}, AnthropicTool, _tool_kind)
-]
+_TOOLS: dict[str, type[Wire]] = {
+    CUSTOM: ClientTool,
+    TOOLSET: Toolset,
+    **dict.fromkeys(CLIENT_TOOLS, PredefinedTool),
+}
+AnyTool: TypeAlias = Annotated[AnthropicTool, Variants(_TOOLS, AnthropicTool, _tool_kind)]
 
 
 class ToolChange(Wire):

@@ -17,7 +17,15 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
-from vllm_mlx_harmony.protocols.messages.schema import MessagesBody, Toolset
+from vllm_mlx_harmony.protocols.messages.schema import (
+    TOOL_SEARCH,
+    AnthropicTool,
+    ClientTool,
+    MessagesBody,
+    PredefinedTool,
+    Toolset,
+)
+from vllm_mlx_harmony.protocols.messages.tool_types import SERVER_TOOLS
 from vllm_mlx_harmony.protocols.server_calls import code_in, recipient_of
 from vllm_mlx_harmony.protocols.validation import unsupported
 
@@ -67,6 +75,36 @@ def requested_namespaces(
         on = (tool for tool in namespace.tools if switches.get(tool.origin[-1], default))
         chosen[namespace.label] = replace(namespace, tools=tuple(on))
     return tuple(namespace for namespace in chosen.values() if namespace.tools)
+
+
+def unavailable_tools(
+    body: MessagesBody, available: Sequence[Namespace], namespaces: Iterable[Namespace]
+) -> tuple[str, ...]:
+    """The names of the declared tools that nobody runs for ``body``.
+
+    ``available`` are the namespaces that the server could run, and ``namespaces`` those that it
+    runs for this request.
+    """
+    served = {namespace.name for namespace in namespaces}
+    names: dict[str, None] = {}
+    for tool in body.tools or ():
+        on_client = isinstance(tool, (ClientTool, PredefinedTool))
+        if on_client or (tool.type or "").startswith(TOOL_SEARCH):
+            continue
+        name = unavailable_name(tool)
+        similar = _LIKE[name][0].partition(".")[0] if name in _LIKE else ""
+        if not (available if isinstance(tool, Toolset) else similar in served):
+            names[name] = None
+    if not available:  # otherwise, unknown servers are errors
+        names.update((server.name, None) for server in body.mcp_servers or ())
+    return tuple(names)
+
+
+def unavailable_name(tool: AnthropicTool) -> str:
+    """The name of a tool that Anthropic's servers would run, for the model and for the client."""
+    if isinstance(tool, Toolset):
+        return tool.mcp_server_name
+    return SERVER_TOOLS.get(tool.type or "", tool.type or "")
 
 
 def client_servers(body: object, labels: Collection[str]) -> tuple[ClientServer, ...]:
