@@ -952,3 +952,88 @@ def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
         assert run(engine.reusable_tokens(words(1, 2000), "")) == 0
     finally:
         engine.close()
+
+
+# --- A prompt that is cancelled (semantics E2).
+
+CHUNK = 64
+
+
+async def cancelled(engine: MlxEngine, asked: tuple[int, ...], chunks: int) -> int:
+    """Closes a request once that many chunks of its prompt are computed; returns how many ids were
+    reported as computed."""
+    settings = replace(GREEDY, max_tokens=8)
+    computed = 0
+    async with aclosing(engine.generate(asked, settings, "", None)) as coming:
+        async for step in coming:
+            if step.progress is not None and not step.progress.place:
+                computed = step.progress.processed
+            if computed >= chunks * CHUNK:
+                break
+    return computed
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8, 9])
+def test_cancelled_prompt_continues_where_it_was(
+    tiny: Path, run: Run, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same one, and one that differs behind that place."""
+    monkeypatch.setattr("vllm_mlx_harmony.engine.engine.SPAN", CHUNK)  # as with the real numbers
+    asked = words(7, 10 * CHUNK)
+    engine = opened(tiny, cache=reusing(), limits=Limits(chunk=CHUNK))
+    try:
+        computed = run(cancelled(engine, asked, chunks))
+        for prompt in (asked[: 9 * CHUNK + 2] + words(8, 40), asked):
+            found = run(steps(engine, prompt, max_tokens=8))
+            assert found[0].cached_tokens >= min(computed, 9 * CHUNK)
+            assert sum((step.ids for step in found), ()) == of_mlx_lm(engine, prompt, 8)
+    finally:
+        engine.close()
+
+
+def test_prompt_that_is_cancelled_again_and_again_is_computed_once(tiny: Path, run: Run) -> None:
+    asked = words(9, 12 * CHUNK + 5)
+    engine = opened(tiny, cache=reusing(), limits=Limits(chunk=CHUNK), speculate="off")
+    passes: list[int] = []
+    module = engine.module
+
+    def counted(inputs: mx.array, cache: Any) -> mx.array:
+        passes.append(inputs.shape[1])
+        return module(inputs, cache=cache)
+
+    try:
+        expected = of_mlx_lm(engine, asked, 8)
+        engine.module = counted
+        for chunks in range(2, 12, 2):
+            run(cancelled(engine, asked, chunks))
+        assert run(answer(engine, asked, max_tokens=8)) == expected
+        assert sum(length for length in passes if length > 1) == len(asked) - 1
+    finally:
+        engine.close()
+
+
+def test_prompt_of_a_server_that_is_killed_is_on_disk(
+    tiny: Path, open_disk: Callable[..., DiskCache], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vllm_mlx_harmony.engine.engine.SPAN", 2 * CHUNK)
+    asked, disk = words(10, 12 * CHUNK), open_disk()
+
+    def cached(model: Any) -> PrefixCache:
+        return PrefixCache(model, PrefixTree(1 << 30), disk, b"weights")
+
+    async def on_disk(engine: MlxEngine) -> int:
+        """What a process that starts now would find, while the prompt is computed."""
+        settings = replace(GREEDY, max_tokens=8)
+        async with aclosing(engine.generate(asked, settings, "", None)) as coming:
+            async for step in coming:
+                if step.progress is not None and step.progress.processed >= 7 * CHUNK:
+                    break
+            await asyncio.to_thread(flushed, disk)
+            other = PrefixCache(engine.module, PrefixTree(1 << 30), open_disk(), b"weights")
+            return (await other.find(asked, "")).cached
+
+    engine = opened(tiny, cache=cached, limits=Limits(chunk=CHUNK))
+    try:
+        assert run(on_disk(engine)) >= 6 * CHUNK
+    finally:
+        engine.close()

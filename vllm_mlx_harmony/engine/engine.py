@@ -40,7 +40,7 @@ from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
-from vllm_mlx_harmony.engine.prefix_cache import PrefixCache, boundaries
+from vllm_mlx_harmony.engine.prefix_cache import SPAN, PrefixCache, boundaries
 from vllm_mlx_harmony.engine.request import Item, Request, hand_over
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
@@ -283,11 +283,11 @@ class MlxEngine:
         finally:
             if not request.ended:
                 try:
-                    forgetting = self._thread.call(partial(self._forget, request))
+                    cancelling = self._thread.call(partial(self._cancel, request))
                 except Stopped:
                     self._requests.pop(request.number, None)
                 else:
-                    await wait_until_done(asyncio.ensure_future(asyncio.wrap_future(forgetting)))
+                    await wait_until_done(asyncio.ensure_future(asyncio.wrap_future(cancelling)))
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         return (await self.cache.find(prompt, tenant)).cached
@@ -356,6 +356,13 @@ class MlxEngine:
         rest = max(0, len(request.prompt) - 1 - known)
         self._scheduler.add(request.number, rest, request.tenant, request.since)
 
+    def _cancel(self, request: Request) -> None:
+        """Removes a request whose client has gone. What was computed of its prompt is kept: a
+        client that gave up will send it again (semantics E2)."""
+        if request.layers is not None:
+            self._store(request, request.layers)
+        self._forget(request)
+
     def _forget(self, request: Request) -> None:
         """Removes a request, wherever it is."""
         if self._requests.pop(request.number, None) is None:
@@ -389,7 +396,7 @@ class MlxEngine:
             except RuntimeError:  # the loop is closed
                 for request, _ in items:  # later: a step may be using its row now
                     with suppress(Stopped):
-                        self._thread.call(partial(self._forget, request))
+                        self._thread.call(partial(self._cancel, request))
 
     def _fail(self, requests: Iterable[Request], error: Exception) -> None:
         """Ends ``requests``, and answers whose batch has failed, with ``error``.
@@ -481,7 +488,8 @@ class MlxEngine:
         last = len(request.prompt) - 1
         cut = boundaries(request.prompt, known) if self.cache.enabled else [last]
         request.marks = deque(cut)
-        request.begun, request.at, request.cached = started, known, known
+        request.begun = started
+        request.at = request.cached = request.stored = known
         self._put(request, request.report())
         self._scheduler.begin(request.number, last - known)
         self._scheduler.computed(request.number, 0, time.perf_counter() - started)
@@ -489,8 +497,8 @@ class MlxEngine:
             self._join(request, request.layers)
 
     def _compute(self, request: Request, layers: Layers, ids: int) -> None:
-        """Computes up to ``ids`` ids of the prompt, stopping at the next boundary, where the prefix
-        is stored."""
+        """Computes up to ``ids`` ids of the prompt, stopping at the next boundary. The prefix is
+        stored there, and at least every `SPAN` ids."""
         # Waits for the step that is being computed, so that its time does not count as the chunk's.
         mx.eval([batch.pending for batch in self._batches])
         end = min(request.at + ids, request.marks[0])
@@ -498,16 +506,24 @@ class MlxEngine:
         started = time.perf_counter()
         self.module(mx.array([chunk], dtype=mx.uint32), cache=layers)
         evaluate(layers)
+        request.at = end
         if end == request.marks[0]:
             request.marks.popleft()
-            self.cache.store(request.prompt[:end], layers, request.tenant)
-        request.at = end
+            self._store(request, layers)
+        elif end - request.stored >= SPAN:
+            self._store(request, layers)
         self._computed += len(chunk)
         self._scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
         if request.marks:
             self._put(request, request.report())
         else:
             self._join(request, layers)
+
+    def _store(self, request: Request, layers: Layers) -> None:
+        """Stores what is computed of the prompt."""
+        if request.at > request.stored:
+            self.cache.store(request.prompt[: request.at], layers, request.tenant)
+            request.stored = request.at
 
     def _join(self, request: Request, layers: Layers) -> None:
         """The request generates from now on: all of its prompt but the last id is computed."""

@@ -8,7 +8,8 @@ A prompt takes four steps::
     match = await cache.find(ids, tenant)        # event loop: how much is cached
     match = await cache.load(match)              # event loop: read what only the disk has
     layers, cached = cache.restore(match)        # engine: layers that hold ids[:cached]
-    cache.store(ids[:end], layers, tenant)       # engine: at boundaries(), and after the answer
+    cache.store(ids[:end], layers, tenant)       # engine: at boundaries(), at least every SPAN ids,
+                                                 # where a prompt is cancelled, after the answer
 
 No failure of the cache fails a request: errors are logged, and cost only the reuse. The tree and
 the disk may be shared by several models; nothing is found for another model or another tenant.
@@ -45,6 +46,12 @@ EVERYBODY = "*"
 
 SHORTEST = 32
 """Fewest ids of a piece, as a rule: each piece costs a pass of its own."""
+
+SPAN = 2048
+"""Ids after which a prompt is stored at the end of a chunk, wherever that is: what a server that is
+killed has computed, it finds again on disk. As long as the longest chunk, so that no pass becomes
+shorter. The windows of a piece of gpt-oss-20b take a sixteenth of the rest (docs/reuse.md), which
+is why pieces are not joined later: that would write everything twice."""
 
 
 def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:

@@ -50,6 +50,8 @@ class Request:
     """Remaining boundaries at which the prompt's prefix is stored."""
     at: int = 0
     """Number of prompt ids computed so far."""
+    stored: int = 0
+    """Number of these that are in the prefix cache."""
     cached: int = 0
     """Number of prompt ids found in the prefix cache."""
     ids: list[int] = field(default_factory=list)
