@@ -24,10 +24,21 @@ PARTS = {
 ARGUMENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
+    "code_interpreter_call": ("response.code_interpreter_call_code", "code"),
 }
 """Per item: the text it has without a part, and the field that has all of it."""
 
-WHOLE = frozenset({"tool_search_call", "compaction"})
+FAILED = frozenset(
+    {"code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call"}
+)
+"""Items of calls that nobody runs, which only fail."""
+
+WHOLE = frozenset(
+    {
+        *("tool_search_call", "compaction", "local_shell_call", "apply_patch_call"),
+        *("computer_call", "shell_call", *FAILED),
+    }
+)
 """Items that are told of when they begin and when they are done, and not in between."""
 
 AT_ONCE = frozenset({"compaction"})
@@ -40,6 +51,14 @@ PREFIXES = {
     "custom_tool_call": "ctc_",
     "tool_search_call": "tsc_",
     "compaction": "cmp_",
+    "shell_call": "sh_",
+    "local_shell_call": "lsh_",
+    "apply_patch_call": "apc_",
+    "computer_call": "cu_",
+    "code_interpreter_call": "ci_",
+    "file_search_call": "fs_",
+    "image_generation_call": "ig_",
+    "web_search_call": "ws_",
 }
 
 ENDINGS = {
@@ -130,6 +149,8 @@ class _Item:
         self.parts: dict[str, str] = {}  # what stands in each part, once it is closed
         self.open_parts: set[str] = set()
         self.logprobs: list[Any] = []
+        self.commands: list[str] = []  # of a shell
+        self.command = ""  # the last one, while it is open
 
 
 class _Checker:
@@ -155,6 +176,9 @@ class _Checker:
         else:
             assert self.begun[-1:] == ["response.in_progress"], f"{kind} before in_progress"
             stem, _, what = kind.rpartition(".")
+            if stem == "response.shell_call_command":
+                self.command(what, event)
+                return
             _READ[what](self, stem, event)
 
     # The response
@@ -227,6 +251,7 @@ class _Checker:
             self.seen.add(key or "")
         empty = ("content", "summary", "arguments", "input")
         assert not any(item.get(name) for name in empty), "an item that begins with text"
+        assert item["type"] != "shell_call" or item["action"]["commands"] == []
         self.item = _Item(item)
 
     def item_done(self, event: dict[str, Any]) -> None:
@@ -235,13 +260,17 @@ class _Checker:
         assert not item.open_parts, f"open: {item.open_parts}"
         assert item.texts.keys() == item.whole, "a text without its .done"
         changing = {"status", "content", "summary", "arguments", "input", "encrypted_content"}
+        changing |= {"action"} if item.type == "shell_call" else {"code"}
         for name in {*item.added, *document} - changing:
             assert item.added[name] == document[name], name
         assert ("encrypted_content" in item.added) == ("encrypted_content" in document)
         if item.type in AT_ONCE:
             assert document == item.added
         else:
-            assert document["status"] in ("completed", "incomplete")
+            ends = {"failed"} if item.type in FAILED else {"completed", "incomplete"}
+            assert document["status"] in ends
+        if item.type == "shell_call":
+            assert document["action"] == {**item.added["action"], "commands": item.commands}
         if item.type in ARGUMENTS:
             stem, name = ARGUMENTS[item.type]
             assert document[name] == item.texts[stem]
@@ -261,6 +290,23 @@ class _Checker:
             texts = [part["text"] for part in document.get(name, [])]
             assert texts == [item.parts[stem]] if stem in item.parts else texts == [], name
             assert all(texts), "an empty part"
+
+    def running(self, stem: str, event: dict[str, Any]) -> None:
+        assert stem == f"response.{self.at(event).type}"
+
+    def command(self, what: str, event: dict[str, Any]) -> None:
+        item = self.opened()
+        assert event["output_index"] == len(self.done)
+        assert event["command_index"] == len(item.commands)
+        if what == "added":
+            item.command = event["command"]
+            assert item.command == ""
+        elif what == "delta":
+            assert event["delta"]
+            item.command += event["delta"]
+        else:
+            assert event["command"] == item.command
+            item.commands.append(item.command)
 
     # Parts and texts
 
@@ -317,4 +363,5 @@ _READ: dict[str, Callable[[_Checker, str, dict[str, Any]], None]] = {
     "added": _Checker.added,
     "delta": _Checker.delta,
     "done": _Checker.finish,
+    "in_progress": _Checker.running,
 }

@@ -49,6 +49,7 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     ResponsesBody,
     ToolChoice,
 )
+from vllm_mlx_harmony.protocols.unavailable import notice
 
 DATA = Path(__file__).parent / "data"
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
@@ -348,9 +349,8 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         [
             ASKED,
             {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}, "status": 1},
-            {"type": "local_shell_call", "call_id": 7, "action": None},
-            {"type": "shell_call_output", "call_id": "x", "output": [{"stdout": "a"}]},
-            {"type": "computer_call_output", "output": {"type": "computer_screenshot"}},
+            {"type": "program", "call_id": 7, "code": None},
+            {"type": "program_output", "call_id": "x", "result": [{"stdout": "a"}]},
             {"type": "mcp_list_tools", "name": "", "tools": []},
             {"type": "something_new", "role": "critic", "content": 5, "arguments": []},
         ],
@@ -359,8 +359,8 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     "foreign items with the output of a function": (
         [
             ASKED,
-            {"type": "local_shell_call", "call_id": "c9", "action": {"type": "exec"}},
-            {"type": "local_shell_call", "call_id": [], "action": {}},
+            {"type": "program", "call_id": "c9", "code": "x"},
+            {"type": "program", "call_id": [], "code": {}},
             result("done", key="c9"),
             assistant("a"),
         ],
@@ -414,6 +414,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
             Call("c1", "tool_search", '{"query":"é"}'),
             Result("c1", "Found. The tools can be called from now on.", "input[2]"),
             AdditionalTools((Tool("crm__find", "Finds.", where="input[2].tools[0].tools[0]"),)),
+            notice(["web_search"]),
             Call("c2", "crm__find", "{}"),
             Result("c2", "r", "input[4]"),
         ],
@@ -874,6 +875,7 @@ def test_codex() -> None:
     assert asked.turn.messages == (
         Instructions("(16979 characters of text)"),
         Instructions("(2136 characters of text)(362 characters of text)"),
+        notice(["web_search"]),
         User("(379 characters of text)"),
         User("Please run it"),
         Reasoning("I should run the shell."),
@@ -902,7 +904,8 @@ def test_codex_with_a_freeform_tool() -> None:
     asked = read(recorded("codex-custom-turn2"), Defaults(), SEAL)
     key = "call_72700a5824bf49eb9a0145e2"
     patch = "*** Begin Patch\\n*** Add File: made.txt\\n+hello\\n*** End Patch\\n"
-    assert asked.turn.messages[4:] == (
+    assert asked.turn.messages[2] == notice(["web_search"])
+    assert asked.turn.messages[5:] == (
         Reasoning("I should patch."),
         Call(key, "apply_patch", f'{{"input":"{patch}"}}'),
         Result(key, "(91 characters of text)", "input[6]"),
@@ -935,7 +938,7 @@ def test_opencode() -> None:
 def test_first_turns(name: str) -> None:
     asked = read(recorded(name), Defaults(), SEAL)
     kinds = [type(message) for message in asked.turn.messages]
-    assert kinds == [Instructions, Instructions, User, User]
+    assert kinds == [Instructions, Instructions, Instructions, User, User]
 
 
 # --- Input items, read back.

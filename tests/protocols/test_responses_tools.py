@@ -63,6 +63,21 @@ SHOWN: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
         [namespace("a", function("f")), namespace("a__", function("f")), function("a__f")],
         ["a__f_2", "a__f_3", "a__f"],
     ),
+    "what the client runs": (
+        [
+            {"type": kind, "name": 5, "tools": "x", "parameters": []}
+            for kind in ("local_shell", "shell", "apply_patch", "computer")
+        ],
+        ["local_shell", "shell", "apply_patch", "computer"],
+    ),
+    "functions named like them": (
+        [{"type": "shell"}, function("shell"), {"type": "apply_patch"}, freeform("apply_patch")],
+        ["shell_2", "shell", "apply_patch_2", "apply_patch"],
+    ),
+    "two computers": (
+        [{"type": "computer_use_preview"}, {"type": "computer"}, namespace("a", function("f"))],
+        ["computer", "computer_2", "a__f"],
+    ),
     "an empty namespace": ([namespace("a"), function("f")], ["f"]),
     "what the server would have to run": (
         [
@@ -74,13 +89,11 @@ SHOWN: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
                 "file_search",
                 "code_interpreter",
                 "mcp",
-                "local_shell",
-                "shell",
-                "computer_use_preview",
                 "tool_search",
                 "something_new",
             )
         ]
+        + [{"type": "shell", "environment": {"type": "container_auto"}}]
         + [namespace("a", {"type": "something_new"}, function("f"))],
         ["a__f"],
     ),

@@ -68,3 +68,58 @@ def test_a_search_by_messages_fails_without_the_model(fields: Any, stream: bool)
     assert answer.stop_reason == "end_turn"
     assert answer.model_extra["unavailable_tools"] == ["web_search"]
     assert answer.usage.output_tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["stream", "whole", "background"])
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "web_search_preview"}])
+def test_a_search_by_responses_fails_without_the_model(mode: str, choice: Any) -> None:
+    async def response() -> tuple[Any, Any]:
+        client, _ = clients(Alone(Idle()))
+        asked: Any = {
+            "model": MODEL,
+            "input": QUESTION,
+            "tools": [{"type": "web_search"}],
+            "tool_choice": choice,
+        }
+        if mode == "stream":
+            async with client.responses.stream(**asked) as events:
+                return await events.get_final_response(), client
+        made = await client.responses.create(**asked, background=mode == "background")
+        while made.status in ("queued", "in_progress"):
+            await asyncio.sleep(0.01)
+            made = await client.responses.retrieve(made.id)
+        return made, client
+
+    async def check() -> None:
+        answer, client = await response()
+        search, said = answer.output
+        assert (search.type, search.status) == ("web_search_call", "failed")
+        assert (answer.output_text, said.status) == (NO_SEARCH, "completed")
+        assert (answer.status, answer.model_extra["unavailable_tools"]) == (
+            "completed",
+            ["web_search"],
+        )
+        stored = await client.responses.retrieve(answer.id)
+        assert stored.output_text == NO_SEARCH
+        assert [item.id for item in stored.output] == [search.id, said.id]
+
+    asyncio.run(check())
+
+
+def test_the_model_answers_after_the_refusal() -> None:
+    async def check() -> None:
+        engine = ObedientEngine({"From memory, then.": ObedientEngine.ANSWER})
+        client, _ = clients(Alone(engine))
+        tools: Any = [{"type": "web_search"}]
+        refused = await client.responses.create(model=MODEL, input=QUESTION, tools=tools)
+        assert refused.output_text == NO_SEARCH
+        answer = await client.responses.create(
+            model=MODEL,
+            input="From memory, then.",
+            tools=tools,
+            previous_response_id=refused.id,
+        )
+        assert [item.type for item in answer.output] == ["message"]
+        assert answer.output_text != NO_SEARCH
+
+    asyncio.run(check())

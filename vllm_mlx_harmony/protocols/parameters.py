@@ -59,22 +59,18 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 def fits(value: object, schema: Document) -> bool:
-    """Whether ``value`` is valid for a ``schema`` of this module. Undeclared members are ignored.
-
-    ``oneOf`` is read as ``anyOf``.
-    """
+    """Whether ``value`` is valid for a ``schema`` of this module, or a map or ``oneOf`` of them."""
     if "oneOf" in schema:
         return any(fits(value, each) for each in schema["oneOf"])
     kind = schema["type"]
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
         return False
-    if isinstance(value, dict) and "properties" in schema:
-        properties = schema["properties"]
-        return all(name in value for name in schema["required"]) and all(
-            fits(member, properties[name]) for name, member in value.items() if name in properties
+    if isinstance(value, dict):
+        others = schema["additionalProperties"]
+        members = {name: schema.get("properties", {}).get(name, others) for name in value}
+        return value.keys() >= {*schema.get("required", ())} and all(
+            member is not False and fits(value[name], member) for name, member in members.items()
         )
-    if isinstance(value, dict) and isinstance(schema.get("additionalProperties"), dict):
-        return all(fits(member, schema["additionalProperties"]) for member in value.values())
     if isinstance(value, list):
         return all(fits(item, schema["items"]) for item in value)
     return value in schema["enum"] if "enum" in schema else True

@@ -13,8 +13,9 @@ a call is required.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from vllm_mlx_harmony.core.turn import Answer, Instructions, Message, Preamble
 
@@ -33,10 +34,12 @@ class Unavailable:
     tools: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
 
-    @property
-    def notices(self) -> tuple[Instructions, ...]:
-        """The line from which the model learns that it does not have the tools, if any."""
-        return (notice(self.tools),) if self.tools else ()
+    def announced(self, messages: Sequence[Message]) -> tuple[Message, ...]:
+        """``messages`` with the line that tells the model, after the leading instructions."""
+        if not self.tools:
+            return tuple(messages)
+        leading = [*takewhile(lambda message: isinstance(message, Instructions), messages)]
+        return (*leading, notice(self.tools), *messages[len(leading) :])
 
     @property
     def answer(self) -> str:

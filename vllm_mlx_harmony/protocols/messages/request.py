@@ -162,9 +162,9 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
     thinks = body.thinking
-    instructions = (*_system(body.system or (), defaults.attachments), *missing.notices)
+    instructions = _system(body.system or (), defaults.attachments)
     turn = Turn(
-        messages=(*instructions, *messages),
+        messages=missing.announced((*instructions, *messages)),
         tools=tools,
         effort=effort,
         response_format=response_format,

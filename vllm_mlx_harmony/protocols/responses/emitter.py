@@ -28,7 +28,12 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     pending,
 )
 from vllm_mlx_harmony.protocols.responses.resource import usage_of
-from vllm_mlx_harmony.protocols.responses.server_items import ServerItem, server_item, tool_list
+from vllm_mlx_harmony.protocols.responses.server_items import (
+    ServerItem,
+    failed_call,
+    server_item,
+    tool_list,
+)
 
 
 def response_id(info: ResponseInfo) -> str:
@@ -191,6 +196,12 @@ class Emitter:
             item, events = tool_list(index, key_of(self.info, _LISTS + index), namespace)
             self._output.append(item)
             begun += self._write_events(events)
+        for name in self.options.refused:
+            index = len(self._output)
+            failed = failed_call(index, key_of(self.info, _LISTS + index), name, self.options)
+            if failed is not None:
+                self._output.append(failed[0])
+                begun += self._write_events(failed[1])
         return begun
 
     def _step(self, item: OutputItem, events: list[PendingEvent]) -> list[Event]:
@@ -223,7 +234,7 @@ class Emitter:
 
 
 _LISTS = 0x7F00
-"""Ids of lists of tools are counted up from here."""
+"""Ids of lists of tools, and of calls that nobody runs, are counted up from here."""
 
 _APPROVED = 0x7FFF
 """Ids of approved calls are counted down from here, by their places in the output: no message of

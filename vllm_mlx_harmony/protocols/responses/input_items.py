@@ -24,16 +24,19 @@ from vllm_mlx_harmony.core.turn import (
     ServerCall,
     ServerResult,
     Summary,
+    Tool,
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.freeform import wrap
 from vllm_mlx_harmony.protocols.openai_content import call_arguments, paragraphs, text_of
-from vllm_mlx_harmony.protocols.responses import schema
+from vllm_mlx_harmony.protocols.responses import local_tools, schema
+from vllm_mlx_harmony.protocols.responses.local_tools import LOCAL_TOOLS, types_of
 from vllm_mlx_harmony.protocols.responses.schema import Item, read_item, response_format
-from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
+from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools, unavailable_tools
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader
 from vllm_mlx_harmony.protocols.server_calls import NOT_RUN, code_in, recipient_of
+from vllm_mlx_harmony.protocols.unavailable import notice
 from vllm_mlx_harmony.protocols.validation import required
 
 Stored: TypeAlias = Callable[[str], Mapping[str, object] | None]
@@ -62,6 +65,7 @@ class ItemReader:
     server: ServerTools = field(default_factory=ServerTools)
     approved: set[str] = field(default_factory=set)
     _asked: set[str] = field(default_factory=set)  # the ids of calls that had to be approved
+    _local_ids: dict[str, str] = field(default_factory=dict)  # ids of calls, by those of the items
     _lost: bool = False  # whether an item that was referred to is not stored
 
     def messages(self, items: Sequence[Item]) -> Iterator[Message]:
@@ -146,6 +150,21 @@ class ItemReader:
                 named = self._name(item) if item.name else self.tools.only
                 text = self._output_text(item, where)
                 yield from self._answer(Result(item.call_id, text, where), named or "unknown")
+            case schema.LocalCallItem():
+                yield self._local_call(item, where)
+            case schema.LocalOutputItem():
+                known = self._local_ids.get(item.id or "", item.id)
+                key = item.call_id or known
+                if key is None:
+                    raise required(f"{where}.call_id")
+                name = LOCAL_TOOLS[types_of({"type": item.type.removesuffix("_output")})[0]].name
+                text = self._local_output(item, f"{where}.output")
+                yield from self._answer(Result(key, text, where), name)
+            case schema.AgentMessageItem():
+                text = text_of(
+                    item.content, f"{where}.content", self.defaults.attachments, lenient=True
+                )
+                yield User(f"Message from {item.author} to {item.recipient}:\n{text}")
             case schema.SearchCallItem():
                 # A search that a server ran was not a call that the model made of the client.
                 if _is_clients(item):
@@ -156,11 +175,9 @@ class ItemReader:
                 if _is_clients(item):
                     result = Result(item.call_id or "", _FOUND[bool(item.tools)], where)
                     yield from self._answer(result, self.tools.search)
-                if declared:
-                    yield AdditionalTools(declared)
+                yield from _added(declared, item.tools)
             case schema.AdditionalToolsItem():
-                if declared := self.tools.declare(item.tools, f"{where}.tools"):
-                    yield AdditionalTools(declared)
+                yield from _added(self.tools.declare(item.tools, f"{where}.tools"), item.tools)
             case schema.ConfigurationItem():
                 # Holds until the next update; the request's own fields hold before the first.
                 # https://openrouter.ai/docs/cookbook/evaluate-and-optimize/model-migrations/gpt-6-astra
@@ -211,6 +228,28 @@ class ItemReader:
         self.calls.add(key)
         return Call(key, name, arguments)
 
+    def _local_call(self, item: schema.LocalCallItem, where: str) -> Call:
+        types = types_of(item.document)
+        tool = LOCAL_TOOLS[types[0]]
+        arguments = tool.arguments(item.document)
+        if arguments is None:
+            raise required(f"{where}.{tool.payload}")
+        key = item.call_id or item.id
+        if key is None:
+            raise required(f"{where}.call_id")
+        self._local_ids[item.id or key] = key
+        return self._called(key, self.tools.of_kind(*types) or tool.name, arguments)
+
+    def _local_output(self, item: schema.LocalOutputItem, where: str) -> str:
+        """The result of a client's tool, as the model reads it."""
+        if isinstance(item, schema.ShellOutputItem):
+            return "\n\n".join(map(_shell_output, item.output or ()))
+        text = text_of(item.output, where, self.defaults.attachments, lenient=True)
+        if item.type != "apply_patch_call_output":
+            return text
+        status = item.status or "completed"
+        return f"{status}: {text}" if text else status
+
     def _output_text(self, item: schema.CallOutputItem | schema.ServerCallItem, where: str) -> str:
         at = f"{where}.output"
         return text_of(item.output, at, self.defaults.attachments, lenient=True)
@@ -242,6 +281,27 @@ class ItemReader:
             yield ServerResult(key, name, text or _error_text(item.error) or NOT_RUN)
 
 
+def _shell_output(output: schema.ShellOutput) -> str:
+    """The output of one command, with the exit code if that says more than success."""
+    outcome = output.outcome or {}
+    parts = [output.stdout or ""]
+    if output.stderr:
+        parts.append(f"[stderr]\n{output.stderr}")
+    if outcome.get("type") == "timeout":
+        parts.append("[timed out]")
+    elif outcome.get("exit_code") is not None:
+        parts.append(f"[exit code {outcome['exit_code']}]")
+    return "\n".join(part.removesuffix("\n") for part in parts if part)
+
+
+def _added(tools: tuple[Tool, ...], items: Sequence[schema.ResponsesTool]) -> Iterator[Message]:
+    """Declares ``tools``, and says which of the declared ``items`` are not available."""
+    if tools:
+        yield AdditionalTools(tools)
+    if missing := unavailable_tools(items):
+        yield notice(missing)
+
+
 def call_id(item_id: str) -> str:
     """The id of the call of the item ``item_id``: the ids of both end alike in every API."""
     return f"call_{item_id.partition('_')[2] or item_id}"
@@ -266,19 +326,27 @@ def _is_clients(item: schema.SearchItem) -> bool:
     return item.call_id is not None and item.execution != "server"
 
 
-CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call"})
-OUTPUTS = frozenset({"function_call_output", "custom_tool_call_output", "tool_search_output"})
+CALLS = frozenset({"function_call", "custom_tool_call", "tool_search_call", *local_tools.CALLS})
+OUTPUTS = frozenset(
+    {
+        "function_call_output",
+        "custom_tool_call_output",
+        "tool_search_output",
+        *local_tools.OUTPUTS,
+    }
+)
 SERVER_CALLS = frozenset(
     {"mcp_call", "mcp_approval_request", "code_interpreter_call", "web_search_call"}
 )
 
-_OUTPUT_ITEMS = (schema.CallOutputItem, schema.SearchOutputItem)
+_OUTPUT_ITEMS = (schema.CallOutputItem, schema.SearchOutputItem, schema.LocalOutputItem)
 _FROM_CLIENT = (
     *_OUTPUT_ITEMS,
     schema.AdditionalToolsItem,
     schema.CompactionItem,
     schema.ConfigurationItem,
     schema.ApprovalItem,
+    schema.AgentMessageItem,
 )
 
 

@@ -17,6 +17,7 @@ from vllm_mlx_harmony.core.turn import Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
+from vllm_mlx_harmony.protocols.responses.local_tools import LOCAL_TOOLS
 from vllm_mlx_harmony.protocols.responses.schema import SEARCH
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.responses.tools import DeclaredTool, Tools
@@ -120,7 +121,8 @@ class OutputOptions:
     """How a request wants its output to be written.
 
     ``cipher`` is given if the request asked for encrypted reasoning. ``server`` has the tools that
-    the server runs, ``listed`` the servers whose lists of tools the client receives. With
+    the server runs, ``listed`` the servers whose lists of tools the client receives, ``refused``
+    the names of the tools whose failed calls begin the output (`protocols.unavailable`). With
     ``shows_outputs`` the client receives the output of code, with ``shows_sources`` the URLs that a
     search found.
     """
@@ -130,6 +132,7 @@ class OutputOptions:
     cipher: Cipher | None = None
     server: ServerTools = dataclass_field(default_factory=ServerTools)
     listed: tuple[Namespace, ...] = ()
+    refused: tuple[str, ...] = ()
     shows_outputs: bool = False
     shows_sources: bool = False
 
@@ -321,7 +324,76 @@ class SearchCall(FunctionCall):
         return self.fields("tool_search_call", execution="client", **called)
 
 
-_CALLS: dict[str, type[FunctionCall]] = {"custom": CustomCall, SEARCH: SearchCall}
+class LocalToolCall(FunctionCall):
+    """A call of one of the ``LOCAL_TOOLS``.
+
+    It is announced when its arguments are complete, because only then is it certain that they are
+    an object of that tool. If not, or if the call was cut, the client gets them unchanged, in
+    a ``function_call``.
+    """
+
+    text_fields = ()
+
+    def __post_init__(self) -> None:
+        self.local = LOCAL_TOOLS[self.tool.kind]
+        self.prefix = self.local.prefix  # type: ignore[misc]
+        super().__post_init__()
+        self.item: Document = {}
+
+    def opened(self) -> list[PendingEvent]:
+        return []
+
+    def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
+        return self._write(text)
+
+    def closed(self) -> list[PendingEvent]:
+        item = self.local.item(self.text)
+        if item is None:
+            return self._as_function(OutputItem.closed)
+        self.item = item
+        return [*self.announce(), *self.finish(COMPLETED)]
+
+    def ended(self) -> list[PendingEvent]:
+        return self._as_function(OutputItem.ended)
+
+    def document(self) -> Document:
+        return self.fields(self.local.call, call_id=self.call_id, **self.item)
+
+    def _as_function(self, last: Callable[[OutputItem], list[PendingEvent]]) -> list[PendingEvent]:
+        tool = DeclaredTool(self.options.tools.shown_name(self.tool))
+        function = FunctionCall(self.index, self.key, self.options, self.call_id, tool)
+        events = [*function.opened(), *function.take(self.text), *last(function)]
+        self.shown, self.over, self.result = True, True, function.result
+        return events
+
+
+class ShellCall(LocalToolCall):
+    """``shell_call``, whose commands have events of their own."""
+
+    def closed(self) -> list[PendingEvent]:
+        first, *rest = super().closed()
+        if not self.item:
+            return [first, *rest]
+        commands = self.item["action"]["commands"]
+        opening = {**self.item, "action": {**self.item["action"], "commands": []}}
+        begun = {**self.document(), **opening, "status": IN_PROGRESS}
+        events: list[PendingEvent] = [added(self.index, begun)]
+        for number, command in enumerate(commands):
+            place = {"output_index": self.index, "command_index": number}
+            stem = "response.shell_call_command"
+            events.append(pending(f"{stem}.added", **place, command=""))
+            if command:
+                events.append(pending(f"{stem}.delta", **place, delta=command))
+            events.append(pending(f"{stem}.done", **place, command=command))
+        return [*events, *rest]
+
+
+_CALLS: dict[str, type[FunctionCall]] = {
+    "custom": CustomCall,
+    SEARCH: SearchCall,
+    **dict.fromkeys(LOCAL_TOOLS, LocalToolCall),
+    "shell": ShellCall,
+}
 
 
 def output_item(

@@ -50,10 +50,13 @@ from vllm_mlx_harmony.protocols.responses.schema import (
 from vllm_mlx_harmony.protocols.responses.server_tools import (
     ServerTools,
     read_server_tools,
+    unavailable_name,
+    unavailable_tools,
     without_secrets,
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.server_calls import with_missing_results, with_results_moved
+from vllm_mlx_harmony.protocols.unavailable import Unavailable, unavailable
 from vllm_mlx_harmony.protocols.validation import required, unsupported, validate
 
 
@@ -188,17 +191,23 @@ def read(
     builtin_tools = defaults.enabled(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
     )
-    tools = declared.tools(shown, request.tool_choice, server, builtin_tools)
+    missing = Unavailable()
+    if not (request.tool_choice and request.tool_choice.type == "none"):
+        others = bool(own or server.namespaces or builtin_tools)
+        missing = _unavailable(request, server, conversation, others=others or compacts)
+    choice = None if missing.answer else request.tool_choice
+    tools = declared.tools(shown, choice, server, builtin_tools)
     # A call without a result needs approval, or was cut off. It runs only if it was approved.
     runs = server.namespaces and not tools.none and not compacts
     to_run = frozenset(reader.approved if runs else ())
     turn = read_turn(
         request,
         defaults,
-        (*instructions, *with_missing_results(conversation, to_run)),
+        missing.announced((*instructions, *with_missing_results(conversation, to_run))),
         tools,
         server,
     )
+    turn = replace(turn, answer="" if compacts else missing.answer)
     include = request.include or ()
     lists = [item.document for item in items if item.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
@@ -220,13 +229,26 @@ def read(
             summarized=summary(request) is not None,
             cipher=cipher if "reasoning.encrypted_content" in include else None,
             server=server,
+            refused=missing.refused,
             listed=tuple(namespace for namespace in server.listed if namespace.label not in listed),
             shows_outputs="code_interpreter_call.outputs" in include,
             shows_sources="web_search_call.action.sources" in include,
         ),
-        _repeated=repeated(request, defaults),
+        _repeated={**repeated(request, defaults), **missing.fields},
         _cipher=cipher,
     )
+
+
+def _unavailable(
+    body: ResponsesBody, server: ServerTools, messages: Iterable[Message], *, others: bool
+) -> Unavailable:
+    """The declared tools that nobody runs. ``others``: the request has other tools as well."""
+    tools = unavailable_tools(body.tools or (), server)
+    choice = body.tool_choice
+    if choice is not None and (name := unavailable_name(choice)) in tools:
+        return unavailable(tools, (name,), messages, forced=True)
+    forced = choice is not None and choice.type == "required"
+    return unavailable(tools, () if others else tools, messages, forced=forced)
 
 
 def previous_response_id(body: object) -> str | None:

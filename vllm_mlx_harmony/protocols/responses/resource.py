@@ -11,6 +11,7 @@ from vllm_mlx_harmony.protocols.events import Document, Event
 from vllm_mlx_harmony.protocols.openai_answer import output_details
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
+from vllm_mlx_harmony.protocols.responses.local_tools import LOCAL_TOOLS
 from vllm_mlx_harmony.protocols.responses.output_items import pending
 from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item
 from vllm_mlx_harmony.protocols.validation import invalid
@@ -97,6 +98,9 @@ _PREFIXES = {
     "additional_tools": "at",
     "configuration_update": "cfu",
     "compaction": "cmp",
+    **{tool.call: tool.prefix for tool in LOCAL_TOOLS.values()},
+    **{f"{tool.call}_output": f"{tool.prefix}o" for tool in LOCAL_TOOLS.values()},
+    "agent_message": "am",
     "mcp_call": "mcp",
     "mcp_approval_request": "mcpr",
     "mcp_approval_response": "mcpa",

@@ -26,6 +26,7 @@ from vllm_mlx_harmony.protocols.request_body import (
     UnsupportedFields,
     given,
 )
+from vllm_mlx_harmony.protocols.responses.local_tools import CALLS, LOCAL_TOOLS, OUTPUTS
 from vllm_mlx_harmony.protocols.validation import (
     VARIANT,
     Variants,
@@ -47,6 +48,11 @@ def _as_item(value: object) -> object:
         return value
     kind = "message" if "role" in value else "item_reference" if "id" in value else None
     return {**value, "type": kind} if kind else value
+
+
+def _as_list(value: object) -> object:
+    """A single part becomes a list."""
+    return [value] if isinstance(value, dict) else value
 
 
 def _as_filter(value: object) -> object:
@@ -117,6 +123,10 @@ class ClientTool(ResponsesTool):
     defer_loading: bool | None = None
 
 
+class PredefinedTool(ResponsesTool):
+    """A tool that OpenAI defines and the client runs: only its type is required."""
+
+
 class FunctionTool(ClientTool):
     name: str = Field(min_length=1)
     strict: bool | None = None
@@ -132,8 +142,15 @@ class SearchTool(ClientTool):
 
 
 def _tool_kind(tool: Mapping[str, object]) -> object:
-    hosted = tool.get("type") == SEARCH and tool.get("execution") != "client"
-    return None if hosted else tool.get("type")
+    """The type of a tool; ``None`` if OpenAI's servers would run this one."""
+    environment = tool.get("environment")
+    in_container = isinstance(environment, dict) and environment.get("type") != "local"
+    hosted = {
+        SEARCH: tool.get("execution") != "client",
+        "shell": in_container,
+    }
+    kind = tool.get("type")
+    return None if isinstance(kind, str) and hosted.get(kind) else kind
 
 
 _CLIENT_TOOLS: dict[str, type[Wire]] = {
@@ -156,7 +173,12 @@ class McpTool(ResponsesTool):
     require_approval: Approval | None = None
 
 
-TOOLS: dict[str, type[Wire]] = {**_CLIENT_TOOLS, "namespace": NamespaceTool, "mcp": McpTool}
+TOOLS: dict[str, type[Wire]] = {
+    **_CLIENT_TOOLS,
+    **dict.fromkeys(LOCAL_TOOLS, PredefinedTool),
+    "namespace": NamespaceTool,
+    "mcp": McpTool,
+}
 ToolList: TypeAlias = list[Annotated[ResponsesTool, Variants(TOOLS, ResponsesTool, _tool_kind)]]
 
 
@@ -263,6 +285,38 @@ class CallOutputItem(Item):
     output: Parts = None
 
 
+class LocalCallItem(Item):
+    """A call of one of the ``LOCAL_TOOLS``. Some clients omit the id of the call."""
+
+    call_id: str | None = Field(default=None, min_length=1)
+
+
+class LocalOutputItem(Item):
+    """Its result. That of a ``local_shell_call`` has the id of the call as its own id."""
+
+    call_id: str | None = Field(default=None, min_length=1)
+    status: str | None = None
+    output: Annotated[Parts, BeforeValidator(_as_list)] = None
+
+
+class ShellOutput(Wire):
+    stdout: str | None = None
+    stderr: str | None = None
+    outcome: Document | None = None
+
+
+class ShellOutputItem(LocalOutputItem):
+    output: list[ShellOutput] | None = None  # type: ignore[assignment]
+
+
+class AgentMessageItem(Item):
+    """A message from one agent of the client to another, as Codex sends it."""
+
+    author: str | None = None
+    recipient: str | None = None
+    content: Parts = None
+
+
 class SearchItem(Item):
     """A search for tools. Without ``call_id``, or run by a server, the client did not run it."""
 
@@ -326,6 +380,10 @@ ITEMS: dict[str, type[Item]] = {
     "additional_tools": AdditionalToolsItem,
     "configuration_update": ConfigurationItem,
     "item_reference": ItemReference,
+    **dict.fromkeys(CALLS, LocalCallItem),
+    **dict.fromkeys(OUTPUTS, LocalOutputItem),
+    "shell_call_output": ShellOutputItem,
+    "agent_message": AgentMessageItem,
     "mcp_call": ServerCallItem,
     "mcp_approval_request": ServerCallItem,
     "mcp_approval_response": ApprovalItem,

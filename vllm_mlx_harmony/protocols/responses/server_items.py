@@ -9,7 +9,7 @@ turn ends before that.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -144,6 +144,24 @@ class WebSearchCall(ServerItem):
         return self.fields("web_search_call", action=action)
 
 
+class FileSearchCall(ServerItem):
+    """``file_search_call``, which always fails: the server has no vector stores."""
+
+    prefix, stem = "fs", "response.file_search_call"
+
+    def document(self) -> Document:
+        return self.fields("file_search_call", queries=[], results=None)
+
+
+class ImageGenerationCall(ServerItem):
+    """``image_generation_call``, which always fails: the model generates text only."""
+
+    prefix, stem = "ig", "response.image_generation_call"
+
+    def document(self) -> Document:
+        return self.fields("image_generation_call", result=None)
+
+
 _URL = re.compile(r"https?://[^\s<>\"'`|\\^{}\[\]【】†]+")
 _MAX_URLS = 100
 
@@ -213,6 +231,30 @@ def server_item(
     kind = ApprovalRequest if asks else _CLASSES[options.server.kind(recipient)]
     label, tool = label_and_name(namespaces, recipient)
     return kind(index, key, options, label, tool, recipient == PYTHON, approved)
+
+
+_REFUSED: Mapping[str, type[ServerItem]] = {
+    "code_interpreter": CodeInterpreterCall,
+    "file_search": FileSearchCall,
+    "image_generation": ImageGenerationCall,
+    "web_search": WebSearchCall,
+}
+
+
+def failed_call(
+    index: int, key: str, name: str, options: OutputOptions
+) -> tuple[Document, list[PendingEvent]] | None:
+    """The item of a call of the tool ``name``, which nobody runs, and its events.
+
+    ``None`` if the API has no item for it.
+    """
+    if name not in _REFUSED:
+        return None
+    item = _REFUSED[name](index, key, options, label="", tool="")
+    failure = ToolFailure("not available")
+    events = [*item.opened(), *item.closed(), *item.finished("", failure)]
+    assert item.result is not None
+    return item.result, events
 
 
 def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, list[PendingEvent]]:

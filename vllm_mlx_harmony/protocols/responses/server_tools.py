@@ -2,8 +2,8 @@
 
 ``mcp`` names one of the operator's tool servers by its ``server_label`` or, if the operator allows
 it, any server by its ``server_url``. ``code_interpreter`` is the server named ``python``,
-``web_search`` the one named ``browser``. Tools of these types are left out if the server runs no
-tools, or has no server with that name: agents declare them whether or not they are available.
+``web_search`` the one named ``browser``. Tools of these types are not available if the server runs
+no tools, or has no server with that name: agents declare them whether or not there is one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.responses.schema import (
+    SEARCH,
     AllowedTool,
+    ClientTool,
     McpTool,
+    NamespaceTool,
+    PredefinedTool,
     ResponsesTool,
     ToolFilter,
 )
@@ -50,6 +54,10 @@ class ServerTools:
     listed: tuple[Namespace, ...] = ()
     available: tuple[Namespace, ...] = ()
     _kinds: Mapping[str, Kind] = field(default_factory=dict)
+
+    @property
+    def recipients(self) -> tuple[str, ...]:
+        return tuple(name for namespace in self.namespaces for name in namespace.recipients)
 
     def kind(self, recipient: str) -> Kind:
         """How the request declares the tool at ``recipient``, which need not exist."""
@@ -100,6 +108,41 @@ def read_server_tools(
                 chosen.setdefault(namespace.name, namespace)
                 kinds.setdefault(namespace.name, kind)
     return ServerTools(tuple(chosen.values()), tuple(listed), available, kinds)
+
+
+HOSTED_TOOLS: Mapping[str, str] = {
+    **{kind: name for kind, (name, _) in _NAMESPACES.items()},
+    "file_search": "file_search",
+    "image_generation": "image_generation",
+    "programmatic_tool_calling": "programmatic_tool_calling",
+}
+"""The other types that OpenAI's servers run, each with its name without a version."""
+
+
+def unavailable_tools(
+    tools: Iterable[ResponsesTool], server: ServerTools | None = None
+) -> tuple[str, ...]:
+    """The names of those of ``tools`` that nobody runs; ``server`` has those that this one runs."""
+    kinds = set() if server is None else {server.kind(each) for each in server.recipients}
+    names: dict[str, None] = {}
+    for tool in tools:
+        if isinstance(tool, NamespaceTool):
+            names.update(dict.fromkeys(unavailable_tools(tool.tools)))
+        elif isinstance(tool, McpTool):
+            if server is None or not server.available:  # otherwise, unknown servers are errors
+                names[tool.server_label or tool.type] = None
+        elif not (isinstance(tool, (ClientTool, PredefinedTool)) or tool.type == SEARCH):
+            name = unavailable_name(tool)
+            if name not in kinds:
+                names[name] = None
+    return tuple(names)
+
+
+def unavailable_name(tool: AllowedTool | ResponsesTool) -> str:
+    """The name of a tool that OpenAI's servers would run, or of a choice of it."""
+    if isinstance(tool, AllowedTool) and tool.type == "mcp":
+        return tool.server_label or tool.type
+    return HOSTED_TOOLS.get(tool.type, tool.type)
 
 
 _UNSUPPORTED = ("connector_id", "tunnel_id")

@@ -16,16 +16,23 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import AdditionalTools, Call, Message, Tool
 from vllm_mlx_harmony.core.turn import ToolChoice as Choice
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrap, wrap
 from vllm_mlx_harmony.protocols.responses import schema
+from vllm_mlx_harmony.protocols.responses.local_tools import (
+    LOCAL_TOOLS,
+    described,
+    types_chosen,
+)
 from vllm_mlx_harmony.protocols.responses.schema import SEARCH, ResponsesTool, ToolChoice
 from vllm_mlx_harmony.protocols.responses.server_tools import ServerTools
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
+
+Key: TypeAlias = tuple[str, str, str]
 
 
 class DeclaredTool(NamedTuple):
@@ -33,11 +40,12 @@ class DeclaredTool(NamedTuple):
 
     name: str
     namespace: str = ""
-    kind: str = "function"  # or custom, or tool_search
+    kind: str = "function"  # or custom, tool_search, or one of ``LOCAL_TOOLS``
 
     @property
-    def key(self) -> tuple[str, str]:
-        return self.namespace, self.name
+    def key(self) -> Key:
+        """Identifies the tool: a function may be named like one of the ``LOCAL_TOOLS``."""
+        return self.namespace, self.name, self.kind if self.kind in LOCAL_TOOLS else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +72,13 @@ class Tools:
         """``call`` of the model, as it is read when the client sends its item back."""
         tool = self.tool(call.name)
         arguments = wrap(unwrap(call.arguments)) if tool.kind == "custom" else call.arguments
-        name = self._reader.name(tool.name, tool.namespace)
-        return replace(call, name=name, arguments=arguments)
+        if (local := LOCAL_TOOLS.get(tool.kind)) and (item := local.item(call.arguments)):
+            arguments = local.arguments(item) or arguments
+        return replace(call, name=self._reader.shown(tool), arguments=arguments)
+
+    def shown_name(self, tool: DeclaredTool) -> str:
+        """The name of ``tool`` for the model."""
+        return self._reader.shown(tool)
 
 
 def joined(namespace: str, name: str) -> str:
@@ -77,8 +90,8 @@ class ToolReader:
     """Reads what a request declares, in the order of the prompt, and gives each tool its name."""
 
     def __init__(self) -> None:
-        self._tools: dict[tuple[str, str], DeclaredTool] = {}
-        self._names: dict[tuple[str, str], str] = {}
+        self._tools: dict[Key, DeclaredTool] = {}
+        self._names: dict[Key, str] = {}
         self._taken: set[str] = set()
         self._numbers: Counter[str] = Counter()  # the last suffix of each name
         self._shown: dict[str, Tool] = {}  # as declared, without the description of its namespace
@@ -93,14 +106,17 @@ class ToolReader:
         declared twice in the list at ``where``.
         """
         read = [each for at, tool in enumerate(tools) for each in _read(tool, f"{where}[{at}]")]
-        seen: set[tuple[str, str]] = set()
+        seen: set[Key] = set()
         for each in read:
             if each.declared.key in seen:
                 problem = f"duplicate tool name {quoted(each.tool.name)}"
                 raise RequestError(problem, param=each.tool.where)
             seen.add(each.declared.key)
-        # Tools without a namespace come first, so that they keep their names.
-        for tool in sorted((each.declared for each in read), key=lambda tool: bool(tool.namespace)):
+        # Functions come first, and those of namespaces last, so that the client's names are kept.
+        for tool in sorted(
+            (each.declared for each in read),
+            key=lambda tool: (bool(tool.namespace), tool.kind in LOCAL_TOOLS),
+        ):
             self._take(tool, self._names.get(tool.key) or self._free(tool))
         searches = not found and any(each.declared.kind == SEARCH for each in read)
         later = [each for each in read if searches and each.deferred]
@@ -116,7 +132,10 @@ class ToolReader:
 
     def name(self, name: str, namespace: str = "") -> str:
         """The name in the prompt of the tool ``name`` of ``namespace``, declared or not."""
-        return self._names.get((namespace, name)) or joined(namespace, name)
+        return self.shown(DeclaredTool(name, namespace))
+
+    def shown(self, tool: DeclaredTool) -> str:
+        return self._names.get(tool.key) or joined(tool.namespace, tool.name)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -125,8 +144,13 @@ class ToolReader:
 
     @property
     def search(self) -> str:
-        names = (self._names[key] for key, tool in self._tools.items() if tool.kind == SEARCH)
-        return next(names, SEARCH)
+        return self.of_kind(SEARCH) or SEARCH
+
+    def of_kind(self, *kinds: str) -> str | None:
+        """The name in the prompt of the first tool of the first of ``kinds`` that has one."""
+        tools = ((kind, key) for kind in kinds for key in self._tools)
+        names = (self._names[key] for kind, key in tools if self._tools[key].kind == kind)
+        return next(names, None)
 
     @property
     def only(self) -> str | None:
@@ -234,6 +258,11 @@ def _read(tool: ResponsesTool, where: str) -> Iterator[_ReadTool]:
                 deferred = read.deferred or bool(tool.defer_loading)
                 yield _ReadTool(declared, read.tool, deferred, tool.description or "")
         return
+    if isinstance(tool, schema.PredefinedTool):
+        local = LOCAL_TOOLS[tool.type]
+        shown = Tool(local.name, described(tool.type, tool.document), local.parameters, where)
+        yield _ReadTool(DeclaredTool(local.name, kind=tool.type), shown, deferred=False)
+        return
     if not isinstance(tool, schema.ClientTool):
         return
     description, deferred = tool.description or "", bool(tool.defer_loading)
@@ -268,15 +297,8 @@ def _choice(
         return Choice()
     if requested.type == "required":
         chosen = Choice(required=True)
-    elif requested.type in ("function", "custom"):
-        if requested.name is None:
-            raise required("tool_choice.name")
-        tool = tools.tool(joined(requested.namespace or "", requested.name))
-        if tool not in known:
-            name = quoted(requested.name)
-            problem = f"tool_choice: {name} is not among the tools that can be called"
-            raise invalid("tool_choice", problem)
-        chosen = Choice(True, (known[tool],))
+    elif requested.type in ("function", "custom") or types_chosen(requested.type):
+        chosen = Choice(True, _named(requested, tools, known))
     elif requested.type == "allowed_tools" and requested.mode in (None, "auto", "required"):
         allowed = requested.tools or ()
         listed = _listed(allowed, declared)
@@ -292,12 +314,29 @@ def _choice(
             "tool_choice must be 'auto', 'none', 'required', a function or custom tool, or "
             "allowed_tools, or a tool that the server runs for this request",
         )
-    served = (name for namespace in server.namespaces for name in namespace.recipients)
-    everything = (*known, *tools.builtin_tools, *served)
+    everything = (*known, *tools.builtin_tools, *server.recipients)
     if chosen.required and not (everything if chosen.names is None else chosen.names):
         problem = "tool_choice: a call is required, but there is no tool to call"
         raise invalid("tool_choice", problem)
     return chosen
+
+
+def _named(
+    requested: ToolChoice, tools: Tools, known: Mapping[DeclaredTool, str]
+) -> tuple[str, ...]:
+    """The names of the client's tools of which one must be called."""
+    if kinds := types_chosen(requested.type):
+        names = tuple(name for tool, name in known.items() if tool.kind in kinds)
+    elif requested.name is None:
+        raise required("tool_choice.name")
+    else:
+        tool = tools.tool(joined(requested.namespace or "", requested.name))
+        names = (known[tool],) if tool in known else ()
+    if not names:
+        name = quoted(requested.name or requested.type)
+        problem = f"tool_choice: {name} is not among the tools that can be called"
+        raise invalid("tool_choice", problem)
+    return names
 
 
 def _listed(
@@ -310,8 +349,9 @@ def _listed(
         known[each.namespace,].add(each)
         known[each.namespace, each.name].add(each)
     for index, tool in enumerate(allowed):
-        if tool.type == SEARCH:
-            listed |= {each for each in declared if each.kind == SEARCH}
+        kinds = (SEARCH,) if tool.type == SEARCH else types_chosen(tool.type)
+        if kinds:
+            listed |= {each for each in declared if each.kind in kinds}
         elif tool.type in ("function", "custom", "namespace"):
             key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
             if key not in known:
