@@ -329,6 +329,7 @@ model_catalog_json = "CATALOG"
 name = "vllm-mlx"
 base_url = "http://h:1/v1"
 wire_api = "responses"
+stream_idle_timeout_ms = 14400000
 
 [model_providers.other]
 name = "other"

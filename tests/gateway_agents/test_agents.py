@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # importlib mode has no test dirs
 
-from fake_engines import FakeEngine, ids, served
+from fake_engines import FakeEngine, Fault, ids, served
 
 from vllm_mlx_harmony.cli import agents as launch_agents
 from vllm_mlx_harmony.core import vocab
@@ -197,6 +197,38 @@ def test_an_agent_runs_a_command(
     assert any("marker-42" in text for text in turns), "the command was not run"
     called = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
     assert any(called in text and "marker-42" in text for text in turns), turns[-1][-1500:]
+
+
+def test_codex_waits_for_a_slow_prompt(
+    installed: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up on a stream in which it finds no event for five seconds; the engine takes 15."""
+    programs, _ = install(launch_agents.AGENTS["codex"], installed / "codex")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
+    engine = Scripted("vllm", {ASKED: _FINAL}, name=MODEL, length=131_072, waits=15.0)
+    engine.faults += [Fault(then="wait")] * 3
+    impatient = ("-c", f"model_providers.{launch_agents.NAME}.stream_idle_timeout_ms=5000")
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        settings = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
+        )
+        base = stack.enter_context(served(gateway(settings)))
+        launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", "codex", "--url", base, "--"]
+        _, _, command = AGENTS["codex"]
+        ended = subprocess.run(
+            [*launch, *impatient, *command, ASKED],
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+    assert ended.returncode == 0 and ANSWER in ended.stdout, ended.stdout + ended.stderr
+    turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
+    assert len(turns) == 1, "it gave up and tried again"
 
 
 def _text(prompt: Sequence[int]) -> str:

@@ -757,6 +757,9 @@ def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
 class Silence:
     """An emitter that writes a word per delta."""
 
+    def keep_alive(self) -> Event:
+        return HEARTBEAT
+
     def feed(self, delta: Delta) -> list[Event]:
         return [Event(type(delta).__name__)]
 
@@ -785,7 +788,7 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         application = Starlette()
         install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
-        events = started(replace(turn, emitter=Silence(), ping=HEARTBEAT))
+        events = started(replace(turn, emitter=Silence()))
         await events.begun()
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):

@@ -33,7 +33,7 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat, messages, responses
-from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.server.answer import Answer, unread
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
@@ -110,7 +110,6 @@ def answered(
     emitter: Any,
     *,
     remote: bool = False,
-    ping: Event | None = None,
     capacity: int | None = None,
     pings_after: float | None = None,
 ) -> Answer:
@@ -132,12 +131,17 @@ def answered(
         environment = replace(environment, stream_bytes=capacity)
     if pings_after is not None:
         environment = replace(environment, ping_seconds=pings_after)
-    job = Job(*given, emitter, stream=True, id_seed="s", environment=environment, ping=ping)
+    job = Job(*given, emitter, stream=True, id_seed="s", environment=environment)
     return Answer(job, tracker, deltas=deltas)
 
 
 class Plain:
     """An emitter whose deltas are its events."""
+
+    ping = Event("ping")
+
+    def keep_alive(self) -> Event:
+        return self.ping
 
     def feed(self, delta: Any) -> list[Event]:
         return [delta] if isinstance(delta, Event) else []
@@ -279,18 +283,40 @@ def test_closed_at_any_moment_it_frees_the_engine(steps: int) -> None:
 
 @pytest.mark.parametrize("after", [0.01, 0])
 def test_silence_is_broken_unless_it_must_not_be(after: float) -> None:
-    ping = Event("ping")
-
     async def test() -> None:
         async def deltas() -> AsyncGenerator[list[Any], None]:
             await asyncio.sleep(0.1)
             yield [Event("late")]
 
-        answer = answered(deltas(), Plain(), ping=ping, pings_after=after)
+        answer = answered(deltas(), Plain(), pings_after=after)
         read = [event async for event in answer]
         assert read[-1] == Event("late")
-        assert set(read[:-1]) == ({ping} if after else set())
+        assert set(read[:-1]) == ({Plain.ping} if after else set())
         assert len(read) < 15
+
+    run(test)
+
+
+def test_no_ping_overtakes_an_event() -> None:
+    """An event that waits behind a comment has a lower sequence number than one made now."""
+
+    async def test() -> None:
+        engine = asyncio.Event()
+
+        async def deltas() -> AsyncGenerator[list[Any], None]:
+            yield [Started(3)]
+            await engine.wait()
+            yield [Finished("stop", None, Usage(3))]
+
+        async with aclosing(answered(deltas(), emitter("responses"), pings_after=0.01)) as answer:
+            await answer.begun()
+            read = [await anext(answer), await anext(answer), await anext(answer)]
+            answer._put([HEARTBEAT])
+            engine.set()
+            await asyncio.sleep(0.05)
+            read += [event async for event in answer]
+        numbers = [json.loads(event.data)["sequence_number"] for event in read if event.name]
+        assert numbers == list(range(len(numbers))) and len(numbers) > 3
 
     run(test)
 

@@ -247,13 +247,33 @@ def test_pings_come_between_the_comments(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 4 <= pings <= 6 and len(comments(body)) == 19
 
 
+def documents(body: str) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    lines = body.splitlines()
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_apis_without_pings_have_comments(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxies and clients close connections on which nothing comes."""
+def test_silence_has_events_that_clients_parse(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients give up on a stream in which they find none (semantics E1), and proxies on a
+    connection on which nothing comes."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
     reports = [(0.6, at(place, 0.0, 20 - place)) for place in range(20)]
-    body = run(posted(Reporting(reports=reports), api, stream=True))
-    assert 4 <= body.count("\n: heartbeat\n") <= 6
+    silent = documents(run(posted(Reporting(reports=reports), api, stream=True)))
+    plain = documents(run(posted(Reporting(), api, stream=True)))
+    assert 4 <= len(silent) - len(plain) <= 6
+    if api == "chat":
+        empty = [event for event in silent if event["choices"][0]["delta"] == {}]
+        assert len(empty) - 1 == len(silent) - len(plain)
+        assert {event["choices"][0]["finish_reason"] for event in empty} == {None, "stop"}
+    else:
+        numbers = [event["sequence_number"] for event in silent]
+        assert numbers == list(range(len(silent)))
+        kinds = [event["type"] for event in silent]
+        assert kinds[:2] == ["response.created", "response.in_progress"]
+        assert kinds.count("response.in_progress") - 1 == len(silent) - len(plain)
+        created, *pings = silent[: len(silent) - len(plain) + 2]
+        assert all(ping["response"] == created["response"] for ping in pings)
 
 
 # --- Clients do not notice

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -23,7 +24,7 @@ from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.limits import DAY, Limits
 from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
-from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
+from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption
 from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
@@ -251,13 +252,14 @@ class CountingStore(SharedStore):
 
 
 @pytest.mark.parametrize("seconds", [1, 0])
-def test_who_follows_at_another_server_gets_heartbeats(
+def test_who_follows_at_another_server_hears_that_the_response_is_running(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
-    """And while nothing is generated, the response is not read again and again."""
+    """With the number of the last event that it got, so that it can reconnect behind that one. And
+    while nothing is generated, the response is read for these events alone."""
     known, stored = Directory(Connection(server.url)), CountingStore(Connection(server.url))
     name = KEPT.id, KEPT.tenant
-    created = Event('{"n":0}', "response.created")
+    created = Event('{"sequence_number":0}', "response.created")
     monkeypatch.setattr(peers_answers, "ALIVE", 3600)  # however slow the machine is
     monkeypatch.setattr(lookup, "directory", lambda: known)
     monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(name))
@@ -284,9 +286,13 @@ def test_who_follows_at_another_server_gets_heartbeats(
         return found
 
     found = asyncio.run(following())
-    heartbeats = [HEARTBEAT] * found.count(HEARTBEAT)
-    assert found == [created, *heartbeats, DONE] and bool(heartbeats) == bool(seconds)
-    assert stored.reads == 0
+    first, *running, last = found
+    assert (first, last) == (created, DONE) and bool(running) == bool(seconds)
+    assert {event.name for event in running} <= {"response.in_progress"}
+    for event in running:
+        document = json.loads(event.data)
+        assert document["sequence_number"] == 0 and document["response"]["id"] == KEPT.id
+    assert stored.reads == len(running)
     known.forget(name)
 
 
@@ -298,7 +304,7 @@ def test_who_follows_what_ended_without_its_last_events(
 ) -> None:
     known, stored = Directory(Connection(server.url)), SharedStore(Connection(server.url))
     name = f"resp_{status}", KEPT.tenant
-    created = Event('{"n":0}', "response.created")
+    created = Event('{"sequence_number":0}', "response.created")
     monkeypatch.setattr(lookup, "directory", lambda: known)
     monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(name))
     monkeypatch.setattr(lookup, "server_store", lambda: stored)

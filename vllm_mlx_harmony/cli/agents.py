@@ -118,9 +118,19 @@ Words
 """The start of every Codex prompt; an entry of its catalog requires one."""
 
 
+STREAM_IDLE_MS = 4 * 3600 * 1000
+"""Silence in milliseconds after which Codex gives up on a stream, by default five minutes. Streams
+of ours have an event every few seconds; what is between need not let them through."""
+
+
 def codex_settings(served: Served, catalog: Path) -> dict[str, Any]:
     """The keys of `config.toml` that make a server the provider; ``catalog`` has its model."""
-    provider = {"name": NAME, "base_url": f"{served.url}/v1", "wire_api": "responses"}
+    provider: dict[str, Any] = {
+        "name": NAME,
+        "base_url": f"{served.url}/v1",
+        "wire_api": "responses",
+        "stream_idle_timeout_ms": STREAM_IDLE_MS,
+    }
     if served.keyed:
         provider["env_key"] = KEY_VARIABLE
     return {

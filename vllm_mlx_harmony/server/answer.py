@@ -63,7 +63,8 @@ class Answer:
 
     Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
     then the iteration. An answer that is not streamed has no events, only the document that
-    ``whole`` returns. After a silence (comments do not count), the reader gets the job's ``ping``.
+    ``whole`` returns. After a silence (comments do not count), the reader gets the emitter's
+    ``keep_alive``: clients give up on a stream in which they find no event (semantics E1).
 
     ``end`` writes the last delta in place of the emitter, and may take time, for example to store a
     response. ``announced``: the client already has the id of the answer, so every failure is an
@@ -92,7 +93,6 @@ class Answer:
         self._write_last, self._sink = end, sink
         self._is_remote = job.lease.engine.remote
         self._pings_after = job.environment.ping_seconds
-        self._ping = job.ping if self._pings_after else None
         self._ping_timer: asyncio.TimerHandle | None = None
         self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
@@ -138,10 +138,11 @@ class Answer:
             self._silent_since = clock()
         while True:
             left = self._silent_since + self._pings_after - clock()
-            silent = self._unread[0].comment if self._unread else not self._complete
-            if self._ping and silent and left <= 0:
+            # An event that waits has a lower sequence number than one that is made now.
+            silent = all(event.comment for event in self._unread) and not self._complete
+            if self._pings_after and silent and left <= 0:
                 self._silent_since = clock()
-                return self._ping
+                return self._emitter.keep_alive()
             if self._unread:
                 event = self._pop()
                 if not event.comment:
@@ -150,7 +151,7 @@ class Answer:
             if self._complete:
                 self._end_reading()
                 raise StopAsyncIteration
-            await self._wait(left if self._ping else None)
+            await self._wait(left if self._pings_after else None)
 
     def ready(self) -> list[Event]:
         """The events that can be read now, at most about ``PIECE`` bytes.

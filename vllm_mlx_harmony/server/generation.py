@@ -54,6 +54,9 @@ class Emitter(Protocol):
     def feed(self, delta: Delta) -> list[Event]:
         """The events for ``delta``; none if the answer is not streamed."""
 
+    def keep_alive(self) -> Event:
+        """What the client gets after a silence: an event that it parses, if the API has one."""
+
     def result(self) -> dict[str, Any]:
         """The whole answer, if it is not streamed."""
 
@@ -62,8 +65,8 @@ class Emitter(Protocol):
 class Job:
     """A turn to generate, and how its answer is written.
 
-    ``model`` is its name in the answer. ``ping``, ``comments_progress`` and ``reports_cached`` are
-    those of the API (`serving.Api`).
+    ``model`` is its name in the answer. ``comments_progress`` and ``reports_cached`` are those of
+    the API (`serving.Api`).
     """
 
     lease: Lease
@@ -81,7 +84,6 @@ class Job:
     """Maps a message of the answer to what will be parsed when the client sends it back."""
     tools: TurnTools | None = None
     """The tools that the server runs in this turn."""
-    ping: Event | None = None
     comments_progress: bool = False
     reports_cached: bool = False
     answer: str = ""

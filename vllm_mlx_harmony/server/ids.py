@@ -40,7 +40,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
-from vllm_mlx_harmony.protocols.events import Event, encode
+from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, validate
 from vllm_mlx_harmony.server import enforcement
@@ -130,6 +130,9 @@ class IdContext:
 
 
 class IdEmitter:
+    def keep_alive(self) -> Event:
+        return HEARTBEAT
+
     def feed(self, delta: Delta | Step) -> list[Event]:
         if isinstance(delta, Step):
             return [_event(delta)]

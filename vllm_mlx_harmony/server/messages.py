@@ -33,7 +33,6 @@ def _read(body: object, defaults: Defaults, tenant: str) -> messages.MessagesReq
 MESSAGES = Api(
     "anthropic_messages",
     _read,
-    ping=messages.PING,
     comments_progress=True,
     reports_cached=True,
     servers=messages.client_servers,

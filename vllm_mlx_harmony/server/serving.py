@@ -34,7 +34,6 @@ from vllm_mlx_harmony.core.replay import Archive, Replay, ReplayScope
 from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
-from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.server.answer import Answer, End
@@ -107,8 +106,6 @@ class Api:
     emitter: Callable[[Any, ResponseInfo, Context, str], Emitter] = (
         lambda parsed, info, context, tenant: parsed.emitter(info)
     )
-    ping: Event | None = HEARTBEAT
-    """Sent when a stream has been silent for a while."""
     reports_cached: bool = False
     """Whether streams begin with the usage of the prompt."""
     comments_progress: bool = False
@@ -337,7 +334,6 @@ async def prepare(received: Received) -> Job:
         replay=turns,
         echoed=request.echoed,
         tools=tools,
-        ping=api.ping,
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
         answer=turn.answer,

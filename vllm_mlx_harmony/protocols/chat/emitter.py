@@ -113,6 +113,11 @@ class Emitter:
             case _:
                 assert_never(delta)
 
+    def keep_alive(self) -> Event:
+        """What is sent in a silence: a chunk with an empty delta. A comment would be enough for
+        opencode, which waits for bytes, but not for OpenClaw, which waits for chunks."""
+        return Event("".join(self._framed("{}")))
+
     def finish(self, delta: deltas.Finished) -> list[Event]:
         self._reason = delta.reason
         if delta.reasoning_ended_by:  # openai's client adds fields of deltas to the message
@@ -244,6 +249,9 @@ class ChoicesEmitter:
                 return self._choices[0].end(usage)
             case _:
                 return self._choices[0].feed(delta)
+
+    def keep_alive(self) -> Event:
+        return self._choices[0].keep_alive()
 
     def result(self) -> Document:
         """The whole answer, not streamed. Raises as ``Emitter.result``."""

@@ -23,7 +23,6 @@ from vllm_mlx_harmony.protocols.server_calls import CodeArguments, label_and_nam
 from vllm_mlx_harmony.protocols.unavailable import NONE, Unavailable
 
 PING = Event('{"type":"ping"}', "ping")
-"""Keeps a connection alive while a long prompt is prefilled. Allowed anywhere in a stream."""
 
 Display: TypeAlias = Literal["shown", "encrypted", "hidden", "preambles"]
 """Reasoning as blocks with text and signature, with the signature alone, or not at all.
@@ -195,6 +194,10 @@ class Emitter:
         self._content: list[Document] = []
         self._finished: deltas.Finished | None = None
         self._error: HarmonyFailure | None = None
+
+    def keep_alive(self) -> Event:
+        """What is sent in a silence: allowed anywhere in a stream."""
+        return PING
 
     def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
         """The events for ``delta``; always empty if the answer is not streamed."""

@@ -12,7 +12,7 @@ from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, Kind, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import ResponseInfo, ServerCall
-from vllm_mlx_harmony.protocols.events import DONE, REASONING_ENDED_BY, Document, Event
+from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, REASONING_ENDED_BY, Document, Event
 from vllm_mlx_harmony.protocols.openai_answer import entries
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
@@ -131,6 +131,14 @@ class Emitter:
                 return [*self._start(), *self._end_item(), *self._end(_FAILED)]
             case _:
                 assert_never(delta)
+
+    def keep_alive(self) -> Event:
+        """What is sent in a silence: `response.in_progress` once more, as Codex gives up on a
+        stream without an event for five minutes, whatever comments it has."""
+        if not self._in_progress or self._status != IN_PROGRESS:
+            return HEARTBEAT
+        (event,) = self._write_response("response.in_progress")
+        return event
 
     def create(self) -> list[Event]:
         """The events of a new response, whose turn may begin later.

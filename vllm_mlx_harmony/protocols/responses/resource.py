@@ -52,6 +52,13 @@ def lost(document: Mapping[str, object]) -> Document:
     return {**document, "status": "failed", "error": error}
 
 
+def running_event(document: Mapping[str, object], number: int) -> Event:
+    """Says again that a background response is running. It has the sequence number of the last
+    event that the client got, so that a client that reconnects continues behind that one."""
+    kind = "response.queued" if document.get("status") == "queued" else "response.in_progress"
+    return pending(kind, response=document)(max(number, 0))
+
+
 def failed_event(document: Mapping[str, object], number: int) -> Event:
     """The last event of a response that has failed, with its sequence number."""
     return pending("response.failed", response=document)(number)

@@ -15,7 +15,8 @@ from typing import Any
 from pydantic_core import from_json
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event, encode_slowly
+from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
+from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
@@ -79,7 +80,8 @@ class Running:
         return items
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
-        """Yields the events from number ``start`` to the last as they arrive, and heartbeats."""
+        """Yields the events from number ``start`` to the last as they arrive, and in a silence that
+        the response is running."""
         while True:
             while start < len(self.events):
                 yield self.events[start]
@@ -89,7 +91,7 @@ class Running:
             try:
                 await asyncio.wait_for(self._more.wait(), self._pings_after or None)
             except asyncio.TimeoutError:
-                yield HEARTBEAT
+                yield resource.running_event(self.document, start - 1)
 
     async def cancel(self) -> None:
         """Ends the response and frees the engine. Has no effect on an ended response."""

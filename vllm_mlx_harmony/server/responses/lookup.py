@@ -15,7 +15,7 @@ from typing import Any
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, StoreError
 from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
+from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.peers.answers import (
@@ -101,7 +101,8 @@ async def follow(
 ) -> AsyncGenerator[Event, None]:
     """The events from number ``start`` to the last, as they arrive.
 
-    Heartbeats come after ``pings_after`` seconds of silence; 0: never. Raises ``RequestError`` if
+    After ``pings_after`` seconds of silence it says that the response is running; 0: never.
+    Raises ``RequestError`` if
     there are no events.
     """
     if isinstance(found, Running):
@@ -136,7 +137,8 @@ async def _events(
             if events or runs:
                 silent_since = time.monotonic() if events else silent_since
                 if pings_after and time.monotonic() - silent_since >= pings_after:
-                    yield HEARTBEAT
+                    stored = await _read(key, tenant)
+                    yield resource.running_event(stored.document, start - 1)
                     silent_since = time.monotonic()
             else:
                 stored = await _stored(key, tenant)

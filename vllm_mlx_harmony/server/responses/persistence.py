@@ -60,6 +60,9 @@ class StoringEmitter:
         """The events for any ``delta`` but the last, for which there is ``end``."""
         return self._emitter.feed(delta)
 
+    def keep_alive(self) -> Event:
+        return self._emitter.keep_alive()
+
     async def end(self, delta: Finished | Failed | None) -> list[Event]:
         """The last events of the response, when it is stored. ``None``: it was cancelled."""
         if self._last is None:

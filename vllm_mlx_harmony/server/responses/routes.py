@@ -43,6 +43,9 @@ class _CompactionEmitter:
     def feed(self, delta: Delta) -> list[Event]:
         return self._emitter.feed(delta)
 
+    def keep_alive(self) -> Event:
+        return self._emitter.keep_alive()
+
     def result(self) -> dict[str, Any]:
         """The document. Raises ``OutputError`` if the model wrote no summary."""
         document: dict[str, Any] = self._parsed.compacted(self._emitter.result(), self._info)

@@ -86,7 +86,7 @@ class Conversation:
         self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
         self._send: Callable[[str], Awaitable[None]] = self._write
-        self._api = replace(RESPONSES, read=self._read, comments_progress=False, ping=None)
+        self._api = replace(RESPONSES, read=self._read, comments_progress=False)
 
     async def serve(self) -> None:
         """Serves responses until the connection ends, which also ends a running response."""
@@ -191,7 +191,7 @@ class Conversation:
             async with aclosing(received.answer(job, end=emitter.end, deltas=deltas)) as events:
                 await events.begun()  # earlier errors have a status, as over HTTP
                 async for event in events:
-                    if event is not DONE:
+                    if not (event is DONE or event.comment):
                         await self._send(event.data)
             if not emitter.forgotten and emitter.document()["status"] != "failed":
                 self._previous = emitter
