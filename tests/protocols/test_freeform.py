@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from spellings_of_json import respelled
 
 from vllm_mlx_harmony.core.turn import Syntax
 from vllm_mlx_harmony.protocols.freeform import INPUT, FreeformInput, freeform_tool, wrap
@@ -17,6 +19,11 @@ ROWS = {
     "plain": ('{"input":"abc"}', "abc"),
     "empty": ('{"input":""}', ""),
     "white space": (' {\n "input" :\t"abc" }\n', "abc"),
+    "a name with an escape": (r'{"\u0069nput": "abc"}', "abc"),
+    "a name of escapes": (r'{"\u0069\u006E\u0070\u0075\u0074":"abc"}', "abc"),
+    "a name that is cut in an escape": (r'{"\u0069\u006', r'{"\u0069\u006'),
+    "another name with an escape": (r'{"\u006anput":"abc"}', r'{"\u006anput":"abc"}'),
+    "a name with another escape": (r'{"inp\ut":"abc"}', r'{"inp\ut":"abc"}'),
     "every escape": (r'{"input":"\"\\\/\b\f\n\r\t\u00e9"}', '"\\/\b\f\n\r\té'),
     "a pair": (r'{"input":"a\ud83d\ude00b"}', "a😀b"),
     "a pair in capitals": (r'{"input":"\uD83D\uDE00"}', "😀"),
@@ -86,6 +93,17 @@ def test_what_was_wrapped_comes_back_however_it_is_cut(
 ) -> None:
     text = text.encode("utf-16", "replace").decode("utf-16")
     arguments = json.dumps({"input": text}) if ascii_only else wrap(text)
+    ends = [0, *sorted(cuts), len(arguments)]
+    pieces = [arguments[a:b] for a, b in pairwise(ends)]
+    assert unwrapped(*pieces) == text
+
+
+@given(st.text(), st.randoms(use_true_random=False), st.lists(st.integers(0, 60)))
+def test_what_was_wrapped_comes_back_however_it_is_spelled(
+    text: str, chance: random.Random, cuts: list[int]
+) -> None:
+    text = text.encode("utf-16", "replace").decode("utf-16")
+    arguments = respelled({"input": text}, chance)
     ends = [0, *sorted(cuts), len(arguments)]
     pieces = [arguments[a:b] for a, b in pairwise(ends)]
     assert unwrapped(*pieces) == text

@@ -44,6 +44,7 @@ _PARAMETERS: Mapping[str, object] = {
         INPUT: {"type": "string", "description": "The whole input, as one string of free text."}
     },
     "required": [INPUT],
+    "additionalProperties": False,
 }
 
 
@@ -63,10 +64,23 @@ def freeform_tool(
     return Tool(name, described, _PARAMETERS, where, syntax=must)
 
 
-_OPENING = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_OPENING_BEGUN = re.compile(
-    r'\s*(?:\{\s*(?:"(?:i(?:n(?:p(?:u(?:t(?:"\s*(?::\s*)?)?)?)?)?)?)?)?)?|\s*\{\s*\}\s*'
-)
+def _spelled(character: str) -> str:
+    return rf"(?:{character}|\\u(?i:{ord(character):04x}))"
+
+
+def _key_begun() -> str:
+    """A pattern for every beginning of the key, and of what follows it up to the string."""
+    pattern = r'(?:"\s*(?::\s*)?)?'
+    for character in reversed(INPUT):
+        one, two, three, _ = f"{ord(character):04x}"
+        cut = rf"\\(?:u(?:{one}(?:{two}{three}?)?)?)?"
+        pattern = rf"(?:{_spelled(character)}{pattern}|{cut})?"
+    return pattern
+
+
+# A model may write every character of the key as an escape: a grammar permits all spellings.
+_OPENING = re.compile(rf'\s*\{{\s*"{"".join(map(_spelled, INPUT))}"\s*:\s*"')
+_OPENING_BEGUN = re.compile(rf'\s*(?:\{{\s*(?:"{_key_begun()})?)?|\s*\{{\s*\}}\s*')
 _EMPTY = re.compile(r"\s*\{\s*\}\s*")
 _MAX_HELD = 256  # characters of the opening or the end, both of which may have white space
 _MEMBER = re.compile(r'"\s*,\s*"[^"\\]*"\s*:')
