@@ -191,6 +191,23 @@ def test_a_loop(kind: str, arguments: dict[str, Any], stream: bool) -> None:
     )
 
 
+@pytest.mark.parametrize(("kind", "arguments"), INPUTS)
+def test_a_grammar_has_it(kind: str, arguments: dict[str, Any]) -> None:
+    pytest.importorskip("llguidance")
+    from vllm_mlx_harmony.core.grammar import compile_grammar, grammar_of
+    from vllm_mlx_harmony.core.names import Names
+
+    turn = request({"type": kind, "name": "f"}).turn
+    grammar = grammar_of(turn, Names.of(turn))
+    assert grammar is not None
+    assert grammar.notes == ()
+    for given, permitted in ((arguments, True), ({**arguments, "undocumented": 1}, False)):
+        matcher = compile_grammar(grammar).matcher()
+        header = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
+        output = f"{header}{json.dumps(given)}<|call|>"
+        assert all(map(matcher.consume, ids_of(output))) == permitted
+
+
 def test_a_function_cannot_have_the_same_name() -> None:
     with pytest.raises(RequestError, match="duplicate tool name 'bash'"):
         render(

@@ -293,6 +293,17 @@ def test_a_loop(
         assert second[: len(first)] == first
 
 
+def test_a_stored_conversation_goes_on() -> None:
+    asked = request({"type": "shell"})
+    first, response, context = answered(asked, called("shell", '{"commands":["ls"]}'))
+    key = response["output"][0]["call_id"]
+    result = {"type": "shell_call_output", "call_id": key, "output": [{"stdout": "a"}]}
+    body = {"model": "m", "input": [result], "tools": [{"type": "shell"}]}
+    again = read(body, DEFAULTS, Plain(), asked.conversation(context.messages))
+    assert again.turn.messages[-1] == Result(key, "a", "input[0]")
+    assert list(render(again.turn).ids)[: len(first)] == first
+
+
 @pytest.mark.parametrize("kind", LOCAL_TOOLS)
 def test_the_model_sees_the_parameters(kind: str) -> None:
     asked = request(declared(kind), FUNCTION)
@@ -627,3 +638,36 @@ def test_what_is_added_later_is_named_there() -> None:
     user, tools, line = request(FUNCTION, input=[ASKED, added]).turn.messages
     assert [tool.name for tool in tools.tools] == ["shell"]  # type: ignore[union-attr]
     assert (user, line) == (User("Hello"), notice(["image_generation"]))
+
+
+# --- What the model may write.
+
+
+def permits(asked: ResponsesRequest, output: str) -> bool:
+    """Whether the grammar of the turn has all of ``output``."""
+    pytest.importorskip("llguidance")
+    from vllm_mlx_harmony.core.grammar import compile_grammar, grammar_of
+    from vllm_mlx_harmony.core.names import Names
+
+    grammar = grammar_of(asked.turn, Names.of(asked.turn))
+    assert grammar is not None
+    assert grammar.notes == ()
+    matcher = compile_grammar(grammar).matcher()
+    return all(map(matcher.consume, ids_of(output)))
+
+
+@pytest.mark.parametrize("kind", LOCAL_TOOLS)
+def test_a_grammar_has_every_call_that_fits(kind: str) -> None:
+    """Beside a function, so that the grammar of one tool cannot be that of another."""
+    asked = request(declared(kind), FUNCTION)
+    name = LOCAL_TOOLS[kind].name
+    for row in LOOPS:
+        written = json.dumps(row[2], indent=1)
+        fits = LOCAL_TOOLS[kind].item(written) is not None
+        assert permits(asked, called(name, written)) == fits
+        assert fits or row[0] != kind
+
+
+@pytest.mark.parametrize("written", [text for text in INVALID if "1e999" not in text and text])
+def test_a_grammar_has_no_call_that_does_not_fit(written: str) -> None:
+    assert not permits(request({"type": "shell"}), called("shell", written))
