@@ -72,7 +72,7 @@ def _key_begun() -> str:
     """A pattern for every beginning of the key, and of what follows it up to the string."""
     pattern = r'(?:"\s*(?::\s*)?)?'
     for character in reversed(INPUT):
-        one, two, three, _ = f"{ord(character):04x}"
+        one, two, three, _ = [*f"{ord(character):04x}"]
         cut = rf"\\(?:u(?:{one}(?:{two}{three}?)?)?)?"
         pattern = rf"(?:{_spelled(character)}{pattern}|{cut})?"
     return pattern

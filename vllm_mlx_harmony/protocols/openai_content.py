@@ -29,9 +29,9 @@ class Refusal(AnyPart):
 
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-_MODELS: dict[str, type[Wire]] = {**dict.fromkeys(_TEXTS, TextPart), "refusal": Refusal}
+TEXT_PARTS: dict[str, type[Wire]] = {**dict.fromkeys(_TEXTS, TextPart), "refusal": Refusal}
 
-Part: TypeAlias = Annotated[AnyPart, Variants(_MODELS, AnyPart)]
+Part: TypeAlias = Annotated[AnyPart, Variants(TEXT_PARTS, AnyPart)]
 Parts: TypeAlias = Annotated[list[Part] | None, listed("parts")]
 """A content: a string or a list of parts."""
 

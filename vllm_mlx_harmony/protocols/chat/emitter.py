@@ -42,8 +42,8 @@ class Emitter:
 
     A stream has a chunk with the role, a chunk for each text or call, the finish reason, the usage
     if ``include_usage``, and ``[DONE]``. No text is stored. ``freeform`` are the names of the tools
-    that take text. ``shows_progress``: while the prompt is being processed, chunks report its
-    progress.
+    that take text; the client gets it as the arguments of a function for those in ``flat``.
+    ``shows_progress``: while the prompt is being processed, chunks report its progress.
     """
 
     info: ResponseInfo
@@ -52,6 +52,7 @@ class Emitter:
     include_usage: bool = False
     shows_reasoning: bool = True
     freeform: frozenset[str] = frozenset()
+    flat: frozenset[str] = frozenset()
     shows_progress: bool = False
 
     def __post_init__(self) -> None:
@@ -161,7 +162,9 @@ class Emitter:
         elif delta.kind is Kind.CALL:
             index, kind, name = len(self._calls), "function", "arguments"
             if delta.name in self.freeform:
-                self._input, kind, name = FreeformInput(), "custom", "input"
+                self._input = FreeformInput()
+                if delta.name not in self.flat:
+                    kind, name = "custom", "input"
             body = {"name": delta.name, name: ""}
             call = {"id": key, "type": kind, kind: body}
             self._calls.append(call)

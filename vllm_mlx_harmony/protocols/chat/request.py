@@ -32,7 +32,7 @@ from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter, Emitter
 from vllm_mlx_harmony.protocols.chat.formats import response_format
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody, ChatMessage
 from vllm_mlx_harmony.protocols.freeform import freeform_tool, unwrap, wrap
-from vllm_mlx_harmony.protocols.openai_content import call_arguments, text_of
+from vllm_mlx_harmony.protocols.openai_content import AnyPart, call_arguments, text_of
 from vllm_mlx_harmony.protocols.request_body import reject_unsupported, sampling
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported, validate
 
@@ -47,6 +47,7 @@ class ChatRequest:
     include_usage: bool
     shows_reasoning: bool = True
     freeform: frozenset[str] = frozenset()
+    flat: frozenset[str] = frozenset()
     shows_progress: bool = False
 
     def emitter(self, info: ResponseInfo) -> Emitter | ChoicesEmitter:
@@ -57,6 +58,7 @@ class ChatRequest:
                 include_usage=self.include_usage,
                 shows_reasoning=self.shows_reasoning,
                 freeform=self.freeform,
+                flat=self.flat,
                 shows_progress=self.shows_progress,
             )
             for choice in range(self.turn.choices)
@@ -80,6 +82,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
     if chat.top_logprobs and not chat.logprobs:
         raise invalid("top_logprobs", "top_logprobs requires logprobs: true")
     options = chat.stream_options
+    custom = [tool for tool in chat.tools or () if isinstance(tool, schema.CustomTool)]
     return ChatRequest(
         turn=read_turn(chat, defaults),
         model=chat.model,
@@ -87,9 +90,8 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
         include_usage=bool(options and options.include_usage),
         shows_reasoning=chat.include_reasoning is not False
         and not (chat.reasoning and chat.reasoning.exclude),
-        freeform=frozenset(
-            tool.custom.name for tool in chat.tools or () if isinstance(tool, schema.CustomTool)
-        ),
+        freeform=frozenset(tool.custom.name for tool in custom),
+        flat=frozenset(tool.custom.name for tool in custom if tool.flat),
         shows_progress=bool(chat.return_progress),
     )
 
@@ -151,7 +153,8 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
 def _conversation(body: ChatBody, attachments: Attachments) -> tuple[list[Message], str | None]:
     """All messages; and the beginning of the answer, when the last message is to be continued."""
     continued = _continued(body)
-    reader = _Reader(attachments)
+    custom = (tool for tool in body.tools or () if isinstance(tool, schema.CustomTool))
+    reader = _Reader(attachments, frozenset(tool.custom.name for tool in custom if tool.flat))
     read: list[Message] = []
     prefill = None
     last = len(body.messages) - 1
@@ -195,7 +198,10 @@ _Run = Sequence[tuple[int, ChatMessage]]
 
 @dataclass(slots=True)
 class _Reader:
+    """``flat`` are the freeform tools whose input is sent back as the arguments of a function."""
+
     attachments: Attachments
+    flat: frozenset[str] = frozenset()
     _functions: dict[str, str] = field(default_factory=dict)
     """By name, the ids that the latest legacy calls were given, as they have none."""
 
@@ -219,11 +225,25 @@ class _Reader:
         elif message.content is None:
             raise required(f"{where}.content")
         else:
-            text = text_of(message.content, f"{where}.content", self.attachments)
+            parts = message.content
+            if message.role == "user":
+                yield from self._tool_results(message.content, f"{where}.content")
+                parts = [part for part in parts if not isinstance(part, schema.ToolResultPart)]
+                if not parts and message.content:
+                    return
+            text = text_of(parts, f"{where}.content", self.attachments)
             if message.role == "user":
                 yield User(text)
             elif text:
                 yield Instructions(text)
+
+    def _tool_results(self, parts: Sequence[AnyPart], where: str) -> Iterator[Result]:
+        """Results of calls in a message of the user: Anthropic's, as Cursor sends them."""
+        for at, part in enumerate(parts):
+            if isinstance(part, schema.ToolResultPart):
+                here = f"{where}[{at}]"
+                text = text_of(part.content, f"{here}.content", self.attachments, lenient=True)
+                yield Result(part.tool_use_id, text, here)
 
     def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
@@ -238,7 +258,7 @@ class _Reader:
             if text := self._text(message, where):
                 read.append(kind(text))
             for at, call in enumerate(message.tool_calls or ()):
-                read.append(_call(call, f"{where}.tool_calls[{at}]"))
+                read.append(self._call(call, f"{where}.tool_calls[{at}]"))
             if legacy := message.function_call:
                 key = self._functions[legacy.name] = f"function_call_{index}"
                 arguments = call_arguments(legacy.arguments, f"{where}.function_call.arguments")
@@ -270,12 +290,13 @@ class _Reader:
             text = f"{text}\n{line}" if text else line
         return text + (message.refusal or "")
 
-
-def _call(call: schema.AnyCall, where: str) -> Call:
-    if isinstance(call, schema.CustomCall):
-        return Call(call.id, call.custom.name, wrap(call.custom.input))
-    arguments = call_arguments(call.function.arguments, f"{where}.function.arguments")
-    return Call(call.id, call.function.name, arguments)
+    def _call(self, call: schema.AnyCall, where: str) -> Call:
+        if isinstance(call, schema.CustomCall):
+            return Call(call.id, call.custom.name, wrap(call.custom.input))
+        name, given = call.function.name, call.function.arguments
+        if name in self.flat and isinstance(given, str):
+            return Call(call.id, name, wrap(given))
+        return Call(call.id, name, call_arguments(given, f"{where}.function.arguments"))
 
 
 # --- Tools, effort, sampling and limits.

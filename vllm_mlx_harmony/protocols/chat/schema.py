@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.core.turn import SyntaxKind
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.openai_content import Parts
+from vllm_mlx_harmony.protocols.openai_content import TEXT_PARTS, AnyPart, Parts
 from vllm_mlx_harmony.protocols.request_body import (
     JsonSchema,
     OpenAIBody,
@@ -17,7 +17,7 @@ from vllm_mlx_harmony.protocols.request_body import (
     UnsupportedFields,
     given,
 )
-from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire
+from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, listed
 
 MAX_CHOICES = 8
 """Answers to one request: each takes as much memory as a request of its own."""
@@ -68,9 +68,21 @@ AnyCall: TypeAlias = Annotated[
 ]
 
 
+class ToolResultPart(AnyPart):
+    """The result of a call in a message of the user, as Anthropic has it."""
+
+    tool_use_id: str = Field(min_length=1)
+    content: Parts = None
+
+
+ChatPart: TypeAlias = Annotated[
+    AnyPart, Variants({**TEXT_PARTS, "tool_result": ToolResultPart}, AnyPart)
+]
+
+
 class ChatMessage(Wire):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Parts = None
+    content: Annotated[list[ChatPart] | None, listed("parts")] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
@@ -117,11 +129,39 @@ class FunctionTool(ChatTool):
 
 
 class CustomTool(ChatTool):
+    """A freeform tool. ``flat``: it was declared as in Responses."""
+
     custom: ChatFreeform
+    flat: bool = False
+
+
+def _nested(tool: object) -> object:
+    """A tool as Responses or Anthropic declare it, in the form of Chat Completions.
+
+    Cursor sends such tools, among others: https://github.com/BerriAI/litellm/pull/34029,
+    https://github.com/router-for-me/CLIProxyAPI/pull/3804.
+    """
+    if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+        return tool
+    kind = tool.get("type")
+    if tool.get("function") is not None or tool.get("custom") is not None:
+        return tool
+    if kind == "custom":
+        form = tool.get("format")
+        if isinstance(form, dict) and form.get("grammar") is None:
+            form = {**form, "grammar": form}
+        return {"type": kind, "custom": {**tool, "format": form}, "flat": True}
+    if kind not in (None, "function"):
+        return tool
+    names = ("parameters", "input_schema")
+    schemas = (tool[name] for name in names if tool.get(name) is not None)
+    return {"type": "function", "function": {**tool, "parameters": next(schemas, None)}}
 
 
 AnyTool: TypeAlias = Annotated[
-    FunctionTool | CustomTool, Variants({"custom": CustomTool}, FunctionTool, _kind)
+    FunctionTool | CustomTool,
+    Variants({"custom": CustomTool}, FunctionTool, _kind),
+    BeforeValidator(_nested),
 ]
 
 

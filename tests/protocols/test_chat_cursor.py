@@ -1,0 +1,159 @@
+"""Bodies as Cursor sends them to Chat Completions, in the forms of Responses and of Anthropic.
+
+https://github.com/BerriAI/litellm/pull/34029, https://github.com/icebear0828/codex-proxy/pull/708
+(flat custom tools), https://github.com/router-for-me/CLIProxyAPI/pull/3804 (Anthropic's).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from rows import ids as ids_of
+
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.render import render
+from vllm_mlx_harmony.core.turn import Call, Defaults, ResponseInfo, Result, Tool, User
+from vllm_mlx_harmony.protocols.chat import ChatRequest, read
+
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+SCHEMA = {"type": "object", "properties": {"path": {"type": "string"}}}
+READ = {"name": "read_file", "description": "Reads.", "parameters": SCHEMA}
+GRAMMAR = {"syntax": "lark", "definition": 'start: "*** Begin Patch" /(.|\\n)*/'}
+PATCH = {
+    "type": "custom",
+    "name": "ApplyPatch",
+    "description": "Edits files.",
+    "format": {"type": "grammar", **GRAMMAR},
+}
+NESTED = {
+    "type": "custom",
+    "custom": {**PATCH, "format": {"type": "grammar", "grammar": GRAMMAR}},
+}
+HELLO = {"role": "user", "content": "Hello"}
+
+
+def request(*tools: Any, messages: Any = (HELLO,), **fields: Any) -> ChatRequest:
+    body = {"model": "m", "messages": [*messages], "tools": [*tools], **fields}
+    return read(json.loads(json.dumps(body)), Defaults(date="2025-08-05"))
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "function", **READ},
+        READ,
+        {"name": "read_file", "description": "Reads.", "input_schema": SCHEMA, "type": None},
+        {"type": "function", **READ, "function": None, "custom": None},
+    ],
+)
+def test_a_flat_function_is_like_a_nested_one(tool: dict[str, Any]) -> None:
+    expected = Tool("read_file", "Reads.", SCHEMA, "tools[0]")
+    assert request(tool).turn.tools == (expected,)
+    assert request({"type": "function", "function": READ}).turn.tools == (expected,)
+
+
+def test_a_flat_custom_tool_is_like_a_nested_one() -> None:
+    read_file = {"type": "function", "function": READ}
+    flat, nested = request(read_file, PATCH), request(read_file, NESTED)
+    assert flat.turn == nested.turn
+    assert (flat.freeform, flat.flat, nested.flat) == ({"ApplyPatch"}, {"ApplyPatch"}, set())
+    bare = {"type": "custom", "name": "ApplyPatch", "format": None}
+    assert request(bare).turn.tools[0].syntax is None
+
+
+def answered(asked: ChatRequest, output: str) -> tuple[list[int], Any, Any]:
+    context = StreamingHarmonyContext(asked.turn, INFO)
+    emitter = asked.emitter(INFO)
+    deltas = [
+        *context.start(),
+        *(delta for token in ids_of(output) for delta in context.append_output([token])),
+        *context.finish("stop"),
+    ]
+    events = [event for delta in deltas for event in emitter.feed(delta)]
+    return list(context.render_for_completion()), events, emitter
+
+
+TEXT = '*** Begin Patch\n+"é"\n'
+CALL = (
+    "<|channel|>commentary to=functions.ApplyPatch <|constrain|>json<|message|>"
+    f"{json.dumps({'input': TEXT})}<|call|>"
+)
+
+
+def test_its_input_is_the_arguments_of_a_function() -> None:
+    """Cursor 3.14 reads ``function.name`` of every call."""
+    _, _, emitter = answered(request(PATCH), CALL)
+    (call,) = emitter.result()["choices"][0]["message"]["tool_calls"]
+    function = {"name": "ApplyPatch", "arguments": TEXT}
+    assert call == {"id": call["id"], "type": "function", "function": function}
+    _, events, _ = answered(request(PATCH, stream=True), CALL)
+    chunks = [json.loads(event.data) for event in events if event.data != "[DONE]"]
+    deltas = [
+        delta["function"]
+        for chunk in chunks
+        for choice in chunk["choices"]
+        for delta in choice["delta"].get("tool_calls", ())
+    ]
+    assert deltas[0] == {"name": "ApplyPatch", "arguments": ""}
+    assert "".join(delta["arguments"] for delta in deltas) == TEXT
+    _, _, emitter = answered(request(NESTED), CALL)
+    (call,) = emitter.result()["choices"][0]["message"]["tool_calls"]
+    assert call["custom"] == {"name": "ApplyPatch", "input": TEXT}
+
+
+def test_the_second_prompt_continues_the_first() -> None:
+    asked = request(PATCH)
+    first, _, emitter = answered(asked, CALL.replace(json.dumps({"input": TEXT}), '{"input":"a"}'))
+    message = emitter.result()["choices"][0]["message"]
+    key = message["tool_calls"][0]["id"]
+    result = {"role": "tool", "tool_call_id": key, "content": "Done."}
+    again = request(PATCH, messages=(HELLO, message, result))
+    assert again.turn.messages[1] == Call(key, "ApplyPatch", '{"input":"a"}')
+    assert list(render(again.turn).ids)[: len(first)] == first
+
+
+def test_results_in_a_message_of_the_user() -> None:
+    calls = [
+        {"id": f"c{at}", "function": {"name": "read_file", "arguments": "{}"}} for at in (1, 2)
+    ]
+    image = {"type": "image", "source": {"type": "url", "url": "https://x"}}
+    parts: list[dict[str, Any]] = [
+        {"type": "tool_result", "tool_use_id": "c1", "content": "one", "is_error": None},
+        {
+            "type": "tool_result",
+            "tool_use_id": "c2",
+            "content": [{"type": "text", "text": "two"}, image],
+        },
+    ]
+    spoken = {"role": "assistant", "content": None, "tool_calls": calls}
+    for rest, expected in (([], ()), ([{"type": "text", "text": "Go on."}], (User("Go on."),))):
+        user = {"role": "user", "content": [*parts, *rest]}
+        turn = request(READ, messages=(HELLO, spoken, user)).turn
+        assert turn.messages[3:] == (
+            Result("c1", "one", "messages[2].content[0]"),
+            Result(
+                "c2",
+                "two\n[image left out: this model reads text only]",
+                "messages[2].content[1]",
+            ),
+            *expected,
+        )
+        render(turn)
+    with pytest.raises(RequestError) as caught:
+        render(request(READ, messages=({"role": "user", "content": parts},)).turn)
+    assert caught.value.param == "messages[0].content[0]"
+
+
+@pytest.mark.parametrize("role", ["system", "assistant", "tool"])
+def test_a_result_in_another_message_is_named(role: str) -> None:
+    part = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+    message = {"role": role, "content": [part], "tool_call_id": "c"}
+    if role == "tool":  # of an unknown type: a line
+        assert "tool_result" in request(messages=(HELLO, message)).turn.messages[-1].text  # type: ignore[union-attr]
+        return
+    with pytest.raises(RequestError) as caught:
+        request(messages=(HELLO, message))
+    assert caught.value.param == "messages[1].content[0]"
