@@ -36,13 +36,15 @@ FAILED = frozenset(
 WHOLE = frozenset(
     {
         *("tool_search_call", "compaction", "local_shell_call", "apply_patch_call"),
-        *("computer_call", "shell_call", *FAILED),
+        *("computer_call", "shell_call", "mcp_list_tools", *FAILED),
     }
 )
 """Items that are told of when they begin and when they are done, and not in between."""
 
 AT_ONCE = frozenset({"compaction"})
 """Items that begin whole, and have no status."""
+
+NO_STATUS = AT_ONCE | {"mcp_list_tools"}
 
 PREFIXES = {
     "message": "msg_",
@@ -59,6 +61,7 @@ PREFIXES = {
     "file_search_call": "fs_",
     "image_generation_call": "ig_",
     "web_search_call": "ws_",
+    "mcp_list_tools": "mcpl_",
 }
 
 ENDINGS = {
@@ -244,7 +247,7 @@ class _Checker:
         item = event["item"]
         assert self.item is None, "the item before is still open"
         assert event["output_index"] == len(self.done)
-        assert item.get("status") == (None if item["type"] in AT_ONCE else "in_progress")
+        assert item.get("status") == (None if item["type"] in NO_STATUS else "in_progress")
         assert item["id"].startswith(PREFIXES[item["type"]])
         for key in (item["id"], item.get("call_id")):
             assert key is None or key not in self.seen, f"{key} twice"
@@ -261,12 +264,13 @@ class _Checker:
         assert item.texts.keys() == item.whole, "a text without its .done"
         changing = {"status", "content", "summary", "arguments", "input", "encrypted_content"}
         changing |= {"action"} if item.type == "shell_call" else {"code"}
+        changing |= {"tools", "error"} if item.type == "mcp_list_tools" else set()
         for name in {*item.added, *document} - changing:
             assert item.added[name] == document[name], name
         assert ("encrypted_content" in item.added) == ("encrypted_content" in document)
         if item.type in AT_ONCE:
             assert document == item.added
-        else:
+        elif item.type not in NO_STATUS:
             ends = {"failed"} if item.type in FAILED else {"completed", "incomplete"}
             assert document["status"] in ends
         if item.type == "shell_call":
@@ -364,4 +368,5 @@ _READ: dict[str, Callable[[_Checker, str, dict[str, Any]], None]] = {
     "delta": _Checker.delta,
     "done": _Checker.finish,
     "in_progress": _Checker.running,
+    "failed": _Checker.running,
 }

@@ -126,6 +126,7 @@ def call(name: str, *texts: str) -> list[Delta]:
 TOOLS = [
     {"type": "custom", "name": "patch", "format": {"type": "text"}},
     {"type": "web_search"},
+    *({"type": kind} for kind in ("shell", "local_shell", "apply_patch", "computer")),
     {"type": "tool_search", "execution": "client", "description": "Finds.", "parameters": {}},
     {
         "type": "namespace",
@@ -142,6 +143,11 @@ TOOLS = [
         call("patch", '{"input":"', "a", '"}'),
         call("crm__find", "{", "}"),
         call("tool_search", '{"query": 1}'),
+        call("shell", '{"commands": ["ls", ""]}'),
+        call("local_shell", '{"command": ["ls"]}'),
+        call("apply_patch", '{"operation": {"type": "delete_file", "path": "a"}}'),
+        call("computer", '{"actions": [{"type": "wait"}]}'),
+        call("shell", "ls"),
     ],
 )
 def test_calls(deltas: list[Delta]) -> None:

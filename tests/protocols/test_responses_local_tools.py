@@ -556,12 +556,12 @@ UNAVAILABLE: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "an MCP server": (
         {"type": "mcp", "server_label": "wiki", "server_url": "https://x"},
         "wiki",
-        None,
+        "mcp_list_tools",
     ),
     "a connector": (
         {"type": "mcp", "server_label": "drive", "connector_id": "connector_googledrive"},
         "drive",
-        None,
+        "mcp_list_tools",
     ),
     "a type from the future": ({"type": "holodeck"}, "holodeck", None),
 }  # fmt: skip
@@ -578,12 +578,13 @@ def test_every_one_is_named(
         "unavailable_tools" not in answered(request(FUNCTION, tool, tool_choice="none"), FINAL)[1]
     )
     stream = stream and name != "holodeck"  # the official client cannot know it
-    for choice in (None, "auto", "required"):
+    required = {"type": "allowed_tools", "mode": "required", "tools": [tool]}
+    for choice in (None, "auto", "required", required):
         asked = request(tool, tool_choice=choice, stream=stream)
         assert asked.turn.tool_choice == ToolChoice()
         response = refused(asked)
-        kinds = [(each["type"], each["status"]) for each in response["output"]]
-        failed = [(item, "failed")] if item else []
+        kinds = [(each["type"], each.get("status")) for each in response["output"]]
+        failed = [(item, None if item == "mcp_list_tools" else "failed")] if item else []
         assert kinds == [*failed, ("message", "completed")]
         (part,) = response["output"][-1]["content"]
         assert part["text"] == asked.turn.answer
@@ -600,6 +601,7 @@ def test_a_pinned_search_fails_beside_others() -> None:
     wiki = {"type": "mcp", "server_label": "wiki"}
     response = refused(request(FUNCTION, wiki, tool_choice={**wiki, "name": None}))
     assert response["unavailable_tools"] == ["wiki"]
+    assert response["output"][0]["error"] == "this server runs no tools"
 
 
 def test_a_conversation_goes_on_after_the_refusal() -> None:

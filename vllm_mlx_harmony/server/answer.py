@@ -86,7 +86,7 @@ class Answer:
         self._tracker, self._observers = tracker, observers
         self._lease.taken_over = True
         if deltas is None and job.answer:
-            deltas = prewritten(job)
+            deltas = prewritten(job, observers)
         elif deltas is None:
             deltas = (run_choices if job.others else run)(job, tracker, observers)
         self._deltas = deltas

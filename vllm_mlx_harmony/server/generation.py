@@ -152,10 +152,14 @@ async def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Delt
     yield await _finish(job, ended, progress)
 
 
-async def prewritten(job: Job) -> Deltas:
+async def prewritten(job: Job, observers: Sequence[Observer]) -> Deltas:
     """The deltas of a turn whose answer the server gives. The engine is not used."""
+    ids = answer_ids(job.answer)
+    for observer in observers:
+        observer.prompt(job.context.render_for_completion(), None)
+        observer.step(Step(ids, "stop"))
     yield job.context.start(0)
-    yield job.context.append_output(answer_ids(job.answer))
+    yield job.context.append_output(ids)
     yield await _finish(job, "stop", _Progress())
 
 

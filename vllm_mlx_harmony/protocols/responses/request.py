@@ -5,7 +5,7 @@ See semantics A2 and A8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,6 +21,7 @@ from vllm_mlx_harmony.core.turn import (
     Instructions,
     Limits,
     Message,
+    Namespace,
     ResponseInfo,
     ServerResult,
     Tool,
@@ -230,7 +231,10 @@ def read(
             cipher=cipher if "reasoning.encrypted_content" in include else None,
             server=server,
             refused=missing.refused,
-            listed=tuple(namespace for namespace in server.listed if namespace.label not in listed),
+            listed=(
+                *(namespace for namespace in server.listed if namespace.label not in listed),
+                *_unavailable_servers(request, missing),
+            ),
             shows_outputs="code_interpreter_call.outputs" in include,
             shows_sources="web_search_call.action.sources" in include,
         ),
@@ -247,8 +251,16 @@ def _unavailable(
     choice = body.tool_choice
     if choice is not None and (name := unavailable_name(choice)) in tools:
         return unavailable(tools, (name,), messages, forced=True)
-    forced = choice is not None and choice.type == "required"
+    forced = choice is not None and "required" in (choice.type, choice.mode)
     return unavailable(tools, () if others else tools, messages, forced=forced)
+
+
+def _unavailable_servers(body: ResponsesBody, missing: Unavailable) -> Iterator[Namespace]:
+    """The MCP servers that are refused. Their lists of tools are empty, and have an error."""
+    labels = [tool.server_label for tool in body.tools or () if isinstance(tool, schema.McpTool)]
+    for name in missing.refused:
+        if name in labels:
+            yield Namespace(name, (), label=name, problem="this server runs no tools")
 
 
 def previous_response_id(body: object) -> str | None:
