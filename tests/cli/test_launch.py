@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.__main__ import main
-from vllm_mlx_harmony.cli import background, launch
+from vllm_mlx_harmony.cli import background, launch, process
 from vllm_mlx_harmony.cli.agents import AGENTS
 from vllm_mlx_harmony.cli.errors import UsageError
 
@@ -98,7 +98,7 @@ def test_an_agent_is_set_up_for_this_run_alone(
     monkeypatch.setenv("VLLM_API_KEY", KEY)
     launched(name, "--url", f"{server.url}/v1", "--", "--help", "a b", "--", "--url")
     ((command, environment),) = became
-    assert command[0] == AGENTS[name].command
+    assert command[0] == str(home / "programs" / AGENTS[name].command)
     assert command[-4:] == ["--help", "a b", "--", "--url"]
     written = {path for path in home.rglob("*") if path.is_file()} - before
     texts = [path.read_text("utf-8") for path in written]
@@ -116,23 +116,116 @@ NO_WINDOW = ("qwen", "cline", "copilot")
 """Agents that have no setting for the context length, or one for parts of it."""
 
 
-def test_an_agent_that_is_not_installed(home: Path, became: list[Any], capsys: Any) -> None:
+INSTALLER = """#!/bin/sh
+echo "$PWD: ${0##*/} $*" >> "$HOME/installed"
+case "$*" in *broken*) exit 1;; esac
+/bin/mkdir -p node_modules/.bin venv/bin
+for program in node_modules/.bin/codex venv/bin/hermes; do echo "#!/bin/sh" > $program; done
+"""
+"""Takes the place of npm and uv."""
+
+
+@pytest.mark.parametrize(
+    ("agent", "installer", "expected", "program"),
+    [
+        ("codex", "npm", "@openai/codex@{}", "node_modules/.bin/codex"),
+        ("hermes", "uv", "hermes-agent=={}", "venv/bin/hermes"),
+    ],
+)
+def test_agent_is_installed_in_a_directory_of_ours(
+    agent: str,
+    installer: str,
+    expected: str,
+    program: str,
+    home: Path,
+    became: list[Any],
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the version that was tested, once; nothing is looked for where the user is."""
     server = background.start("m", "gpt-oss-20b")
     background.wait(server)
-    programs = home / "programs"
-    for name in ("codex", "hermes"):
-        (programs / name).unlink()
-        assert main(["launch", name, "--url", server.url]) == 2
-        assert AGENTS[name].install in capsys.readouterr().err
-    for runner in ("npx", "uvx"):
-        (programs / runner).write_text("#!/bin/sh\n")
-        (programs / runner).chmod(0o755)
-    launched("codex", "--url", server.url, "--", "exec")
-    launched("hermes", "--url", server.url)
-    (codex, _), (hermes, _) = became
-    assert codex[:6] == ["npx", "--yes", "--package", "@openai/codex", "--", "codex"]
-    assert codex[-1] == "exec"
-    assert hermes[:6] == ["uvx", "--python", "3.11", "--from", "hermes-agent", "hermes"]
+    programs, repository = home / "programs", home / "repository"
+    (programs / agent).unlink()
+    (repository / "node_modules" / ".bin").mkdir(parents=True)
+    for hostile in (agent, f"node_modules/.bin/{agent}"):
+        (repository / hostile).write_text("#!/bin/sh\n")
+        (repository / hostile).chmod(0o755)
+    monkeypatch.chdir(repository)
+    monkeypatch.setenv("PATH", f"node_modules/.bin:.::{programs}")
+    assert main(["launch", agent, "--url", server.url]) == 2
+    assert AGENTS[agent].install in capsys.readouterr().err
+    (programs / installer).write_text(INSTALLER)
+    (programs / installer).chmod(0o755)
+    for _ in range(2):
+        launched(agent, "--url", server.url, "--", "exec")
+    version = AGENTS[agent].version
+    directory = background.directory().parent / "agents" / "installed" / f"{agent}-{version}"
+    assert {command[0] for command, _ in became} == {str(directory / program)}
+    calls = (home / "installed").read_text().splitlines()
+    assert {call.partition(": ")[0] for call in calls} == {str(directory)}
+    assert calls[-1].endswith(expected.format(version))
+    launched(agent, "--url", server.url, "--latest")
+    newest = (home / "installed").read_text().splitlines()[len(calls) :]
+    assert len(newest) == len(calls)
+    assert newest[-1].endswith(("@openai/codex@latest", " hermes-agent"))
+
+
+def test_agent_that_cannot_be_installed(home: Path, capsys: Any) -> None:
+    server = background.start("m", "gpt-oss-20b")
+    background.wait(server)
+    (home / "programs" / "codex").unlink()
+    (home / "programs" / "npm").write_text(INSTALLER.replace("*broken*", "*codex*"))
+    (home / "programs" / "npm").chmod(0o755)
+    assert main(["launch", "codex", "--url", server.url]) == 2
+    assert "Codex could not be installed: npm install" in capsys.readouterr().err
+    assert list((background.directory().parent / "agents" / "installed").iterdir()) == []
+
+
+def test_print_runs_nothing(home: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "programs" / "codex").unlink()
+    monkeypatch.setenv("VLLM_API_KEY", KEY)
+    before = {path for path in home.rglob("*") if path.is_file()}
+    assert main(["launch", "codex", "./programs", "--print", "--", "exec"]) == 2
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(background, "command", REAL)
+    assert main(["launch", "codex", "./programs", "--print", "--", "exec", "a b"]) == 0
+    serve, move, install, run = capsys.readouterr().out.splitlines()
+    assert str(home / "programs") in serve and "--port 8000" in serve
+    assert move.startswith("cd ") and install.startswith("npm install --prefix")
+    assert run.startswith("VLLM_API_KEY='$VLLM_API_KEY' ") and run.endswith("exec 'a b'")
+    assert background.running() is None
+    after = {path for path in home.rglob("*") if path.is_file()}
+    assert {path.name for path in after - before} <= {"server.lock"}
+
+
+@pytest.mark.parametrize("module", ["vllm_mlx_harmony", "vllm_mlx_harmony.__main__"])
+def test_module_is_not_imported_from_the_working_directory(module: str, tmp_path: Path) -> None:
+    repository = tmp_path / "repository"
+    (repository / "vllm_mlx_harmony").mkdir(parents=True)
+    for name in ("argparse", "uvicorn", "runpy", "vllm_mlx_harmony/__init__"):
+        (repository / f"{name}.py").write_text("raise SystemExit('imported from here')")
+    command = process.python(module, "parse", "--help")
+    ended = subprocess.run(
+        command, cwd=repository, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "vllm-mlx-harmony parse" in ended.stdout
+
+
+@pytest.mark.parametrize("wanted", ["openai/gpt-oss-20b", "20b", "my-model"])
+def test_name_is_no_directory_here(
+    wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A repository that the user has cloned may contain such a directory, with code in it."""
+    (tmp_path / wanted).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("vllm_mlx_harmony.engine.device.memory", lambda: 400 * GB, raising=False)
+    if wanted == "20b":
+        pytest.importorskip("mlx.core")
+    source, name, _ = launch._model(wanted)
+    assert not os.path.isabs(source) and name.endswith(Path(wanted).name)
+    assert launch._model(f"./{wanted}")[0] == str(tmp_path / wanted)
 
 
 @pytest.mark.served  # the memory of the device is asked of mlx

@@ -57,17 +57,22 @@ class Run:
     files: Mapping[str, str] = field(default_factory=dict)
 
 
+LATEST = "latest"
+
+
 @dataclass(frozen=True, slots=True)
 class Agent:
     """An agent: its command, and the package that has it on npm, or on PyPI with ``python``.
 
-    ``homebrew`` is the formula that installs the command, for a package that brings it only to
-    ``npx``. ``set_up`` takes a server, its key and the directory of the run's files.
+    ``version`` of the package is the last one that `ci/leg.py agents` has passed with. ``homebrew``
+    is a formula that installs the command. ``set_up`` takes a server, its key and the directory of
+    the run's files.
     """
 
     title: str
     command: str
     package: str
+    version: str
     set_up: Callable[[Served, str, Path], Run]
     python: str = ""
     homebrew: str = ""
@@ -81,11 +86,28 @@ class Agent:
         return f"npm install -g {self.package}"
 
     @property
-    def runner(self) -> tuple[str, ...]:
-        """The command that runs it without installing it."""
+    def installer(self) -> str:
+        """The program that `installation` needs."""
+        return "uv" if self.python else "npm"
+
+    def installation(self, directory: Path, version: str) -> list[list[str]]:
+        """The commands that install ``version`` of the package below ``directory``, in which they
+        have to run: npm and uv read settings from the directory in which they are started."""
         if self.python:
-            return "uvx", "--python", self.python, "--from", self.package, self.command
-        return "npx", "--yes", "--package", self.package, "--", self.command
+            wanted = self.package if version == LATEST else f"{self.package}=={version}"
+            uv = ["uv", "--no-config"]
+            return [
+                [*uv, "venv", "--quiet", "--no-project", "--python", self.python, "venv"],
+                [*uv, "pip", "install", "--quiet", "--python", "venv", wanted],
+            ]
+        quiet = ["--no-audit", "--no-fund", "--loglevel=error"]
+        package = f"{self.package}@{version}"
+        return [["npm", "install", "--prefix", str(directory), *quiet, package]]
+
+    def program(self, directory: Path) -> Path:
+        """The command that `installation` brings."""
+        programs = "venv/bin" if self.python else "node_modules/.bin"
+        return directory / programs / self.command
 
 
 def json_text(document: object) -> str:
@@ -372,18 +394,24 @@ def _hermes(served: Served, key: str, directory: Path) -> Run:
 
 
 AGENTS: Mapping[str, Agent] = {
-    "codex": Agent("Codex", "codex", "@openai/codex", _codex),
-    "claude": Agent("Claude Code", "claude", "@anthropic-ai/claude-code", _claude),
+    "codex": Agent("Codex", "codex", "@openai/codex", "0.171.0", _codex),
+    "claude": Agent("Claude Code", "claude", "@anthropic-ai/claude-code", "2.1.332", _claude),
     "opencode": Agent(
-        "opencode", "opencode", "opencode-ai", partial(_opencode, "OPENCODE_CONFIG_CONTENT")
+        "opencode",
+        "opencode",
+        "opencode-ai",
+        "1.18.33",
+        partial(_opencode, "OPENCODE_CONFIG_CONTENT"),
     ),
-    "qwen": Agent("Qwen Code", "qwen", "@qwen-code/qwen-code", _qwen),
-    "pi": Agent("pi", "pi", "@mariozechner/pi-coding-agent", _pi),
-    "cn": Agent("Continue", "cn", "@continuedev/cli", _continue),
-    "cline": Agent("Cline", "cline", "cline", _cline),
-    "copilot": Agent("Copilot CLI", "copilot", "@github/copilot", _copilot),
+    "qwen": Agent("Qwen Code", "qwen", "@qwen-code/qwen-code", "0.24.4", _qwen),
+    "pi": Agent("pi", "pi", "@mariozechner/pi-coding-agent", "0.73.1", _pi),
+    "cn": Agent("Continue", "cn", "@continuedev/cli", "1.5.47", _continue),
+    "cline": Agent("Cline", "cline", "cline", "3.0.65", _cline),
+    "copilot": Agent("Copilot CLI", "copilot", "@github/copilot", "1.0.102", _copilot),
     # a fork of opencode
-    "kilo": Agent("Kilo", "kilo", "@kilocode/cli", partial(_opencode, "KILO_CONFIG_CONTENT")),
-    "goose": Agent("goose", "goose", "@aaif/goose", _goose, homebrew="block-goose-cli"),
-    "hermes": Agent("Hermes", "hermes", "hermes-agent", _hermes, python="3.11"),
+    "kilo": Agent(
+        "Kilo", "kilo", "@kilocode/cli", "7.7.7", partial(_opencode, "KILO_CONFIG_CONTENT")
+    ),
+    "goose": Agent("goose", "goose", "@aaif/goose", "0.20.1", _goose, homebrew="block-goose-cli"),
+    "hermes": Agent("Hermes", "hermes", "hermes-agent", "0.19.0", _hermes, python="3.11"),
 }

@@ -12,7 +12,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -89,7 +88,7 @@ def start(source: str, name: str, *, standin: bool = False) -> Background:
 
 def command(source: str, port: int, flags: Sequence[str]) -> list[str]:
     """The command of a server, whose output is in `log`."""
-    serve = [sys.executable, "-m", "vllm_mlx_harmony", "serve", source]
+    serve = process.python("vllm_mlx_harmony", "serve", source)
     where = ["--host", ADDRESS, "--port", str(port), "--log-file", str(log())]
     return [*serve, *where, *flags]
 

@@ -7,7 +7,6 @@ server as a process, and calls its tools while it answers a single request.
 from __future__ import annotations
 
 import json
-import sys
 from contextlib import ExitStack
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from vllm_mlx_harmony.cli.client import post
 from vllm_mlx_harmony.cli.errors import UsageError
-from vllm_mlx_harmony.cli.process import serving
+from vllm_mlx_harmony.cli.process import python, serving
 from vllm_mlx_harmony.cli.stand_in import home_directory, written
 from vllm_mlx_harmony.standin import Script
 
@@ -35,11 +34,12 @@ SCRIPTS = (
     ),
     Script("<|message|>10281600<|end|>", f"<|channel|>final<|message|>{ANSWER}<|return|>"),
 )
+CALCULATOR = python("vllm_mlx_harmony.standin.calculator")
 SERVERS = {
     "mcpServers": {
         "calculator": {
-            "command": sys.executable,
-            "args": ["-m", "vllm_mlx_harmony.standin.calculator"],
+            "command": CALCULATOR[0],
+            "args": CALCULATOR[1:],
         }
     }
 }

@@ -10,20 +10,24 @@ import argparse
 import json
 import os
 import re
+import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import Progress
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import background, connect
-from vllm_mlx_harmony.cli.agents import AGENTS, KEY_VARIABLE, Agent, Served
+from vllm_mlx_harmony.cli.agents import AGENTS, KEY_VARIABLE, LATEST, Agent, Served
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
+from vllm_mlx_harmony.cli.process import LOCAL
 from vllm_mlx_harmony.cli.stand_in import require_host
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
@@ -72,7 +76,7 @@ def parser() -> argparse.ArgumentParser:
     """The parser of everything before ``--``."""
     made = argparse.ArgumentParser(
         prog="vllm-mlx-harmony launch",
-        usage="%(prog)s [-h] [--url URL | --stand-in] AGENT [MODEL] [-- ARGUMENTS]",
+        usage="%(prog)s [OPTIONS] AGENT [MODEL] [-- ARGUMENTS]",
         description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -82,8 +86,19 @@ def parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODEL",
         nargs="?",
-        help="20b, 120b, a directory or a repository on Hugging Face (default: the running "
-        "server's, or the largest that fits into memory)",
+        help="20b, 120b, a directory (./DIRECTORY) or a repository on Hugging Face (default: the "
+        "running server's, or the largest that fits into memory)",
+    )
+    made.add_argument(
+        "--latest",
+        action="store_true",
+        help="if the agent is not installed, use its newest version, not the tested one",
+    )
+    made.add_argument(
+        "--print",
+        dest="shows",
+        action="store_true",
+        help="print the commands that would run, and run nothing",
     )
     where = made.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"use this server; its key is read from ${KEY_VARIABLE}")
@@ -100,10 +115,19 @@ def main(arguments: Sequence[str]) -> int:
     """Becomes the agent. Raises ``UsageError`` if the agent or a server cannot be started."""
     end = arguments.index("--") if "--" in arguments else len(arguments)
     given = parser().parse_args(arguments[:end])
+    if given.shows:
+        print("\n".join(_commands(given, arguments[end + 1 :])))
+    else:
+        _become(given, arguments[end + 1 :])
+    return 0
+
+
+def _become(given: argparse.Namespace, arguments: Sequence[str]) -> NoReturn:
     agent = AGENTS[given.agent]
-    program = _program(agent)
     console = Console(stderr=True, highlight=False)
     key = os.environ.get(KEY_VARIABLE) or None
+    version = LATEST if given.latest else agent.version
+    program = _which(agent.command) or _install(console, agent, version)
     if given.url:
         served = connect.look(given.url, given.model, key, None)
     elif given.standin:
@@ -114,27 +138,88 @@ def main(arguments: Sequence[str]) -> int:
         f"{agent.title} with {served.model} ({served.context:,} tokens) at {served.url}",
         style="dim",
     )
-    directory = vocab.cache_dir() / "agents" / given.agent / re.sub(r"\W+", "-", served.url)
+    directory = _run_directory(given.agent, served)
     run = agent.set_up(replace(served, keyed=True), key or LOCAL_KEY, directory)
     for name, content in run.files.items():
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content, "utf-8")
     sys.stdout.flush()
-    command = [*program, *run.arguments, *arguments[end + 1 :]]
-    os.execvpe(command[0], command, {**os.environ, **run.variables})
+    command = [program, *run.arguments, *arguments]
+    os.execvpe(program, command, {**os.environ, **run.variables})
 
 
-def _program(agent: Agent) -> tuple[str, ...]:
-    """The command of an agent: the installed one, or else one that fetches it for this run."""
-    if shutil.which(agent.command):
-        return (agent.command,)
-    if shutil.which(agent.runner[0]):
-        return agent.runner
-    missing = "uv (brew install uv)" if agent.python else "Node.js (brew install node)"
-    raise UsageError(
-        f"{agent.title} is not installed: install {missing}, and then run\n  {agent.install}"
-    )
+# --- The agent's program
+#
+# Nothing is looked for in the working directory (semantics E6), which may be any repository that
+# the user has just cloned: not its `node_modules/.bin`, not its `.npmrc` or `uv.toml`.
+
+
+def _run_directory(name: str, served: Served) -> Path:
+    """Where the files of an agent's runs with a server are."""
+    return vocab.cache_dir() / "agents" / name / re.sub(r"\W+", "-", served.url)
+
+
+def _which(program: str) -> str | None:
+    """The path of a program in the absolute directories of `PATH`."""
+    directories = os.environ.get("PATH", os.defpath).split(os.pathsep)
+    return shutil.which(program, path=os.pathsep.join(filter(os.path.isabs, directories)))
+
+
+def _installation_directory(agent: Agent, version: str) -> Path:
+    return vocab.cache_dir() / "agents" / "installed" / f"{agent.command}-{version}"
+
+
+def _install(console: Console, agent: Agent, version: str) -> str:
+    """The path of the agent's program in our own directory, where it is installed if it is not
+    there, or to be the newest."""
+    directory = _installation_directory(agent, version)
+    program = agent.program(directory)
+    if program.exists() and version != LATEST:
+        return str(program)
+    if _which(agent.installer) is None:
+        missing = "uv (brew install uv)" if agent.python else "Node.js (brew install node)"
+        raise UsageError(
+            f"{agent.title} is not installed: install {missing}, and then run\n  {agent.install}"
+        )
+    console.print(f"Installing {agent.title} ({agent.package} {version}) in {directory}")
+    shutil.rmtree(directory, ignore_errors=True)  # an installation that was interrupted
+    directory.mkdir(parents=True)
+    for command in agent.installation(directory, version):
+        path = str(_which(command[0]))
+        if subprocess.run([path, *command[1:]], cwd=directory, check=False).returncode:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise UsageError(f"{agent.title} could not be installed: {shlex.join(command)}")
+    return str(program)
+
+
+def _commands(given: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
+    """What `_become` would run, as lines of a shell; keys are shown by their variable."""
+    agent = AGENTS[given.agent]
+    version = LATEST if given.latest else agent.version
+    lines: list[str] = []
+    if given.url:
+        served = connect.look(given.url, given.model, os.environ.get(KEY_VARIABLE) or None, None)
+    elif (server := background.running()) is not None:
+        served = Served(server.url, server.model)
+    else:
+        source, name = str(vocab.cache_dir() / STANDIN), STANDIN
+        if not given.standin:
+            source, name, _ = _model(given.model)
+        served = Served(f"{LOCAL}:{background.PORT}", name)
+        flags = ["--served-model-name", name]
+        lines.append(shlex.join(background.command(source, background.PORT, flags)))
+    program = _which(agent.command)
+    if program is None:
+        directory = _installation_directory(agent, version)
+        program = str(agent.program(directory))
+        if not Path(program).exists():
+            lines.append(f"cd {shlex.quote(str(directory))}")
+            lines += [shlex.join(command) for command in agent.installation(directory, version)]
+    shown = f"${KEY_VARIABLE}"
+    run = agent.set_up(replace(served, keyed=True), shown, _run_directory(given.agent, served))
+    variables = [f"{name}={shlex.quote(value)}" for name, value in run.variables.items()]
+    return [*lines, " ".join([*variables, shlex.join([program, *run.arguments, *arguments])])]
 
 
 def _standin(console: Console) -> Served:
@@ -179,7 +264,9 @@ def _scripts() -> list[Script]:
 
 def _server(console: Console, wanted: str | None, key: str | None) -> Served:
     """The running server, or one that is started."""
-    name = MODELS[wanted].name if wanted in MODELS else Path(wanted).name if wanted else None
+    name = None
+    if wanted is not None:
+        name = MODELS[wanted].name if wanted in MODELS else _model(wanted)[1]
     server = background.running()
     if server is not None and server.standin:
         background.stop()
@@ -203,14 +290,31 @@ def _server(console: Console, wanted: str | None, key: str | None) -> Served:
 
 def _started(console: Console, wanted: str | None) -> Served:
     require_host("launch")
-    from vllm_mlx_harmony.engine import device
+    source, name, size = _model(wanted)
+    if not os.path.isabs(source):
+        _download(console, source, size)
+    return _ready(console, background.start(source, name))
 
-    weights = _weights(wanted, device.memory()) if wanted is None or wanted in MODELS else None
-    source = weights.source if weights else str(wanted)
-    if not Path(source).is_dir():
-        _download(console, source, weights.size if weights else 0)
-    server = background.start(source, weights.name if weights else Path(source).name)
-    return _ready(console, server)
+
+def _model(wanted: str | None) -> tuple[str, str, int]:
+    """Where the weights are, an absolute path or a repository; the model's name; and the size of
+    its download in bytes, 0 if unknown."""
+    if wanted is None or wanted in MODELS:
+        from vllm_mlx_harmony.engine import device
+
+        weights = _weights(wanted, device.memory())
+        return weights.source, weights.name, weights.size
+    if not _is_path(wanted):
+        return wanted, Path(wanted).name, 0
+    directory = Path(wanted).expanduser().resolve()
+    if not directory.is_dir():
+        raise UsageError(f"{wanted} is not a directory")
+    return str(directory), directory.name, 0
+
+
+def _is_path(wanted: str) -> bool:
+    """Whether a model is a directory: `openai/gpt-oss-20b` is a repository, whatever is there."""
+    return wanted.startswith(("/", "~", "./", "../")) or wanted in (".", "..")
 
 
 def _weights(wanted: str | None, memory: int) -> Weights:

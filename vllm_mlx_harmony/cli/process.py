@@ -44,6 +44,21 @@ class Running:
         return f"{LOCAL}:{self.port}"
 
 
+def python(module: str, *arguments: str) -> list[str]:
+    """The command that runs ``module`` with this Python. Nothing is imported from the directory in
+    which it is started, as ``-m`` alone does (semantics E6)."""
+    if sys.version_info >= (3, 11):
+        return [sys.executable, "-P", "-m", module, *arguments]
+    return [sys.executable, "-c", _WITHOUT_DIRECTORY, module, *arguments]
+
+
+_WITHOUT_DIRECTORY = (
+    "import sys; del sys.path[0], sys.argv[0]; import runpy; "
+    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
+)
+"""What ``-P`` does; drop with Python 3.10."""
+
+
 def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
     """The command that serves ``model`` with this plugin.
 
@@ -52,8 +67,8 @@ def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
     where = ["--host", ADDRESS, "--port", str(port), *flags]
     if _startup.registered():
         flag = ["--tool-call-parser", "harmony"]
-        return [sys.executable, "-m", _startup.HOST, "serve", str(model), *flag, *where]
-    return [sys.executable, "-m", "vllm_mlx_harmony", "serve", str(model), *where]
+        return python(_startup.HOST, "serve", str(model), *flag, *where)
+    return python("vllm_mlx_harmony", "serve", str(model), *where)
 
 
 @contextmanager
@@ -90,7 +105,8 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a server, whose output is in ``log``, with its own session: Ctrl-C is not for it.
 
-    It inherits ``handles``.
+    It runs in the directory of ``log``, since libraries read settings from where they are started
+    (`.env`, `sitecustomize`), and inherits ``handles``.
     """
     with log.open("wb") as printed:
         return subprocess.Popen(
@@ -98,6 +114,7 @@ def start(
             stdin=subprocess.DEVNULL,
             stdout=printed,
             stderr=subprocess.STDOUT,
+            cwd=log.parent,
             env={**env, "PYTHONUNBUFFERED": "1"},
             start_new_session=True,
             pass_fds=handles,

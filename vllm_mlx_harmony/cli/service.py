@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from vllm_mlx_harmony.cli import background
+from vllm_mlx_harmony.cli import background, process
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.files import write_atomically
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError("only `service install` takes arguments, and it needs those of serve")
     file = path()
     if given.action == "install":
-        command = [sys.executable, "-m", "vllm_mlx_harmony", "serve", *rest]
+        command = process.python("vllm_mlx_harmony", "serve", *rest)
         if sys.platform == "darwin":
             command += ["--log-file", str(log())]
         if file.exists():  # it may run with other arguments
