@@ -286,7 +286,8 @@ class _Checker:
         self.item = None
 
     def same_parts(self, item: _Item, document: dict[str, Any]) -> None:
-        assert document["content"], "an item with nothing in it"
+        places = [name for name in ("content", "summary") if document.get(name)]
+        assert len(places) == 1, "an item with nothing in it, or with its text twice"
         for stem, name in (
             ("response.content_part", "content"),
             ("response.reasoning_summary_part", "summary"),

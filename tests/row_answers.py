@@ -114,7 +114,7 @@ def response_document(document: dict[str, Any]) -> dict[str, Any]:
 
 _PHASES = {"commentary": PREAMBLE, "final_answer": ANSWER}
 _ITEMS: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
-    "reasoning": lambda item: (REASONING, item["content"][0]["text"]),
+    "reasoning": lambda item: (REASONING, item["summary"][0]["text"]),
     "message": lambda item: (_PHASES[item["phase"]], item["content"][0]["text"]),
     "function_call": lambda item: (CALL, item["name"], item["arguments"]),
 }

@@ -159,6 +159,7 @@ def test_summary_and_seal_change_only_the_reasoning(row: Row) -> None:
         if item["type"] == "reasoning":
             text = item["content"][0]["text"]
             item["summary"] = [{"type": "summary_text", "text": text}]
+            item["content"] = []
             item["encrypted_content"] = text[::-1]
     final = check(emitted(deltas, **asked))
     assert final["output"] == expected
@@ -168,13 +169,23 @@ def test_summary_and_seal_change_only_the_reasoning(row: Row) -> None:
 # --- The events, one by one.
 
 
-def test_the_events_of_reasoning_and_answer() -> None:
+@pytest.mark.parametrize("summarized", [True, False])
+def test_the_events_of_reasoning_and_answer(summarized: bool) -> None:
+    """Reasoning is in one place: in the summary, if the request asks for one (E4)."""
     deltas = told(said(0, Kind.REASONING, "a", "b"), said(1, Kind.ANSWER, "c"), end=STOP)
-    asked = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    asked: dict[str, Any] = {"include": ["reasoning.encrypted_content"]}
+    if summarized:
+        asked["reasoning"] = {"summary": "auto"}
     events = documents(emitted(deltas, **asked))
     reasoning, answer = f"rs_{KEY}0000", f"msg_{KEY}0001"
     at = {"item_id": reasoning, "output_index": 0}
-    within, summed = {**at, "content_index": 0}, {**at, "summary_index": 0}
+    place, kind, part = (
+        ("summary", "reasoning_summary_text", "reasoning_summary_part")
+        if summarized
+        else ("content", "reasoning_text", "content_part")
+    )
+    within = {**at, f"{place}_index": 0}
+    text = {"type": "summary_text" if summarized else "reasoning_text", "text": ""}
     there = {"item_id": answer, "output_index": 1, "content_index": 0}
     empty = {"type": "output_text", "annotations": [], "logprobs": [], "text": ""}
     first = {"id": reasoning, "type": "reasoning", "summary": [], "content": []}
@@ -183,16 +194,11 @@ def test_the_events_of_reasoning_and_answer() -> None:
     expected: list[tuple[str, dict[str, Any]]] = [
         ("output_item.added", {"output_index": 0, "item": {
             **first, "status": "in_progress", "encrypted_content": None}}),
-        ("content_part.added", {**within, "part": {"type": "reasoning_text", "text": ""}}),
-        ("reasoning_summary_part.added", {**summed, "part": {"type": "summary_text", "text": ""}}),
-        ("reasoning_text.delta", {**within, "delta": "a"}),
-        ("reasoning_summary_text.delta", {**summed, "delta": "a"}),
-        ("reasoning_text.delta", {**within, "delta": "b"}),
-        ("reasoning_summary_text.delta", {**summed, "delta": "b"}),
-        ("reasoning_text.done", {**within, "text": "ab"}),
-        ("content_part.done", {**within, "part": {"type": "reasoning_text", "text": "ab"}}),
-        ("reasoning_summary_text.done", {**summed, "text": "ab"}),
-        ("reasoning_summary_part.done", {**summed, "part": {"type": "summary_text", "text": "ab"}}),
+        (f"{part}.added", {**within, "part": text}),
+        (f"{kind}.delta", {**within, "delta": "a"}),
+        (f"{kind}.delta", {**within, "delta": "b"}),
+        (f"{kind}.done", {**within, "text": "ab"}),
+        (f"{part}.done", {**within, "part": {**text, "text": "ab"}}),
         ("output_item.done", {"output_index": 0, "item": final[0]}),
         ("output_item.added", {"output_index": 1, "item": {
             **second, "status": "in_progress", "content": []}}),
@@ -206,6 +212,8 @@ def test_the_events_of_reasoning_and_answer() -> None:
         {"type": f"response.{kind}", "sequence_number": number, **fields}
         for number, (kind, fields) in enumerate(expected, 2)
     ]
+    other = "content" if summarized else "summary"
+    assert final[0][place] == [{**text, "text": "ab"}] and final[0][other] == []
     assert [event["type"] for event in (*events[:2], events[-1])] == [
         "response.created",
         "response.in_progress",

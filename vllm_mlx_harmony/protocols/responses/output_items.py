@@ -249,17 +249,19 @@ class MessageItem(OutputItem):
 
 
 class ReasoningItem(OutputItem):
-    """``reasoning``, and its text once more as a summary if the request asks for one."""
+    """``reasoning``: its text in ``content``.
+
+    In one place only (semantics E4): many clients show ``content`` and ``summary``.
+    """
 
     prefix = "rs"
     text_fields: ClassVar[tuple[TextField, ...]] = (REASONING_TEXT,)
+    place: ClassVar[str] = "content"
 
     def document(self) -> Document:
-        text, cipher, summary = self.text, self.options.cipher, list[Document]()
-        content = [{"type": "reasoning_text", "text": text}] if text else []
-        if self.options.summarized and text:
-            summary = [{"type": "summary_text", "text": text}]
-        item = self.fields("reasoning", summary=summary, content=content)
+        text, cipher, (field,) = self.text, self.options.cipher, self.text_fields
+        parts = [{**(field.part or {}), "text": text}] if text else []
+        item = self.fields("reasoning", **{"summary": [], "content": [], self.place: parts})
         if cipher is not None:
             is_open = self.status == IN_PROGRESS
             item["encrypted_content"] = None if is_open else cipher.encrypt(text)
@@ -267,7 +269,10 @@ class ReasoningItem(OutputItem):
 
 
 class SummarizedReasoningItem(ReasoningItem):
-    text_fields = (REASONING_TEXT, SUMMARY_TEXT)
+    """``reasoning`` of a request that asks for a summary: its text in ``summary``."""
+
+    text_fields = (SUMMARY_TEXT,)
+    place = "summary"
 
 
 @dataclass
