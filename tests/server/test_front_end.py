@@ -535,16 +535,47 @@ def test_refusals_have_the_shape_of_their_api(host: Alone, path: str) -> None:
         return await anthropic_client.messages.create(messages=user, **{"max_tokens": 9, **asked})
 
     errors: Any = anthropic if path == "messages" else openai
-    limit = "max_output_tokens" if path == "responses" else "max_tokens"
+    count = "top_logprobs" if path == "responses" else "top_k"
     for error, asked in [
         (errors.AuthenticationError, asking("wrong")),
         (errors.NotFoundError, asking(model="nobody")),
-        (errors.BadRequestError, asking(**{limit: 2000})),
+        (errors.BadRequestError, asking(extra_body={count: -2})),
     ]:
         with pytest.raises(error) as refused:
             asyncio.run(asked)
         assert refused.value.body is not None
     assert host.lent == 0
+
+
+LONG = "word " * 1100
+LIMITS: list[tuple[str, str, int]] = [
+    # as Kimi Code, Grok Build, Zed and LM Studio send them
+    ("/v1/chat/completions", "max_tokens", 131_072),
+    ("/v1/chat/completions", "max_completion_tokens", 65_535),
+    ("/v1/chat/completions", "max_tokens", -1),
+    ("/v1/chat/completions", "max_completion_tokens", -1),
+    ("/v1/responses", "max_output_tokens", 128_000),
+    ("/v1/messages", "max_tokens", 10**30),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "field", "limit"), LIMITS)
+def test_a_limit_above_the_servers_is_an_upper_bound(
+    path: str, field: str, limit: int, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer is cut where the server's limit is (E3), and the log has a line about it."""
+    caplog.set_level("INFO", "vllm_mlx_harmony")
+    engine = ScriptedEngine({"Hello!": f"<|channel|>final<|message|>{LONG}<|return|>"}, 50)
+    client = TestClient(application(Alone(engine)), headers={"Authorization": f"Bearer {KEY}"})
+    asked = {"input": "Hello!"} if path.endswith("responses") else {"messages": USER}
+    answer = client.post(path, json={"model": MODEL, **asked, field: limit, "stream": stream})
+    assert answer.status_code == 200, answer.text
+    cut = {"/v1/responses": '"status":"incomplete"', "/v1/messages": '"max_tokens"'}
+    assert cut.get(path, '"finish_reason":"length"') in answer.text
+    assert answer.text.count("word") >= 990
+    lines = [each.message for each in caplog.records if "limit" in each.message]
+    assert lines == ([] if limit < 0 else [f"{field} exceeds this server's limit, which is 1000"])
 
 
 TOO_LONG = {

@@ -324,7 +324,7 @@ class Limits:
     one_call: bool = False
     """Whether the turn ends with its first call."""
     where: str = "max_tokens"
-    """The path of ``max_tokens`` in the request, for the error if the server allows fewer."""
+    """The path of ``max_tokens`` in the request, for the log if the server allows fewer."""
     reasoning_tokens: int | None = None
     """The number of ids after which reasoning is cut short."""
     min_tokens: int = 0

@@ -128,7 +128,10 @@ class VllmMlx:
         return self._defaults[model]
 
     def max_tokens(self, requested: int | None) -> int:
-        return server()._resolve_request_max_tokens(requested)
+        vllm = server()
+        if requested is None:
+            return vllm._default_max_tokens
+        return min(requested, vllm._max_request_tokens)
 
     @property
     def reasoning_tokens(self) -> int | None:

@@ -67,6 +67,7 @@ class Server(Protocol):
 
     _api_key: Annotated[str | None, "the key that requests need"]
     _default_chat_template_kwargs: Annotated[dict[str, object] | None, "rendering defaults"]
+    _default_max_tokens: Annotated[int, "the default of max_tokens"]
     _default_min_p: Annotated[float | None, "a sampling default"]
     _default_presence_penalty: Annotated[float | None, "a sampling default"]
     _default_repetition_penalty: Annotated[float | None, "a sampling default"]
@@ -76,6 +77,7 @@ class Server(Protocol):
     _default_top_k: Annotated[int | None, "a sampling default"]
     _default_top_p: Annotated[float | None, "a sampling default"]
     _engine: Annotated[object, "the engine of the only model"]
+    _max_request_tokens: Annotated[int, "the limit of max_tokens"]
     _mcp_executor: Annotated[object, "runs a tool for /v1/mcp/execute"]
     _mcp_manager: Annotated[object, "lists the tool servers, and stops them at shutdown"]
     _metrics: Annotated[Metrics, "the metrics"]
@@ -93,9 +95,6 @@ class Server(Protocol):
 
     async def _release_engine_for_request(self, raw_request: Request) -> None:
         """returns the engine of a request"""
-
-    def _resolve_request_max_tokens(self, requested_value: int | None) -> int:
-        """limits max_tokens"""
 
     def _validate_model_name(self, request_model: str) -> None:
         """rejects an unknown model"""

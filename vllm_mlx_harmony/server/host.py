@@ -173,7 +173,7 @@ class Host(Protocol):
         """The server's defaults for a request to ``engine``, today."""
 
     def max_tokens(self, requested: int | None) -> int:
-        """The maximum output tokens. Raises ``HTTPException`` 400 if too many are requested."""
+        """The maximum output tokens: as ``requested``, up to the server's limit, or its default."""
 
     @property
     def reasoning_tokens(self) -> int | None:

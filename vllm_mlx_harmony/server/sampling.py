@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.exceptions import HTTPException
-
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
-from vllm_mlx_harmony.protocols.validation import invalid
+
+logger = logging.getLogger("vllm_mlx_harmony")
 
 EPSILON = 1e-6
 """A smaller temperature or ``top_p`` always selects the likeliest id, and might underflow in
@@ -48,8 +48,8 @@ def resolve(
 ) -> Settings:
     """The settings of the request, or else the server's ``defaults``, or else neutral ones.
 
-    ``max_tokens`` is ``Host.max_tokens``. Raises ``RequestError`` for a limit above the server's
-    and for a bias on an id that does not exist.
+    ``max_tokens`` is ``Host.max_tokens``; a larger limit of the request is logged (semantics E3).
+    Raises ``RequestError`` for a bias on an id that does not exist.
     """
 
     def value(name: str, neutral: Any) -> Any:
@@ -57,11 +57,9 @@ def resolve(
         return next((each for each in values if each is not None), neutral)
 
     temperature, top_p, top_k = value("temperature", 1.0), value("top_p", 1.0), value("top_k", 0)
-    try:
-        most = max_tokens(limits.max_tokens)
-    except HTTPException as error:
-        message = str(error.detail).replace("max_tokens", limits.where)
-        raise invalid(limits.where, message) from error
+    most = max_tokens(limits.max_tokens)
+    if limits.max_tokens is not None and most < limits.max_tokens:
+        logger.info("%s exceeds this server's limit, which is %d", limits.where, most)
     for token, _ in sampling.logit_bias:
         if not 0 <= token < VOCAB_SIZE:
             raise RequestError(f"token id {token} is out of range", param="logit_bias")

@@ -237,6 +237,13 @@ class ChatTemplateOptions(TemplateOptions):
     enable_thinking: bool | None = None
 
 
+MaxTokens: TypeAlias = Annotated[
+    Annotated[int, Field(ge=1)] | None,
+    # llama.cpp and LM Studio: no limit
+    BeforeValidator(lambda value: None if value == -1 else value),
+]
+
+
 class ChatBody(OpenAIBody):
     """The body of ``POST /v1/chat/completions``: the fields that are read."""
 
@@ -244,8 +251,8 @@ class ChatBody(OpenAIBody):
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
 
-    max_tokens: int | None = Field(default=None, ge=1)
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_tokens: MaxTokens = None
+    max_completion_tokens: MaxTokens = None
     stop: Annotated[StopStrings | None, BeforeValidator(_as_strings)] = None
     n: int | None = Field(default=None, ge=1, le=MAX_CHOICES)
     prediction: Prediction | None = None
