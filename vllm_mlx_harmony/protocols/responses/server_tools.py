@@ -59,6 +59,13 @@ class ServerTools:
     def recipients(self) -> tuple[str, ...]:
         return tuple(name for namespace in self.namespaces for name in namespace.recipients)
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The types of the tools that the server runs."""
+        return frozenset(
+            self._kinds[each.name] for each in self.namespaces if each.name in self._kinds
+        )
+
     def kind(self, recipient: str) -> Kind:
         """How the request declares the tool at ``recipient``, which need not exist."""
         exists = any(recipient in namespace.by_recipient for namespace in self.namespaces)
@@ -123,7 +130,7 @@ def unavailable_tools(
     tools: Iterable[ResponsesTool], server: ServerTools | None = None
 ) -> tuple[str, ...]:
     """The names of those of ``tools`` that nobody runs; ``server`` has those that this one runs."""
-    kinds = set() if server is None else {server.kind(each) for each in server.recipients}
+    kinds = frozenset[Kind]() if server is None else server.kinds
     names: dict[str, None] = {}
     for tool in tools:
         if isinstance(tool, NamespaceTool):
