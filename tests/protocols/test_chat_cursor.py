@@ -15,7 +15,15 @@ from rows import ids as ids_of
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.render import render
-from vllm_mlx_harmony.core.turn import Call, Defaults, ResponseInfo, Result, Tool, User
+from vllm_mlx_harmony.core.turn import (
+    Call,
+    Defaults,
+    Preamble,
+    ResponseInfo,
+    Result,
+    Tool,
+    User,
+)
 from vllm_mlx_harmony.protocols.chat import ChatRequest, read
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
@@ -145,6 +153,59 @@ def test_results_in_a_message_of_the_user() -> None:
     with pytest.raises(RequestError) as caught:
         render(request(READ, messages=({"role": "user", "content": parts},)).turn)
     assert caught.value.param == "messages[0].content[0]"
+
+
+def test_calls_in_a_message_of_the_assistant() -> None:
+    blocks = [
+        {"type": "text", "text": "Let me look."},
+        {"type": "tool_use", "id": "c1", "name": "read_file", "input": {"path": "é"}},
+        {"type": "tool_use", "id": "c2", "name": "read_file", "input": None},
+    ]
+    results = [{"type": "tool_result", "tool_use_id": key, "content": key} for key in ("c2", "c1")]
+    messages = (
+        HELLO,
+        {"role": "assistant", "content": blocks},
+        {"role": "user", "content": results},
+    )
+    turn = request(READ, messages=messages).turn
+    assert turn.messages[1:] == (
+        Preamble("Let me look."),
+        Call("c1", "read_file", '{"path":"é"}'),
+        Call("c2", "read_file", "{}"),
+        Result("c2", "c2", "messages[2].content[0]"),
+        Result("c1", "c1", "messages[2].content[1]"),
+    )
+    render(turn)
+
+
+PROBLEMS: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"type": "tool_use", "id": "", "name": "f", "input": {}}, "id"),
+    ({"type": "tool_use", "id": "c", "input": {}}, "name"),
+    ({"type": "tool_use", "id": "c", "name": "f", "input": [1]}, "input"),
+)
+
+
+@pytest.mark.parametrize(("block", "name"), PROBLEMS)
+def test_a_call_that_cannot_be_read_is_named(block: dict[str, Any], name: str) -> None:
+    text = {"type": "text", "text": "x"}
+    with pytest.raises(RequestError) as caught:
+        request(messages=(HELLO, {"role": "assistant", "content": [text, block]}))
+    assert caught.value.param == f"messages[1].content[1].{name}"
+
+
+def test_a_message_with_a_call_cannot_be_continued() -> None:
+    block = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    message = {"role": "assistant", "content": [block]}
+    with pytest.raises(RequestError) as caught:
+        request(messages=(HELLO, message), continue_final_message=True)
+    assert caught.value.param == "messages[1]"
+
+
+def test_an_attachment_beside_a_result_is_named_by_its_place() -> None:
+    parts = [{"type": "tool_result", "tool_use_id": "c", "content": "x"}, {"type": "novel"}]
+    with pytest.raises(RequestError) as caught:
+        request(messages=({"role": "user", "content": parts},))
+    assert caught.value.param == "messages[0].content[1]"
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "tool"])

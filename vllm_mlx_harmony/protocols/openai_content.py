@@ -60,15 +60,22 @@ def paragraphs(parts: Iterable[AnyPart] | None) -> str:
 
 
 def text_of(
-    parts: Iterable[AnyPart] | None, where: str, attachments: Attachments, *, lenient: bool = False
+    parts: Iterable[AnyPart] | None,
+    where: str,
+    attachments: Attachments,
+    *,
+    lenient: bool = False,
+    skip: tuple[type[AnyPart], ...] = (),
 ) -> str:
-    """The texts, concatenated, and a line for every other part. ``where`` is the path of the list.
+    """The texts, concatenated, and a line for every other part that is not of the models ``skip``.
 
-    Raises ``RequestError`` naming a part that is neither text nor an attachment, unless ``lenient``
-    as for the results of tools.
+    ``where`` is the path of the list. Raises ``RequestError`` naming a part that is neither text
+    nor an attachment, unless ``lenient`` as for the results of tools.
     """
     joined, after_line = "", False
     for index, part in enumerate(parts or ()):
+        if isinstance(part, skip):
+            continue
         text, at = _part_text(part), f"{where}[{index}]"
         is_line = text is None
         if text is None:

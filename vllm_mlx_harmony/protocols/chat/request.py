@@ -170,7 +170,7 @@ def _conversation(body: ChatBody, attachments: Attachments) -> tuple[list[Messag
             prefill = reader.take_prefill(turn)
             read += reader.read_assistant(turn, Preamble)
         else:
-            calls = any(message.tool_calls or message.function_call for _, message in turn)
+            calls = any(message.has_calls for _, message in turn)
             read += reader.read_assistant(turn, Preamble if calls else Answer)
     return read, prefill
 
@@ -224,26 +224,23 @@ class _Reader:
             yield Result(key, text, where)
         elif message.content is None:
             raise required(f"{where}.content")
+        elif message.role == "user":
+            yield from self._user(message.content, f"{where}.content")
         else:
-            parts = message.content
-            if message.role == "user":
-                yield from self._tool_results(message.content, f"{where}.content")
-                parts = [part for part in parts if not isinstance(part, schema.ToolResultPart)]
-                if not parts and message.content:
-                    return
-            text = text_of(parts, f"{where}.content", self.attachments)
-            if message.role == "user":
-                yield User(text)
-            elif text:
+            text = text_of(message.content, f"{where}.content", self.attachments)
+            if text:
                 yield Instructions(text)
 
-    def _tool_results(self, parts: Sequence[AnyPart], where: str) -> Iterator[Result]:
-        """Results of calls in a message of the user: Anthropic's, as Cursor sends them."""
+    def _user(self, parts: Sequence[AnyPart], where: str) -> Iterator[Message]:
+        """A message of the user, after the results of calls in it: Anthropic's form of them."""
+        results = 0
         for at, part in enumerate(parts):
             if isinstance(part, schema.ToolResultPart):
-                here = f"{where}[{at}]"
+                results, here = results + 1, f"{where}[{at}]"
                 text = text_of(part.content, f"{here}.content", self.attachments, lenient=True)
                 yield Result(part.tool_use_id, text, here)
+        if not results or results < len(parts):
+            yield User(text_of(parts, where, self.attachments, skip=(schema.ToolResultPart,)))
 
     def read_assistant(self, run: _Run, kind: type[Preamble] | type[Answer]) -> list[Message]:
         """One turn of the assistant in the model's own order (A4): its texts are of one ``kind``.
@@ -257,6 +254,10 @@ class _Reader:
                 read.append(Reasoning(reasoning))
             if text := self._text(message, where):
                 read.append(kind(text))
+            for at, part in enumerate(message.content or ()):
+                if isinstance(part, schema.ToolUsePart):
+                    arguments = call_arguments(part.input, f"{where}.content[{at}].input")
+                    read.append(Call(part.id, part.name, arguments))
             for at, call in enumerate(message.tool_calls or ()):
                 read.append(self._call(call, f"{where}.tool_calls[{at}]"))
             if legacy := message.function_call:
@@ -271,7 +272,7 @@ class _Reader:
         Raises ``RequestError`` for a call in it: a call needs a result.
         """
         for index, message in run:
-            if message.tool_calls or message.function_call:
+            if message.has_calls:
                 problem = f"messages[{index}]: a message with tool calls cannot be continued"
                 raise unsupported(f"messages[{index}]", problem)
         index, last = run[-1]
@@ -284,7 +285,8 @@ class _Reader:
 
         A spoken answer is only referred to by its id.
         """
-        text = text_of(message.content, f"{where}.content", self.attachments)
+        content, skip = f"{where}.content", (schema.ToolUsePart,)
+        text = text_of(message.content, content, self.attachments, skip=skip)
         if message.audio is not None:
             line = self.attachments.line("audio", "audio", f"{where}.audio")
             text = f"{text}\n{line}" if text else line

@@ -75,9 +75,20 @@ class ToolResultPart(AnyPart):
     content: Parts = None
 
 
-ChatPart: TypeAlias = Annotated[
-    AnyPart, Variants({**TEXT_PARTS, "tool_result": ToolResultPart}, AnyPart)
-]
+class ToolUsePart(AnyPart):
+    """A call in a message of the assistant, as Anthropic has it."""
+
+    id: str = Field(min_length=1)
+    name: str = Field(min_length=1)
+    input: object = None
+
+
+_PARTS: dict[str, type[Wire]] = {
+    **TEXT_PARTS,
+    "tool_result": ToolResultPart,
+    "tool_use": ToolUsePart,
+}
+ChatPart: TypeAlias = Annotated[AnyPart, Variants(_PARTS, AnyPart)]
 
 
 class ChatMessage(Wire):
@@ -92,6 +103,12 @@ class ChatMessage(Wire):
     function_call: ChatFunction | None = None
     name: object = None
     audio: object = None
+
+    @property
+    def has_calls(self) -> bool:
+        parts = self.content or ()
+        has_blocks = any(isinstance(part, ToolUsePart) for part in parts)
+        return bool(self.tool_calls or self.function_call or has_blocks)
 
 
 class ChatToolFunction(Wire):
