@@ -121,6 +121,7 @@ APIS = {
             "tool_choice": "required",
             "parallel_tool_calls": False,
             "response_format": TEXT,
+            "response_format.json_schema": {**SCHEMA, "title": "other"},
             "response_format.json_schema.strict": True,
             "structured_outputs": {"regex": "a"},
             "guided_json": SCHEMA,
@@ -128,6 +129,9 @@ APIS = {
             "guided_regex": "a",
             "guided_choice": ["a"],
             "guided_grammar": "start: /a/",
+            "json_schema": SCHEMA,
+            "regex": "a",
+            "grammar": "start: /a/",
             "reasoning_effort": "high",
             "reasoning.effort": "high",
             "reasoning.max_tokens": 5,
@@ -148,6 +152,7 @@ APIS = {
             "top_logprobs": 2,
         },
         {
+            "ebnf": 'root ::= "a"',
             "structured_outputs.structural_tag": "x",
             "structured_outputs.disable_additional_properties": True,
             "prompt_logprobs": 0,
@@ -249,6 +254,10 @@ APIS = {
             "guided_regex": "a",
             "guided_choice": ["a"],
             "guided_grammar": "start: /a/",
+            "json_schema": SCHEMA,
+            "regex": "a",
+            "grammar": "start: /a/",
+            "ebnf": 'root ::= "a"',
             "response_format": {"type": "json_object"},
             "max_tokens": 5,
             "max_completion_tokens": 5,
@@ -275,6 +284,10 @@ APIS = {
             "prompt_cache_options.prewarm": (False,),
             "logprobs": (False,),
             "guided_json_object": (False,),
+            "json_schema": ({},),
+            "regex": ("",),
+            "grammar": ("",),
+            "ebnf": ("",),
             "n": (1,),
             "ignore_eos": (False,),
         },
@@ -364,7 +377,7 @@ def put(body: Any, path: str, value: object) -> None:
 def without(api: Api, path: str) -> dict[str, Any]:
     """A body of the API that can have ``path``."""
     body = deepcopy(api.body)
-    if path.startswith(("guided_", "structured_outputs")):
+    if path.startswith(("guided_", "structured_outputs", "json_schema", "regex", "grammar")):
         body.pop("response_format", None)  # there can be one format only
     if path == "top_logprobs" and api.model is ChatBody:
         body["logprobs"] = True
@@ -472,6 +485,7 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
     ("Chat Completions", "tools", [{"type": "web_search"}], INVALID),
     ("Chat Completions", "response_format", {"type": "grammar"}, INVALID),
     ("Chat Completions", "guided_grammar", "root ::= a", UNSUPPORTED),
+    ("Chat Completions", "grammar", "root ::= a", UNSUPPORTED),
     ("Chat Completions", "guided_json", SCHEMA, INVALID),  # two formats
     ("Chat Completions", "thinking_token_budget", -1, None),
     ("Chat Completions", "n", 1, None),

@@ -299,6 +299,10 @@ TURNS = {
         {"max_tokens": 5, "max_completion_tokens": 7},
         Turn((User("Hello"),), limits=Limits(7, where="max_completion_tokens")),
     ),
+    "no limit": (
+        {"max_tokens": 5, "max_completion_tokens": -1},
+        Turn((User("Hello"),), limits=Limits(5)),
+    ),
     "one stop string": ({"stop": "\n"}, Turn((User("Hello"),), limits=Limits(stop=("\n",)))),
     "empty stop strings": ({"stop": ["", "x"]}, Turn((User("Hello"),), limits=Limits(stop=("x",)))),
     "an empty stop string": ({"stop": ""}, Turn((User("Hello"),))),
@@ -721,6 +725,22 @@ FORMATS: list[tuple[dict[str, Any], ResponseFormat]] = [
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, ResponseFormat(SCHEMA)),
     ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, ResponseFormat(SCHEMA)),
     ({"response_format": {"type": "text"}, "guided_regex": "a+"}, REGEX),
+    ({"json_schema": SCHEMA}, ResponseFormat(SCHEMA, strict=True)),
+    ({"json_schema": json.dumps(SCHEMA)}, ResponseFormat(SCHEMA, strict=True)),
+    ({"regex": "a+", "json_schema": {}, "grammar": ""}, REGEX),
+    (
+        {"grammar": 'start: "a"'},
+        ResponseFormat(strict=True, syntax=Syntax("lark", 'start: "a"')),
+    ),
+    ({"response_format": {"type": "json_schema", "json_schema": SCHEMA}}, ResponseFormat(SCHEMA)),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {**SCHEMA, "description": "d"}}},
+        ResponseFormat({**SCHEMA, "description": "d"}),
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "extra": 1}}},
+        ResponseFormat({}),
+    ),
 ]
 
 
@@ -871,7 +891,7 @@ BAD_FIELDS = [
     ("max_tokens", "5", "max_tokens"),
     ("max_tokens", True, "max_tokens"),
     ("max_tokens", 1.5, "max_tokens"),
-    ("max_completion_tokens", -1, "max_completion_tokens"),
+    ("max_completion_tokens", -2, "max_completion_tokens"),
     ("timeout", 0, "timeout"),
     ("timeout", float("nan"), "timeout"),
     ("timeout", float("inf"), "timeout"),
@@ -978,6 +998,11 @@ BAD_FIELDS = [
     ("guided_choice", [], "guided_choice"),
     ("guided_choice", ["a", 1], "guided_choice[1]"),
     ("guided_grammar", 'root ::= "a"', "guided_grammar"),
+    ("grammar", 'root ::= "a"', "grammar"),
+    ("ebnf", 'root ::= "a"', "ebnf"),
+    ("json_schema", "{", "json_schema"),
+    ("json_schema", [1], "json_schema"),
+    ("regex", 3, "regex"),
     ("structured_outputs", "json", "structured_outputs"),
     ("structured_outputs", {"json": "{"}, "structured_outputs.json"),
     ("structured_outputs", {"grammar": 'root ::= "a"'}, "structured_outputs.grammar"),

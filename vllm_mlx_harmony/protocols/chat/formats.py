@@ -1,7 +1,9 @@
-"""The response format of a Chat request, from OpenAI's field or from those of vLLM.
+"""The response format of a Chat request, from OpenAI's field or from those of vLLM, llama.cpp and
+SGLang.
 
 Older versions of vLLM have a field for each kind of format (``guided_regex``), newer ones have one
-for all of them (``structured_outputs``).
+for all of them (``structured_outputs``). SGLang's fields (``regex``) have the same contents, and so
+has llama.cpp's ``json_schema``; in these two, forms send empty ones.
 """
 
 from __future__ import annotations
@@ -50,6 +52,13 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
         for where, given in ((f"guided_{name}", guided), (f"structured_outputs.{name}", requested)):
             if given is not None and given is not False:
                 yield where, _vllm(name, given, where)
+    for name, where, requested in (
+        ("json", "json_schema", body.json_schema),
+        ("regex", "regex", body.regex),
+        ("grammar", "grammar", body.grammar),
+    ):
+        if requested:
+            yield where, _vllm(name, requested, where)
 
 
 def _openai(requested: ChatFormat) -> ResponseFormat:
@@ -77,7 +86,7 @@ def _vllm(name: str, requested: object, where: str) -> ResponseFormat:
             pattern = f"(?:{'|'.join(map(re.escape, choices))})"
             return ResponseFormat(strict=True, syntax=Syntax("regex", pattern))
         case "grammar", str(grammar):
-            if "::=" in grammar:  # GBNF, which other backends of vLLM take
+            if "::=" in grammar:  # GBNF, which llama.cpp and other backends of vLLM take
                 raise _unsupported(where, "write the grammar in Lark's notation")
             return ResponseFormat(strict=True, syntax=Syntax("lark", grammar))
         case _:

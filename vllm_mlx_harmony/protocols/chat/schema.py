@@ -34,6 +34,17 @@ def _as_choice(value: object) -> object:
     return {"type": value} if isinstance(value, str) else value
 
 
+def _as_named_schema(value: object) -> object:
+    """A schema in the place of the object that has it as ``schema``, as clients of llama.cpp and
+    SGLang send it."""
+    if isinstance(value, dict) and not value.keys() <= _NAMED_SCHEMA:
+        return value if "schema" in value else {"schema": value}
+    return value
+
+
+_NAMED_SCHEMA = {"name", "description", "strict", "schema"}
+
+
 def _kind(value: Mapping[str, object]) -> object:
     """The type of a tool or of a call, which may be omitted."""
     custom = value.get("custom") is not None and value.get("function") is None
@@ -209,7 +220,7 @@ class ChatFormat(Wire):
     """``document`` is where llama.cpp has the schema, in both types."""
 
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: Annotated[JsonSchema | None, BeforeValidator(_as_named_schema)] = None
     document: Document | None = Field(default=None, alias="schema")
 
 
@@ -290,6 +301,9 @@ class ChatBody(OpenAIBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(default=None, min_length=1)
     guided_grammar: str | None = None
+    json_schema: object = None
+    regex: str | None = None
+    grammar: str | None = None
 
     thinking_budget_tokens: int | None = Field(default=None, ge=-1)
     thinking_budget: int | None = Field(default=None, ge=-1)
@@ -324,6 +338,7 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
         bool,
         "not supported: stop strings are never included in the answer",
     ),
+    ("ebnf", bool, "not available: guided_grammar takes a grammar in Lark's notation"),
     ("ignore_eos", bool, "not supported: generation always stops at the end of the turn"),
     ("truncate_prompt_tokens", given, "not supported: prompts are never truncated"),
     ("allowed_token_ids", bool, "not available: use logit_bias"),
