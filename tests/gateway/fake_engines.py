@@ -472,7 +472,9 @@ def served(app: Any, **options: Any) -> Iterator[str]:
     """``app`` on a port of this machine, in a thread; its URL.
 
     ``buffer``: bytes that the kernel takes of what is sent; as it likes, where it is not given.
+    ``server``: a class in uvicorn's place.
     """
+    server_class = options.pop("server", uvicorn.Server)
     listening = socket.socket()
     if buffer := options.pop("buffer", 0):
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
@@ -480,7 +482,7 @@ def served(app: Any, **options: Any) -> Iterator[str]:
     listening.bind(("127.0.0.1", options.pop("port", 0)))
     listening.listen(1024)
     config = uvicorn.Config(app, log_level="error", **options)
-    server = uvicorn.Server(config)
+    server = server_class(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

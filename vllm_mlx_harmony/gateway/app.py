@@ -51,6 +51,7 @@ from vllm_mlx_harmony.gateway.workers import Reload
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.connections import limited
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import (
     Context,
@@ -455,7 +456,7 @@ def serve(
     )
     logging.getLogger("vllm_mlx_harmony").setLevel(settings.log_level.upper())
     access_log.to_standard_output()
-    server = draining(uvicorn.Server, lambda: settings.shutdown_grace)(config)
+    server = draining(limited(uvicorn.Server), lambda: settings.shutdown_grace)(config)
     if ending is not None:
         workers.stop_with(ending, server)
     server.run(None if listener is None else [listener])

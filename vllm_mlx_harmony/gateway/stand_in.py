@@ -22,6 +22,7 @@ from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import ids
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.connections import limited
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
 from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.sampling import Settings
@@ -111,7 +112,7 @@ def serve(settings: GatewaySettings, pace: float) -> int:
         port=settings.port,
         log_level="warning",
     )
-    server = draining(uvicorn.Server, lambda: settings.shutdown_grace)(config)
+    server = draining(limited(uvicorn.Server), lambda: settings.shutdown_grace)(config)
     logging.getLogger("uvicorn.error").setLevel("INFO")
     server.run()
     return 0 if server.started else 1

@@ -24,6 +24,7 @@ from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.server import defaults, shutdown
+from vllm_mlx_harmony.server.connections import limited
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import (
     Context,
@@ -190,7 +191,8 @@ class _Tracker:
 
 
 def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
-    """uvicorn's server, which ends after our answers: they have at most ``--timeout`` seconds."""
+    """uvicorn's server, which ends after our answers: they have at most ``--timeout`` seconds. Its
+    connections are limited."""
     return shutdown.draining(
-        original, lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout))
+        limited(original), lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout))
     )
