@@ -331,7 +331,8 @@ def execute(
     }
     unset = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE")
     without = {k: v for k, v in os.environ.items() if k not in unset}
-    print(f"{prefix}$ {' '.join(command)}", flush=True)
+    # One write: another leg's line could come before a newline that is written by itself.
+    print(f"{prefix}$ {' '.join(command)}\n", end="", flush=True)
     with subprocess.Popen(
         [str(executable), *arguments[1:]],
         cwd=REPOSITORY,
