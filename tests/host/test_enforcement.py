@@ -610,6 +610,19 @@ def test_min_tokens(scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, po
         assert found.finished is not None and found.finished.reason == "stop"
 
 
+@pytest.mark.parametrize("policy", ["auto", "off"])
+@pytest.mark.parametrize("kind", ["plain", "auto"])
+def test_ignore_eos_generates_up_to_the_limit(
+    scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, policy: str, kind: str
+) -> None:
+    """Benchmarks measure the time of a known number of tokens."""
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
+    api, document = wanting("prose", kind, 0, ignore_eos=True)
+    found = run(said(scripted, api, document, replace(FREE, max_tokens=80)))
+    assert len(found.ids) == 80
+    assert found.finished is not None and found.finished.reason == "length"
+
+
 def test_min_tokens_does_not_break_a_grammar(scripted: Any, run: Run) -> None:
     api, document = wanting("prose", "schema", 0, min_tokens=200)
     found = run(said(scripted, api, document, FREE))

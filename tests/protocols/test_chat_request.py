@@ -16,6 +16,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy, compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -117,6 +118,26 @@ MESSAGES = {
     "assistant, refusal part": (
         assistant(content=[{"type": "refusal", "refusal": "No."}]),
         [Answer("No.")],
+    ),
+    **{
+        f"assistant, reasoning in a part: {part}": (
+            assistant(content=[part, {"type": "text", "text": "b"}]),
+            [Reasoning("a"), Answer("b")],
+        )
+        for part in (
+            {"type": "thinking", "thinking": "a", "signature": "x"},  # Anthropic
+            {"type": "thinking", "thinking": [{"type": "text", "text": "a"}]},  # Mistral
+            {"type": "reasoning", "text": "a"},  # Vercel
+            {"type": "reasoning", "reasoning": "a"},  # LangChain
+        )
+    },
+    "assistant, reasoning that only its server reads": (
+        assistant(content=[{"type": "redacted_thinking", "data": "x"}]),
+        [],
+    ),
+    "assistant, reasoning in a field and in a part": (
+        assistant(reasoning_content="a", content=[{"type": "thinking", "thinking": "a"}]),
+        [Reasoning("a")],
     ),
     "assistant, reasoning_content": (
         assistant(content="b", reasoning_content="a"),
@@ -299,6 +320,10 @@ TURNS = {
         {"max_tokens": 5, "max_completion_tokens": 7},
         Turn((User("Hello"),), limits=Limits(7, where="max_completion_tokens")),
     ),
+    "no end before the limit": (
+        {"ignore_eos": True, "min_tokens": 5, "max_tokens": 9},
+        Turn((User("Hello"),), limits=Limits(9, min_tokens=WINDOW)),
+    ),
     "no limit": (
         {"max_tokens": 5, "max_completion_tokens": -1},
         Turn((User("Hello"),), limits=Limits(5)),
@@ -396,6 +421,7 @@ def test_server_defaults_give_way_to_the_request(fields: dict[str, Any], expecte
         ({}, Effort.HIGH),
         ({"reasoning_effort": "minimal"}, Effort.LOW),
         ({"reasoning_effort": "xhigh"}, Effort.HIGH),
+        ({"reasoning_effort": "ultra"}, Effort.HIGH),
         ({"reasoning": {"effort": "low", "summary": "auto"}}, Effort.LOW),
         ({"reasoning": {"effort": None}}, Effort.HIGH),
         ({"chat_template_kwargs": {"reasoning_effort": "medium"}}, Effort.MEDIUM),
@@ -660,6 +686,17 @@ def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
         (SAID, ToolChoice(True, ("say",))),
         (allowed("auto", CITY), ToolChoice(names=("weather",))),
         (allowed("required", SAID, CITY, SAID), ToolChoice(True, ("say", "weather"))),
+        # as in Responses
+        ({"type": "function", "name": "weather"}, ToolChoice(True, ("weather",))),
+        ({"type": "custom", "name": "say"}, ToolChoice(True, ("say",))),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "custom", "name": "say"}, CITY],
+            },
+            ToolChoice(True, ("say", "weather")),
+        ),
     ],
 )
 def test_the_choice_leaves_all_tools_in_the_prompt(choice: Any, expected: ToolChoice) -> None:
@@ -1057,7 +1094,7 @@ BAD_FIELDS = [
     ("logprob_token_ids", [1], "logprob_token_ids"),
     ("stop_token_ids", [1], "stop_token_ids"),
     ("include_stop_str_in_output", True, "include_stop_str_in_output"),
-    ("ignore_eos", True, "ignore_eos"),
+    ("ignore_eos", "yes", "ignore_eos"),
     ("truncate_prompt_tokens", 5, "truncate_prompt_tokens"),
     ("allowed_token_ids", [1], "allowed_token_ids"),
     ("bad_words", ["no"], "bad_words"),

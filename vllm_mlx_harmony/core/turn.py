@@ -50,6 +50,7 @@ EFFORTS: dict[str, Effort] = {
     "high": Effort.HIGH,
     "xhigh": Effort.HIGH,
     "max": Effort.HIGH,
+    "ultra": Effort.HIGH,
 }
 
 

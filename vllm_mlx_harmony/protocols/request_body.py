@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from pydantic import Field
 
+from vllm_mlx_harmony.core.text_limits import WINDOW
 from vllm_mlx_harmony.core.turn import BuiltinTool, Sampling
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, unsupported
@@ -70,12 +71,19 @@ class OpenAIBody(RequestBody):
     reasoning_effort: object = None
     thinking_token_budget: int | None = Field(default=None, ge=-1)
     min_tokens: int | None = Field(default=None, ge=0)
+    ignore_eos: bool | None = None
 
     min_p: float | None = Field(default=None, ge=0, le=1)
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0)
     seed: Seed | None = None
+
+    @property
+    def fewest_tokens(self) -> int:
+        """The tokens before which the turn cannot end: with vLLM's ``ignore_eos``, which
+        benchmarks set, all that ``max_tokens`` allows."""
+        return WINDOW if self.ignore_eos else self.min_tokens or 0
 
 
 def given(_: object) -> bool:

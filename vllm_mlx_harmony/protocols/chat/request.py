@@ -137,7 +137,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
             one_call=body.parallel_tool_calls is False,
             where="max_tokens" if older else "max_completion_tokens",
             reasoning_tokens=_reasoning_tokens(body),
-            min_tokens=body.min_tokens or 0,
+            min_tokens=body.fewest_tokens,
         ),
         tool_choice=tool_choice,
         thinking=thinking,
@@ -250,7 +250,7 @@ class _Reader:
         read: list[Message] = []
         for index, message in run:
             where = f"messages[{index}]"
-            if reasoning := message.reasoning_content or message.reasoning or message.thinking:
+            if reasoning := message.words_of_reasoning:
                 read.append(Reasoning(reasoning))
             if text := self._text(message, where):
                 read.append(kind(text))
@@ -285,7 +285,7 @@ class _Reader:
 
         A spoken answer is only referred to by its id.
         """
-        content, skip = f"{where}.content", (schema.ToolUsePart,)
+        content, skip = f"{where}.content", (schema.ToolUsePart, schema.ReasoningPart)
         text = text_of(message.content, content, self.attachments, skip=skip)
         if message.audio is not None:
             line = self.attachments.line("audio", "audio", f"{where}.audio")

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.core.turn import SyntaxKind
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.openai_content import TEXT_PARTS, AnyPart, Parts
+from vllm_mlx_harmony.protocols.openai_content import TEXT_PARTS, AnyPart, Parts, paragraphs
 from vllm_mlx_harmony.protocols.request_body import (
     JsonSchema,
     OpenAIBody,
@@ -31,7 +31,7 @@ def _as_strings(value: object) -> object:
 
 def _as_choice(value: object) -> object:
     """Strings such as ``auto`` become objects of that type."""
-    return {"type": value} if isinstance(value, str) else value
+    return {"type": value} if isinstance(value, str) else _as_nested(value)
 
 
 def _as_named_schema(value: object) -> object:
@@ -43,6 +43,15 @@ def _as_named_schema(value: object) -> object:
 
 
 _NAMED_SCHEMA = {"name", "description", "strict", "schema"}
+
+
+def _as_nested(value: object) -> object:
+    """A choice as in Responses, whose fields are beside its type, in the form of Chat."""
+    if isinstance(value, dict) and isinstance(kind := value.get("type"), str):
+        inner = {"function": "name", "custom": "name", "allowed_tools": "tools"}.get(kind, "")
+        if value.get(kind) is None and value.get(inner) is not None:
+            return {"type": kind, kind: value}
+    return value
 
 
 def _kind(value: Mapping[str, object]) -> object:
@@ -94,8 +103,22 @@ class ToolUsePart(AnyPart):
     input: object = None
 
 
+class ReasoningPart(AnyPart):
+    """Reasoning in a message of the assistant, as Anthropic, Mistral, LangChain or Vercel has it:
+    ``thinking`` with a text or parts, ``reasoning`` with a ``text`` or a ``reasoning``."""
+
+    thinking: Parts = None
+    reasoning: str | None = None
+    text: str | None = None
+
+    @property
+    def words(self) -> str:
+        return self.text or self.reasoning or paragraphs(self.thinking)
+
+
 _PARTS: dict[str, type[Wire]] = {
     **TEXT_PARTS,
+    **dict.fromkeys(("thinking", "redacted_thinking", "reasoning"), ReasoningPart),
     "tool_result": ToolResultPart,
     "tool_use": ToolUsePart,
 }
@@ -114,6 +137,13 @@ class ChatMessage(Wire):
     function_call: ChatFunction | None = None
     name: object = None
     audio: object = None
+
+    @property
+    def words_of_reasoning(self) -> str:
+        """The reasoning, in whichever field or parts the client sends it back."""
+        parts = (each.words for each in self.content or () if isinstance(each, ReasoningPart))
+        field = self.reasoning_content or self.reasoning or self.thinking
+        return field or "\n".join(filter(None, parts))
 
     @property
     def has_calls(self) -> bool:
@@ -207,7 +237,7 @@ class ChatNamedTool(Wire):
 
 class ChatAllowedTools(Wire):
     mode: Literal["auto", "required"]
-    tools: list[ChatNamedTool] = Field(min_length=1)
+    tools: list[Annotated[ChatNamedTool, BeforeValidator(_as_nested)]] = Field(min_length=1)
 
 
 class ChatToolChoice(ChatNamedTool):
@@ -339,7 +369,6 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
         "not supported: stop strings are never included in the answer",
     ),
     ("ebnf", bool, "not available: guided_grammar takes a grammar in Lark's notation"),
-    ("ignore_eos", bool, "not supported: generation always stops at the end of the turn"),
     ("truncate_prompt_tokens", given, "not supported: prompts are never truncated"),
     ("allowed_token_ids", bool, "not available: use logit_bias"),
     ("bad_words", bool, "not available: use logit_bias"),

@@ -304,7 +304,7 @@ def read_turn(
             one_call=body.parallel_tool_calls is False,
             where="max_output_tokens",
             reasoning_tokens=budget,
-            min_tokens=body.min_tokens or 0,
+            min_tokens=body.fewest_tokens,
         ),
         tool_choice=tools.choice,
         thinking=thinking and budget != 0,

@@ -466,7 +466,6 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("stop", bool, _ELSEWHERE),
     ("logit_bias", bool, _ELSEWHERE),
     ("stop_token_ids", bool, "not available"),
-    ("ignore_eos", bool, "not available: the model decides where a turn ends"),
     ("allowed_token_ids", bool, "not available"),
     ("bad_words", bool, "not available"),
 )
