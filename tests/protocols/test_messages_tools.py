@@ -305,6 +305,14 @@ def test_a_search_that_is_required_beside_others_fails_too() -> None:
     assert request(FUNCTION, SEARCH, tool_choice=choice).turn.tool_choice == ToolChoice(True)
 
 
+def test_a_function_may_have_the_name_of_a_search() -> None:
+    function = {**FUNCTION, "name": "web_search"}
+    asked = request(function, SEARCH, tool_choice=PINNED)
+    assert asked.turn.answer == ""
+    assert asked.turn.tool_choice == ToolChoice(required=True, names=("web_search",))
+    assert request(FUNCTION, SEARCH, tool_choice={**PINNED, "type": "auto"}).turn.answer == ""
+
+
 def test_a_conversation_goes_on_after_the_refusal() -> None:
     """A client with a switch for web search sends the tool with every message of its user."""
     message, _ = refused(request(SEARCH))

@@ -604,6 +604,19 @@ def test_a_pinned_search_fails_beside_others() -> None:
     assert response["output"][0]["error"] == "this server runs no tools"
 
 
+@pytest.mark.parametrize("label", ["auto", "function", "required", "allowed_tools"])
+def test_a_server_may_have_the_name_of_a_rule(label: str) -> None:
+    server = {"type": "mcp", "server_label": label}
+    for choice in ("auto", "required", {"type": "function", "name": "f"}):
+        assert request(FUNCTION, server, tool_choice=choice).turn.answer == ""
+
+
+def test_a_pinned_shell_in_a_container_fails() -> None:
+    container = {"type": "shell", "environment": {"type": "container_auto"}}
+    response = refused(request(FUNCTION, container, tool_choice={"type": "shell"}))
+    assert [item["type"] for item in response["output"]] == ["message"]
+
+
 def test_a_conversation_goes_on_after_the_refusal() -> None:
     search = {"type": "web_search"}
     first = request(search)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from json import dumps
@@ -56,7 +56,7 @@ from vllm_mlx_harmony.protocols.server_calls import (
     with_missing_results,
     with_results_moved,
 )
-from vllm_mlx_harmony.protocols.unavailable import Unavailable, notice, unavailable
+from vllm_mlx_harmony.protocols.unavailable import NONE, Unavailable, notice, unavailable
 from vllm_mlx_harmony.protocols.validation import required, unsupported, validate
 
 
@@ -150,10 +150,10 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
         requested = requested_namespaces(body, defaults.namespaces)
         namespaces = defaults.default_namespaces([*added, *deferred.values()], requested)
     builtin_tools = () if no_tools else defaults.builtin_tools
-    missing = Unavailable()
+    missing = NONE
     if not no_tools:
-        others = bool(added or deferred or namespaces or builtin_tools)
-        missing = _unavailable(body, defaults, namespaces, messages, others=others)
+        others = (*(tool.name for tool in added), *deferred, *builtin_tools)
+        missing = _unavailable(body, defaults, namespaces, messages, others)
     open_call = last_call(messages)
     runs = open_call is not None and prefill is None and namespaces
     messages = [*with_missing_results(messages, (open_call.id,) if open_call and runs else ())]
@@ -195,16 +195,19 @@ def _unavailable(
     defaults: Defaults,
     namespaces: Sequence[Namespace],
     messages: Sequence[Message],
-    *,
-    others: bool,
+    others: Collection[str],
 ) -> Unavailable:
-    """The declared tools that nobody runs. ``others``: the request has other tools as well."""
+    """The declared tools that nobody runs. ``others`` are the names of tools that the client runs.
+
+    A function of the client's may have the name of a tool that is not available.
+    """
     tools = unavailable_tools(body, defaults.namespaces, namespaces)
-    choice = body.tool_choice
-    if choice is not None and choice.type == "tool" and choice.name in tools:
+    choice = body.tool_choice or schema.ToolChoice(type="auto")
+    if choice.type == "tool" and choice.name in tools and choice.name not in others:
         return unavailable(tools, (choice.name,), messages, forced=True)
-    forced = choice is not None and choice.type == "any"
-    return unavailable(tools, () if others else tools, messages, forced=forced)
+    forced = choice.type == "any"
+    requested = () if others or namespaces else tools
+    return unavailable(tools, requested, messages, forced=forced)
 
 
 def notes(body: MessagesBody, missing: Unavailable) -> tuple[str, ...]:

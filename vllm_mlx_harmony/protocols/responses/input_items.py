@@ -153,13 +153,11 @@ class ItemReader:
             case schema.LocalCallItem():
                 yield self._local_call(item, where)
             case schema.LocalOutputItem():
-                known = self._local_ids.get(item.id or "", item.id)
-                key = item.call_id or known
+                key = item.call_id or self._local_ids.get(item.id or "", item.id)
                 if key is None:
                     raise required(f"{where}.call_id")
-                name = LOCAL_TOOLS[types_of({"type": item.type.removesuffix("_output")})[0]].name
                 text = self._local_output(item, f"{where}.output")
-                yield from self._answer(Result(key, text, where), name)
+                yield from self._answer(Result(key, text, where), self._local_name(item))
             case schema.AgentMessageItem():
                 text = text_of(
                     item.content, f"{where}.content", self.defaults.attachments, lenient=True
@@ -229,8 +227,7 @@ class ItemReader:
         return Call(key, name, arguments)
 
     def _local_call(self, item: schema.LocalCallItem, where: str) -> Call:
-        types = types_of(item.document)
-        tool = LOCAL_TOOLS[types[0]]
+        tool = LOCAL_TOOLS[types_of(item.document)[0]]
         arguments = tool.arguments(item.document)
         if arguments is None:
             raise required(f"{where}.{tool.payload}")
@@ -238,7 +235,11 @@ class ItemReader:
         if key is None:
             raise required(f"{where}.call_id")
         self._local_ids[item.id or key] = key
-        return self._called(key, self.tools.of_kind(*types) or tool.name, arguments)
+        return self._called(key, self._local_name(item), arguments)
+
+    def _local_name(self, item: schema.LocalCallItem | schema.LocalOutputItem) -> str:
+        types = types_of(item.document)
+        return self.tools.of_kind(*types) or LOCAL_TOOLS[types[0]].name
 
     def _local_output(self, item: schema.LocalOutputItem, where: str) -> str:
         """The result of a client's tool, as the model reads it."""
@@ -282,7 +283,7 @@ class ItemReader:
 
 
 def _shell_output(output: schema.ShellOutput) -> str:
-    """The output of one command, with the exit code if that says more than success."""
+    """The output of one command, and how it ended."""
     outcome = output.outcome or {}
     parts = [output.stdout or ""]
     if output.stderr:

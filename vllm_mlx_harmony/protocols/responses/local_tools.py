@@ -226,10 +226,11 @@ OUTPUTS = frozenset(f"{call}_output" for call in CALLS)
 """The types of the items of the results."""
 
 
-def types_of(call: Mapping[str, object]) -> tuple[str, ...]:
-    """The types of the tools that the item ``call`` may be a call of, the likeliest first."""
-    types = [kind for kind, tool in LOCAL_TOOLS.items() if tool.call == call.get("type")]
-    return (*sorted(types, key=lambda kind: call.get(LOCAL_TOOLS[kind].payload) is None),)
+def types_of(item: Mapping[str, object]) -> tuple[str, ...]:
+    """The types of the tools that ``item``, a call or a result, may belong to, likeliest first."""
+    call = str(item.get("type")).removesuffix("_output")
+    types = [kind for kind, tool in LOCAL_TOOLS.items() if tool.call == call]
+    return (*sorted(types, key=lambda kind: item.get(LOCAL_TOOLS[kind].payload) is None),)
 
 
 def types_chosen(choice_type: str) -> tuple[str, ...]:

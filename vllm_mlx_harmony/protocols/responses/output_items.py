@@ -375,22 +375,19 @@ class LocalToolCall(FunctionCall):
 class ShellCall(LocalToolCall):
     """``shell_call``, whose commands have events of their own."""
 
-    def closed(self) -> list[PendingEvent]:
-        first, *rest = super().closed()
-        if not self.item:
-            return [first, *rest]
-        commands = self.item["action"]["commands"]
-        opening = {**self.item, "action": {**self.item["action"], "commands": []}}
-        begun = {**self.document(), **opening, "status": IN_PROGRESS}
-        events: list[PendingEvent] = [added(self.index, begun)]
-        for number, command in enumerate(commands):
+    def announce(self) -> list[PendingEvent]:
+        self.shown = True
+        action = self.item["action"]
+        begun = {**self.document(), "action": {**action, "commands": []}}
+        events = [added(self.index, begun)]
+        for number, command in enumerate(action["commands"]):
             place = {"output_index": self.index, "command_index": number}
             stem = "response.shell_call_command"
             events.append(pending(f"{stem}.added", **place, command=""))
             if command:
                 events.append(pending(f"{stem}.delta", **place, delta=command))
             events.append(pending(f"{stem}.done", **place, command=command))
-        return [*events, *rest]
+        return events
 
 
 _CALLS: dict[str, type[FunctionCall]] = {

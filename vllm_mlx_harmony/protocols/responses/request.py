@@ -50,14 +50,14 @@ from vllm_mlx_harmony.protocols.responses.schema import (
 )
 from vllm_mlx_harmony.protocols.responses.server_tools import (
     ServerTools,
+    chosen_name,
     read_server_tools,
-    unavailable_name,
     unavailable_tools,
     without_secrets,
 )
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.server_calls import with_missing_results, with_results_moved
-from vllm_mlx_harmony.protocols.unavailable import Unavailable, unavailable
+from vllm_mlx_harmony.protocols.unavailable import NONE, Unavailable, unavailable
 from vllm_mlx_harmony.protocols.validation import required, unsupported, validate
 
 
@@ -192,7 +192,7 @@ def read(
     builtin_tools = defaults.enabled(
         (request.chat_template_kwargs or TemplateOptions()).builtin_tools
     )
-    missing = Unavailable()
+    missing = NONE
     if not (request.tool_choice and request.tool_choice.type == "none"):
         others = bool(own or server.namespaces or builtin_tools)
         missing = _unavailable(request, server, conversation, others=others or compacts)
@@ -249,7 +249,7 @@ def _unavailable(
     """The declared tools that nobody runs. ``others``: the request has other tools as well."""
     tools = unavailable_tools(body.tools or (), server)
     choice = body.tool_choice
-    if choice is not None and (name := unavailable_name(choice)) in tools:
+    if choice is not None and (name := chosen_name(choice)) in tools:
         return unavailable(tools, (name,), messages, forced=True)
     forced = choice is not None and "required" in (choice.type, choice.mode)
     return unavailable(tools, () if others else tools, messages, forced=forced)

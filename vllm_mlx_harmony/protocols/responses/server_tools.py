@@ -122,8 +122,12 @@ HOSTED_TOOLS: Mapping[str, str] = {
     "file_search": "file_search",
     "image_generation": "image_generation",
     "programmatic_tool_calling": "programmatic_tool_calling",
+    "shell": "shell",
 }
-"""The other types that OpenAI's servers run, each with its name without a version."""
+"""The types of tools that OpenAI's servers run, each with its name without a version.
+
+A ``shell`` is one of them in a container.
+"""
 
 
 def unavailable_tools(
@@ -139,17 +143,17 @@ def unavailable_tools(
             if server is None or not server.available:  # otherwise, unknown servers are errors
                 names[tool.server_label or tool.type] = None
         elif not (isinstance(tool, (ClientTool, PredefinedTool)) or tool.type == SEARCH):
-            name = unavailable_name(tool)
+            name = HOSTED_TOOLS.get(tool.type, tool.type)
             if name not in kinds:
                 names[name] = None
     return tuple(names)
 
 
-def unavailable_name(tool: AllowedTool | ResponsesTool) -> str:
-    """The name of a tool that OpenAI's servers would run, or of a choice of it."""
-    if isinstance(tool, AllowedTool) and tool.type == "mcp":
-        return tool.server_label or tool.type
-    return HOSTED_TOOLS.get(tool.type, tool.type)
+def chosen_name(requested: AllowedTool) -> str | None:
+    """The name of the ``requested`` tool in ``unavailable_tools``, if it could be one of them."""
+    if requested.type == "mcp":
+        return requested.server_label
+    return HOSTED_TOOLS.get(requested.type)
 
 
 _UNSUPPORTED = ("connector_id", "tunnel_id")
