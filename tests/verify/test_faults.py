@@ -184,6 +184,11 @@ OF_ONE: dict[str, Fault] = {
         ),
     ),
     "responses.previous, stored": Fault(at("GET", "/v1/responses/.*"), reply=swapped("OK", "KO")),
+    **{
+        f"{api}.{name}": Fault(asked(ask), request=forget("tools"))
+        for api in ("responses", "messages")
+        for name, ask in (("search", wire.SEARCH), ("predefined", wire.EDIT))
+    },
     "responses.missing-response": Fault(
         posted(previous_response_id="resp_0123456789abcdef"),
         request=forget("previous_response_id"),

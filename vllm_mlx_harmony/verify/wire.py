@@ -30,6 +30,8 @@ CLOCK = Tool(
     {"type": "object", "properties": {"city": {"type": "string"}}},
 )
 TIME = Ask(("What time is it in Lima?",), tools=(CLOCK,))
+SEARCH = Ask(("Search the web: which mountain is the highest of Norway? Name the page.",))
+EDIT = Ask(("Reply with the word ready.",))
 FIRST, SECOND = "Remember this number: 4711. Reply with OK.", "Which number was it?"
 
 FEW = 16
@@ -280,6 +282,44 @@ async def count_tokens(trial: Trial) -> None:
     require(counted == prompt, f"{counted} tokens counted, {prompt} in usage")
 
 
+HOSTED: dict[str, Document] = {
+    "responses": {"type": "web_search"},
+    "messages": {"type": "web_search_20250305", "name": "web_search"},
+}
+"""Tools that the servers of OpenAI and Anthropic run."""
+
+PREDEFINED: dict[str, Document] = {
+    "responses": {"type": "apply_patch"},
+    "messages": {"type": "bash_20250124", "name": "bash"},
+}
+"""Tools that they define, and that the client runs."""
+
+SEARCHED = frozenset({"web_search_call", "web_search_tool_result"})
+
+
+async def search(trial: Trial) -> None:
+    body = trial.api.body(trial.server.model, SEARCH)
+    reply = await post(trial, {**body, "tools": [HOSTED[trial.api.name]]})
+    if reply.status_code in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
+        return
+    require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
+    document = parsed(reply.text)
+    text = trial.api.read(document).text
+    kinds = {each["type"] for name in ("content", "output") for each in document.get(name, ())}
+    require(SEARCHED & kinds, f"no search, and no error, but {text!r:.80}")
+
+
+async def predefined(trial: Trial) -> None:
+    body = trial.api.body(trial.server.model, EDIT)
+    reply = await post(trial, {**body, "tools": [PREDEFINED[trial.api.name]]})
+    if reply.status_code in (HTTPStatus.BAD_REQUEST, HTTPStatus.UNPROCESSABLE_ENTITY):
+        raise Unsupported("no tools of this type")
+    require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
+    shown = trial.api.read(parsed(reply.text)).usage.prompt
+    plain = (await trial.answer(EDIT)).usage.prompt
+    require(shown > plain, f"{shown} prompt tokens with the tool, {plain} without")
+
+
 ERRORS = {
     "chat": "https://platform.openai.com/docs/guides/error-codes",
     "responses": "https://platform.openai.com/docs/guides/error-codes",
@@ -293,6 +333,10 @@ STREAMS = {
 OPENAI = "https://platform.openai.com/docs"
 STATE = f"{OPENAI}/guides/conversation-state"
 ANTHROPIC = "https://platform.claude.com/docs/en"
+TOOLS = {
+    "responses": f"{OPENAI}/guides/tools",
+    "messages": f"{ANTHROPIC}/agents-and-tools/tool-use/overview",
+}
 HARMONY = "https://cookbook.openai.com/articles/openai-harmony"
 ALL = tuple(api.name for api in APIS)
 
@@ -326,6 +370,20 @@ ROWS: tuple[tuple[str, tuple[str, ...], str, dict[str, str] | str, Run], ...] = 
     (
         *("missing-response", ("responses",), "an unknown previous response gets 400 or 404"),
         *(STATE, missing_response),
+    ),
+    (
+        "search",
+        ("responses", "messages"),
+        "a web search is run or fails, and is not invented",
+        TOOLS,
+        search,
+    ),
+    (
+        "predefined",
+        ("responses", "messages"),
+        "tools that the API defines and the client runs are in the prompt",
+        TOOLS,
+        predefined,
     ),
     (
         *("count-tokens", ("messages",), "count_tokens returns the same number as usage"),
