@@ -315,6 +315,8 @@ class FakeEngine:
     silent: str = ""
     """It generates nothing for anybody, though all else answers: ``status`` (none is sent) or
     ``stream`` (one that stays empty)."""
+    limitless: bool = False
+    """It ignores the limit of a request."""
     waits: float = 0.0
     """Seconds of a fault that waits, after which the answer goes on."""
     faults: list[Fault] = field(default_factory=list)
@@ -360,7 +362,7 @@ class FakeEngine:
             events = self._events(request, answered, fault, trial=True)
             return StreamingResponse(events, media_type="text/event-stream")
         said = self.said(prompt)
-        limit = exchange.max_tokens(body)
+        limit = len(said) if self.limitless else exchange.max_tokens(body)
         finish = "length" if len(said) > limit else "stop"
         plain = exchange.events(prompt, said[:limit], finish)
         answered = with_logprobs(self.kind, body, plain)

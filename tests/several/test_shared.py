@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -68,6 +69,28 @@ def test_what_one_server_stores_the_other_has(server: RedisServer) -> None:
     assert not other.delete("resp_1", "bob")
     assert other.delete("resp_1", "alice")
     assert one.get("resp_1", "alice") is None
+
+
+@pytest.mark.parametrize(
+    "entry", [b"", b"nothing", zlib.compress(b"{"), zlib.compress(b"[1,2]"), zlib.compress(b"null")]
+)
+def test_unreadable_entry_is_absent(server: RedisServer, entry: bytes) -> None:
+    """One of another version, or of another program."""
+    store = SharedStore(Connection(server.url))
+    assert store.put(KEPT)
+    server.client.set(shared.key_of("response", KEPT.tenant, KEPT.id), entry)
+    assert store.get(KEPT.id, KEPT.tenant) is None
+    assert store.put(KEPT) and store.get(KEPT.id, KEPT.tenant) == KEPT
+
+
+def test_unreadable_events_and_commands_are_absent(server: RedisServer) -> None:
+    known, name = Directory(Connection(server.url)), ("resp_u", "alice")
+    known.beat([], {name: {0: Event("{}", "a"), 1: Event("{}", "b")}})
+    server.client.zadd(shared.key_of("log", "alice", "resp_u"), {b"nonsense": 2, b"3": 3})
+    assert known.events(name, 0) == [Event("{}", "a"), Event("{}", "b")]
+    server.client.set(shared.key_of("command", "alice", "resp_u"), b"explode")
+    assert known.beat([], {name: {}}) == {}
+    known.forget(name)
 
 
 def test_what_is_larger_than_the_store_is_not_stored(server: RedisServer) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from pathlib import Path
 
 from mcp.server.mcpserver import Context, MCPServer
@@ -62,6 +63,12 @@ def crash(server: MCPServer) -> None:
     def die(code: int = 3) -> str:
         """Ends the process."""
         os._exit(code)
+
+    @server.tool()
+    async def hang() -> str:
+        """Blocks the process."""
+        while True:
+            time.sleep(1)
 
     @server.tool()
     def live() -> str:

@@ -134,6 +134,29 @@ def test_a_server_that_dies_is_started_again() -> None:
     assert alive == "alive"
 
 
+def test_server_that_hangs_is_started_again() -> None:
+    """A call that takes too long is no proof: a server that still lists its tools goes on."""
+    box = toolbox(
+        {"crash": {**stdio("crash"), "timeout": 2}, "slow": {**stdio("slow"), "timeout": 2}}
+    )
+
+    async def hanging() -> list[str]:
+        hung = await ask(box, "crash.hang", "{}")
+        problem = box.servers[0].problem
+        await until(lambda: not box.servers[0].tools)
+        await until(lambda: not box.servers[0].problem)
+        client = box.servers[1]._client  # type: ignore[attr-defined]
+        await ask(box, "slow.sleep", '{"seconds": 3600}')
+        await until(lambda: not box.servers[1].problem)
+        assert box.servers[1]._client is client  # type: ignore[attr-defined]
+        return [hung.text, problem, (await ask(box, "crash.live", "{}")).text]
+
+    hung, problem, alive = within(box, hanging)
+    assert "did not answer within 2 seconds" in hung
+    assert problem == "it does not respond"
+    assert alive == "alive"
+
+
 async def until(ready: Callable[[], bool]) -> None:
     """Waits; `within` has the limit."""
     while not ready():

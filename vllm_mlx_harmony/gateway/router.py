@@ -26,7 +26,12 @@ from prometheus_client import Counter, Gauge
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.gateway.engines.detection import Spec
-from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
+from vllm_mlx_harmony.gateway.engines.http import (
+    EngineSilent,
+    EngineUnavailable,
+    HttpEngine,
+    reason_of,
+)
 from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, Why, conversation
 from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import Deadline
@@ -361,7 +366,7 @@ class FleetEngine:
                 fleet.retried.inc()
         finally:
             for failing, failure in held_back:
-                failing.failed(failure.message)
+                failing.failed(_described(failure))
 
     async def _next(self, steps: Steps, attempt: _Attempt) -> Step | None:
         """The next of ``steps``; ``None`` after the last. Raises ``EngineSilent`` if the engine is
@@ -409,7 +414,7 @@ class FleetEngine:
         elif isinstance(error, EngineUnavailable) and error.is_full:
             backend.busy(error.retry_after or BUSY_SECONDS)
         elif attempt.first_at or (isinstance(error, EngineUnavailable) and not error.connected):
-            backend.failed(error.message)
+            backend.failed(_described(error))
         else:
             backend.doubt()
             status = getattr(error, "engine_status", 0)
@@ -437,3 +442,10 @@ class FleetEngine:
             backend.failed(f"it generated nothing for {waited:.0f} seconds")
         elif silence >= SHORT_SECONDS:
             backend.doubt()
+
+
+def _described(failure: HarmonyFailure) -> str:
+    """A failure as the log has it. Its cause names the engine's address, which clients do not
+    get."""
+    cause = failure.__cause__
+    return failure.message if cause is None else f"{failure.message} ({reason_of(cause)})"

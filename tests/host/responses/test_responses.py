@@ -54,12 +54,12 @@ from vllm_mlx_harmony.core.turn import (
 )
 from vllm_mlx_harmony.host import contract, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import routes
-from vllm_mlx_harmony.server.responses.background import Background, Running
+from vllm_mlx_harmony.server.responses.background import AT_ONCE, Background, Running
 from vllm_mlx_harmony.server.responses.lookup import References, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.routes import COMPACT
@@ -371,6 +371,32 @@ async def no_turn(_: Any) -> AsyncIterator[list[Delta]]:
 
 async def collected(running: Running, start: int = 0) -> list[Event]:
     return [event async for event in running.follow(start)]
+
+
+def test_replays_leave_the_event_loop_to_others(turns: Callable[[Any], None]) -> None:
+    """Twenty readers of a long response, which are not slowed down by a network."""
+    turns(no_turn)
+
+    async def test() -> None:
+        running = await Background().start(job(answer(background=True)), begin)
+        running.events += [Event(str(number)) for number in range(500)] + [DONE]
+        reads = 0
+        longest = 0
+
+        async def read() -> None:
+            nonlocal reads
+            async for _ in running.follow():
+                reads += 1
+
+        readers = [asyncio.ensure_future(read()) for _ in range(20)]
+        before = 0
+        while not all(reader.done() for reader in readers):
+            await asyncio.sleep(0)
+            longest, before = max(longest, reads - before), reads
+        assert reads == 20 * len(running.events) and longest <= 20 * AT_ONCE
+        await running.cancel()
+
+    asynchronous(test)
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 7, 100])

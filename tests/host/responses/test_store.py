@@ -170,6 +170,25 @@ def test_what_is_larger_than_the_store_is_not_kept(open_store: Open) -> None:
     assert there(store, "a", "b") == ["a"]
 
 
+def test_deeply_nested_response_comes_back(open_store: Open) -> None:
+    """As deep as bodies may be: 500 levels, of which pydantic's parser reads 200."""
+    nested: Any = "here"
+    for _ in range(500):
+        nested = {"a": [nested]} if len(str(nested)) % 2 else [nested]
+    deep = replace(kept("a"), document={"id": "a", "metadata": nested})
+    store = open_store()
+    store.put(deep)
+    assert store.get("a", TENANT) == deep
+
+
+def test_memory_counts_bytes() -> None:
+    store = MemoryStore(max_bytes=10_000)
+    for key, text in {"a": "😀" * 700, "b": "x" * 7000}.items():
+        store.put(replace(kept(key), document={"id": key, "text": text}))
+    held = sum(sys.getsizeof(store._texts.get((TENANT, key)) or "") for key in "ab")
+    assert 7000 < held <= 10_000
+
+
 def test_memory_counts_what_it_holds() -> None:
     store = MemoryStore()
     store.put(kept("a", size=9))

@@ -206,9 +206,14 @@ def logprobs_of(
     return tuple(found)
 
 
+MAX_COUNT = 2**40
+"""More than any number of tokens or milliseconds; clients and metrics have to hold it."""
+
+
 def count_of(value: object) -> int:
-    """``value`` as a number of tokens; 0 for anything but a positive integer."""
-    return value if type(value) is int and value > 0 else 0
+    """``value`` as a number of tokens; 0 for anything but a positive integer of a size that can
+    be one."""
+    return value if type(value) is int and 0 < value < MAX_COUNT else 0
 
 
 def progress_of(value: object) -> Progress | None:

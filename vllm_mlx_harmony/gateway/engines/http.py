@@ -62,6 +62,12 @@ seconds, and a request sent at that moment would be lost."""
 MAX_ERROR_BYTES = 65_536
 """Bytes of an error's body that are read."""
 
+MAX_EVENT_BYTES = 4 * 2**20
+"""Bytes of one event. The largest are those with log probabilities: some kilobytes an id."""
+
+MAX_RETRY_AFTER = 3600
+"""Seconds for which an engine can say that it is busy."""
+
 FAILURES = (ClientError, OSError, asyncio.TimeoutError, ValueError)
 """Errors of a connection; ``ValueError`` for a response that is not HTTP and for an invalid URL."""
 
@@ -167,7 +173,7 @@ class HttpEngine:
         )
         # The engine itself follows the grammar: its version of llguidance may differ from ours.
         matcher = None if constraint is None else constraint.start(grammar=False)
-        turn = _Turn(matcher, settings)
+        turn = _Turn(matcher, settings, len(prompt))
         for number in range(MAX_CONTINUATIONS):
             finish: Finish | None = None
             taken = ACCEPTED
@@ -179,8 +185,9 @@ class HttpEngine:
                         break  # other ids must follow than those of this stream
                     if taken.ids or taken.progress or (step is ACCEPTED and number == 0):
                         yield taken
-                    if turn.ended and finish is None:
+                    if (turn.ended or turn.full) and finish is None:
                         turn.count(cached=await _cached_at_end(steps))
+                        finish = None if turn.ended else "length"
                         break
             if turn.ended or (finish is not None and not turn.forced):
                 finish = finish if settings.max_tokens else "length"
@@ -255,8 +262,7 @@ class HttpEngine:
                     yield ACCEPTED
                 response = await sending
             except FAILURES as error:
-                problem = f"the engine cannot be reached ({reason_of(error)})"
-                unavailable = EngineUnavailable(problem)
+                unavailable = EngineUnavailable("the engine cannot be reached")
                 unavailable.connected = not isinstance(error, NOT_CONNECTED)
                 raise unavailable from error
             await _check(response)
@@ -272,8 +278,7 @@ class HttpEngine:
                         ending = loop.call_later(END_SECONDS, response.close)
         except FAILURES as error:
             if ending is None:
-                problem = f"the connection to the engine broke ({reason_of(error)})"
-                raise EngineLost(problem) from error
+                raise EngineLost("the connection to the engine broke") from error
         finally:
             if ending is not None:
                 ending.cancel()
@@ -308,19 +313,22 @@ async def _cached_at_end(steps: Steps) -> int:
 class _Turn:
     """One turn: its ids, where it ends, which ids are forced, and the counts of all its streams."""
 
-    def __init__(self, matcher: Constraint | None, settings: Settings) -> None:
+    def __init__(self, matcher: Constraint | None, settings: Settings, prompt_tokens: int) -> None:
         self._matcher, self._settings = matcher, settings
+        self._prompt_tokens = prompt_tokens
         self._cached = self._accepted = self._rejected = 0
         self._accepted_before = self._rejected_before = 0
         """The drafted ids of earlier streams."""
         self.ids: list[int] = []
         self.ended = False
+        self.full = False
+        """Whether it has as many ids as it may have. Engines end it then, or should."""
         self.forced: tuple[int, ...] = ()
         """The ids that have to follow now, in place of the engine's."""
 
     def count(self, cached: int, accepted: int = 0, rejected: int = 0) -> None:
         if cached or accepted or rejected:
-            self._cached = max(self._cached, cached)
+            self._cached = min(max(self._cached, cached), self._prompt_tokens)
             self._accepted = max(self._accepted, self._accepted_before + accepted)
             self._rejected = max(self._rejected, self._rejected_before + rejected)
 
@@ -343,7 +351,8 @@ class _Turn:
         requested and some are missing.
         """
         self.count(step.cached_tokens, step.accepted, step.rejected)
-        ids, matcher = step.ids if self._settings.max_tokens else (), self._matcher
+        room, matcher = self._settings.max_tokens - len(self.ids), self._matcher
+        ids = step.ids[:room]
         reasoning = None if matcher is None else matcher.reasoning
         for at, token in enumerate(ids):
             if reasoning is not None and token in reasoning.banned:
@@ -360,6 +369,7 @@ class _Turn:
                 ids = ids[: at + 1]
                 break
         self.ids += ids
+        self.full = bool(step.ids) and len(self.ids) >= self._settings.max_tokens
         origins = ""
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._settings.origins:
@@ -434,8 +444,12 @@ async def _events(content: StreamReader) -> AsyncGenerator[list[bytes], None]:
     """
     rest = b""
     data: list[bytes] = []
+    size = 0  # of the event that has begun
     while piece := await content.readany():
         *lines, rest = (rest + piece).split(b"\n")
+        size = size + len(piece) if not lines else len(rest) + sum(map(len, data))
+        if size > MAX_EVENT_BYTES:
+            raise OutputError("the engine sent an event that is too large")
         group: list[bytes] = []
         for line in lines:
             if line.startswith(b"data:"):
@@ -470,16 +484,22 @@ async def _check(response: ClientResponse) -> None:
             message = message_of(json.loads(text)) or message
         if status in (400, 413, 422):
             raise RequestError(f"the engine refused the request: {message}", code="engine_refused")
-        retry_after = response.headers.get("retry-after", "")
         unavailable = EngineUnavailable(
             f"the engine answered {status}: {message}",
             status=429 if status == HTTPStatus.TOO_MANY_REQUESTS else 503,
-            retry_after=int(retry_after) if retry_after.isdigit() else None,
+            retry_after=_retry_after(response.headers.get("retry-after", "")),
         )
     unavailable.engine_status = status
     raise unavailable
 
 
-def reason_of(error: Exception) -> str:
+def _retry_after(header: str) -> int | None:
+    """The seconds of a `Retry-After`; ``None`` if it has no number."""
+    if not (header.isascii() and header.isdigit()):
+        return None
+    return min(int(header[: len(str(MAX_RETRY_AFTER)) + 1]), MAX_RETRY_AFTER)
+
+
+def reason_of(error: BaseException) -> str:
     """The message of ``error``, or its type if it has none."""
     return str(error) or type(error).__name__

@@ -15,6 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from enum import Enum
 from json import dumps, loads
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -89,7 +90,8 @@ class Directory:
             return commands
 
         found = zip(names, self._call(exchanged), strict=True)
-        return {name: Command(command.decode()) for name, command in found if command}
+        known = {command.value.encode(): command for command in Command}
+        return {name: known[command] for name, command in found if command in known}
 
     def ended(self, name: Name) -> None:
         """Removes the entry of an answer, and the command for it, but not its events."""
@@ -110,9 +112,13 @@ class Directory:
         return bool(self._call(lambda redis: redis.exists(_key("run", name), _key("log", name))))
 
     def events(self, name: Name, start: int) -> list[Event]:
-        """The stored events of the background response from number ``start`` on."""
+        """The stored events of the background response from number ``start`` on, up to one that
+        cannot be read."""
         found = self._call(lambda redis: redis.zrangebyscore(_key("log", name), start, "+inf"))
-        return [Event(*loads(event)[1:]) for event in found]
+        events: list[Event] = []
+        with suppress(ValueError, TypeError):
+            events.extend(Event(*loads(event)[1:]) for event in found)
+        return events
 
     async def send(self, name: Name, command: Command, patience: float) -> bool:
         """Whether a server has carried out ``command`` within ``patience`` seconds."""

@@ -12,8 +12,6 @@ from collections.abc import AsyncGenerator, Callable
 from json import loads
 from typing import Any
 
-from pydantic_core import from_json
-
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import resource
@@ -21,6 +19,7 @@ from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
+from vllm_mlx_harmony.server.responses.store import parse_written
 from vllm_mlx_harmony.server.tasks import in_thread
 
 MAX_EVENTS = 200_000
@@ -28,6 +27,10 @@ MAX_EVENTS = 200_000
 
 MAX_BYTES = 64 * 1024 * 1024
 """The same in bytes, as four events of each response repeat its instructions and tools."""
+
+AT_ONCE = 16
+"""Events that are sent before other tasks get their turn: nothing else in a replay waits, and 20
+readers of a long response would keep the event loop for seconds."""
 
 TURN_BYTES = 64 * 1024
 """Minimum size of a running response, including its prompt."""
@@ -76,7 +79,7 @@ class Running:
 
     @property
     def input_items(self) -> list[dict[str, Any]]:
-        items: list[dict[str, Any]] = from_json(self._input, cache_strings="none")
+        items: list[dict[str, Any]] = parse_written(self._input)
         return items
 
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
@@ -86,6 +89,8 @@ class Running:
             while start < len(self.events):
                 yield self.events[start]
                 start += 1
+                if not start % AT_ONCE:
+                    await asyncio.sleep(0)
             if self.done:
                 return
             try:

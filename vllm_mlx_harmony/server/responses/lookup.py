@@ -26,7 +26,7 @@ from vllm_mlx_harmony.server.peers.answers import (
     directory,
     runs_elsewhere,
 )
-from vllm_mlx_harmony.server.responses.background import BACKGROUND, Running
+from vllm_mlx_harmony.server.responses.background import AT_ONCE, BACKGROUND, Running
 from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
 from vllm_mlx_harmony.server.serving import Api
@@ -131,7 +131,9 @@ async def _events(
             events = await asyncio.to_thread(known.events, (key, tenant), start)
             for event in events:
                 yield event
-            start += len(events)
+                start += 1
+                if not start % AT_ONCE:
+                    await asyncio.sleep(0)
             if DONE in events[-1:]:
                 return
             if events or runs:

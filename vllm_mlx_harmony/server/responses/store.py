@@ -13,8 +13,10 @@ The file is a `database`. Problems with it must not affect other requests:
 
 from __future__ import annotations
 
+import logging
 import os
 import sqlite3
+import sys
 import threading
 import time
 import zlib
@@ -22,6 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
+from json import loads
 from pathlib import Path
 from typing import Any, Protocol, get_args
 
@@ -39,6 +42,8 @@ from vllm_mlx_harmony.server.peers.connection import (
     key_of,
     server_connection,
 )
+
+logger = logging.getLogger("vllm_mlx_harmony")
 
 MAX_COUNT = 1000
 MAX_BYTES = 256 * 1024 * 1024
@@ -70,9 +75,8 @@ class StoredResponse:
 
     @classmethod
     def of_text(cls, text: str) -> StoredResponse:
-        """The inverse of ``text``."""
-        # Many times as fast as `json` for long strings.
-        key, document, input_items, written, tenant = from_json(text, cache_strings="none")
+        """The inverse of ``text``. Raises ``ValueError`` for any other text."""
+        key, document, input_items, written, tenant = parse_written(text)
         messages: list[Message] = []
         for name, *values in written:
             kind = _MESSAGES[name]
@@ -82,6 +86,14 @@ class StoredResponse:
             else:
                 messages.append(kind(*values))
         return cls(key, document, input_items, tuple(messages), tenant)
+
+
+def parse_written(text: str) -> Any:
+    """The value of JSON that this server wrote. Raises ``ValueError``."""
+    try:
+        return from_json(text, cache_strings="none")  # many times as fast for long strings
+    except ValueError:  # it reads 200 levels, and bodies may have more (`body`)
+        return loads(text)
 
 
 _MESSAGES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
@@ -115,9 +127,10 @@ class MemoryStore:
 
     def put(self, stored: StoredResponse) -> bool:
         text, key = stored.text(), (stored.tenant, stored.id)
-        if len(text) > self._max_bytes:
+        size = sys.getsizeof(text)  # a character takes up to four bytes
+        if size > self._max_bytes:
             return False
-        self._texts.put(key, text, len(text))
+        self._texts.put(key, text, size)
         return True
 
     def get(self, key: str, tenant: str) -> StoredResponse | None:
@@ -314,7 +327,14 @@ class SharedStore:
     def get(self, key: str, tenant: str) -> StoredResponse | None:
         name = key_of("response", tenant, key)
         text = self._connection.call(lambda redis: redis.get(name))
-        return None if text is None else StoredResponse.of_text(zlib.decompress(text).decode())
+        if text is None:
+            return None
+        try:
+            return StoredResponse.of_text(zlib.decompress(text).decode())
+        except (ValueError, TypeError, KeyError, zlib.error) as error:
+            # Another version's, or another program's: absent (docs/gateway.md).
+            logger.warning("an entry in Redis cannot be read: %s", type(error).__name__)
+            return None
 
     def delete(self, key: str, tenant: str) -> bool:
         name = key_of("response", tenant, key)

@@ -129,8 +129,15 @@ class McpServer:
         client = self._client
         if client is None:
             raise ToolError(f"the tool server {self.label} is not available now: {self.problem}")
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         try:
             result = await client.call_tool(tool, dict(arguments))
+        except asyncio.CancelledError:
+            if loop.time() - began > 0.9 * self.timeout:  # not by a client that has gone
+                self.problem = "it does not respond"
+                self._check.set()
+            raise
         except MCPError as error:
             self._check.set()
             raise ToolError(self._without_urls(error.message)) from error
@@ -204,6 +211,7 @@ class McpServer:
                     self._check.clear()
                     if not self._lost:  # raises if the server does not answer any more
                         tools = await asyncio.wait_for(self._listed(client), self.timeout)
+                        self.problem = ""
                     if tools != self.tools:
                         self.tools = tools
                         names = ", ".join(each.name for each in tools) or "none"
