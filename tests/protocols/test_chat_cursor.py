@@ -22,6 +22,7 @@ from vllm_mlx_harmony.core.turn import (
     ResponseInfo,
     Result,
     Tool,
+    ToolChoice,
     User,
 )
 from vllm_mlx_harmony.protocols.chat import ChatRequest, read
@@ -70,6 +71,22 @@ def test_a_flat_custom_tool_is_like_a_nested_one() -> None:
     assert (flat.freeform, flat.flat, nested.flat) == ({"ApplyPatch"}, {"ApplyPatch"}, set())
     bare = {"type": "custom", "name": "ApplyPatch", "format": None}
     assert request(bare).turn.tools[0].syntax is None
+
+
+CHOICES: tuple[tuple[Any, ToolChoice], ...] = (
+    ({"type": "any"}, ToolChoice(required=True)),
+    ({"type": "tool", "name": "read_file"}, ToolChoice(True, ("read_file",))),
+    ({"type": "function", "name": "read_file"}, ToolChoice(True, ("read_file",))),
+    ({"type": "custom", "name": "ApplyPatch"}, ToolChoice(True, ("ApplyPatch",))),
+)
+
+
+@pytest.mark.parametrize(("choice", "expected"), CHOICES)
+def test_a_choice_in_another_form(choice: Any, expected: ToolChoice) -> None:
+    assert request(READ, PATCH, tool_choice=choice).turn.tool_choice == expected
+    with pytest.raises(RequestError) as caught:
+        request(tool_choice=choice)
+    assert caught.value.param == "tool_choice"
 
 
 def answered(asked: ChatRequest, output: str) -> tuple[list[int], Any, Any]:

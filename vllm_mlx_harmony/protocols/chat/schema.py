@@ -46,8 +46,13 @@ _NAMED_SCHEMA = {"name", "description", "strict", "schema"}
 
 
 def _as_nested(value: object) -> object:
-    """A choice as in Responses, whose fields are beside its type, in the form of Chat."""
+    """A choice as in Responses, whose fields are beside its type, or Anthropic's, in the form of
+    Chat."""
     if isinstance(value, dict) and isinstance(kind := value.get("type"), str):
+        if kind == "any":
+            return {"type": "required"}
+        if kind == "tool":
+            return {"type": "function", "function": value}
         inner = {"function": "name", "custom": "name", "allowed_tools": "tools"}.get(kind, "")
         if value.get(kind) is None and value.get(inner) is not None:
             return {"type": kind, kind: value}
