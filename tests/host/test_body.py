@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
+import random
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -59,6 +62,62 @@ def test_what_says_that_it_is_too_large_is_not_read_at_all(monkeypatch: pytest.M
     sent, left = request(b"{}", content_length="1025")
     refused(read(sent))
     assert left == [b"{}"]
+
+
+@pytest.mark.parametrize("cut", [1, 7, 10_000])
+@pytest.mark.parametrize("members", [1, 3])
+def test_gzip(cut: int, members: int) -> None:
+    text = json.dumps({"text": "é" * 3_000}).encode()
+    size = -(-len(text) // members)
+    parts = [text[at : at + size] for at in range(0, len(text), size)]
+    data = b"".join(map(gzip.compress, parts))
+    chunks = [data[at : at + cut] for at in range(0, len(data), cut)]
+    sent, _ = request(*chunks, content_encoding="gzip", content_length=str(len(data)))
+
+    async def both() -> tuple[Request, Document]:
+        return await body.read(sent, Environment.read())
+
+    again, document = asyncio.run(both())
+    assert document.value == json.loads(text) and document.raw == text
+    assert asyncio.run(again.body()) == text  # by whoever answers instead
+    assert again.headers.keys() == []
+
+
+NOISE = bytes(random.Random(0).choices(range(32, 33 + 64), k=3_000_000))
+BAD_GZIP = {
+    "no gzip": ([b"{}"], 400, 0),
+    "cut": ([gzip.compress(b"{}")[:-5]], 400, 0),
+    "nothing": ([b""], 400, 0),
+    "a bomb": ([gzip.compress(b" " * 30_000_000)[:10_000]] * 50, 413, 49),
+    "larger than allowed": ([gzip.compress(NOISE)], 413, 0),
+}
+
+
+@pytest.mark.parametrize(("chunks", "status", "left"), BAD_GZIP.values(), ids=BAD_GZIP)
+def test_gzip_that_is_refused(
+    chunks: list[bytes], status: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(body.MAX_BODY_VARIABLE, "2900K")
+    sent, unread = request(*chunks, content_encoding="gzip")
+    error = refused(read(sent))
+    assert (error.status, len(unread)) == (status, left), error
+
+
+def test_gzip_holds_little_memory() -> None:
+    sent, _ = request(gzip.compress(b" " * 10**8), content_encoding="gzip")
+    tracemalloc.start()
+    try:
+        assert refused(read(sent)).status == 413
+        assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("encoding", ["zstd", "gzip, gzip", "br"])
+def test_another_encoding_is_refused_by_its_name(encoding: str) -> None:
+    sent, unread = request(b"{}", content_encoding=encoding)
+    error = refused(read(sent))
+    assert error.status == 415 and encoding in error.message and unread
 
 
 def test_what_is_within_the_limit_can_be_read_again() -> None:

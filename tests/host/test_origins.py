@@ -78,6 +78,9 @@ LET_IN = [
     ("127.0.0.1:8000", "https://chat.example.com"),
     ("127.0.0.1:8000", "https://Chat.Example.com"),
     ("127.0.0.1:8000", "vscode-webview://0f0m3"),
+    ("mac.tail1234.ts.net:8000", None),
+    ("127.0.0.1:8000", "app://obsidian.md"),
+    ("127.0.0.1:8000", "TAURI://other"),
 ]
 
 KEPT_OUT = [
@@ -94,6 +97,12 @@ KEPT_OUT = [
     ("127.0.0.1:8000", "http://localhost.evil.example"),
     ("127.0.0.1:8000", "http://192.168.1.66"),
     ("127.0.0.1:8000", "http://evil.local"),
+    ("127.0.0.1:8000", "https://app.evil.example"),
+    ("127.0.0.1:8000", "https://evil.tail1234.ts.net"),
+    ("mac.tail1234.ts.net:8000", "https://evil.tail1234.ts.net"),
+    ("mac.ts.net.evil.example", None),
+    ("ts.net.example", "app://obsidian.md"),
+    ("127.0.0.1:8000", "chrome-extension://abc"),
     ("127.0.0.1:8000", "null"),
     ("127.0.0.1:8000", "file://"),
     ("127.0.0.1:8000", "http://["),
@@ -120,6 +129,34 @@ def test_kept_out(host: str, origin: str | None, content_type: str) -> None:
     answer = client(**SETTINGS).post("/v1/chat/completions", content="you", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
     assert "access-control-allow-origin" not in answer.headers
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/responses/resp_1", "/v1/responses/resp_1"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/messages", "/v1/messages"),
+        ("/models", "/v1/models"),
+    ],
+)
+def test_a_wrong_base_url_is_answered_with_the_path_that_was_meant(path: str, meant: str) -> None:
+    answer = client(**SETTINGS).post(path, headers={"host": "127.0.0.1"})
+    error = answer.json()["error"]
+    assert answer.status_code == 404
+    assert f"It is {meant}: the base URL" in error["message"]
+    anthropic = meant.startswith("/v1/messages")
+    assert (answer.json().get("type") == "error") == anthropic
+    kept_out = client(**SETTINGS).post(path, headers={"host": "evil.example"})
+    assert kept_out.status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/models2", "/", "/v1", "/v1/v12"])
+def test_any_other_path_is_left_alone(path: str) -> None:
+    answer = client(**SETTINGS).get(path, headers={"host": "127.0.0.1"})
+    assert "It is" not in answer.text
 
 
 @pytest.mark.parametrize(("host", "origin"), KEPT_OUT)

@@ -8,7 +8,9 @@ length of a string, so the numbers of values and of escapes are bounded.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from json import loads
@@ -18,7 +20,7 @@ from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.types import Message
 
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.settings import Environment
 from vllm_mlx_harmony.server.tasks import in_thread
@@ -46,6 +48,12 @@ NON_ASCII_PER_VALUE = 240
 MAX_REPAIRED = 8 * 2**20
 """Bytes of a body that contains a lone surrogate: ``json`` takes 2 ms for a megabyte."""
 
+MAX_RATIO = 100
+"""How many times as long as its compressed form a body may be, beyond ``SMALL_INFLATED`` bytes.
+Conversations with repeated tool results reach 30; deflate itself, 1,030."""
+
+SMALL_INFLATED = 2**20
+
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]|\xed[\xa0-\xbf]")
 """A possible lone surrogate. A response that repeated it could not be encoded."""
 
@@ -67,24 +75,37 @@ async def read(
     """The document in the body of ``request``, and the request from which it was read.
 
     Raises ``RequestError``: 413 above the limits, immediately for a ``Content-Length`` above that
-    of a body, 408 if the body takes too long, and 400 for invalid JSON. ``more_values`` as in
-    ``parse``.
+    of a body, 408 if the body takes too long, 415 for an encoding other than gzip, and 400 for
+    invalid gzip or JSON. ``more_values`` as in ``parse``.
     """
     declared, limit = request.headers.get("content-length", ""), environment.max_body
     # int() is quadratic, and 18 digits exceed any limit.
     if declared.isascii() and declared.isdigit() and int(declared[:18]) > limit:
         raise too_large(limit)
+    encoding = request.headers.get("content-encoding", "").strip().lower()
+    gzip = _Gzip(limit) if encoding in ("gzip", "x-gzip") else None
+    if gzip is None and encoding not in ("", "identity"):
+        problem = f"Content-Encoding {quoted(encoding)} is not supported: use gzip, or none"
+        raise RequestError(problem, status=415, code="unsupported_encoding")
     size = 0
 
     async def receive() -> Message:
         nonlocal size
         message = await request.receive()
-        size += len(message.get("body", b""))
+        if message["type"] == "http.request":
+            if gzip is not None:
+                last = not message.get("more_body", False)
+                message = {**message, "body": await gzip.inflate(message.get("body", b""), last)}
+            size += len(message.get("body", b""))
         if size > limit:
             raise too_large(limit)
         return message
 
-    bounded = Request(request.scope, receive)
+    scope = request.scope
+    if gzip is not None:  # whoever else reads the request gets the inflated body
+        headers = [each for each in scope["headers"] if each[0] not in _COMPRESSED]
+        scope = {**scope, "headers": headers}
+    bounded = Request(scope, receive)
     try:
         with anyio.fail_after(UPLOAD_SECONDS):
             received = await bounded.body()
@@ -92,6 +113,41 @@ async def read(
         problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
         raise RequestError(problem, status=408, code="request_timeout") from error
     return bounded, await parse(received, environment, more_values)
+
+
+_COMPRESSED = (b"content-encoding", b"content-length")
+
+
+class _Gzip:
+    """Inflates the body of one request, of at most ``limit`` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._inflater = zlib.decompressobj(zlib.MAX_WBITS + 16)
+        self._received = self._inflated = 0
+
+    async def inflate(self, data: bytes, last: bool) -> bytes:
+        """The next piece, in which other requests are not held up. Raises ``RequestError``."""
+        self._received += len(data)
+        parts: list[bytes] = []
+        try:
+            while data:
+                if self._inflater.eof:  # a file of several members
+                    self._inflater = zlib.decompressobj(zlib.MAX_WBITS + 16)
+                parts.append(self._inflater.decompress(data, SMALL_INFLATED))
+                self._inflated += len(parts[-1])
+                if self._inflated > self._limit:
+                    raise too_large(self._limit)
+                if self._inflated > max(SMALL_INFLATED, MAX_RATIO * self._received):
+                    problem = f"the request body is more than {MAX_RATIO} times as long inflated"
+                    raise RequestError(problem, status=413, code="request_too_large")
+                data = self._inflater.unconsumed_tail or self._inflater.unused_data
+                await asyncio.sleep(0)
+        except zlib.error as error:
+            raise RequestError(f"the request body is not valid gzip: {error}") from error
+        if last and not self._inflater.eof:
+            raise RequestError("the request body is not valid gzip: it is incomplete")
+        return b"".join(parts)
 
 
 def too_large(limit: int) -> RequestError:

@@ -15,6 +15,9 @@ So, without an API key, ``Origin`` must be the server's own, local, or allowed b
 such a name, so they are not affected. With an API key none of this is checked: pages do not know
 the key.
 
+Programs whose windows are pages (Electron, Tauri, VS Code) have an origin of a scheme of their own,
+such as ``app://obsidian.md``. No web page can have one, so these are allowed.
+
 Pages of an allowed origin may also read responses: these get the headers of the CORS protocol
 (https://fetch.spec.whatwg.org/#http-cors-protocol), preflight responses included, with or without a
 key.
@@ -69,9 +72,32 @@ HOSTS_VARIABLE = "VLLM_MLX_HARMONY_HOSTS"
 """Environment variable: comma-separated names by which the server may be reached, as patterns such
 as ``llm.example.com`` or ``*.example.com``."""
 
-_UNOWNED = (".local", ".localhost", ".internal", ".home.arpa")
+_UNOWNED = (".local", ".localhost", ".internal", ".home.arpa", ".ts.net")
 """Endings of names that public DNS never resolves (RFC 6762, RFC 6761, ICANN's resolution of
-2024-07-29, RFC 8375), such as Docker's ``host.docker.internal``."""
+2024-07-29, RFC 8375), such as Docker's ``host.docker.internal``, and Tailscale's: such a name
+resolves to the machine that has it, or to a server of Tailscale (https://tailscale.com/kb/1081,
+https://tailscale.com/kb/1223), whatever its owner wants."""
+
+_PROGRAMS = (
+    "app://",
+    "tauri://",
+    "vscode-webview://",
+    "vscode-file://",
+    "capacitor://",
+    "ionic://",
+)
+"""The beginnings of the origins of programs."""
+
+_WITHOUT_VERSION = ("/chat/completions", "/completions", "/responses", "/messages", "/models")
+"""Beginnings of paths that are requested if ``/v1`` is missing from a client's base URL."""
+
+
+def right_path(path: str) -> str | None:
+    """The path that a client meant which has one ``/v1`` too few or too many in its base URL."""
+    if path.startswith("/v1/v1/"):
+        return path[len("/v1") :]
+    is_api = any(f"{path}/".startswith(f"{each}/") for each in _WITHOUT_VERSION)
+    return f"/v1{path}" if is_api else None
 
 
 class Admission:
@@ -131,6 +157,13 @@ class Admission:
                 logger.warning("rejected: %s", problem)
             failure = RequestError(problem, status=403, code="origin_not_allowed")
             await reject(failure, scope, receive, send)
+        elif meant := right_path(scope["path"]):
+            advice = (
+                "must end in /v1" if meant.startswith(f"/v1{scope['path']}") else "has /v1 twice"
+            )
+            problem = f"no such path: {scope['path']}. It is {meant}: the base URL {advice}"
+            failure = RequestError(problem, status=404, code="not_found")
+            await reject(failure, {**scope, "path": meant}, receive, send)
         elif allowed:
             await self._cors(scope, receive, send)
         else:
@@ -146,6 +179,8 @@ class Admission:
     def may_read(self, origin: str, host: str | None) -> bool:
         """Whether pages of ``origin`` may use the server at ``host``."""
         if any(fnmatchcase(origin.lower(), pattern.lower()) for pattern in self._origins):
+            return True
+        if origin.lower().startswith(_PROGRAMS):
             return True
         parts = _split(origin)
         if parts is None or not parts[0]:  # any page can have the origin `null`
