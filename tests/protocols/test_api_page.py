@@ -485,7 +485,6 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
     ("Chat Completions", "guided_grammar", "root ::= a", UNSUPPORTED),
     ("Chat Completions", "grammar", "root ::= a", UNSUPPORTED),
     ("Chat Completions", "guided_json", SCHEMA, INVALID),  # two formats
-    ("Chat Completions", "thinking_token_budget", -1, None),
     ("Chat Completions", "n", 1, None),
     ("Chat Completions", "n", 0, INVALID),
     ("Chat Completions", "n", 9, INVALID),

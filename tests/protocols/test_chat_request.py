@@ -232,6 +232,8 @@ def test_results_name_their_own_place() -> None:
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "The weather.", "parameters": SCHEMA}
 
+SETS_REASONING = Limits(sets_reasoning=True)
+
 TURNS = {
     "nothing else": ({}, Turn((User("Hello"),))),
     "every field null": (
@@ -269,7 +271,7 @@ TURNS = {
             "echo": False,
             "whatever": [{"a": 1}],
         },
-        Turn((User("Hello"),)),
+        Turn((User("Hello"),), limits=SETS_REASONING),
     ),
     "log probabilities": (
         {"logprobs": True, "top_logprobs": 20},
@@ -385,7 +387,12 @@ TURNS = {
                 "enable_thinking": True,
             }
         },
-        Turn((User("Hello"),), identity="You are Bo.", builtin_tools=("browser", "python")),
+        Turn(
+            (User("Hello"),),
+            identity="You are Bo.",
+            builtin_tools=("browser", "python"),
+            limits=SETS_REASONING,
+        ),
     ),
 }
 
@@ -405,7 +412,16 @@ DEFAULTS = {
             "reasoning_effort": "low",
             "chat_template_kwargs": {"model_identity": "You are Bo.", "builtin_tools": []},
         },
-        Turn((User("Hello"),), (), Effort.LOW, None, "You are Bo.", "2025-08-05", ()),
+        Turn(
+            (User("Hello"),),
+            (),
+            Effort.LOW,
+            None,
+            "You are Bo.",
+            "2025-08-05",
+            (),
+            limits=SETS_REASONING,
+        ),
     ),
 }
 

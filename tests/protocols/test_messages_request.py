@@ -858,12 +858,12 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
     "a budget of thinking": (
         {"thinking": {"type": "enabled", "budget_tokens": 2048}},
         "limits",
-        Limits(max_tokens=99, reasoning_tokens=2048),
+        Limits(max_tokens=99, reasoning_tokens=2048, sets_reasoning=True),
     ),
     "no budget for no thinking": (
         {"thinking": {"type": "disabled", "budget_tokens": 2048}},
         "limits",
-        Limits(max_tokens=99),
+        Limits(max_tokens=99, sets_reasoning=True),
     ),
     "tool_choice none": ({"tools": [BARE], "tool_choice": {"type": "none"}}, "tools", ()),
     "max_tokens, stop_sequences": (
@@ -1205,7 +1205,7 @@ def test_claude_code() -> None:
     )
     assert len(asked.turn.tools) == 24
     assert asked.turn.effort is Effort.HIGH
-    assert asked.turn.limits == Limits(max_tokens=32000)
+    assert asked.turn.limits == Limits(max_tokens=32000, sets_reasoning=True)
 
 
 def test_opencode() -> None:

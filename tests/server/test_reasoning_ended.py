@@ -17,10 +17,12 @@ pytest.importorskip("anthropic")
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fakes import MODEL, Alone, ObedientEngine, Tracker
+from fakes import KEY, MODEL, Alone, ObedientEngine, Tracker
 from official_clients import clients
+from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import enforcement, generation
+from vllm_mlx_harmony.server.app import application
 
 ANALYSIS = "<|channel|>analysis<|message|>"
 GRID = ("0 " * 10 + "\n") * 10
@@ -35,7 +37,7 @@ class Counting(Alone):
         self.ended: list[str] = []
 
     def max_tokens(self, asked: int | None) -> int:
-        return 10_000
+        return asked or 10_000
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
         tracker = super().tracker(api, stream=stream)
@@ -119,3 +121,70 @@ def test_the_answer_the_log_and_the_metrics_say_so(
         assert asyncio.run(ask(host, stream, budget)) == ("Well.", by)
     assert host.ended == ([by] if by else [])
     assert any("reasoning cut short" in each for each in caplog.messages) is bool(by)
+
+
+PATHS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hm?"}]},
+    "/v1/responses": {"input": "Hm?"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hm?"}]},
+}
+CHOSEN: dict[str, tuple[str, dict[str, Any]]] = {
+    "effort in Chat": ("/v1/chat/completions", {"reasoning_effort": "low"}),
+    "OpenRouter's effort": ("/v1/chat/completions", {"reasoning": {"effort": "high"}}),
+    "template": ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": True}}),
+    "no limit": ("/v1/chat/completions", {"thinking_token_budget": -1}),
+    "effort in Responses": ("/v1/responses", {"reasoning": {"effort": "medium"}}),
+    "no limit in Responses": ("/v1/responses", {"thinking_token_budget": -1}),
+    "thinking in Messages": ("/v1/messages", {"thinking": {"type": "adaptive"}}),
+    "effort in Messages": ("/v1/messages", {"output_config": {"effort": "high"}}),
+}
+"""How a request says how much reasoning it wants."""
+
+
+def probe(path: str, limit: int, **fields: Any) -> tuple[str, int]:
+    """A test of a connection: the answer's JSON, and how many tokens it took."""
+    client = TestClient(
+        application(Counting("We need to think about this one. " * 60)),
+        headers={"Authorization": f"Bearer {KEY}"},
+    )
+    name = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body = {"model": MODEL, **PATHS[path], name: limit, **fields}
+    answer = client.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    usage = answer.json()["usage"]
+    return answer.text, usage.get("completion_tokens") or usage["output_tokens"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("limit", [16, 64, 100, 256])
+def test_a_small_limit_leaves_room_for_an_answer(
+    path: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
+    text, used = probe(path, limit)
+    assert "Well." in text and '"reasoning_ended_by":"budget"' in text
+    assert used <= limit
+
+
+@pytest.mark.parametrize(("path", "fields"), CHOSEN.values(), ids=CHOSEN)
+def test_not_if_the_request_says_how_much_reasoning_it_wants(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
+    text, used = probe(path, 100, **fields)
+    assert "Well." not in text and used == 100
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("variable", "limit"),
+    [(enforcement.BUDGET_VARIABLE, 100), (enforcement.GRAMMAR_VARIABLE, 100), ("", 257)],
+)
+def test_nor_if_budgets_are_off_or_the_limit_is_not_small(
+    path: str, variable: str, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "off")
+    text, used = probe(path, limit)
+    assert "Well." not in text and used == limit

@@ -31,6 +31,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind, ReasoningCut
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser, State
+from vllm_mlx_harmony.core.turn import Limits
 
 GRACE = 32
 """Ids that may follow a limit until a word ends."""
@@ -49,6 +50,26 @@ MIN_OCCURRENCES = 5
 
 _GRAM = 8
 """The number of ids that identify an earlier position."""
+
+
+SMALL_LIMIT = 256
+"""The largest ``max_tokens`` that leaves room for an answer (C5)."""
+
+ANSWER_ROOM = 64
+"""The ids of a small ``max_tokens`` that are not for reasoning: headers take 12, what follows the
+limit until a word ends up to ``GRACE``, and the rest is for the answer."""
+
+
+def answering_budget(limits: Limits) -> int | None:
+    """The reasoning budget with which a small ``max_tokens`` is enough for an answer.
+
+    Buttons that test a connection send 16 to 100. ``None`` if the limit is not small, or if the
+    request says how much reasoning it wants.
+    """
+    most = limits.max_tokens
+    if most is None or most > SMALL_LIMIT or limits.sets_reasoning:
+        return None
+    return max(0, most - ANSWER_ROOM)
 
 
 class ReasoningWatch:

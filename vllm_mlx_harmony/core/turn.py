@@ -330,6 +330,8 @@ class Limits:
     """The number of ids after which reasoning is cut short."""
     min_tokens: int = 0
     """The number of ids before which the turn cannot end."""
+    sets_reasoning: bool = False
+    """Whether the request itself sets an effort or a budget, or turns reasoning on or off."""
 
 
 @dataclass(frozen=True, slots=True)

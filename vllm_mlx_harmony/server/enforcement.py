@@ -37,8 +37,9 @@ from vllm_mlx_harmony.core.grammar import (
     prepare,
 )
 from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.reasoning import answering_budget
 from vllm_mlx_harmony.core.render import expected_headers
-from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn
+from vllm_mlx_harmony.core.turn import Limits, ResponseFormat, Tool, Turn
 from vllm_mlx_harmony.server.grammar_checks import (
     CheckUnavailable,
     GrammarCheck,
@@ -55,7 +56,9 @@ GRAMMAR_VARIABLE = "VLLM_MLX_HARMONY_GRAMMAR"
 """Environment variable: ``auto``, ``strict`` (all tools and formats are strict) or ``off``."""
 
 BUDGET_VARIABLE = "VLLM_MLX_HARMONY_REASONING_BUDGET"
-"""Environment variable: reasoning budget in tokens, for requests that set none."""
+"""Environment variable: reasoning budget in tokens, for requests that set none, or ``off``."""
+
+NO_BUDGETS = "off"
 
 REPETITIONS_VARIABLE = "VLLM_MLX_HARMONY_REPETITIONS"
 """Environment variable: repetitions in a row of the same text after which reasoning is ended."""
@@ -65,11 +68,20 @@ REPETITIONS = 32
 
 @dataclass(frozen=True, slots=True)
 class Enforcement:
-    """The server's settings. ``repetitions`` 0: no limit."""
+    """The server's settings. ``repetitions`` 0: no limit. ``budgets``: without one, a small
+    ``max_tokens`` sets a reasoning budget."""
 
     policy: Policy = Policy.AUTO
     reasoning_tokens: int | None = None
     repetitions: int = REPETITIONS
+    budgets: bool = True
+
+    def reasoning_budget(self, limits: Limits) -> int | None:
+        """The reasoning budget of a turn."""
+        if limits.reasoning_tokens is not None:
+            return limits.reasoning_tokens
+        budgets = (self.reasoning_tokens, answering_budget(limits) if self.budgets else None)
+        return min((each for each in budgets if each is not None), default=None)
 
 
 def read_settings() -> Enforcement:
@@ -78,7 +90,9 @@ def read_settings() -> Enforcement:
     repetitions = _number(REPETITIONS_VARIABLE)
     if repetitions is None:
         repetitions = 0 if policy is Policy.OFF else REPETITIONS
-    return Enforcement(policy, _number(BUDGET_VARIABLE), repetitions)
+    budgets = os.environ.get(BUDGET_VARIABLE, "").strip().lower() != NO_BUDGETS
+    budget = _number(BUDGET_VARIABLE) if budgets else None
+    return Enforcement(policy, budget, repetitions, budgets and policy is not Policy.OFF)
 
 
 def _number(variable: str) -> int | None:
@@ -145,12 +159,11 @@ async def constraint_for(
             request = check_for(turn.tenant)
             compiling = partial(_grammar, turn, names, wanted.policy, request)
             grammar = await _in_thread(compiling, request, unless_disconnected)
-    budget = limits.reasoning_tokens
     strict = _is_strict(turn, wanted.policy)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
     spec = ConstraintSpec(
         grammar=grammar,
-        reasoning_tokens=wanted.reasoning_tokens if budget is None else budget,
+        reasoning_tokens=wanted.reasoning_budget(limits),
         repetitions=wanted.repetitions,
         min_tokens=limits.min_tokens,
         answering=turn.prefill is not None,

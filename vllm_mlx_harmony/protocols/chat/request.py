@@ -137,6 +137,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
             one_call=body.parallel_tool_calls is False,
             where="max_tokens" if older else "max_completion_tokens",
             reasoning_tokens=_reasoning_tokens(body),
+            sets_reasoning=_sets_reasoning(body, template),
             min_tokens=body.fewest_tokens,
         ),
         tool_choice=tool_choice,
@@ -373,11 +374,7 @@ def _reasoning(
     """
     requested = body.reasoning or schema.ReasoningOptions()
     kind = body.thinking.type if body.thinking else None
-    words = (
-        ("reasoning_effort", body.reasoning_effort),
-        ("reasoning.effort", requested.effort),
-        ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
-    )
+    words = _efforts(body, template)
     switches = (body.enable_thinking, template.enable_thinking, requested.enabled)
     effort, thinking = defaults.reasoning(*words)
     worded = any(word is not None for _, word in words)
@@ -389,8 +386,25 @@ def _reasoning(
     return effort, thinking and _reasoning_tokens(body) != 0
 
 
+def _efforts(
+    body: ChatBody, template: schema.ChatTemplateOptions
+) -> tuple[tuple[str, object], ...]:
+    """The fields that may set the effort, in order of precedence, and their values (A8)."""
+    return (
+        ("reasoning_effort", body.reasoning_effort),
+        ("reasoning.effort", body.reasoning.effort if body.reasoning else None),
+        ("chat_template_kwargs.reasoning_effort", template.reasoning_effort),
+    )
+
+
 def _reasoning_tokens(body: ChatBody) -> int | None:
-    """The reasoning budget, under any name that other servers use; -1 means no limit."""
+    """The reasoning budget; -1 means no limit."""
+    budget = next(_budgets(body), None)
+    return None if budget == -1 else budget
+
+
+def _budgets(body: ChatBody) -> Iterator[int]:
+    """The reasoning budget under each of the names that other servers use."""
     requested = (
         body.thinking_token_budget,  # vLLM
         body.thinking_budget_tokens,  # llama.cpp
@@ -398,8 +412,19 @@ def _reasoning_tokens(body: ChatBody) -> int | None:
         body.reasoning.max_tokens if body.reasoning else None,  # OpenRouter
         body.thinking.budget_tokens if body.thinking else None,  # Anthropic, through proxies
     )
-    budget = next((tokens for tokens in requested if tokens is not None), None)
-    return None if budget == -1 else budget
+    return (tokens for tokens in requested if tokens is not None)
+
+
+def _sets_reasoning(body: ChatBody, template: schema.ChatTemplateOptions) -> bool:
+    """Whether any field says how much reasoning there is to be."""
+    switches = (
+        body.enable_thinking,
+        template.enable_thinking,
+        body.reasoning.enabled if body.reasoning else None,
+        body.thinking.type if body.thinking else None,
+    )
+    words = (word for _, word in _efforts(body, template))
+    return any(value is not None for value in (*words, *switches, *_budgets(body)))
 
 
 def _logit_bias(body: ChatBody) -> Iterator[tuple[int, float]]:

@@ -178,6 +178,9 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
             stop=tuple(text for text in body.stop_sequences or () if text),
             one_call=bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             reasoning_tokens=thinks.budget_tokens if thinks and thinks.type == "enabled" else None,
+            sets_reasoning=thinks is not None
+            or bool(body.output_config and body.output_config.effort is not None)
+            or any(isinstance(message, EffortUpdate) for message in messages),
         ),
         tool_choice=ToolChoice()
         if missing.answer

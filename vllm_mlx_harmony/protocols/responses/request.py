@@ -305,6 +305,9 @@ def read_turn(
             where="max_output_tokens",
             reasoning_tokens=budget,
             min_tokens=body.fewest_tokens,
+            sets_reasoning=body.thinking_token_budget is not None
+            or any(word is not None for _, word in _effort(body))
+            or any(isinstance(message, EffortUpdate) for message in messages),
         ),
         tool_choice=tools.choice,
         thinking=thinking and budget != 0,
