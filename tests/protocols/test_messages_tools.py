@@ -263,6 +263,8 @@ def test_every_one_is_named(tool: dict[str, Any], name: str) -> None:
     kinds = [block["type"] for block in message["content"]]
     calls = ["server_tool_use", f"{name}_tool_result"] if name in SERVER_TOOLS.values() else []
     assert kinds == [*calls, "text"]
+    official = pytest.importorskip("anthropic.types.beta").BetaMessage
+    official.model_validate(message, strict=True)
 
 
 def refused(asked: MessagesRequest) -> tuple[dict[str, Any], Any]:
@@ -277,7 +279,7 @@ def refused(asked: MessagesRequest) -> tuple[dict[str, Any], Any]:
 )
 def test_a_search_alone_fails_in_the_apis_own_way(choice: Any, stream: bool) -> None:
     """Claude Code's WebSearch: its request has this tool alone, and may require it."""
-    asked = request(SEARCH, tool_choice=choice, stream=stream)
+    asked = request(SEARCH, tool_choice=choice, stream=stream, stop_sequences=["search"])
     assert asked.turn.answer == REFUSAL
     assert asked.turn.tool_choice == ToolChoice()
     message, _ = refused(asked)

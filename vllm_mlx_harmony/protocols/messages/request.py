@@ -162,6 +162,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
         if isinstance(message, EffortUpdate):
             thinking = message.thinking
     thinks = body.thinking
+    stops = () if missing.answer else tuple(text for text in body.stop_sequences or () if text)
     instructions = _system(body.system or (), defaults.attachments)
     turn = Turn(
         messages=missing.announced((*instructions, *messages)),
@@ -175,7 +176,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
         sampling=sampling(body),
         limits=Limits(
             max_tokens=body.max_tokens,
-            stop=tuple(text for text in body.stop_sequences or () if text),
+            stop=stops,
             one_call=bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use),
             reasoning_tokens=thinks.budget_tokens if thinks and thinks.type == "enabled" else None,
             sets_reasoning=thinks is not None
