@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ import pytest
 import tomlkit
 
 from vllm_mlx_harmony.__main__ import main
-from vllm_mlx_harmony.cli import connect
+from vllm_mlx_harmony.cli import connect, process
 from vllm_mlx_harmony.cli.connect import Served
 
 KEY = "secret-key"
@@ -138,7 +139,7 @@ def test_undone_it_is_as_it_was(
     assert main(connected) == 0
     assert main(["connect", agent, "--undo"]) == 0
     left = {path for path in home.rglob("*") if path.is_file() and path.suffix != ".undone"}
-    assert left == set(paths)
+    assert {path for path in left if "locks" not in path.parts} == set(paths)
     assert {path.read_text("utf-8") for path in paths} <= {'mine = "✓"\n'}
     capsys.readouterr()
     assert main(["connect", agent, "--undo"]) == 0
@@ -397,6 +398,8 @@ def test_codex_no_comment_and_no_value_is_lost(home: Path, before: str) -> None:
         "not toml at all [",
         'model_providers = {other = {name = "x"}}\n',
         'model_providers.other.name = "x"\n[t]\na = 1\n',
+        'model_providers = "mine"\n',
+        "[model_providers]\nvllm-mlx = 3\n",
     ],
 )
 def test_codex_a_file_that_cannot_be_merged_is_left_alone(
@@ -409,6 +412,50 @@ def test_codex_a_file_that_cannot_be_merged_is_left_alone(
     assert main(arguments) == 2
     assert "run without --write" in capsys.readouterr().err
     assert path.read_text() == before
+
+
+WRITE = ["connect", "codex", "--model", "m", "--context", "5000", "--write"]
+
+
+def test_lines_of_a_file_keep_their_ends(home: Path) -> None:
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    path.write_bytes(b'# mine\r\nother = "a"\r\n\r\n[tui]\r\ntheme = "x"\r\n')
+    assert main(WRITE) == 0
+    after = path.read_bytes()
+    assert after.startswith(b'# mine\r\nother = "a"\r\n') and b'theme = "x"\r\n' in after
+    assert main(["connect", "codex", "--undo"]) == 0
+    assert path.read_bytes() == b'# mine\r\nother = "a"\r\n\r\n[tui]\r\ntheme = "x"\r\n'
+
+
+def test_read_only_file_is_restored(home: Path) -> None:
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    path.write_text("a = 1\n")
+    path.chmod(0o444)
+    assert main(WRITE) == 0
+    assert path.stat().st_mode & 0o777 == 0o444
+    assert main(["connect", "codex", "--undo"]) == 0
+    assert path.read_text() == "a = 1\n" and path.stat().st_mode & 0o777 == 0o444
+
+
+@pytest.mark.once
+def test_original_survives_several_commands_at_once(home: Path) -> None:
+    path = home / ".codex" / "config.toml"
+    path.parent.mkdir()
+    original = "# mine\n" + "".join(f"key{number} = {number}\n" for number in range(2000))
+    path.write_text(original)
+    command = process.python("vllm_mlx_harmony", *WRITE)
+    running = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
+    assert [each.wait(60) for each in running] == [0] * 4
+    assert "key1999 = 1999" in path.read_text() and "[model_providers.vllm-mlx]" in path.read_text()
+    assert main(["connect", "codex", "--undo"]) == 0
+    assert path.read_text() == original
+
+
+def test_undo_without_a_directory_changes_nothing(home: Path) -> None:
+    assert main(["connect", "codex", "--undo"]) == 0
+    assert not (home / ".codex").exists()
 
 
 def test_codex_the_catalog_is_there_before_it_is_named(home: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli import service
+from vllm_mlx_harmony.server.settings import STOPPED_WITHIN
 
 ODD = ["/usr/bin/env", "serve", "a b", "50%", "$HOME", 'say "hi"', "back\\slash", "é"]
 
@@ -37,11 +38,13 @@ def test_a_plist_has_the_command_as_it_is() -> None:
     document = plistlib.loads(service.plist(ODD, Path("/tmp/log")))
     assert document["ProgramArguments"] == ODD
     assert document["KeepAlive"] == {"SuccessfulExit": False}
+    assert document["ExitTimeOut"] == STOPPED_WITHIN
 
 
 def test_a_unit_is_one(tmp_path: Path) -> None:
     file = tmp_path / "vllm-mlx-harmony.service"
     file.write_bytes(service.unit(ODD))
+    assert f"TimeoutStopSec={STOPPED_WITHIN:.0f}" in file.read_text("utf-8")
     assert '"50%%" "$$HOME" "say \\"hi\\"" "back\\\\slash"' in file.read_text("utf-8")
     if analyze := shutil.which("systemd-analyze"):
         checked = subprocess.run(

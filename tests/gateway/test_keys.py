@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.cli import process
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import load
 
@@ -20,6 +22,13 @@ FILES = {
     "inline": HEAD + 'keys = { old = "key-of-old" } # all\n',
     "before engines": 'model = "m"\n[keys]\nold = "key-of-old"\n\n[[engines]] # one\nurl = "http://a"\n',
 }
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where locks are."""
+    monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
 
 @pytest.fixture
@@ -53,6 +62,26 @@ def test_added_keys_work_and_revoked_ones_do_not(
     ]
     for comment in ("# Of the team.", "# ours", "# whose", "# until May", "# all", "# one"):
         assert (comment in content) is (comment in file.read_text())
+
+
+def test_keys_that_are_added_at_once_are_all_there(file: Path) -> None:
+    names = [f"user{number}" for number in range(4)]
+    running = [
+        subprocess.Popen(
+            process.python(
+                "vllm_mlx_harmony", "gateway", "keys", "add", name, "--config", str(file)
+            ),
+            stdout=subprocess.DEVNULL,
+        )
+        for name in names
+    ]
+    assert [each.wait(60) for each in running] == [0] * 4
+    assert {key.name for key in load({}, {}, str(file)).keys} == {"old", *names}
+
+
+def test_a_missing_file_is_not_created(tmp_path: Path) -> None:
+    assert keys(tmp_path / "typo" / "gateway.toml", "add", "alice") == 2
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

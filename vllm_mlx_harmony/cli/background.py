@@ -22,6 +22,7 @@ from vllm_mlx_harmony.cli import process
 from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, free_port, is_free, wait_until_ready
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
+from vllm_mlx_harmony.server.settings import STOPPED_WITHIN
 
 PORT = 8000
 """vllm-mlx's default port, which is used if it is free."""
@@ -113,7 +114,7 @@ def stop() -> Background | None:
     server = running()
     if server is None:
         return None
-    for sign, patience in ((signal.SIGTERM, 3 * STOPPING), (signal.SIGKILL, STOPPING)):
+    for sign, patience in ((signal.SIGTERM, STOPPED_WITHIN), (signal.SIGKILL, STOPPING)):
         with suppress(ProcessLookupError):
             os.kill(server.pid, sign)
         until = time.monotonic() + patience

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -28,9 +27,9 @@ from tomlkit.items import Item
 
 from vllm_mlx_harmony.cli import agents
 from vllm_mlx_harmony.cli.agents import CONTEXT, KEY_VARIABLE, NAME, Served
+from vllm_mlx_harmony.cli.editing import locked, replace_content
 from vllm_mlx_harmony.cli.errors import UsageError, number
 from vllm_mlx_harmony.cli.process import send
-from vllm_mlx_harmony.core.files import write_atomically
 
 URL = "http://127.0.0.1:8000"
 
@@ -279,24 +278,22 @@ def _shown(path: Path) -> str:
 def _write(path: Path, content: str) -> None:
     """Writes a file, after a backup of an existing one. Raises ``UsageError``."""
     try:
-        before = path.read_text("utf-8") if path.exists() else None
-        if before is not None and path.suffix == ".toml":
-            content = merged(before, content)
-        if before == content:
-            print(f"{_shown(path)} is up to date")
-            return
-        place = path.resolve()  # a link stays one
-        mode = place.stat().st_mode if before is not None else None
-        backup = _backup(path)
-        if NAME not in path.name and (NAME not in (before or "") or not backup.exists()):
-            if before is None:
-                backup.touch()
-            else:
-                shutil.copy2(path, backup)
-                print(f"{_shown(path)} is backed up as {_shown(backup)}")
-        write_atomically(place, content.encode())
-        if mode is not None:
-            place.chmod(mode)
+        with locked(path):
+            # Not as text: lines that end with CRLF stay as they are.
+            before = path.read_bytes().decode() if path.exists() else None
+            if before is not None and path.suffix == ".toml":
+                content = merged(before, content)
+            if before == content:
+                print(f"{_shown(path)} is up to date")
+                return
+            backup = _backup(path)
+            if NAME not in path.name and (NAME not in (before or "") or not backup.exists()):
+                if before is None:
+                    backup.touch()
+                else:
+                    replace_content(backup, before.encode(), path.stat())
+                    print(f"{_shown(path)} is backed up as {_shown(backup)}")
+            replace_content(path, content.encode())
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
     except ValueError as error:
@@ -322,20 +319,21 @@ def _restore(path: Path) -> None:
     """
     backup, place, undone = _backup(path), path.resolve(), path.with_name(f"{path.name}.undone")
     try:
-        if backup.exists():
-            if place.exists():
-                shutil.copy2(place, undone)
-            if backup.stat().st_size:
-                shutil.copy2(backup, place)
+        with locked(path):
+            if backup.exists():
+                if place.exists():
+                    replace_content(undone, place.read_bytes(), place.stat())
+                if backup.stat().st_size:
+                    replace_content(path, backup.read_bytes(), backup.stat())
+                else:
+                    place.unlink(missing_ok=True)
+                backup.unlink()
+                print(f"restored {_shown(path)}; the replaced version is {undone.name}")
+            elif path.exists() and NAME in path.name:
+                path.unlink()
+                print(f"removed {_shown(path)}")
             else:
-                place.unlink(missing_ok=True)
-            backup.unlink()
-            print(f"restored {_shown(path)}; the replaced version is {undone.name}")
-        elif path.exists() and NAME in path.name:
-            path.unlink()
-            print(f"removed {_shown(path)}")
-        else:
-            print(f"{_shown(path)} has nothing to undo")
+                print(f"{_shown(path)} has nothing to undo")
     except OSError as error:
         raise UsageError(f"{path} cannot be restored: {error.strerror or error}") from error
 
@@ -344,7 +342,8 @@ def merged(before: str, ours: str) -> str:
     """The TOML document ``before`` with the keys and tables of ``ours``, and otherwise unchanged.
 
     A replaced value remains as a comment. Merging again changes nothing. Raises ``ValueError`` for
-    invalid TOML, and for tables that cannot be extended: inline ones, or those of dotted keys.
+    invalid TOML, and for tables that cannot be extended: inline ones, those of dotted keys, and
+    values that should be tables.
     """
     document, added = tomlkit.parse(before), tomlkit.parse(ours)
     wanted = document.unwrap()
@@ -360,6 +359,8 @@ def merged(before: str, ours: str) -> str:
             document[key] = value
         elif old is None:
             wanted[key] = document[key] = value
+        elif not isinstance(old, MutableMapping):
+            raise ValueError(f"{key} is not a table")
         else:
             wanted[key].update(value)
             for name, table in value.items():
@@ -371,7 +372,10 @@ def merged(before: str, ours: str) -> str:
 
 
 def _fill(table: MutableMapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Makes ``table`` equal to ``ours``, keeping its comments."""
+    """Makes ``table`` equal to ``ours``, keeping its comments. Raises ``ValueError`` unless it is a
+    table."""
+    if not isinstance(table, MutableMapping):
+        raise ValueError(f"{NAME} is not a table")
     for key in table.keys() - ours.keys():
         del table[key]
     for key, value in ours.items():

@@ -11,14 +11,14 @@ import os
 import re
 import secrets
 from collections.abc import Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext
 from pathlib import Path
 
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
+from vllm_mlx_harmony.cli.editing import locked, replace_content
 from vllm_mlx_harmony.cli.errors import UsageError, read_text
-from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import DIGEST, PREFIX
 
@@ -64,17 +64,27 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser().parse_args(arguments)
     path = Path(parsed.config).resolve()
     try:
+        with locked(path) if parsed.names else nullcontext():
+            lines = _run(path, parsed)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error
+    for line in lines:
+        print(line)
+    return 0
+
+
+def _run(path: Path, parsed: argparse.Namespace) -> list[str]:
+    """Reads the file and runs the action, which may change it; returns what to print."""
+    try:
         document = tomlkit.parse(read_text(str(path)))
     except TOMLKitError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     if not isinstance(document.get("keys", {}), MutableMapping):
         raise UsageError(f"{path}: keys is not a table of names")
-    lines = parsed.command(document, parsed.names)
-    if parsed.names:
-        _write(path, tomlkit.dumps(document))
-    for line in lines:
-        print(line)
-    return 0
+    lines: list[str] = parsed.command(document, parsed.names)
+    if parsed.names:  # its owner and mode stay, so that the gateway can still read it
+        replace_content(path, tomlkit.dumps(document).encode())
+    return lines
 
 
 def _add(document: tomlkit.TOMLDocument, names: Sequence[str]) -> list[str]:
@@ -113,15 +123,3 @@ def _list(document: tomlkit.TOMLDocument, _: Sequence[str]) -> list[str]:
         limits = (f"{limit} = {number}" for limit, number in table.items() if limit != "key")
         lines.append("  ".join((name, shown, *limits)))
     return lines
-
-
-def _write(path: Path, text: str) -> None:
-    """Replaces the file; its owner and mode stay, so that the gateway can still read it."""
-    try:
-        before = path.stat()
-        write_atomically(path, text.encode())
-        os.chmod(path, before.st_mode)
-        with suppress(PermissionError):
-            os.chown(path, before.st_uid, before.st_gid)
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror or error}") from error

@@ -20,6 +20,12 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
 
 
+STOPPED_WITHIN = 35.0
+"""Seconds after SIGTERM within which any server has ended by itself (`shutdown`), with some to
+spare. Whoever stops one waits so long before SIGKILL: a killed process can leave wired memory
+behind on a Mac."""
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """The limits of the front end, read once, when it is installed (`host.install`).
