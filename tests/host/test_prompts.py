@@ -32,6 +32,7 @@ from vllm_mlx_harmony.server.defaults import (
     ATTACHMENTS_VARIABLE,
     DATE_VARIABLE,
     NONE_VARIABLE,
+    REASONING_FIELD_VARIABLE,
     read,
 )
 from vllm_mlx_harmony.server.sampling import Settings
@@ -157,6 +158,15 @@ def test_attachments_are_omitted_or_refused(monkeypatch: pytest.MonkeyPatch) -> 
         assert VllmMlx().defaults(None).attachments == meant
     monkeypatch.setenv(ATTACHMENTS_VARIABLE, "show")
     with pytest.raises(HostError, match=f"{ATTACHMENTS_VARIABLE}: .* is not one of omit, refuse"):
+        read({})
+
+
+def test_the_field_of_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+    for word, meant in (("", "both"), ("Reasoning", "reasoning"), ("both", "both")):
+        monkeypatch.setenv(REASONING_FIELD_VARIABLE, word)
+        assert VllmMlx().defaults(None).reasoning_field == meant
+    monkeypatch.setenv(REASONING_FIELD_VARIABLE, "thinking")
+    with pytest.raises(HostError, match="is not one of both, reasoning, reasoning_content"):
         read({})
 
 

@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
+from vllm_mlx_harmony.core.turn import Defaults, ReasoningField, ResponseInfo
 from vllm_mlx_harmony.protocols.chat import Emitter, error_body, read
 from vllm_mlx_harmony.protocols.chat.emitter import ChoicesEmitter
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
@@ -84,6 +84,27 @@ def whole(deltas: Iterable[Delta]) -> dict[str, Any]:
     emitter = Emitter(INFO, stream=False)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
+
+
+@pytest.mark.parametrize("field", ReasoningField)
+@pytest.mark.parametrize("stream", [True, False])
+def test_reasoning_is_in_the_fields_that_the_server_is_set_to(
+    field: ReasoningField, stream: bool
+) -> None:
+    names = {"both": {"reasoning", "reasoning_content"}}.get(field.value, {field.value})
+    deltas = told(reasoning("a", "b"), answer("c"), end=STOP)
+    body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
+    emitter = read(body, Defaults(reasoning_field=field)).emitter(INFO)
+    events = [event for delta in deltas for event in emitter.feed(delta)]
+    if not stream:
+        message = emitter.result()["choices"][0]["message"]
+        assert {key: message[key] for key in message if "reason" in key} == dict.fromkeys(
+            names, "ab"
+        )
+        return
+    parts = [each["choices"][0]["delta"] for each in chunks(events) if each["choices"]]
+    thoughts = [part for part in parts if any("reason" in key for key in part)]
+    assert thoughts == [dict.fromkeys(names, "a"), dict.fromkeys(names, "b")]
 
 
 def thought(text: str) -> dict[str, Any]:

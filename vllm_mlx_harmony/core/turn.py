@@ -409,9 +409,25 @@ class Turn:
         return total
 
 
+class ReasoningField(str, Enum):
+    """The field in which Chat Completions sends reasoning, for which that API has none."""
+
+    BOTH = "both"
+    REASONING = "reasoning"
+    """vLLM and OpenRouter."""
+    REASONING_CONTENT = "reasoning_content"
+    """DeepSeek, llama.cpp and SGLang."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        both = ReasoningField.REASONING.value, ReasoningField.REASONING_CONTENT.value
+        return both if self is ReasoningField.BOTH else (self.value,)
+
+
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Settings of the server that a request may override (A1, A8), except for ``attachments``.
+    """Settings of the server that a request may override (A1, A8), except for ``attachments`` and
+    ``reasoning_field``.
 
     ``none_effort`` is the effort for the word ``none``; ``None`` turns reasoning off.
     ``namespaces`` are the tools that the server can run: for requests that ask for them, and with
@@ -428,6 +444,7 @@ class Defaults:
     namespaces: tuple[Namespace, ...] = ()
     tools_for_all: bool = False
     attachments: Attachments = Attachments.OMIT
+    reasoning_field: ReasoningField = ReasoningField.BOTH
 
     def default_namespaces(
         self, tools: Sequence[Tool], requested: Sequence[Namespace] = ()

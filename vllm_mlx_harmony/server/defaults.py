@@ -15,6 +15,7 @@ from vllm_mlx_harmony.core.turn import (
     RECOMMENDED,
     Defaults,
     Effort,
+    ReasoningField,
     Sampling,
 )
 from vllm_mlx_harmony.server.settings import choice
@@ -32,6 +33,10 @@ NONE_VARIABLE = "VLLM_MLX_HARMONY_NONE_EFFORT"
 
 ATTACHMENTS_VARIABLE = "VLLM_MLX_HARMONY_ATTACHMENTS"
 """Environment variable: ``omit`` images, audio and files (the default), or ``refuse`` them."""
+
+REASONING_FIELD_VARIABLE = "VLLM_MLX_HARMONY_REASONING_FIELD"
+"""Environment variable: where Chat Completions sends reasoning: ``reasoning``,
+``reasoning_content`` or ``both`` (the default)."""
 
 
 def sampling(flags: Sampling, model: Mapping[str, object]) -> Sampling:
@@ -96,6 +101,7 @@ def read(options: Mapping[str, object]) -> Defaults:
         thinking=thinking,
         none_effort=none_effort,
         attachments=choice(ATTACHMENTS_VARIABLE, Attachments.OMIT),
+        reasoning_field=choice(REASONING_FIELD_VARIABLE, ReasoningField.BOTH),
     )
 
 

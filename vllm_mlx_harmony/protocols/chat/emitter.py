@@ -10,7 +10,7 @@ from typing_extensions import assert_never
 from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, FinishReason, Kind, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
-from vllm_mlx_harmony.core.turn import ResponseInfo
+from vllm_mlx_harmony.core.turn import ReasoningField, ResponseInfo
 from vllm_mlx_harmony.protocols.events import (
     DONE,
     REASONING_ENDED_BY,
@@ -29,11 +29,11 @@ SERVER_CALLS = "server_tool_calls"
 answer. The API has no field for them; clients that do not know this one see the reasoning and
 the answer."""
 
-_OPENINGS = {
-    _REASONING: ('{"reasoning":', ',"reasoning_content":', "}"),
-    _CONTENT: ('{"content":', "}"),
-}
-"""A delta's JSON around its text. Reasoning goes out under both names that clients look for."""
+
+def _delta_around(*fields: str) -> tuple[str, ...]:
+    """A delta's JSON around its text, which is in each of ``fields``."""
+    first, *others = fields
+    return (f'{{"{first}":', *(f',"{field}":' for field in others), "}")
 
 
 @dataclass(eq=False)
@@ -43,7 +43,8 @@ class Emitter:
     A stream has a chunk with the role, a chunk for each text or call, the finish reason, the usage
     if ``include_usage``, and ``[DONE]``. No text is stored. ``freeform`` are the names of the tools
     that take text; the client gets it as the arguments of a function for those in ``flat``.
-    ``shows_progress``: while the prompt is being processed, chunks report its progress.
+    ``shows_progress``: while the prompt is being processed, chunks report its progress. Clients
+    look for reasoning under one or the other name of ``reasoning_field``.
     """
 
     info: ResponseInfo
@@ -54,6 +55,7 @@ class Emitter:
     freeform: frozenset[str] = frozenset()
     flat: frozenset[str] = frozenset()
     shows_progress: bool = False
+    reasoning_field: ReasoningField = ReasoningField.BOTH
 
     def __post_init__(self) -> None:
         self._input: FreeformInput | None = None
@@ -177,7 +179,8 @@ class Emitter:
             # Messages that land in the same field are joined by a line break (semantics B).
             self._joint = "\n" if name in self._texts else ""
             self._parts = self._texts.setdefault(name, [])
-            self._around = self._framed(*_OPENINGS[name])
+            fields = self.reasoning_field.names if name is _REASONING else (name,)
+            self._around = self._framed(*_delta_around(*fields))
         return []
 
     def _show(self, text: str, logprobs: Sequence[deltas.TextLogprob] = ()) -> list[Event]:
@@ -226,7 +229,7 @@ class Emitter:
         message |= self._ended_by
         if _REASONING in self._texts:
             reasoning = "".join(self._texts[_REASONING])
-            message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+            message |= dict.fromkeys(self.reasoning_field.names, reasoning)
         # One without an answer was not run, and is not in a stream either (D2).
         if ran := [call for call in self._ran_calls if call["output"] is not None]:
             message[SERVER_CALLS] = ran

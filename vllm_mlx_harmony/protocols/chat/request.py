@@ -20,6 +20,7 @@ from vllm_mlx_harmony.core.turn import (
     Message,
     Preamble,
     Reasoning,
+    ReasoningField,
     ResponseInfo,
     Result,
     Tool,
@@ -49,6 +50,7 @@ class ChatRequest:
     freeform: frozenset[str] = frozenset()
     flat: frozenset[str] = frozenset()
     shows_progress: bool = False
+    reasoning_field: ReasoningField = ReasoningField.BOTH
 
     def emitter(self, info: ResponseInfo) -> Emitter | ChoicesEmitter:
         emitters = [
@@ -60,6 +62,7 @@ class ChatRequest:
                 freeform=self.freeform,
                 flat=self.flat,
                 shows_progress=self.shows_progress,
+                reasoning_field=self.reasoning_field,
             )
             for choice in range(self.turn.choices)
         ]
@@ -93,6 +96,7 @@ def read(body: object, defaults: Defaults) -> ChatRequest:
         freeform=frozenset(tool.custom.name for tool in custom),
         flat=frozenset(tool.custom.name for tool in custom if tool.flat),
         shows_progress=bool(chat.return_progress),
+        reasoning_field=defaults.reasoning_field,
     )
 
 
