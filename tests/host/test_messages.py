@@ -140,8 +140,7 @@ def test_what_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="vllm_mlx_harmony"):
         messages.MESSAGES.read({**HELLO, "tools": tools}, Defaults(), "tenant")
     assert [record.getMessage() for record in caplog.records] == [
-        "messages: tools[0] ('web_search_20250305') was ignored: "
-        "it is not a tool that the client runs"
+        "messages: tools that are not available: 'web_search'"
     ]
 
 
