@@ -17,10 +17,12 @@ pytest.importorskip("mlx.core")
 
 import mlx.core as mx
 from engine_models import load_module, loading
+from mlx.utils import tree_flatten
 
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB, TokenLogprob
 from vllm_mlx_harmony.engine import batch
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import log_probabilities
 from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.sampling import Settings
@@ -140,3 +142,32 @@ def test_what_cannot_come_has_a_finite_log_probability() -> None:
     assert ids.tolist()[0][:2] == [2, 0]
     assert scores.tolist()[0][2] == LOWEST_LOGPROB
     assert TokenLogprob(1, own.tolist()[0]).logprob > -1e4
+
+
+def test_reading_scores_waits_for_no_step(
+    engine: MlxEngine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read was given to the device before the next step, which other rows are part of."""
+    submitted: set[int] = set()
+    kept: list[Any] = []  # so that no other array gets the same id
+    read: list[bool] = []
+    async_eval, take = mx.async_eval, Request.take_logprob
+
+    def submit(*arrays: Any) -> None:
+        kept.extend(array for _, array in tree_flatten(list(arrays)))
+        submitted.update(map(id, kept))
+        async_eval(*arrays)
+
+    def take_logprob(request: Request, token: int) -> None:
+        read.extend(id(score) in submitted for score in request.scores)
+        take(request, token)
+
+    monkeypatch.setattr(batch.mx, "async_eval", submit)
+    monkeypatch.setattr(Request, "take_logprob", take_logprob)
+
+    async def together() -> None:
+        asked = (generated(engine, PROMPT[:length], top_logprobs=2) for length in (140, 150))
+        await asyncio.gather(*asked, generated(engine, PROMPT))
+
+    run(together())
+    assert read and all(read)

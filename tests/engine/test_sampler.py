@@ -233,6 +233,45 @@ def test_an_answer_that_is_continued_begins_with_text() -> None:
     assert (found[0, 40].item(), found[0, 41].item(), found[0, 42].item()) == (-2.0, -2.0, 0.0)
 
 
+def test_plain_prompt_begins_with_text() -> None:
+    """`/v1/completions` sends one without control ids."""
+    plain = Sampler(settings(repetition_penalty=2.0), [30, 31])
+    logits = mx.ones((1, 100))
+    for token in (31, 40):
+        plain.count(mx.array([token], dtype=mx.uint32), 100)
+        found = plain.biased(logits)
+    assert (found[0, 31].item(), found[0, 40].item(), found[0, 41].item()) == (1.0, 0.5, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"temperature": 1e-40}, {17}),
+        ({"temperature": 5e-324}, {17}),
+        ({"temperature": 1e-5}, {17}),
+        ({"temperature": 1e300}, None),
+        ({"repetition_penalty": 1e300}, None),
+        ({"repetition_penalty": 1e-300}, {17}),
+        ({"frequency_penalty": 1e300}, None),
+        ({"presence_penalty": -math.inf}, {17}),
+        ({"logit_bias": ((3, math.inf), (4, math.inf))}, {3, 4}),
+        ({"logit_bias": ((17, -1e308),)}, None),
+        ({"top_p": 5e-324}, {17}),
+        ({"min_p": 1.0}, {17}),
+    ],
+    ids=str,
+)
+def test_extreme_settings_leave_numbers(changed: dict[str, Any], expected: set[int] | None) -> None:
+    """And an id that the model has: index 0 is what is drawn of logits that are no numbers."""
+    one = Sampler(settings(**changed), [30])
+    logits = mx.where(mx.arange(100) == 17, 5.0, mx.arange(100) / 100 - 0.5)[None]
+    for _ in range(2):
+        one.count(mx.array([17], dtype=mx.uint32), 100)
+    assert mx.isfinite(one.biased(logits)).all().item()
+    found = {drawn([one], logits, [17])[0] for _ in range(20)}
+    assert found <= expected if expected else len(found) > 1
+
+
 # --- Constraints.
 
 

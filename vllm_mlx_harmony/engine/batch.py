@@ -101,9 +101,11 @@ class Batch:
             if asked:  # of the ids of the next step
                 chosen, most = mx.array(asked), max(self.rows[at].top_logprobs or 0 for at in asked)
                 scores = log_probabilities(logits[chosen], self.pending[chosen], most)
-                mx.async_eval(scores)
                 for row, at in enumerate(asked):
                     self.rows[at].scores = [each[row] for each in scores]
+                # The slices themselves: computed when they are read, they would wait for the next
+                # step, and with them all rows.
+                mx.async_eval([self.rows[at].scores for at in asked])
         for request in self.rows:
             request.joined = True
         return found

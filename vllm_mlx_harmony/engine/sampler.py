@@ -39,6 +39,14 @@ from vllm_mlx_harmony.server.sampling import Settings
 State: TypeAlias = "tuple[int, tuple[Any, ...], mx.array | None, mx.array | None]"
 """What the next draw of a sequence depends on: see ``Sampler.state``."""
 
+MIN_TEMPERATURE = 1e-5
+"""Below it, the likeliest id is chosen, as at 0: logits divided by less are infinite. As in vLLM
+(``_SAMPLING_EPS``)."""
+
+MAX_PENALTY = 1e4
+"""Largest bias and penalty. It decides against any logit, and no sum or product becomes infinite,
+which would make a logit no number."""
+
 _HEADER = (vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END)
 """Ids that a header follows, or continues after; `<|message|>` ends it."""
 
@@ -63,7 +71,9 @@ class Sampler:
         # As text: `Random` treats -1 and 1 as the same seed.
         self._random = Random(None if settings.seed is None else str(settings.seed))
         last_control = next((each for each in prompt[::-1] if each >= vocab.CONTROL.start), None)
-        self._opens_with_text = last_control == vocab.MESSAGE
+        # A prompt without control ids is plain text, as `/v1/completions` sends it.
+        self._opens_with_text = last_control in (None, vocab.MESSAGE)
+        self.greedy = settings.temperature < MIN_TEMPERATURE
         self.filters = (settings.top_p < 1, settings.min_p > 0, settings.top_k > 0)
         self.penalises = (
             settings.presence_penalty != 0
@@ -99,20 +109,20 @@ class Sampler:
         # mlx does not check indices: it would write behind the logits.
         biases = [each for each in settings.logit_bias if each[0] < logits.shape[-1]]
         if biases:
-            ids, values = zip(*biases, strict=True)
+            ids, values = zip(*((token, _bounded(bias)) for token, bias in biases), strict=True)
             logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
         if not self.penalises:
             return logits
         counts = mx.where(self._in_text, self._counts, 0.0)[None]
         if settings.repetition_penalty != 1:
-            factor = mx.where(
-                logits < 0, settings.repetition_penalty, 1 / settings.repetition_penalty
-            )
+            penalty = max(1 / MAX_PENALTY, _bounded(settings.repetition_penalty))
+            factor = mx.where(logits < 0, penalty, 1 / penalty)
             logits = mx.where(counts > 0, logits * factor, logits)
         if settings.frequency_penalty:
-            logits = logits - settings.frequency_penalty * counts
+            logits = logits - _bounded(settings.frequency_penalty) * counts
         if settings.presence_penalty:
-            logits = mx.where(counts > 0, logits - settings.presence_penalty, logits)
+            penalty = _bounded(settings.presence_penalty)
+            logits = mx.where(counts > 0, logits - penalty, logits)
         # A control id is never counted, hence never penalised.
         return logits
 
@@ -147,7 +157,7 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
                 each.count(last[at : at + 1], logits.shape[-1])
                 parts[at] = each.biased(parts[at])
         logits = mx.concatenate(parts)
-    kinds = [(each.settings.temperature == 0, *each.filters) for each in samplers]
+    kinds = [(each.greedy, *each.filters) for each in samplers]
     if len({*kinds}) == 1:
         return _drawn(samplers, logits, [each.key() for each in samplers])
     drawn = mx.zeros((len(samplers),), dtype=mx.uint32)
@@ -218,7 +228,7 @@ def _drawn(
     samplers: Sequence[Sampler], logits: mx.array, keys: Sequence[tuple[int, int]]
 ) -> mx.array:
     """Ids (rows,) for sequences that ask for the same parts, each with values of its own."""
-    if samplers[0].settings.temperature == 0:
+    if samplers[0].greedy:
         return mx.argmax(logits, axis=-1).astype(mx.uint32)
     logits = logits.astype(mx.float32)
     scaled = logits * _column(1 / each.settings.temperature for each in samplers)
@@ -268,6 +278,10 @@ def _threshold(bits: mx.array, weights: mx.array | None, wanted: mx.array) -> mx
         reached = mx.sum(kept, axis=-1, keepdims=True) >= wanted
         low, high = mx.where(reached, middle, low), mx.where(reached, high, middle)
     return low
+
+
+def _bounded(value: float) -> float:
+    return max(-MAX_PENALTY, min(value, MAX_PENALTY))
 
 
 def _column(values: Iterable[float]) -> mx.array:
