@@ -704,10 +704,21 @@ def test_the_grammar_has_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(response)[-1] == ("message", "It is warm.")
 
 
-def test_off_they_are_left_out_as_ever() -> None:
+def test_off_they_are_left_out_and_named() -> None:
+    host = Alone(ScriptedEngine(SCRIPTS))
+    response, _ = finally_(create(host, input="Say hello.", tools=[*TOOLS, MINE]))
+    assert told(response) == [("reasoning", "Done."), ("message", "It is warm.")]
+    names = ["weather", "code_interpreter", "web_search"]
+    assert response.model_extra["unavailable_tools"] == names
+
+
+def test_off_they_fail_without_the_model() -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
     response, _ = finally_(create(host, input="Say hello."))
-    assert told(response) == [("reasoning", "Done."), ("message", "It is warm.")]
+    assert [each[0] for each in told(response)] == [
+        *("mcp_list_tools", "code_interpreter_call", "web_search_call", "message")
+    ]
+    assert host.engine.prompts == []
 
 
 def test_background_and_its_events_again() -> None:
