@@ -599,6 +599,19 @@ def test_a_default_budget(
     assert 20 <= found.reasoned <= 22
 
 
+@pytest.mark.parametrize("budgets", ["", "off"])
+def test_a_small_limit_is_a_budget(
+    scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, budgets: str
+) -> None:
+    monkeypatch.setenv(enforcement.BUDGET_VARIABLE, budgets)
+    api, document = wanting("no end", "plain", 1, max_output_tokens=84)
+    found = run(said(scripted, api, document, replace(FREE, max_tokens=84)))
+    if budgets:
+        assert found.reasoned > 70
+    else:
+        assert 20 <= found.reasoned <= 22
+
+
 @pytest.mark.parametrize("policy", ["auto", "off"])
 def test_min_tokens(scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)

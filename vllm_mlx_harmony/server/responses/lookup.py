@@ -15,7 +15,7 @@ from typing import Any
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, StoreError
 from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import DONE, Event
+from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.peers.answers import (
@@ -101,9 +101,8 @@ async def follow(
 ) -> AsyncGenerator[Event, None]:
     """The events from number ``start`` to the last, as they arrive.
 
-    After ``pings_after`` seconds of silence it says that the response is running; 0: never.
-    Raises ``RequestError`` if
-    there are no events.
+    After ``pings_after`` seconds of silence, an event says that the response is running; 0: never.
+    Raises ``RequestError`` if there are no events.
     """
     if isinstance(found, Running):
         return found.follow(start)
@@ -139,8 +138,7 @@ async def _events(
             if events or runs:
                 silent_since = time.monotonic() if events else silent_since
                 if pings_after and time.monotonic() - silent_since >= pings_after:
-                    stored = await _read(key, tenant)
-                    yield resource.running_event(stored.document, start - 1)
+                    yield await _ping(key, tenant, start - 1)
                     silent_since = time.monotonic()
             else:
                 stored = await _stored(key, tenant)
@@ -153,6 +151,13 @@ async def _events(
     except HarmonyFailure as failure:
         yield resource.error_event(failure, start)
     yield DONE
+
+
+async def _ping(key: str, tenant: str, number: int) -> Event:
+    """Says that a response on another server is running; a comment if it cannot be read now."""
+    with suppress(HarmonyFailure):
+        return resource.running_event((await _read(key, tenant)).document, number)
+    return HEARTBEAT
 
 
 async def cancel(found: Running | StoredResponse) -> Running | StoredResponse:
