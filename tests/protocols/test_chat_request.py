@@ -589,6 +589,18 @@ def test_messages_of_the_assistant_in_a_row_are_one_turn(said: list[Any], expect
 
 
 CONTINUED: dict[str, tuple[list[dict[str, Any]], list[Any], str | None]] = {
+    "behind reasoning in a part": (
+        [
+            assistant(
+                content=[
+                    {"type": "thinking", "thinking": "Hm."},
+                    {"type": "text", "text": "It is"},
+                ]
+            )
+        ],
+        [Reasoning("Hm.")],
+        "It is",
+    ),
     "an answer": ([assistant(content="It is")], [], "It is"),
     "white space at its end": ([assistant(content="It is ")], [], "It is "),
     "parts": ([assistant(content=text("It ", "is"))], [], "It is"),

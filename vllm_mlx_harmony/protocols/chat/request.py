@@ -282,7 +282,8 @@ class _Reader:
                 raise unsupported(f"messages[{index}]", problem)
         index, last = run[-1]
         text = self._text(last, f"messages[{index}]")
-        last.content, last.refusal, last.audio = None, None, None
+        reasoning = [part for part in last.content or () if isinstance(part, schema.ReasoningPart)]
+        last.content, last.refusal, last.audio = [*reasoning], None, None
         return text or None
 
     def _text(self, message: ChatMessage, where: str) -> str:
