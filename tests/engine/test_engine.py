@@ -1037,3 +1037,117 @@ def test_prompt_of_a_server_that_is_killed_is_on_disk(
         assert run(on_disk(engine)) >= 6 * CHUNK
     finally:
         engine.close()
+
+
+# --- What is stored is within the limit, too.
+
+
+@pytest.mark.parametrize("tree", [0, 200_000, 1 << 30])
+def test_memory_in_use_is_within_the_limit_after_every_step(
+    tiny: Path, run: Run, tree: int
+) -> None:
+    """Of prompts that just fit, whatever the prefix cache may hold; and nothing of them is lost."""
+    engine = opened(tiny, cache=reusing(tree), limits=Limits(chunk=256), speculate="off")
+    prompts = [words(seed, 1500) for seed in range(4)]
+    used: list[int] = []
+    work = engine._work
+
+    def watched() -> float | None:
+        wait = work()
+        used.append(device.used())
+        return wait
+
+    try:
+        expected = [of_mlx_lm(engine, asked, 6) for asked in prompts]
+        budget = engine.budget
+        room = device.used() + budget.work + budget.layout.nbytes(1506)
+        engine.budget = Budget(room, budget.layout, budget.work)
+        engine._thread._work = watched
+        for asked, answered in zip(prompts, expected, strict=True):
+            assert run(answer(engine, asked, max_tokens=6)) == answered
+        assert max(used) <= room
+    finally:
+        engine.close()
+
+
+def test_prompts_are_stored_in_what_is_left(tiny: Path, run: Run) -> None:
+    """With room for two: the least recently used gives way to the last."""
+    engine = opened(tiny, cache=reusing(), speculate="off")
+    prompts = [words(seed, 1000) for seed in range(3)]
+    try:
+        budget = engine.budget
+        piece = budget.layout.piece(1006)
+        room = device.used() + budget.work + budget.layout.nbytes(1006) + 5 * piece // 2
+        engine.budget = Budget(room, budget.layout, budget.work)
+        for asked in prompts:
+            run(answer(engine, asked, max_tokens=6))
+        assert run(engine.reusable_tokens(prompts[2], "")) == 999
+        assert run(engine.reusable_tokens(prompts[0], "")) == 0
+    finally:
+        engine.close()
+
+
+def test_caches_of_a_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
+    """mlx-lm's are copied each time they have grown by 256 tokens."""
+    engine = opened(tiny, limits=Limits(chunk=256), speculate="off")
+    asked = words(3, 2000)
+    sizes: set[tuple[int, ...]] = set()
+    model = engine.module
+
+    def watched(ids: Any, cache: Any) -> Any:
+        logits = model(ids, cache=cache)
+        sizes.add(tuple(each.keys.shape[2] for each in cache if type(each) is KVCache))
+        return logits
+
+    try:
+        expected = of_mlx_lm(engine, asked, 6)
+        engine.module = watched
+        assert run(answer(engine, asked, max_tokens=6)) == expected
+        assert len(sizes) == 1 and set(*sizes) == {2006}
+    finally:
+        engine.close()
+
+
+def test_slow_disk_does_not_keep_memory_from_a_prompt(
+    tiny: Path, run: Run, open_disk: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicted pieces wait to be written; after a while, that is given up."""
+    disk, held, write = open_disk(), threading.Event(), DiskCache._write
+
+    def slow(*given: Any) -> None:
+        held.wait(60)
+        write(*given)
+
+    monkeypatch.setattr(DiskCache, "_write", slow)
+    monkeypatch.setattr("vllm_mlx_harmony.engine.engine.WRITING", 0.2)
+    cached = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
+    engine = opened(tiny, cache=cached, speculate="off")
+    try:
+        for seed in range(4):
+            run(answer(engine, words(seed, 600), max_tokens=2))
+        budget, long = engine.budget, words(9, 2000)
+        held_bytes = engine.cache.status().nbytes
+        room = device.used() - held_bytes // 2 + budget.work + budget.layout.nbytes(2002)
+        engine.budget = Budget(room, budget.layout, budget.work)
+        expected = of_mlx_lm(engine, long, 2)
+        assert run(answer(engine, long, max_tokens=2)) == expected
+        assert disk.counters().dropped > 0
+        held.set()
+        assert flushed(disk, 60) and disk.evicted == 0
+    finally:
+        held.set()
+        engine.close()
+
+
+def test_pool_is_empty_when_nothing_runs(tiny: Path, run: Run) -> None:
+    engine = opened(tiny, speculate="off")
+    try:
+        run(answer(engine, words(1, 1500), max_tokens=4))
+        assert idle(engine)
+        engine._thread.call(lambda: None).result()
+        until = time.monotonic() + 20
+        while mx.get_cache_memory() and time.monotonic() < until:
+            time.sleep(0.01)
+        assert mx.get_cache_memory() == 0
+    finally:
+        engine.close()

@@ -34,7 +34,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.engine import costs, device
+from vllm_mlx_harmony.engine import costs, device, pieces
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
@@ -73,6 +73,9 @@ HEADROOM = 64
 ADMISSION_TIMEOUT = 10.0
 """Seconds after which a prompt without enough memory fails, if meanwhile no other request runs and
 no memory is freed."""
+
+WRITING = 2.0
+"""Seconds that a prompt waits for evicted pieces to be written, if it lacks their memory."""
 
 REPORTED = 0.5
 """Seconds between two progress reports of prompts that wait."""
@@ -160,6 +163,7 @@ class MlxEngine:
         self._numbers = count(1)
         self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[Request, Item]]]
         self._out = defaultdict(list)
+        self._shapes: pieces.Shapes = []
         self._computed = 0
         self._reported = 0.0
         self._too_long = inf
@@ -310,6 +314,7 @@ class MlxEngine:
         work_per_id = max(0, mx.get_peak_memory() - before) / PROBE
         work = int(work_per_id * self.options.limits.chunk)
         self.budget = Budget(limit, Layout.of(layers), work)
+        self._shapes = pieces.shapes(layers)
         if self.budget.longest(device.weights()) < 1:
             raise HostError(
                 f"the weights take {device.weights():,} of the {limit:,} bytes that may be used, "
@@ -331,7 +336,7 @@ class MlxEngine:
         self._abandon()
         self.cache.close()
         self.module, self.tokenizer, self.loaded = Module(), None, False
-        self.cache = PrefixCache(self.module)
+        self.cache, self._shapes = PrefixCache(self.module), []
         device.add_weights(-self.weights)
         self.weights = 0
         mx.clear_cache()
@@ -449,7 +454,10 @@ class MlxEngine:
             self._deliver()
         if decision is not None:
             return 0
-        return IDLE if self._requests else None
+        if not self._requests:
+            mx.clear_cache()  # nobody needs what is left in mlx's pool
+            return None
+        return IDLE
 
     def _fits(self, key: int) -> bool:
         """Whether there is memory for the request to its end.
@@ -460,13 +468,15 @@ class MlxEngine:
         if request.end >= self._too_long:
             request.others = -1  # others run: their memory will be freed
             return False
-        running = [each for each in list(self._requests.values()) if each.begun]
-        holders: list[Request | Batch] = [*running, *self._batches]
-        own = sum(layer.nbytes for each in holders for layer in each.layers or ())
+        running, own = self._running()
         ends = [*(each.end for each in running), request.end]
         others, now = device.used() - own, time.perf_counter()
         missing = budget.missing(others, ends)
-        if self.cache.make_room(missing):
+        # A slow disk is not a lack of memory: what waits to be written is given up after a while.
+        since = request.admission_deadline - ADMISSION_TIMEOUT
+        late = missing > 0 and request.others >= 0 and now > since + WRITING
+        freed = late and self.cache.give_up_writing()
+        if self.cache.make_room(missing, writing=not late) or freed:
             mx.clear_cache()
             others = device.used() - own
             missing = budget.missing(others, ends)
@@ -478,6 +488,12 @@ class MlxEngine:
             self._fail([request], MemoryError(f"{missing} bytes are missing"))
         return not missing
 
+    def _running(self) -> tuple[list[Request], int]:
+        """The requests that have begun, and the bytes of their caches."""
+        running = [each for each in list(self._requests.values()) if each.begun]
+        holders: list[Request | Batch] = [*running, *self._batches]
+        return running, sum(layer.nbytes for each in holders for layer in each.layers or ())
+
     def _begin(self, request: Request) -> None:
         """Makes the request's caches, with as much of the prompt as is cached."""
         started = time.perf_counter()
@@ -485,6 +501,8 @@ class MlxEngine:
         assert match is not None
         room = len(request.prompt) + min(request.settings.max_tokens, HEADROOM)
         request.layers, known = self.cache.restore(match, room)
+        if not known:
+            pieces.reserve(request.layers, self._shapes, room)
         last = len(request.prompt) - 1
         cut = boundaries(request.prompt, known) if self.cache.enabled else [last]
         request.marks = deque(cut)
@@ -522,8 +540,28 @@ class MlxEngine:
     def _store(self, request: Request, layers: Layers) -> None:
         """Stores what is computed of the prompt."""
         if request.at > request.stored:
-            self.cache.store(request.prompt[: request.at], layers, request.tenant)
+            self._store_ids(request, request.prompt[: request.at], layers)
             request.stored = request.at
+
+    def _store_ids(
+        self, request: Request, ids: Sequence[int], layers: Layers, row: int = 0
+    ) -> None:
+        """Stores ``ids``, which ``layers`` hold in ``row``, if there is memory for a copy of what
+        the cache lacks of them, beside what running requests need to their ends. Evicts other
+        cached prompts for it."""
+        if not self.cache.enabled:
+            return
+        size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
+        running, own = self._running()
+        ends = [each.end for each in running]
+        missing = size - self.budget.free(device.used() - own, ends)
+        if missing > 0 and self.cache.make_room(missing):
+            mx.clear_cache()
+            # What it continues may have been evicted, too.
+            size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
+            missing = size - self.budget.free(device.used() - own, ends)
+        if missing <= 0:
+            self.cache.store(ids, layers, request.tenant, row)
 
     def _join(self, request: Request, layers: Layers) -> None:
         """The request generates from now on: all of its prompt but the last id is computed."""
@@ -563,7 +601,7 @@ class MlxEngine:
                 self._deliver()
                 for request, finish in ended.items():
                     row = batch.rows.index(request)
-                    self.cache.store(request.ids, batch.layers, request.tenant, row)
+                    self._store_ids(request, request.ids, batch.layers, row)
                     self._put(request, request.step(finish))
                 if ended:
                     batch.remove(ended)

@@ -11,6 +11,9 @@ So nothing is computed that would not fit:
     + the work of a chunk                                 measured when a model is loaded
     ≤ limit                                               device × ``--gpu-memory-utilization``
 
+What is stored in the prefix cache is a copy. It is made only of what is left of the limit (`free`),
+after other cached prompts were evicted for it.
+
 A request's end is its prompt and its ``max_tokens``. The requests of other models count with what
 they hold now. What was read ahead from the disk is in plain memory and is not counted.
 """
@@ -71,6 +74,10 @@ class Layout:
             min(length, rounded) * nbytes for length, nbytes in self.windows
         )
 
+    def piece(self, ids: int) -> int:
+        """Bytes of so many ids in the prefix cache."""
+        return ids * self.per_id + sum(min(length, ids) * nbytes for length, nbytes in self.windows)
+
     def longest(self, nbytes: int) -> int:
         """Ids of the longest sequence that takes no more than ``nbytes``."""
         left = nbytes - sum(length * of_an_id for length, of_an_id in self.windows)
@@ -112,9 +119,14 @@ class Budget:
             whole = int(whole / (1 - WASTE)) + SMALL * self.layout.per_id
         return whole + self.work
 
+    def free(self, others: int, ends: Iterable[int]) -> int:
+        """Bytes that all of them leave of the limit, beside ``others``; negative if they exceed
+        it."""
+        return self.limit - others - self.needed(ends)
+
     def missing(self, others: int, ends: Iterable[int]) -> int:
         """Bytes by which all of them exceed the limit, beside ``others``; 0 if they fit."""
-        return max(0, others + self.needed(ends) - self.limit)
+        return max(0, -self.free(others, ends))
 
     def longest(self, weights: int) -> int:
         """Ids of the longest request that fits when it is alone, beside ``weights``."""

@@ -176,13 +176,33 @@ def join(model: Module, pieces: Sequence[Piece], headroom: int = 0) -> Layers:
     return cache
 
 
+Shapes: TypeAlias = "list[tuple[mx.array, mx.array]]"
+"""Keys and values of each layer, without tokens."""
+
+
+def shapes(layers: Layers) -> Shapes:
+    """The shapes and types of layers that hold some tokens."""
+    return [(_room(layer.keys, 0), _room(layer.values, 0)) for layer in layers]
+
+
+def reserve(layers: Layers, like: Shapes, tokens: int) -> None:
+    """Gives empty layers that keep everything room for ``tokens``: mlx-lm's would be copied each
+    time they have grown by 256."""
+    for layer, (keys, values) in zip(layers, like, strict=True):
+        if type(layer) is KVCache and layer.keys is None:
+            layer.keys, layer.values = _room(keys, tokens), _room(values, tokens)
+
+
+def _room(like: mx.array, tokens: int) -> mx.array:
+    _, heads, _, width = like.shape
+    return mx.zeros((1, heads, tokens, width), dtype=like.dtype)
+
+
 def _joined(parts: Sequence[mx.array], window: int, headroom: int) -> mx.array:
     """All tokens plus headroom, or the last ``window`` tokens, collected from the last pieces
     backwards."""
     if window == WHOLE:
-        _, heads, _, width = parts[0].shape
-        empty = mx.zeros((1, heads, headroom, width), dtype=parts[0].dtype)
-        return mx.concatenate([*parts, empty] if headroom else parts, axis=2)
+        return mx.concatenate([*parts, _room(parts[0], headroom)] if headroom else parts, axis=2)
     found: list[mx.array] = []
     for part in reversed(parts):
         found.insert(0, part[:, :, max(0, part.shape[2] - window) :])

@@ -220,15 +220,24 @@ class PrefixCache:
             if found and self._disk is not None:
                 self._disk.offer(self._root(tenant), known, found, pieces.exported)
 
+    def stored(self, ids: Sequence[int], tenant: str) -> int:
+        """How many ids of a sequence are in memory."""
+        return self._tree.reach(self._owners(tenant), pack((*ids, 0))) if self.enabled else 0
+
     def computing(self) -> AbstractContextManager[None]:
         """While the engine computes: the disk writes slowly."""
         return nullcontext() if self._disk is None else self._disk.computing()
 
-    def make_room(self, nbytes: int) -> bool:
+    def make_room(self, nbytes: int, *, writing: bool = True) -> bool:
         """Evicts pieces to free ``nbytes`` bytes, or none if all together are too few; returns
-        whether any were evicted. Counts bytes that the writer is about to free."""
-        left = nbytes - (0 if self._disk is None else self._disk.evicted)
+        whether any were evicted. With ``writing``, counts bytes that the writer is about to
+        free."""
+        left = nbytes - (self._disk.evicted if writing and self._disk is not None else 0)
         return 0 < left <= self._tree.counters().nbytes and self.evict(left) > 0
+
+    def give_up_writing(self) -> bool:
+        """Frees evicted pieces that wait to be written; returns whether there were any."""
+        return self._disk is not None and self._disk.drop_evicted() > 0
 
     def evict(self, nbytes: int) -> int:
         """Evicts the least recently used pieces, of any model, from memory; returns their bytes.

@@ -77,9 +77,6 @@ NAMES: tuple[Name, ...] = (
     ),
     Name("uvicorn.server:Server.shutdown", "running answers end first", "self sockets"),
     Name(
-        "uvicorn.server:Server.startup", "connections are limited (`connections`)", "self sockets"
-    ),
-    Name(
         "uvicorn.server:Server.handle_exit",
         "notes when SIGTERM came; a second one ends the process",
         "self sig frame",

@@ -20,7 +20,6 @@ import logging
 import resource
 import time
 from contextlib import suppress
-from socket import socket
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -41,15 +40,17 @@ def limited(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's ``server`` class with these limits."""
 
     class Limited(server):  # type: ignore[misc]  # no stubs are read for uvicorn
-        async def startup(self, sockets: list[socket] | None = None) -> None:
+        def __init__(self, config: uvicorn.Config) -> None:
+            super().__init__(config)
+            if not config.loaded:
+                config.load()
             most = (_raise_descriptors() - RESERVED) // 2
-            bases = (LimitedConnection, self.config.http_protocol_class)
-            self.config.http_protocol_class = type("LimitedProtocol", bases, {"most": most})
-            self.config.ws_per_message_deflate = False
+            bases = (LimitedConnection, config.http_protocol_class)
+            config.http_protocol_class = type("LimitedProtocol", bases, {"most": most})
+            config.ws_per_message_deflate = False
             accepting = logging.getLogger("asyncio")
             if not any(isinstance(each, OncePerSecond) for each in accepting.filters):
                 accepting.addFilter(OncePerSecond())
-            await super().startup(sockets)
 
     return Limited
 

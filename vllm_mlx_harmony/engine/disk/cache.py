@@ -110,7 +110,7 @@ class Counters(Contents):
     paused: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Job:
     """Work of the writer. Until it is done, ``nbytes`` bytes under ``key`` stay in memory.
 
@@ -121,6 +121,10 @@ class _Job:
     key: bytes = b""
     nbytes: int = 0
     piece: ReferenceType[Sized] | None = None
+
+
+def _nothing() -> None:
+    """What is left of a job that was given up."""
 
 
 class DiskCache:
@@ -146,6 +150,7 @@ class DiskCache:
         self._waiting = 0
         self._jobs: set[_Job] = set()
         """Queued and running jobs; ``_waiting`` is the sum of their ``nbytes``."""
+        self._running: _Job | None = None
         self._used: set[bytes] = set()
         """Keys of pieces and turns that were used and are not yet marked so in the index."""
         self._written: set[bytes] = set()
@@ -302,6 +307,20 @@ class DiskCache:
             jobs = [job for job in self._jobs if job.piece is not None and job.piece() is None]
         return sum(job.nbytes for job in jobs)
 
+    def drop_evicted(self) -> int:
+        """Gives up writing the pieces that are in memory only for that, but for the one that is
+        being written; returns their bytes. A slow disk must not keep memory from requests."""
+        freed = 0
+        with self._lock:
+            for job in self._jobs - {self._running}:
+                if job.piece is not None and job.piece() is None:
+                    freed += job.nbytes
+                    self._waiting -= job.nbytes
+                    self._written.discard(job.key)
+                    self._counters.dropped += 1
+                    job.run, job.nbytes, job.piece = _nothing, 0, None
+        return freed
+
     def _use(self, key: bytes) -> None:
         with self._lock:
             first = not self._used
@@ -320,6 +339,8 @@ class DiskCache:
     def _write_on(self) -> None:
         while (job := self._queue.get()) is not None:
             done = False
+            with self._lock:
+                self._running = job
             try:
                 if time.monotonic() >= self._paused_until:
                     with self._trying("writing"):
@@ -330,6 +351,7 @@ class DiskCache:
             except Exception:
                 logger.exception("the prefix cache on disk failed")
             with self._lock:
+                self._running = None
                 self._waiting -= job.nbytes
                 self._jobs.discard(job)
                 if not done:
