@@ -1,6 +1,8 @@
-"""What Metal keeps in memory, whatever models come and go."""
+"""What mlx may use and what Metal keeps in memory, whatever models come and go."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -9,34 +11,186 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 
 from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine.device import MARGIN, POOL, RELEASED, MemoryLimits, Metal
+from vllm_mlx_harmony.engine.memory import layout_of
 
-RECOMMENDED, BEFORE = 1000, 7
+GB, GIB = 10**9, 1 << 30
+BEFORE = (0, 150 * GB, 151 * GB)
+RECOMMENDED = 100 * GB
+
+
+def gpt_oss(layers: int) -> dict[str, object]:
+    """What a configuration says of keys and values."""
+    kinds = ["sliding_attention", "full_attention"] * (layers // 2)
+    return {
+        "layer_types": kinds,
+        "sliding_window": 128,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    }
+
+
+MODELS = {"20b": (12_100_000_000, gpt_oss(24)), "120b": (63_400_000_000, gpt_oss(36))}
+
+MACS = [
+    # memory, part that macOS recommends, model, ids of keys and values beside the prefix cache
+    (16, 2 / 3, "20b", 0),
+    (24, 2 / 3, "20b", 50_000),
+    (32, 2 / 3, "20b", 131_072),
+    (48, 3 / 4, "20b", 131_072),
+    (64, 3 / 4, "20b", 131_072),
+    (64, 3 / 4, "120b", 0),
+    (96, 3 / 4, "20b", 131_072),
+    (96, 3 / 4, "120b", 0),
+    (128, 3 / 4, "20b", 131_072),
+    (128, 3 / 4, "120b", 131_072),
+]
+
+
+@pytest.mark.parametrize(("gib", "part", "model", "ids"), MACS)
+def test_limits_of_macs(gib: int, part: float, model: str, ids: int) -> None:
+    """With the defaults: a sixteenth of the memory for the prefix cache, 0.9 of what macOS
+    recommends for everything."""
+    recommended, cache = int(gib * GIB * part), gib * GIB // 16
+    weights, config = MODELS[model]
+    limits = MemoryLimits.of(recommended, weights, cache, 0.9)
+    fits = (gib, model) not in {(16, "20b"), (64, "120b")}
+    assert (weights < limits.usable) is fits
+    assert limits.usable + limits.pool <= recommended
+    assert limits.wired <= recommended
+    if not fits:
+        assert limits.cache == 0
+        return
+    layout = layout_of(config)
+    assert layout is not None
+    # The prefix cache, with what of it is evicted and not yet written, is part of what is usable.
+    assert weights + limits.cache + (layout.nbytes(ids) if ids else 0) <= limits.usable
+    assert weights + limits.cache < limits.wired
+    assert weights + layout.nbytes(131_072) <= limits.usable, "a whole context fits, if need be"
+    if model == "20b" and gib >= 32:
+        assert limits.wired < 0.8 * recommended, "not all that could be wired is"
+
+
+def test_what_is_unlimited_otherwise_is_clamped() -> None:
+    limits = MemoryLimits.of(100, weights=95, cache=50, utilization=1.0)
+    assert limits == MemoryLimits(100, usable=100, cache=5, wired=100, pool=POOL)
+
+
+@dataclass
+class Device:
+    """Metal, as mlx shows it."""
+
+    wired: int = BEFORE[0]
+    memory: int = BEFORE[1]
+    pool: int = BEFORE[2]
+    now: float = 1000.0
+    set: list[str] = field(default_factory=list)
+
+    @property
+    def limits(self) -> tuple[int, int, int]:
+        return self.wired, self.memory, self.pool
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def change(self, name: str, value: int) -> int:
+        assert name != "wired" or value <= RECOMMENDED, "mlx raises"
+        before = int(getattr(self, name))
+        setattr(self, name, value)
+        self.set.append(name)
+        return before
+
+
+@pytest.fixture
+def metal(monkeypatch: pytest.MonkeyPatch) -> Device:
+    fake = Device()
+    monkeypatch.setattr(device, "has_metal", lambda: True)
+    monkeypatch.setattr(device, "memory", lambda: RECOMMENDED)
+    monkeypatch.setattr(device, "time", fake)
+    monkeypatch.setattr(mx, "set_wired_limit", lambda value: fake.change("wired", value))
+    monkeypatch.setattr(mx, "set_memory_limit", lambda value: fake.change("memory", value))
+    monkeypatch.setattr(mx, "set_cache_limit", lambda value: fake.change("pool", value))
+    return fake
 
 
 @pytest.mark.parametrize(
-    ("changes", "limits"),
+    "changes",
     [
-        ((5, -5), (RECOMMENDED, BEFORE)),
-        ((5, 9, -5, -9), (RECOMMENDED, RECOMMENDED, RECOMMENDED, BEFORE)),
-        ((5, 9, -9, 3, -5, -3), (*[RECOMMENDED] * 5, BEFORE)),
-        ((0, 5, 0, -5, 0), (BEFORE, RECOMMENDED, RECOMMENDED, BEFORE, BEFORE)),
-        ((5, -5, 9, -9), (RECOMMENDED, BEFORE, RECOMMENDED, BEFORE)),
+        (5, -5),
+        (5, 9, -5, -9),
+        (5, 9, -9, 3, -5, -3),
+        (0, 5, 0, -5, 0),
+        (5, -5, 9, -9),
+        (90, 30, -90, -30),
     ],
 )
-def test_models_are_wired_while_there_is_any(
-    monkeypatch: pytest.MonkeyPatch, changes: tuple[int, ...], limits: tuple[int, ...]
+def test_limits_follow_the_weights(metal: Device, changes: tuple[int, ...]) -> None:
+    models = Metal()
+    for at, change in enumerate(changes):
+        models.add_weights(change * GB, 2 * GB, 0.9)
+        weights = sum(changes[: at + 1]) * GB
+        assert models.weights() == weights
+        limits = MemoryLimits.of(RECOMMENDED, weights, 2 * GB, 0.9)
+        expected = (limits.wired, RECOMMENDED, limits.pool)
+        assert metal.limits == (expected if weights else BEFORE)
+
+
+@pytest.mark.parametrize(
+    ("value", "wired"),
+    [
+        ("", 10 * GB + 2 * GB + MARGIN),
+        ("0", 0),
+        ("20G", 20 * GIB),
+        ("500G", RECOMMENDED),
+        ("much", 10 * GB + 2 * GB + MARGIN),
+    ],
+)
+def test_a_setting_limits_what_is_wired(
+    metal: Device, monkeypatch: pytest.MonkeyPatch, value: str, wired: int
 ) -> None:
-    limit = BEFORE
+    monkeypatch.setenv(device.WIRED, value)
+    models = Metal()
+    models.add_weights(10 * GB, 2 * GB, 0.9)
+    assert metal.wired == wired
+    metal.now += RELEASED
+    assert models.release() is None
+    models.computing()
+    assert metal.wired == wired
 
-    def set_limit(value: int) -> int:
-        nonlocal limit
-        limit, before = value, limit
-        return before
 
-    monkeypatch.setattr(device, "has_metal", lambda: True)
-    monkeypatch.setattr(device, "memory", lambda: RECOMMENDED)
-    monkeypatch.setattr(device, "_weights", 0)
-    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
-    for at, (change, expected) in enumerate(zip(changes, limits, strict=True)):
-        device.add_weights(change)
-        assert (limit, device.weights()) == (expected, sum(changes[: at + 1]))
+def test_wired_memory_is_released_when_no_model_computes_for_long(metal: Device) -> None:
+    models = Metal()
+    assert models.release() is None, "nothing is loaded"
+    models.add_weights(10 * GB, 2 * GB, 0.9)
+    wired = metal.wired
+    metal.now += RELEASED - 100
+    assert models.release() == 100
+    models.computing()
+    assert models.release() == RELEASED
+    metal.now += RELEASED
+    assert metal.wired == wired, "as long as nobody asks"
+    assert models.release() is None and metal.wired == BEFORE[0]
+    assert models.release() is None
+    metal.set.clear()
+    for _ in range(3):
+        models.computing()
+    assert metal.wired == wired and metal.set == ["wired"]
+    assert models.release() == RELEASED
+    metal.now += RELEASED
+    assert models.release() is None
+    models.add_weights(5 * GB, 2 * GB, 0.9)
+    assert metal.wired == wired + 5 * GB, "a model that is loaded is about to compute"
+    models.add_weights(-15 * GB)
+    assert metal.limits == BEFORE
+    models.computing()
+    assert metal.limits == BEFORE and models.release() is None
+
+
+def test_without_metal_nothing_is_limited(metal: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "has_metal", lambda: False)
+    models = Metal()
+    models.add_weights(10 * GB, 2 * GB, 0.9)
+    models.computing()
+    assert models.release() is None
+    models.add_weights(-10 * GB)
+    assert metal.set == []

@@ -681,6 +681,36 @@ def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weig
     assert device.weights() == before and first.weights == 0
 
 
+def test_what_is_wired_is_released_while_an_engine_waits(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It asks as often as the device says, until nothing is wired, and again after a request."""
+    asked, computed, answers = list[str](), list[str](), [0.01, 0.01, None, 0.01, None]
+
+    def release() -> float | None:
+        asked.append(threading.current_thread().name)
+        return answers.pop(0) if answers else None
+
+    monkeypatch.setattr(device, "release", release)
+    monkeypatch.setattr(device, "computing", lambda: computed.append("computing"))
+    engine = opened(tiny)
+
+    def wait(count: int) -> None:
+        deadline = time.monotonic() + 30
+        while len(asked) < count and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    try:
+        wait(3)
+        assert len(asked) == 3 and not computed
+        run(answer(engine, words(1, 20)))
+        wait(5)
+        assert len(asked) == 5 and len(computed) >= 40
+        assert set(asked) == {engine._thread._thread.name}
+    finally:
+        engine.close()
+
+
 def waiting_for_memory(engine: MlxEngine, missing: int, since: float) -> Request:
     """A request for which ``missing`` bytes are missing; it arrived ``since`` seconds ago."""
     request = Request(99, words(1, 200), GREEDY, "", Sampler(GREEDY), time.perf_counter() - since)

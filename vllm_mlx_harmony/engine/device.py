@@ -1,13 +1,15 @@
-"""The device: how much memory models may use on it, and how much they use.
+"""The device: how much memory models may use on it, how much they use, and who uses it alone.
 
-Metal has one limit for the whole process, however many models are loaded.
+mlx has one set of limits for the whole process, however many models are loaded.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -17,11 +19,128 @@ from vllm_mlx_harmony.server.settings import number
 VARIABLE = "VLLM_MLX_HARMONY_MEMORY"
 """Environment variable: bytes of memory for models where there is no Metal (``8G``)."""
 
+WIRED = "VLLM_MLX_HARMONY_WIRED"
+"""Environment variable: bytes that Metal keeps in memory for models (``20G``), 0 for none."""
+
+MARGIN = 2 << 30
+"""Bytes that are wired besides weights and prefix cache: the work of a chunk, and keys and values
+of running requests (80,000 ids of gpt-oss-20b)."""
+
+POOL = 256 << 20
+"""Bytes of freed arrays that mlx may always keep for reuse."""
+
+RELEASED = 600.0
+"""Seconds without a computation of any model, after which no memory is wired."""
+
 _CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
-_weights = 0
-_wired_before = 0
-_lock = threading.Lock()
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimits:
+    """What models may use of ``recommended`` bytes, the most that Metal keeps in memory.
+
+    ``usable``: weights, prefix cache and requests (`memory.Budget`), and so also cached pieces that
+    are evicted but not yet written to the disk. ``cache``: what the prefix cache can have of that.
+    ``wired``: what Metal keeps in memory even if other programs need it. ``pool``: what mlx may
+    keep of freed arrays.
+
+    The rest of the memory is not wired, since wiring is what kernel panics need: two streams of
+    requests with changing caches panicked a Mac in two minutes, three times of three, with all of
+    the recommended size wired, and never in ten runs of a quarter of an hour without any
+    (https://github.com/ml-explore/mlx/issues/3186). Macs of 16 GB freeze
+    (https://github.com/exo-explore/exo/pull/1672). Weights that are not wired are compressed or
+    swapped where they are most of the memory, and each token waits for them
+    (https://github.com/osaurus-ai/vmlx-swift/issues/418).
+    """
+
+    recommended: int
+    usable: int
+    cache: int
+    wired: int
+    pool: int
+
+    @classmethod
+    def of(cls, recommended: int, weights: int, cache: int, utilization: float) -> MemoryLimits:
+        """``cache`` is the size of the prefix cache by the settings, ``utilization`` the part of
+        ``recommended`` that may be used."""
+        usable = int(recommended * utilization)
+        cache = max(0, min(cache, usable - weights))
+        wired = min(weights + cache + MARGIN, recommended)
+        return cls(recommended, usable, cache, wired, max(POOL, (recommended - usable) // 2))
+
+
+class Metal:
+    """Applies `MemoryLimits` to mlx while any weights are loaded, and restores mlx's own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._weights = 0
+        self._cache = 0
+        self._utilization = 1.0
+        self._limits: MemoryLimits | None = None
+        self._before = (0, 0, 0)
+        self._wired = False
+        self._computed = 0.0
+
+    def weights(self) -> int:
+        """Bytes of the weights of all models of this process."""
+        return self._weights
+
+    def add_weights(self, nbytes: int, cache: int = 0, utilization: float = 1.0) -> None:
+        """Counts the weights of a model that was loaded, or, if negative, of one that is unloaded.
+
+        ``cache`` is the size of the prefix cache, ``utilization`` the part of the device's memory
+        that may be used; both are the last model's.
+        """
+        with self._lock:
+            self._weights += nbytes
+            if nbytes > 0:
+                self._cache, self._utilization = cache, utilization
+            if not has_metal():
+                return
+            if self._weights:
+                self._limit()
+            elif self._limits is not None:
+                mx.synchronize()
+                _set_limits(*self._before)
+                self._limits, self._wired = None, False
+
+    def _limit(self) -> None:
+        limits = MemoryLimits.of(memory(), self._weights, self._cache, self._utilization)
+        wired = min(number(WIRED, limits.wired), limits.recommended)
+        before = _set_limits(wired, limits.recommended, limits.pool)
+        if self._limits is None:
+            self._before = before
+        self._limits = replace(limits, wired=wired)
+        self._wired, self._computed = True, time.monotonic()
+
+    def computing(self) -> None:
+        """To be called when a model computes: what `release` has released is wired again."""
+        if self._limits is None:
+            return
+        self._computed = time.monotonic()
+        if not self._wired:
+            with self._lock:
+                mx.set_wired_limit(self._limits.wired)
+                self._wired = True
+
+    def release(self) -> float | None:
+        """Releases wired memory if no model has computed for `RELEASED` seconds: other programs can
+        have it then. Returns the seconds after which to ask again; ``None``: nothing is wired."""
+        with self._lock:
+            if not self._wired:
+                return None
+            left = self._computed + RELEASED - time.monotonic()
+            if left <= 0:
+                mx.set_wired_limit(self._before[0])
+                self._wired = False
+            return left if left > 0 else None
+
+
+def _set_limits(wired: int, most: int, pool: int) -> tuple[int, int, int]:
+    """Sets mlx's limits and returns those before: of wired memory, of memory in use, beyond which
+    mlx waits for computations before it starts more, and of its pool of freed arrays."""
+    return mx.set_wired_limit(wired), mx.set_memory_limit(most), mx.set_cache_limit(pool)
 
 
 def has_metal() -> bool:
@@ -45,23 +164,6 @@ def memory() -> int:
     return number(VARIABLE, machine())
 
 
-def add_weights(nbytes: int) -> None:
-    """Counts the weights of a model that was loaded, or, if negative, of one that is unloaded.
-
-    While there are any, Metal keeps arrays in memory up to the recommended size.
-    """
-    global _weights, _wired_before
-    with _lock:
-        before, _weights = _weights, _weights + nbytes
-        if not has_metal() or bool(before) == bool(_weights):
-            return
-        if _weights:
-            _wired_before = mx.set_wired_limit(memory())
-        else:
-            mx.synchronize()
-            mx.set_wired_limit(_wired_before)
-
-
 def end_streams() -> None:
     """Ends the streams of this thread, as every thread that has used mlx should before it ends:
     otherwise the process may abort when it exits (https://github.com/ml-explore/mlx/pull/3395)."""
@@ -69,14 +171,14 @@ def end_streams() -> None:
         mx.clear_streams()
 
 
-def weights() -> int:
-    """Bytes of the weights of all models of this process."""
-    return _weights
-
-
 def used() -> int:
     """Bytes of all arrays of this process."""
     return int(mx.get_active_memory())
+
+
+def clear_pool() -> None:
+    """Frees the arrays that mlx keeps for reuse; called from any thread."""
+    mx.clear_cache()
 
 
 def exhausted(error: BaseException) -> bool:
@@ -86,3 +188,8 @@ def exhausted(error: BaseException) -> bool:
         isinstance(error, (RuntimeError, ValueError))
         and any(word in str(error).lower() for word in words)
     )
+
+
+_metal = Metal()
+weights, add_weights = _metal.weights, _metal.add_weights
+computing, release = _metal.computing, _metal.release

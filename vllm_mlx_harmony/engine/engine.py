@@ -304,7 +304,7 @@ class MlxEngine:
             lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
         )
         self.module, self.loaded = module, True
-        device.add_weights(self.weights)
+        device.add_weights(self.weights, self.cache.status().budget, self.options.utilization)
         limit = int(device.memory() * self.options.utilization)
         layers = make_prompt_cache(module)
         mx.reset_peak_memory()
@@ -432,6 +432,8 @@ class MlxEngine:
         self._too_long = inf
         with self.cache.computing():
             decision = self._scheduler.next(time.perf_counter(), self._fits)
+            if decision is not None:
+                device.computing()
             match decision:
                 case Chunk(key, ids):
                     request = self._requests[key]
@@ -447,17 +449,21 @@ class MlxEngine:
             if self._computed >= FREED:
                 self._computed = 0
                 mx.clear_cache()
-            if time.perf_counter() - self._reported >= REPORTED:
-                self._reported = time.perf_counter()
-                for place, key in enumerate(self._scheduler.order(), start=1):
-                    self._put(self._requests[key], self._requests[key].report(place))
+            self._report()
             self._deliver()
         if decision is not None:
             return 0
         if not self._requests:
             mx.clear_cache()  # nobody needs what is left in mlx's pool
-            return None
+            return device.release()
         return IDLE
+
+    def _report(self) -> None:
+        """Tells prompts that wait their places, from time to time."""
+        if time.perf_counter() - self._reported >= REPORTED:
+            self._reported = time.perf_counter()
+            for place, key in enumerate(self._scheduler.order(), start=1):
+                self._put(self._requests[key], self._requests[key].report(place))
 
     def _fits(self, key: int) -> bool:
         """Whether there is memory for the request to its end.

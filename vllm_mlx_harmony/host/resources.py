@@ -80,5 +80,6 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
 async def clear() -> None:
     """Empties the prefix cache of all models: memory first, which would be written again."""
     tree().forget(lambda _: True)
+    device.clear_pool()
     if disk is not None:
         await asyncio.to_thread(disk.clear)
