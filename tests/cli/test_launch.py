@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from vllm_mlx_harmony.cli.errors import UsageError
 KEY = "secret-key"
 
 SERVER = """
-import json, sys
+import json, os, sys
+from pathlib import Path
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 class Handler(BaseHTTPRequestHandler):
@@ -35,6 +37,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 print("a log line", flush=True)
+if "crashes" in sys.argv[2]:
+    runs = Path(os.environ["HOME"], "runs")
+    runs.write_text(runs.read_text() + "." if runs.exists() else ".")
+    if sys.argv[2] == "crashes" or len(runs.read_text()) < 3:
+        os.abort()
 if sys.argv[2] == "broken":
     sys.exit("no such model")
 print("Loading:  40%|####      | 4.8G/12.0G", flush=True)
@@ -272,7 +279,7 @@ def test_a_server_outlives_its_starter_and_is_not_taken_for_another(home: Path) 
     background.wait(server, seen.append)
     assert set(seen) == {40}, "the server prints it before it listens"
     assert background.start("m", "other") == server
-    os.kill(server.pid, 9)
+    os.killpg(server.pid, 9)
     until = time.monotonic() + 20
     while background.running() is not None:
         assert time.monotonic() < until
@@ -287,6 +294,61 @@ def test_a_server_that_cannot_start_shows_its_log(home: Path) -> None:
     server = background.start("m", "broken")
     with pytest.raises(UsageError, match=r"could not start(.|\n)*a log line\nno such model"):
         background.wait(server)
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The supervisor restarts at once."""
+    code = (
+        "import sys; from vllm_mlx_harmony.cli import supervise; "
+        "supervise.PAUSES = (0.1,) * 4; sys.exit(supervise.main(sys.argv[1:]))"
+    )
+    command = process.python
+
+    def python(module: str, *arguments: str) -> list[str]:
+        if module == background.SUPERVISOR:
+            return [sys.executable, "-c", code, *arguments]
+        return command(module, *arguments)
+
+    monkeypatch.setattr(process, "python", python)
+
+
+def test_server_that_crashes_is_started_again(home: Path, impatient: None) -> None:
+    """Errors of the GPU end its process (mlx throws them where nobody can catch them)."""
+    server = background.start("m", "sometimes crashes")
+    background.wait(server)
+    assert background.running() == server
+    assert (home / "runs").read_text() == "..."
+    log = background.log().read_text("utf-8")
+    assert log.count("the server was ended by SIGABRT; starting it again in 0 s") == 2
+    assert background.stop() == server and background.running() is None
+
+
+def test_server_that_crashes_too_often_is_given_up(home: Path, impatient: None) -> None:
+    server = background.start("m", "crashes")
+    with pytest.raises(UsageError, match=r"could not start(.|\n)*SIGABRT again; it is not started"):
+        background.wait(server)
+    assert (home / "runs").read_text() == "....."
+
+
+def test_stop_ends_the_server_and_its_parent(home: Path) -> None:
+    server = background.start("m", "m")
+    background.wait(server)
+    assert background.stop() == server
+    with suppress(ChildProcessError):
+        os.waitpid(server.pid, 0)  # this process is its parent here
+    with pytest.raises(ProcessLookupError):
+        os.killpg(server.pid, 0)
+
+
+def test_stop_between_two_runs_starts_none(home: Path) -> None:
+    server = background.start("m", "crashes")
+    until = time.monotonic() + 20
+    while not (home / "runs").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    assert background.stop() == server
+    assert (home / "runs").read_text() == "."
 
 
 GB = 10**9

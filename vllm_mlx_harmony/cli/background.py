@@ -1,8 +1,9 @@
 """The server that `launch` starts in the background and `stop` stops: at most one for each user.
 
-The server's process inherits a lock on `server.lock` and holds it until it ends. So no other
-process is mistaken for the server, however it ended. `server.json` describes the server, and
-`server.log` has its output (see `log_file`).
+The server has a parent that starts it again when it crashes (`supervise`). This process inherits a
+lock on `server.lock` and holds it until it ends. So no other process is mistaken for the server,
+however it ended. `server.json` describes the server, and `server.log` has its output (see
+`log_file`).
 """
 
 from __future__ import annotations
@@ -33,13 +34,18 @@ BAR = re.compile(rb"Loading: +([0-9]+)%")
 BAR_WITHIN = 1_000
 """Bytes at the end of the log that have the bar while the weights are read."""
 
+SUPERVISOR = "vllm_mlx_harmony.cli.supervise"
+
 STARTING = 900.0
 """Seconds within which a server must be ready: weights may be read from a slow disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Background:
-    """A server in the background. ``model`` is the name under which it serves its model."""
+    """A server in the background. ``model`` is the name under which it serves its model.
+
+    ``pid`` is the process that starts it, and their process group.
+    """
 
     pid: int
     port: int
@@ -81,7 +87,8 @@ def start(source: str, name: str, *, standin: bool = False) -> Background:
         (directory() / "server.json").unlink(missing_ok=True)
         port = PORT if is_free(PORT) else free_port()
         arguments = command(source, port, ["--served-model-name", name])
-        pid = process.start(arguments, log(), os.environ, lock).pid
+        supervised = process.python(SUPERVISOR, str(log()), *arguments)
+        pid = process.start(supervised, log(), os.environ, lock).pid
         server = Background(pid, port, name, standin)
         write_atomically(directory() / "server.json", json.dumps(asdict(server)).encode())
         return server
@@ -114,9 +121,12 @@ def stop() -> Background | None:
     server = running()
     if server is None:
         return None
-    for sign, patience in ((signal.SIGTERM, STOPPED_WITHIN), (signal.SIGKILL, STOPPING)):
+    for send, sign, patience in (
+        (os.kill, signal.SIGTERM, STOPPED_WITHIN),  # it passes the signal on
+        (os.killpg, signal.SIGKILL, STOPPING),
+    ):
         with suppress(ProcessLookupError):
-            os.kill(server.pid, sign)
+            send(server.pid, sign)
         until = time.monotonic() + patience
         while running() is not None and time.monotonic() < until:
             time.sleep(0.1)

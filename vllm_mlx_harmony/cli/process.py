@@ -108,7 +108,8 @@ def start(
     It runs in the directory of ``log``, since libraries read settings from where they are started
     (`.env`, `sitecustomize`), and inherits ``handles``.
     """
-    with log.open("wb") as printed:
+    log.write_bytes(b"")
+    with log.open("ab") as printed:  # several processes may write to it
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
