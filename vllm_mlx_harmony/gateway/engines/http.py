@@ -384,7 +384,8 @@ class _Turn:
 
     def force(self, taken: Step) -> Step:
         """``taken`` with the forced ids, which now belong to the turn."""
-        forced, self.forced = self.forced, ()
+        room = max(0, self._settings.max_tokens - len(self.ids))
+        forced, self.forced = self.forced[:room], ()
         self._accepted_before, self._rejected_before = self._accepted, self._rejected
         if self._matcher is not None:
             for token in forced:
@@ -444,19 +445,19 @@ async def _events(content: StreamReader) -> AsyncGenerator[list[bytes], None]:
     """
     rest = b""
     data: list[bytes] = []
-    size = 0  # of the event that has begun
+    size = 0  # of ``data``
     while piece := await content.readany():
         *lines, rest = (rest + piece).split(b"\n")
-        size = size + len(piece) if not lines else len(rest) + sum(map(len, data))
-        if size > MAX_EVENT_BYTES:
-            raise OutputError("the engine sent an event that is too large")
         group: list[bytes] = []
         for line in lines:
             if line.startswith(b"data:"):
                 data.append(line[5:].strip())
+                size += len(line)
             elif data and not line.strip():
                 group.append(b"\n".join(data))
-                data = []
+                data, size = [], 0
+        if size + len(rest) > MAX_EVENT_BYTES:
+            raise OutputError("the engine sent an event that is too large")
         if group:
             yield group
 
