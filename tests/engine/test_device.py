@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -11,7 +13,7 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.device import MARGIN, POOL, RELEASED, MemoryLimits, Metal
+from vllm_mlx_harmony.engine.device import MARGIN, POOL, RELEASED, MemoryLimits, Metal, Turns
 from vllm_mlx_harmony.engine.memory import layout_of
 
 GB, GIB = 10**9, 1 << 30
@@ -194,3 +196,52 @@ def test_without_metal_nothing_is_limited(metal: Device, monkeypatch: pytest.Mon
     assert models.release() is None
     models.add_weights(-10 * GB)
     assert metal.set == []
+
+
+def test_who_measures_waits_for_what_was_started_and_is_alone() -> None:
+    settled, order = list[str](), list[str]()
+    turns = Turns(lambda: settled.append(threading.current_thread().name))
+    started, go = threading.Event(), threading.Event()
+
+    def computes() -> None:
+        turns.compute("first")
+        started.set()
+        go.wait(10)
+        turns.compute("first")
+        order.append("computed")
+        turns.rest("first")
+
+    def measures() -> None:
+        with turns.measuring():
+            order.append("measures")
+            time.sleep(0.05)
+            order.append("has measured")
+
+    first = threading.Thread(target=computes, name="first")
+    second = threading.Thread(target=measures, name="second")
+    first.start()
+    assert started.wait(10)
+    second.start()
+    time.sleep(0.05)
+    assert order == [] and settled == [], "the first one computes"
+    go.set()
+    for thread in (first, second):
+        thread.join(10)
+    assert order == ["measures", "has measured", "computed"]
+    assert settled == ["first", "first"]
+    turns.rest("first")
+    assert settled == ["first", "first"], "it has nothing to wait for"
+
+
+def test_an_engine_that_fails_blocks_nobody() -> None:
+    def fail() -> None:
+        raise RuntimeError("the device is gone")
+
+    turns = Turns(fail)
+    turns.compute("first")
+    with pytest.raises(RuntimeError):
+        turns.rest("first")
+    with pytest.raises(ZeroDivisionError), turns.measuring():
+        raise ZeroDivisionError
+    turns.compute("second")
+    assert turns._computing == {"second"}

@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -679,6 +679,52 @@ def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weig
         first.close()
         second.close()
     assert device.weights() == before and first.weights == 0
+
+
+def test_a_model_is_measured_as_if_it_were_alone(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another one that computes neither adds to its work nor to the costs of its steps, and goes on
+    afterwards with the same ids."""
+    first = opened(tiny, speculate="auto")
+    alone, steps_of = first.budget.work, first.totals
+    measured = MlxEngine._measure
+    seen: list[tuple[int, int]] = []
+
+    def observed(engine: MlxEngine, module: Any) -> None:
+        before, used = steps_of.steps, device.used()
+        time.sleep(0.2)  # the other one would compute some steps
+        assert device.used() == used
+        measured(engine, module)
+        seen.append((before, steps_of.steps))
+
+    monkeypatch.setattr(MlxEngine, "_measure", observed)
+    asked = words(5, 1500)
+    expected = run(answer(first, asked))
+    loads: list[int] = []
+
+    async def together() -> tuple[int, ...]:
+        task = asyncio.ensure_future(answer(first, (*asked[:-1], 7), max_tokens=4000))
+        while not rows(first):
+            await asyncio.sleep(0.005)
+        for _ in range(2):
+            second = await asyncio.to_thread(opened, tiny, speculate="auto")
+            loads.append(second.budget.work)
+            await asyncio.to_thread(second.close)
+        assert not task.done(), "it computes all the while"
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        return await answer(first, asked)
+
+    try:
+        assert run(together()) == expected
+        # mlx frees what it has used sooner or later on a CPU; another model would be tenfold.
+        assert all(alone / 2 < load < 2 * alone for load in loads), (alone, loads)
+        assert len(seen) == 2 and all(before == after for before, after in seen)
+    finally:
+        first.close()
+    assert not device.turns._computing
 
 
 def test_what_is_wired_is_released_while_an_engine_waits(

@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -137,6 +138,53 @@ class Metal:
             return left if left > 0 else None
 
 
+class Turns:
+    """Who uses the device: engines that compute at once, or one that measures alone.
+
+    mlx counts memory and Metal runs work of all threads together, so what an engine measures while
+    another computes is the other's, too.
+    """
+
+    def __init__(self, settle: Callable[[], None] = mx.synchronize) -> None:
+        """``settle`` waits for what its thread has started: steps run ahead of Python."""
+        self._settle = settle
+        self._changed = threading.Condition()
+        self._computing: set[Hashable] = set()
+        self._measuring = False  # or about to, as soon as nothing is computed
+
+    def compute(self, engine: Hashable) -> None:
+        """To be called on an engine's thread before each piece of its work: from now on it
+        computes, until it calls `rest`. Waits while another one measures."""
+        if self._measuring:
+            self.rest(engine)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._measuring or engine in self._computing)
+            self._computing.add(engine)
+
+    def rest(self, engine: Hashable) -> None:
+        """The engine has nothing to compute now, if it had."""
+        if engine in self._computing:
+            try:
+                self._settle()
+            finally:
+                with self._changed:
+                    self._computing.discard(engine)
+                    self._changed.notify_all()
+
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Meanwhile, no engine computes. Only one may measure at a time (`loading`)."""
+        with self._changed:
+            self._measuring = True
+            self._changed.wait_for(lambda: not self._computing)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._measuring = False
+                self._changed.notify_all()
+
+
 def _set_limits(wired: int, most: int, pool: int) -> tuple[int, int, int]:
     """Sets mlx's limits and returns those before: of wired memory, of memory in use, beyond which
     mlx waits for computations before it starts more, and of its pool of freed arrays."""
@@ -193,3 +241,7 @@ def exhausted(error: BaseException) -> bool:
 _metal = Metal()
 weights, add_weights = _metal.weights, _metal.add_weights
 computing, release = _metal.computing, _metal.release
+
+turns = Turns()
+loading = threading.Lock()
+"""Held while a model is loaded and measured: what one allocates is not another one's."""

@@ -299,12 +299,19 @@ class MlxEngine:
     # --- On the thread: loading and freeing
 
     def _load(self, load: Load) -> None:
-        module, self.tokenizer, self.cache = load()
-        self.weights = tree_reduce(
-            lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
-        )
-        self.module, self.loaded = module, True
-        device.add_weights(self.weights, self.cache.status().budget, self.options.utilization)
+        with device.loading:
+            module, self.tokenizer, self.cache = load()
+            self.weights = tree_reduce(
+                lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
+            )
+            self.module, self.loaded = module, True
+            device.add_weights(self.weights, self.cache.status().budget, self.options.utilization)
+            with device.turns.measuring():
+                self._measure(module)
+                mx.clear_cache()
+
+    def _measure(self, module: Module) -> None:
+        """What a prompt and steps cost. Raises ``HostError`` if there is no memory for a prompt."""
         limit = int(device.memory() * self.options.utilization)
         layers = make_prompt_cache(module)
         mx.reset_peak_memory()
@@ -328,18 +335,19 @@ class MlxEngine:
             key = f"{self.model}: {self.weights} bytes, {where}, version 2"
             measure = partial(costs.measured, module, layers)
             self.costs = costs.remembered(self.options.costs, key, measure)
-        mx.clear_cache()
 
     def _free(self) -> None:
         """Ends all requests and unloads in one call; a request arriving between two calls would
         never end."""
         self._abandon()
+        device.turns.compute(self)  # what is freed meanwhile would falsify a measurement
         self.cache.close()
         self.module, self.tokenizer, self.loaded = Module(), None, False
         self.cache, self._shapes = PrefixCache(self.module), []
         device.add_weights(-self.weights)
         self.weights = 0
         mx.clear_cache()
+        device.turns.rest(self)
 
     def _abandon(self, error: BaseException | None = None) -> None:
         """Ends all requests with 503. ``error`` is what the thread died of."""
@@ -350,6 +358,7 @@ class MlxEngine:
                 request.layers = None
                 self._put(request, HostError(self._stopped))
         self._batches, self._scheduler = [], Scheduler(self.options.limits)
+        device.turns.rest(self)
         self._deliver()
 
     # --- On the thread: requests
@@ -430,10 +439,11 @@ class MlxEngine:
 
     def _work(self) -> float | None:
         self._too_long = inf
+        if self._requests:
+            device.turns.compute(self)
+            device.computing()
         with self.cache.computing():
             decision = self._scheduler.next(time.perf_counter(), self._fits)
-            if decision is not None:
-                device.computing()
             match decision:
                 case Chunk(key, ids):
                     request = self._requests[key]
@@ -453,6 +463,7 @@ class MlxEngine:
             self._deliver()
         if decision is not None:
             return 0
+        device.turns.rest(self)
         if not self._requests:
             mx.clear_cache()  # nobody needs what is left in mlx's pool
             return device.release()
