@@ -105,6 +105,7 @@ CHOICES = {
 ARGS = '{"city":"Rome"}'
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
 SAID = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
+BLANK_THOUGHT, BLANK_SAID = THOUGHT.replace("Hm.", ""), SAID.replace("Wait.", "")
 FINAL = "<|channel|>final<|message|>Hi.<|return|>"
 CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGS}<|call|>"
 JSON = '{"title":"t","tags":["a"]}'
@@ -172,6 +173,26 @@ OUTPUTS = [
         ("typed", "object", "typed with tools", *({*TALKERS} & {*THINKERS}))),
     Row("said, typed", SAID + TYPED_FINAL, tuple(set(TALKERS) - {"silent"})),
     Row("other JSON", '<|channel|>final<|message|>{"x":[1,null]}<|return|>', ("object", *TALKERS)),
+    # Behind a message without words comes one with words, or the last one.
+    Row("blank thought, an answer", BLANK_THOUGHT + FINAL, tuple({*TALKERS} & {*THINKERS})),
+    Row("blank thoughts between others", (BLANK_THOUGHT + THOUGHT) * 3 + BLANK_THOUGHT + CALL,
+        tuple({*CALLERS} & {*THINKERS})),
+    Row("blank thoughts, typed", (BLANK_THOUGHT + THOUGHT) * 2 + BLANK_THOUGHT + TYPED_FINAL,
+        ("typed", "object", "typed with tools", *({*TALKERS} & {*THINKERS}))),
+    Row("white space thought", THOUGHT.replace("Hm.", " \n") + FINAL,
+        tuple({*TALKERS} & {*THINKERS})),
+    Row("said nothing, a call", BLANK_SAID + CALL, CALLERS),
+    Row("said nothing, thought, said nothing, a call", BLANK_SAID + THOUGHT + BLANK_SAID + CALL,
+        tuple({*CALLERS} & {*THINKERS})),
+    Row("said nothing, thought, said, a call", BLANK_SAID + THOUGHT + SAID + CALL,
+        tuple({*CALLERS} & {*THINKERS})),
+    Row("blank thought, said, a call", BLANK_THOUGHT + SAID + CALL,
+        tuple({*CALLERS} & {*THINKERS})),
+    Row("two blank thoughts", BLANK_THOUGHT * 2 + FINAL, ()),
+    Row("said nothing twice", BLANK_SAID * 2 + CALL, ()),
+    Row("white space twice", THOUGHT.replace("Hm.", " ") * 2 + FINAL, ()),
+    Row("nothing said and thought", BLANK_SAID + BLANK_THOUGHT + CALL, ()),
+    Row("nothing thought and said", THOUGHT + BLANK_THOUGHT + BLANK_SAID + CALL, ()),
     Row("an answer with a lone word", FINAL.replace("final", "final json"), ()),
     Row("JSON, and no object", "<|channel|>final<|message|>[1]<|return|>", TALKERS),
     Row("another tool", "<|channel|>commentary to=functions.weather_now<|message|>{}<|call|>",
@@ -468,6 +489,7 @@ REASONED = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
         ("<|channel|>final<|message|>Hi.<|return|>", True),
         ("<|channel|>commentary<|message|>Hi.<|end|>", True),
         ("<|channel|>analysis<|message|>More.<|end|>", False),
+        ("<|channel|>analysis<|message|><|end|>", False),
     ],
 )
 def test_behind_reasoning_that_was_ended_there_is_no_more_of_it(rest: str, taken: bool) -> None:

@@ -59,7 +59,8 @@ class Grammar:
         For engines that enforce grammars themselves. A rule cannot be empty, so ``analysis``
         matches an id that no model generates.
         """
-        return self.text.replace(_ANALYSIS, f"analysis: <[{vocab.UNUSED}]>\n")
+        nothing = f"<[{vocab.UNUSED}]>"
+        return self.text.replace(_ANALYSIS, f"analysis: {nothing}\nblank_analysis: {nothing}\n")
 
 
 _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
@@ -75,17 +76,25 @@ _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
     )
 )
 
-_ANALYSIS = f'analysis: {_CHANNEL} "analysis" {_MESSAGE} text {_END}\n'
+_ANALYSIS = f"""\
+analysis: {_CHANNEL} "analysis" {_MESSAGE} words {_END}
+blank_analysis: {_CHANNEL} "analysis" {_MESSAGE} blank {_END}
+"""
 
 _COMMON = f"""\
 next: {_START} "assistant"
 {_ANALYSIS}\
-preamble: {_CHANNEL} "commentary" {_MESSAGE} text {_END}
+preamble: {_CHANNEL} "commentary" {_MESSAGE} words {_END}
+blank_preamble: {_CHANNEL} "commentary" {_MESSAGE} blank {_END}
 type: " "? {_CONSTRAIN} ("json" | "code")
 typed: " json" | " code" | type
 channel: {" | ".join(f'"{name}"' for name in sorted(CHANNELS))}
 text: TEXT
 TEXT: /(?s:.*)/
+words: WORDS
+WORDS: /(?s:.*\\S.*)/
+blank: BLANK
+BLANK: /\\s*/
 """
 
 
@@ -205,25 +214,40 @@ class _GrammarWriter:
         self._rules.append(f"{name}: {' | '.join(alternatives)}")
 
     def turn_rules(self) -> None:
-        """The rules of a whole turn: messages that leave it open, and one that ends it."""
+        """The rules of a whole turn: messages that leave it open, and one that ends it.
+
+        Behind a message without words comes one with words or the last one: a model may otherwise
+        write such messages without end.
+        """
         turn = self._turn
         recipients = list(self.callables())
         thinking = ["analysis"] if turn.thinking else []
-        opening = " | ".join([*thinking, "preamble"] if thinking or recipients else [])
-        opened = f"(({opening}) next)*" if opening else ""
+        kinds = [*thinking, "preamble"] if thinking or recipients else []
+        opening = " | ".join(kinds)
+        opened, blank = "", ""
+        if kinds:
+            blank = f"(({' | '.join(f'blank_{kind}' for kind in kinds)}) next)?"
+            opened = f"({blank} ({opening}) next)*"
         ends = ["answer"] if not turn.tool_choice.required else []
         ends += ["call"] if recipients else []
         if not ends:
             problem = "tool_choice requires a call, but there is no tool to call"
             raise RequestError(problem, param="tool_choice")
         if turn.answer_format is None or ends == ["call"]:
-            self.rule("start", f"{opened} ({' | '.join(ends)})")
+            self.rule("start", f"{opened} {blank} ({' | '.join(ends)})")
         else:
             # A preamble is content. Before a typed answer it would become part of the answer's
             # JSON, so only a turn that goes on to a call may have one.
-            reasoned = "(analysis next)*" if thinking else ""
-            called = f"| preamble next {opened} call | call" if recipients else ""
-            self.rule("start", f"{reasoned} (answer {called})")
+            pause = "(blank_analysis next)?" if thinking else ""
+            reasoned = f"({pause} analysis next)*" if thinking else ""
+            last = [f"{pause} answer"]
+            if recipients:
+                last += [
+                    f"{pause} preamble next {opened} {blank} call",
+                    f"blank_preamble next (({opening}) next {opened} {blank})? call",
+                    f"{pause} call",
+                ]
+            self.rule("start", f"{reasoned} ({' | '.join(last)})")
         if "answer" in ends:
             self.rule("answer", f'{_CHANNEL} "final" type? {_MESSAGE} body {_RETURN}')
             self.body(turn.answer_format)
