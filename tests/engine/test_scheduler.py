@@ -16,6 +16,7 @@ from vllm_mlx_harmony.engine.scheduler import (
     CHUNK_MULTIPLE,
     DECODE_SHARE,
     FIRST_CHUNK,
+    LONGEST,
     PATIENCE,
     Chunk,
     Decision,
@@ -50,6 +51,34 @@ def nothing(scheduler: Scheduler) -> None:
 
 def alone(scheduler: Scheduler) -> None:
     began(scheduler, 1, 5000)
+
+
+def deep_in_its_context(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 100_000)
+    scheduler.computed(1, 2048, 2048 * 5e-3)
+
+
+def too_slow_for_anything(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 100_000)
+    scheduler.computed(1, 2048, 200.0)
+
+
+def behind_a_long_cached_prefix(scheduler: Scheduler) -> None:
+    """The speed of others, without one, says little about its own."""
+    answering(scheduler)
+    scheduler.remove(0)
+    scheduler.add(1, 103_000, "", 0.0)
+    scheduler.begin(1, 3000, 100_000)
+
+
+def and_its_first_chunk_is_computed(scheduler: Scheduler) -> None:
+    behind_a_long_cached_prefix(scheduler)
+    scheduler.computed(1, 256, 0.5)
+
+
+def behind_a_short_cached_prefix(scheduler: Scheduler) -> None:
+    scheduler.add(1, 33_000, "", 0.0)
+    scheduler.begin(1, 3000, 30_000)
 
 
 def nearly_done(scheduler: Scheduler) -> None:
@@ -203,6 +232,11 @@ SMALL = Limits(prompts=2, answers=4)
 ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (nothing, 0.0, None),
     (alone, 0.0, Chunk(1, 2048)),
+    (deep_in_its_context, 0.0, Chunk(1, 480)),
+    (too_slow_for_anything, 0.0, Chunk(1, FIRST_CHUNK)),
+    (behind_a_long_cached_prefix, 0.0, Chunk(1, FIRST_CHUNK)),
+    (and_its_first_chunk_is_computed, 0.0, Chunk(1, 1280)),
+    (behind_a_short_cached_prefix, 0.0, Chunk(1, 2048)),
     (nearly_done, 0.0, Chunk(1, 2)),
     (an_answer, 0.0, Step()),
     (beside_an_answer, 0.0, Chunk(1, CUT)),
@@ -335,6 +369,8 @@ class Request:
     first: float = 0.0
     pauses: list[float] = field(default_factory=list)
     done: float = 0.0
+    chunks: list[tuple[int, float]] = field(default_factory=list)
+    """Of its prompt: ids and seconds."""
 
     @property
     def wait(self) -> float:
@@ -395,6 +431,7 @@ def simulate(  # noqa: C901 - one loop, as the engine has it
                 seconds = machine.chunk(computed[number], ids, luck)
                 now += seconds
                 computed[number] += ids
+                request.chunks.append((ids, seconds))
                 scheduler.computed(number, ids, seconds)
                 if computed[number] == request.prompt:
                     scheduler.start_answer(number)
@@ -426,6 +463,35 @@ def alone_takes(prompt: int) -> float:
     request = Request(0.0, prompt, 1)
     simulate([request], Limits(), MACHINE, 1e9)
     return request.wait
+
+
+@pytest.mark.parametrize(
+    ("prompt", "first", "last"),
+    [(1_000, 1000, 1000), (32_000, 2048, 1568), (100_000, 2048, 640), (131_072, 2048, 512)],
+)
+def test_chunks_of_a_prompt_alone_get_shorter_with_depth(
+    prompt: int, first: int, last: int
+) -> None:
+    """None takes so long that macOS ends the process, and this costs little; on a slow Mac, whose
+    chunks of 2,048 ids take 1.5 seconds at first, and 9.5 behind 131,072."""
+    slow = Machine(per_id=7e-4, per_id_before=3e-8, per_chunk=0.04, noise=0.0)
+    request = Request(0.0, prompt, 1)
+    simulate([request], Limits(), slow, 1e9)
+    lengths = [ids for ids, _ in request.chunks]
+    assert sum(lengths) == prompt
+    assert max(seconds for _, seconds in request.chunks) < 1.05 * LONGEST
+    assert lengths[0] == first
+    assert lengths[-2:][0] == last
+    starts = range(0, prompt, 2048)
+    luck = random.Random(1)
+    full = sum(slow.chunk(start, min(2048, prompt - start), luck) for start in starts)
+    assert sum(seconds for _, seconds in request.chunks) < 1.05 * full
+
+
+def test_a_fast_machine_computes_full_chunks() -> None:
+    request = Request(0.0, 32_769, 1)
+    simulate([request], Limits(), MACHINE, 1e9)
+    assert {ids for ids, _ in request.chunks} == {2048, 1}
 
 
 def test_a_long_prompt_beside_an_answer() -> None:

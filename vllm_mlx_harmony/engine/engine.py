@@ -526,7 +526,7 @@ class MlxEngine:
         request.begun = started
         request.at = request.cached = request.stored = known
         self._put(request, request.report())
-        self._scheduler.begin(request.number, last - known)
+        self._scheduler.begin(request.number, last - known, known)
         self._scheduler.computed(request.number, 0, time.perf_counter() - started)
         if known == last:
             self._join(request, request.layers)

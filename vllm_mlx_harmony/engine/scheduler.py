@@ -20,7 +20,13 @@ mlx-lm's models cannot do. So the two alternate, and two numbers bound what each
   time, and a prompt takes ``1 / (1 - DECODE_SHARE)`` times as long as it would alone. If a step
   overruns what answers were owed, the excess is credited to prompts before the next step.
 
-While no answer runs, prompts are computed in full chunks.
+While no answer runs, prompts are computed in full chunks, as long as these take no more than
+``LONGEST`` seconds by the speed of the prompt's last one: attention makes each id slower than the
+one before it, and macOS ends a process whose work keeps the GPU busy for about five seconds without
+a break. Others have seen that beyond 65,000 ids (https://github.com/ml-explore/mlx/issues/3302),
+where mlx computes a layer's attention of a whole chunk in one piece; its authors leave it to their
+users to choose shorter chunks. A prompt that begins behind more than ``DEEP`` cached ids starts
+with ``FIRST_CHUNK`` ids, since its speed is not known.
 
 **Order.** The prompt with the least left to compute goes first, which minimizes the sum of all
 waits; a prompt that has begun can be overtaken between two chunks. That rule alone starves a long
@@ -56,10 +62,17 @@ CHUNK_MULTIPLE = 32
 """Planned lengths of chunks beside an answer are multiples of this, except a prompt's last one."""
 
 FIRST_CHUNK = 256
-"""Ids of a chunk beside an answer while no speed is known; growth never limits one to less."""
+"""Ids of a chunk beside an answer while no speed is known; growth never limits one to less, nor
+does ``LONGEST``: weights are read anew for each chunk."""
 
 GROWTH = 1.5
 """Maximum ratio of a chunk beside an answer to the same prompt's previous one."""
+
+LONGEST = 2.5
+"""Seconds that a chunk may take while no answer runs."""
+
+DEEP = 32_768
+"""Ids of a cached prefix behind which a chunk is much slower than one without."""
 
 AIM = 0.8
 """Fraction of the pause that a chunk is planned to take; the rest is a margin."""
@@ -100,13 +113,15 @@ Decision: TypeAlias = "Chunk | Step | None"
 
 @dataclass(slots=True)
 class _Prompt:
-    """``rest``: ids left to compute. ``pace``: seconds per id. ``chunk``: ids of its last chunk."""
+    """``rest``: ids left to compute, behind ``cached`` ones at first. ``pace``: seconds per id.
+    ``chunk``: ids of its last chunk."""
 
     request: int
     tenant: str
     rest: int
     since: float
     begun: bool = False
+    cached: int = 0
     pace: float = 0.0
     chunk: int = 0
 
@@ -138,10 +153,11 @@ class Scheduler:
         self._tenants.setdefault(tenant, _Tenant())
         self._prompts[request] = _Prompt(request, tenant, ids, now)
 
-    def begin(self, request: int, rest: int) -> None:
-        """The prompt has its own caches from now on; ``rest`` of its ids are left to compute."""
+    def begin(self, request: int, rest: int, cached: int = 0) -> None:
+        """The prompt has its own caches from now on, with ``cached`` of its ids; ``rest`` are left
+        to compute."""
         prompt = self._prompts[request]
-        prompt.begun, prompt.rest = True, rest
+        prompt.begun, prompt.rest, prompt.cached = True, rest, cached
 
     def computed(self, request: int, ids: int, seconds: float) -> None:
         prompt = self._prompts[request]
@@ -246,7 +262,7 @@ class Scheduler:
     def _length(self, prompt: _Prompt) -> int:
         limits = self.limits
         if not self._answers:
-            return min(prompt.rest, limits.chunk)
+            return min(prompt.rest, limits.chunk, self._longest(prompt))
         pace = prompt.pace or self._pace
         length = int(limits.pause * AIM / pace) if pace else FIRST_CHUNK
         most = min(limits.chunk, limits.chunk_beside or limits.chunk)
@@ -254,3 +270,10 @@ class Scheduler:
         if length >= prompt.rest:
             return prompt.rest
         return min(max(CHUNK_MULTIPLE, length - length % CHUNK_MULTIPLE), most)
+
+    def _longest(self, prompt: _Prompt) -> int:
+        """Ids that take no more than ``LONGEST`` seconds."""
+        if not prompt.pace:
+            return FIRST_CHUNK if prompt.cached > DEEP else self.limits.chunk
+        length = int(LONGEST / prompt.pace)
+        return max(FIRST_CHUNK, length - length % CHUNK_MULTIPLE)
