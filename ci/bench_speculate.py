@@ -86,7 +86,9 @@ SIZES = range(1_000, 40_000)
 SHORT = range(1_000, 4_000)
 """The same, of those that a model computes."""
 
-FREE = Costs(step_costs.WIDTHS, (1.0, 1.01, 1.02, 1.03, 1.04))
+WIDTHS = (1, 2, 4, 8, 16)
+
+FREE = Costs(WIDTHS, (1.0, 1.01, 1.02, 1.03, 1.04))
 """Of a device on which every draft pays."""
 
 WORDS, PROSE_GOAL = range(8, 41), 1.05
@@ -175,9 +177,9 @@ def modelled(layers: int, experts: int) -> Costs:
     """
     others = (layers * WIDTH * (2 * HEADS + 2 * KEYS) + VOCAB_SIZE * WIDTH) * 8.5 / 8
     expert = 3 * WIDTH**2 * 4.25 / 8
-    chosen = [experts * (1 - (1 - 4 / experts) ** ids) for ids in step_costs.WIDTHS]
+    chosen = [experts * (1 - (1 - 4 / experts) ** ids) for ids in WIDTHS]
     read = [others + layers * each * expert for each in chosen]
-    return Costs(step_costs.WIDTHS, tuple(each / read[0] for each in read))
+    return Costs(WIDTHS, tuple(each / read[0] for each in read))
 
 
 WIDTH, HEADS, KEYS = 2880, 64 * 64, 8 * 64
@@ -274,7 +276,7 @@ def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
             at += 1
         steps += 1
         if known:
-            most = step_costs.WIDTHS[-1] - 1
+            most = WIDTHS[-1] - 1
             forced = mask.follow(most)
             at += len(forced)
             draft = mask.expected(most - len(forced))
@@ -438,8 +440,8 @@ def main() -> int:
 
     def measured() -> Iterator[Row]:
         if pairs:
-            yield from rows(pairs, Costs(step_costs.WIDTHS, (1.0, *given.costs)))
-            yield from prose(Costs(step_costs.WIDTHS, (1.0, *given.costs)))
+            yield from rows(pairs, Costs(WIDTHS, (1.0, *given.costs)))
+            yield from prose(Costs(WIDTHS, (1.0, *given.costs)))
             for strict in (False, True):
                 yield forced([path for path, _, _ in pairs], strict=strict)
         if pairs and given.timed:

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import costs as step_costs
 from vllm_mlx_harmony.engine import sampler as sampling
 from vllm_mlx_harmony.engine.batch import Batch
-from vllm_mlx_harmony.engine.costs import measured, remembered
+from vllm_mlx_harmony.engine.costs import WIDTHS, measured, remembered
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
@@ -476,10 +476,10 @@ def test_a_slow_device_does_not_measure_for_long() -> None:
 @pytest.mark.parametrize(
     ("each", "ids"),
     [
-        ({1: 1.0, 2: 1.2, 4: 1.5, 8: 2.0, 16: 3.0}, (1, 2, 4, 8, 16)),
-        ({1: 1.0, 2: 2.5, 4: 3.0, 8: 8.5, 16: 9.0}, (1, 2, 4, 8, 16)),
-        ({1: 1.0, 2: 2.5, 4: 4.5, 8: 3.0, 16: 3.0}, (1, 2, 4)),
-        ({1: 1.0, 2: 1.5, 4: 4.0, 8: 8.0, 16: 3.0}, (1, 2, 4, 8)),
+        ({1: 1.0, 2: 1.2, 3: 1.4, 4: 1.5, 8: 2.0, 16: 3.0}, (1, 2, 3, 4, 8, 16)),
+        ({1: 1.0, 2: 2.5, 3: 2.8, 4: 3.0, 8: 8.5, 16: 9.0}, (1, 2, 3, 4, 8, 16)),
+        ({1: 1.0, 2: 2.5, 3: 3.5, 4: 4.5, 8: 3.0, 16: 3.0}, (1, 2, 3)),
+        ({1: 1.0, 2: 1.5, 3: 2.0, 4: 4.1, 8: 8.1, 16: 3.0}, (1, 2, 3, 4, 8)),
     ],
     ids=["cheap", "in part", "not", "not later"],
 )
@@ -527,28 +527,74 @@ def test_a_step_of_one_id_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
     costs = measured(model, layers, lambda: now)
-    assert [round(1000 * one, 6) for one in costs.seconds] == [11.0, *[13.2] * 4]
+    assert [round(1000 * one, 6) for one in costs.seconds] == [11.0, *[13.2] * 5]
+
+
+@pytest.mark.parametrize(
+    ("shallow", "deep", "expected"),
+    [
+        ((1.0, 1.2, 1.3, 1.4, 1.5, 1.6), (2.0, 2.4, 2.6, 2.8, 6.0, 12.0), (1, 1.2, 1.3, 1.4, 3, 6)),
+        ((1.0, 1.2, 1.3, 1.4), (2.0, 2.2, 2.4), (1.0, 1.2, 1.3)),
+        ((1.0, 3.0), (2.0, 2.2, 2.4), (1.0, 3.0)),
+    ],
+    ids=["wide steps are slow behind many ids", "fewer were measured there", "or here"],
+)
+def test_a_draft_has_to_pay_at_both_depths(
+    shallow: tuple[float, ...], deep: tuple[float, ...], expected: tuple[float, ...]
+) -> None:
+    one, other = (Costs(WIDTHS[: len(each)], each) for each in (shallow, deep))
+    found = step_costs.worse(one, other)
+    assert found == Costs(WIDTHS[: len(expected)], pytest.approx(expected))
+
+
+def test_steps_are_measured_behind_few_ids_and_behind_many() -> None:
+    now, offsets = 0.0, set[int]()
+
+    def model(inputs: mx.array, cache: Any) -> mx.array:
+        """Attention to many ids is slow for more than four at once."""
+        nonlocal now
+        offset, width = cache[-1].offset, inputs.shape[1]
+        offsets.add(offset // step_costs.DEPTH)
+        now += 0.001 + (width > 4) * offset * 1e-6
+        return MODEL(inputs, cache)
+
+    found = {}
+    for deep in (False, True):
+        layers = MODEL.make_cache()
+        MODEL(mx.array([[1, 2, 3]]), cache=layers)
+        found[deep] = step_costs.measured_at_depths(model, layers, deep, lambda: now)
+    assert offsets == {0, 1}
+    assert found[False].length(0.98, 15) == 15
+    assert found[True].length(0.98, 15) == 3, "four ids at once are as fast as one"
 
 
 def test_costs_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After three measurements, of which the fastest steps count."""
     monkeypatch.setattr(step_costs, "_measured", {})
-    path, calls = tmp_path / "new" / "costs.json", list[int]()
+    path, measured = tmp_path / "new" / "costs.json", list[tuple[float, ...]]()
+    coming = [(1.0, 9.0), (3.0, 3.5, 4.0), (1.5, 1.6, 1.7)]
 
     def measure() -> Costs:
-        calls.append(1)
-        return Costs((1, 2, 4), (1.0, 1.5, 2.0 + len(calls)))
+        seconds = coming[len(measured) % 3]
+        measured.append(seconds)
+        return Costs(WIDTHS[: len(seconds)], seconds)
 
-    assert remembered(None, "a", measure).seconds[2] == 3.0
-    assert remembered(path, "a", measure) == Costs((1, 2, 4), (1.0, 1.5, 3.0))
-    assert remembered(path, "b", measure).seconds[2] == 4.0
-    assert remembered(path, "a", measure).seconds[2] == 3.0
-    assert len(calls) == 2  # each model once, whatever the file
-    values = ("7", '["x"]', "[[1]]", "[]", "[0]", "[NaN]", "[1, Infinity]", "[-1, 1]")
+    assert remembered(None, "a", measure).seconds == (1.0, 9.0)
+    assert remembered(path, "a", measure).seconds == (1.0, 3.5, 4.0)
+    for _ in range(3):
+        assert remembered(path, "a", measure).seconds == (1.0, 1.6, 1.7)
+    assert len(measured) == 3
+    assert json.loads(path.read_text())["a"] == [list(each) for each in coming]
+    assert remembered(path, "b", measure).seconds == (1.0, 9.0)
+    assert len(json.loads(path.read_text())) == 2
+    good = [list(each) for each in coming]
+    values = ("7", '["x"]', "[[]]", "[1, 2]", "[[0]]", "[[NaN]]", "[[1, Infinity]]", "[[-1, 1]]")
     for damaged in ("", "[]", "7", *(f'{{"a": {each}}}' for each in values), "{"):
         path.write_text(damaged)
-        assert remembered(path, "a", measure).seconds == (1.0, 1.5, 3.0), damaged
-        assert json.loads(path.read_text())["a"] == [1.0, 1.5, 3.0]
-    path.write_text('{"a": [1, 2, 3, 4, 5, 6]}')
-    assert remembered(path, "a", measure).ids == (1, 2, 4, 8, 16)
-    assert remembered(path / "a file, no directory", "a", measure).ids == (1, 2, 4)
-    assert len(calls) == 2
+        assert remembered(path, "a", measure).seconds == (1.0, 1.6, 1.7), damaged
+        assert json.loads(path.read_text())["a"] == good
+    assert remembered(path / "a file, no directory", "a", measure).seconds == (1.0, 1.6, 1.7)
+    assert len(measured) == 4
+    monkeypatch.setattr(step_costs, "_measured", {})
+    assert remembered(path, "a", measure).seconds == (1.0, 1.6, 1.7), "another process"
+    assert len(measured) == 4

@@ -18,6 +18,7 @@ import pytest
 from server import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.engine.costs import RUNS
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def begin(
     begin().stop()
     (measured,) = place.rglob("step-costs.json")
     found = json.loads(measured.read_text())
-    measured.write_text(json.dumps({key: [1.0, 1.01, 1.02, 1.03, 1.04] for key in found}))
+    cheap = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05]
+    measured.write_text(json.dumps({key: [cheap] * RUNS for key in found}))
     return begin
 
 

@@ -13,9 +13,10 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
@@ -26,8 +27,18 @@ from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger(__name__)
 
-WIDTHS = (1, 2, 4, 8, 16)
-"""Ids of an answer in one step."""
+WIDTHS = (1, 2, 3, 4, 8, 16)
+"""Ids of an answer in one step. On Metal, mlx computes the attention of up to four with a kernel of
+its own: gpt-oss has eight heads of queries for each one of keys, and ids times these may be 32 at
+most (``has_fused_kernel`` in ``mlx/backend/metal/scaled_dot_product_attention.cpp``)."""
+
+DEPTH = 8192
+"""Ids behind which steps are measured a second time: attention without that kernel costs the more
+the more ids there are."""
+
+RUNS = 3
+"""Times that a model is measured, each time that it is loaded; the fastest steps count. Another
+program may have had the device, or the processor, during one of them."""
 
 REPEATED = 5
 """Measurements per width; the fastest counts. The first single-id step is discarded: steps overlap,
@@ -41,6 +52,9 @@ WITHOUT_GAIN = 2
 """Consecutive widths without a gain over single-id steps, after which measuring stops."""
 
 Model: TypeAlias = "Callable[..., mx.array]"
+
+Runs: TypeAlias = "tuple[tuple[float, ...], ...]"
+"""Measurements: seconds of the steps of ``WIDTHS``, as far as they were measured."""
 
 
 def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.perf_counter) -> Costs:
@@ -79,13 +93,49 @@ def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.per
     return Costs(WIDTHS[: len(seconds)], tuple(seconds))
 
 
-_measured: dict[str, Costs] = {}
-"""What this process has measured: a model that is loaded again is not measured again."""
+def measured_at_depths(
+    model: Model,
+    layers: Layers,
+    deep: bool,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Costs:
+    """What `measured` finds behind what ``layers`` hold, and if there is memory for ``deep`` ones,
+    behind ``DEPTH`` ids, too."""
+    costs = measured(model, layers, clock)
+    if len(costs.ids) == 1 or not deep:
+        return costs
+    deepen(layers)
+    return worse(costs, measured(model, layers, clock))
+
+
+def deepen(layers: Layers) -> None:
+    """Makes layers that keep everything look as if they held ``DEPTH`` ids."""
+    for layer in layers:
+        if type(layer) is KVCache:
+            _, heads, _, width = layer.keys.shape
+            shape = (1, heads, DEPTH + 2 * WIDTHS[-1] * REPEATED, width)
+            layer.keys, layer.values = (
+                mx.zeros(shape, dtype=each.dtype) for each in (layer.keys, layer.values)
+            )
+            layer.offset = DEPTH
+
+
+def worse(shallow: Costs, deep: Costs) -> Costs:
+    """Costs by which a draft only pays if it does at both depths: relative to a step of one id,
+    those of the depth where they are higher."""
+    first = shallow.seconds[0]
+    pairs = zip(shallow.seconds, deep.seconds, strict=False)
+    seconds = tuple(max(near, far / deep.seconds[0] * first) for near, far in pairs)
+    return Costs(WIDTHS[: len(seconds)], seconds)
+
+
+_measured: dict[str, Runs] = {}
+"""What this process has measured, for when there is no file."""
 
 
 def remembered(path: Path | None, key: str, measure: Callable[[], Costs]) -> Costs:
-    """The costs for ``key``: those in the file at ``path``, or those that this process has
-    measured, or else measured now and written to the file.
+    """The costs for ``key``: the fastest steps of ``RUNS`` measurements. Those in the file at
+    ``path``, or in this process, count; while they are fewer, another one is made.
 
     The file is a JSON object of such keys. It is a cache: one that cannot be read is replaced.
     """
@@ -93,16 +143,26 @@ def remembered(path: Path | None, key: str, measure: Callable[[], Costs]) -> Cos
         known = {} if path is None else dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
         known = {}
-    try:
-        seconds = sorted(float(each) for each in known[key])
-        if seconds and all(0 < each < math.inf for each in seconds):
-            return Costs(WIDTHS[: len(seconds)], tuple(seconds[: len(WIDTHS)]))
-        raise ValueError
-    except (KeyError, ValueError, TypeError):
-        costs = _measured[key] if key in _measured else _measured.setdefault(key, measure())
-    if path is not None:
+    runs = max(_runs(known.get(key)), _measured.get(key, ()), key=len)
+    if len(runs) < RUNS:
+        runs = (*runs, measure().seconds)
+    _measured[key] = runs
+    if path is not None and _runs(known.get(key)) != runs:
         try:
-            write_atomically(path, json.dumps({**known, key: costs.seconds}).encode())
+            write_atomically(path, json.dumps({**known, key: runs}).encode())
         except OSError as error:
             logger.warning("the costs of steps could not be saved: %s", error)
-    return costs
+    widest = max(len(run) for run in runs)
+    fastest = tuple(min(run[at] for run in runs if at < len(run)) for at in range(widest))
+    return Costs(WIDTHS[:widest], fastest)
+
+
+def _runs(value: Any) -> Runs:
+    """The measurements in a file; none if they are not as they were written."""
+    try:
+        runs = tuple(tuple(sorted(float(each) for each in run)) for run in value)
+    except (TypeError, ValueError):
+        return ()
+    valid = all(0 < len(run) <= len(WIDTHS) and 0 < run[0] <= run[-1] < math.inf for run in runs)
+    finite = all(math.isfinite(each) for run in runs for each in run)
+    return runs[:RUNS] if valid and finite else ()

@@ -82,7 +82,7 @@ class Costs:
         return min(most, widest - 1)
 
 
-UNKNOWN = Costs((1, 2, 4, 8, 16), (1.0,) * 5)
+UNKNOWN = Costs((1, 2, 3, 4, 8, 16), (1.0,) * 6)
 """Of a device that is not measured: known and expected ids are always computed together."""
 
 

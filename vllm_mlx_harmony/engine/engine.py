@@ -331,9 +331,10 @@ class MlxEngine:
             )
         if self.options.speculate == "auto":
             where = f"mlx {mx.__version__}, {mx.device_info().get('device_name')}"
-            # Version 1 measured steps of one id too short: drafts never seemed to pay.
-            key = f"{self.model}: {self.weights} bytes, {where}, version 2"
-            measure = partial(costs.measured, module, layers)
+            # Version 1 measured steps of one id too short, version 2 only short contexts.
+            key = f"{self.model}: {self.weights} bytes, {where}, version 3"
+            deep = self.budget.longest(device.weights()) > 2 * costs.DEPTH
+            measure = partial(costs.measured_at_depths, module, layers, deep)
             self.costs = costs.remembered(self.options.costs, key, measure)
 
     def _free(self) -> None:
