@@ -462,7 +462,7 @@ async def predicted(host: Alone, path: str, stream: bool, content: Any) -> dict[
         ("Good day.", "Good day."),
         ([{"type": "text", "text": "Good "}, {"type": "text", "text": "day."}], "Good day."),
         ("<|return|>", "<|return|>"),
-        ("a b " * 100_000, "a b " * (text_limits.WINDOW // 4)),
+        ("a b " * 100_000, "a b " * (text_limits.CONTEXT_TOKENS // 4)),
     ],
     ids=["absent", "empty", "text", "parts", "not a control token", "cut"],
 )

@@ -16,7 +16,8 @@ import grammar_texts
 import pytest
 from grammar_texts import LARK, SCHEMAS, grammar, multiple_of
 
-from vllm_mlx_harmony.server import grammar_checks
+from vllm_mlx_harmony.core.grammar import matching
+from vllm_mlx_harmony.server import grammar_checks, grammar_process
 from vllm_mlx_harmony.server.grammar_checks import (
     TOO_MUCH,
     CheckUnavailable,
@@ -454,3 +455,8 @@ def test_a_forked_process_has_a_helper_of_its_own() -> None:
     assert problem == ""
     assert other != mine
     assert grammar_checks.check_for("t")('start: "f"') == ""
+
+
+def test_grammars_are_checked_with_the_limits_that_they_are_compiled_with() -> None:
+    """The process cannot import those of the package."""
+    assert grammar_process.LIMITS == matching.LIMITS

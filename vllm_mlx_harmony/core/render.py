@@ -26,9 +26,9 @@ from vllm_mlx_harmony.core.replay import (
     is_self_contained,
 )
 from vllm_mlx_harmony.core.text_limits import (
+    CONTEXT_TOKENS,
     MAX_JSON_CHARACTERS,
     MAX_PROMPT_TOKENS,
-    WINDOW,
     characters,
     clean,
 )
@@ -303,7 +303,7 @@ def _encode_messages(  # noqa: C901 - one case per kind of message
                 written.append(ids(message))
                 tokens += len(written[-1])
                 if tokens > MAX_PROMPT_TOKENS:
-                    raise PromptTooLong(tokens, WINDOW, at_least=True)
+                    raise PromptTooLong(tokens, CONTEXT_TOKENS, at_least=True)
             if isinstance(message, Call):
                 made[message.id] = message.name
         written += spans or ()

@@ -16,10 +16,10 @@ MAX_JSON_CHARACTERS = 4 * 2**20
 MAX_JSON_VALUES = 100_000
 """JSON values that may be parsed in one call: 30 ms."""
 
-WINDOW = 131_072
+CONTEXT_TOKENS = 131_072
 """Tokens of the context of gpt-oss. An engine with little memory has a shorter one."""
 
-MAX_PROMPT_TOKENS = 8 * WINDOW
+MAX_PROMPT_TOKENS = 8 * CONTEXT_TOKENS
 """Tokens of a prompt up to which they are counted: no model accepts as many. The garbage collector,
 which stops all threads, takes 10 ms to traverse them."""
 

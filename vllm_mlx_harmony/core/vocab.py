@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong
 from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.core.pretokens import pieces
-from vllm_mlx_harmony.core.text_limits import MAX_PROMPT_TOKENS, WINDOW, clean
+from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS, MAX_PROMPT_TOKENS, clean
 
 if TYPE_CHECKING:
     from openai_harmony import HarmonyEncoding
@@ -98,7 +98,7 @@ def encode(text: str) -> list[int]:
     for piece in pieces(clean(text)):
         ids += encode(piece, disallowed_special=())
         if len(ids) > MAX_PROMPT_TOKENS:
-            raise PromptTooLong(len(ids), WINDOW, at_least=True)
+            raise PromptTooLong(len(ids), CONTEXT_TOKENS, at_least=True)
     return ids
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from pydantic import Field
 
-from vllm_mlx_harmony.core.text_limits import WINDOW
+from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import BuiltinTool, Sampling
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, unsupported
@@ -83,7 +83,7 @@ class OpenAIBody(RequestBody):
     def fewest_tokens(self) -> int:
         """The tokens before which the turn cannot end: with vLLM's ``ignore_eos``, which
         benchmarks set, all that ``max_tokens`` allows."""
-        return WINDOW if self.ignore_eos else self.min_tokens or 0
+        return CONTEXT_TOKENS if self.ignore_eos else self.min_tokens or 0
 
 
 def given(_: object) -> bool:

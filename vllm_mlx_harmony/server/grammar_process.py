@@ -66,8 +66,8 @@ got less than a quarter of a processor, and then nothing is known about the gram
 READY = b"+"
 
 LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "verbose_errors": False}
-"""For llguidance, here and in the server. An object with n optional properties takes 4n items.
-Errors do not quote output."""
+"""For llguidance: those of `core.grammar.matching`, which this program cannot import. An object
+with n optional properties takes 4n items. Errors do not quote output."""
 
 _LINUX = sys.platform == "linux"
 

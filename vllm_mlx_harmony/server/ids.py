@@ -38,7 +38,7 @@ from vllm_mlx_harmony.core.deltas import (
 )
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
-from vllm_mlx_harmony.core.text_limits import WINDOW
+from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
@@ -61,9 +61,6 @@ VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
 """Environment variable: ``1`` enables the endpoint."""
 
 PATH = "/harmony/v1/generate"
-MAX_PROMPT = 131_072
-"""Ids that a prompt may have besides the other values of a body: the longest context of gpt-oss."""
-
 VERSION = 1
 """Incremented by incompatible changes."""
 
@@ -85,7 +82,7 @@ class IdSettings(Wire):
     seed: Seed | None = None
     origins: bool = False
     top_logprobs: TopLogprobs | None = None
-    prediction: list[int] = Field(default_factory=list, max_length=WINDOW)
+    prediction: list[int] = Field(default_factory=list, max_length=CONTEXT_TOKENS)
 
     def resolved(self) -> Settings:
         bias, prediction = tuple(self.logit_bias), tuple(self.prediction)
@@ -184,7 +181,8 @@ def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
     return parsed
 
 
-API = Api("ids", _read, more_values=MAX_PROMPT + WINDOW)
+API = Api("ids", _read, more_values=2 * CONTEXT_TOKENS)
+"""A prompt and a prediction have so many ids besides the other values of a body."""
 
 
 def is_enabled() -> bool:

@@ -31,7 +31,7 @@ from vllm_mlx_harmony.core.errors import HostError, PromptTooLong, RequestError
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive, Replay, ReplayScope
-from vllm_mlx_harmony.core.text_limits import WINDOW
+from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.validation import unsupported
@@ -302,8 +302,8 @@ async def prepare(received: Received) -> Job:
     if front_end.observe:
         settings = replace(settings, origins=True)
     if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
-        predicted = await in_thread(vocab.encode, turn.prediction[:WINDOW])
-        settings = replace(settings, prediction=tuple(predicted[:WINDOW]))
+        predicted = await in_thread(vocab.encode, turn.prediction[:CONTEXT_TOKENS])
+        settings = replace(settings, prediction=tuple(predicted[:CONTEXT_TOKENS]))
     name = response_name(request.model, host.model_name)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = _reusable_turns(received)

@@ -6,7 +6,7 @@ import ctypes
 import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -21,6 +21,9 @@ WORDS = VOCAB_SIZE // 32
 
 CACHE_BYTES = 48 * 2**20
 """The approximate size of the cache of compiled grammars, in bytes."""
+
+LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "verbose_errors": False}
+"""For llguidance, and for the process that checks grammars first (`server.grammar_process`)."""
 
 
 # --- the tokenizer: once per process ---
@@ -91,7 +94,7 @@ def compile_grammar(grammar: Grammar, tenant: str = "", size: int = 0) -> Compil
 
         # An object with n optional properties takes 4n items. Errors are logged, so they must not
         # quote the output.
-        limits = LLParserLimits(max_items_in_row=20_000, verbose_errors=False)
+        limits = LLParserLimits(**LIMITS)
         matcher = LLMatcher(prepare(), grammar.text, log_level=0, limits=limits)
         if matcher.is_error():
             problem = matcher.get_error().partition("\n")[0]
