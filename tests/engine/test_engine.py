@@ -739,7 +739,7 @@ def test_what_is_wired_is_released_while_an_engine_waits(
 
     monkeypatch.setattr(device, "release", release)
     monkeypatch.setattr(device, "computing", lambda: computed.append("computing"))
-    engine = opened(tiny)
+    engine = opened(tiny, speculate="off")  # a step for each id
 
     def wait(count: int) -> None:
         deadline = time.monotonic() + 30
