@@ -28,7 +28,8 @@ WIRE = (
     Script(_to(checks.PROBE), _said("Hello.")),
     Script(_to(wire.PLAIN), _said("Rivers bring salt to it.", "Salt comes from rocks.")),
     Script(_to(wire.OTHER), _said("Air scatters blue light.", "Rayleigh.")),
-    Script(_to(wire.COUNT), _said(" ".join(map(str, range(1, 31))), "From 1 to 30.")),
+    # Without reasoning, which a small limit leaves no room for.
+    Script(_to(wire.COUNT), _said(" ".join(map(str, range(1, 31))))),
     Script(_to(wire.LONG), _said("one and one\n" * 1000), delay_ms=3),
     Script(_to(wire.EMOJI), _said("🌞 é 中 🇫🇷 ß", "🌞 é 中 🇫🇷 ß: five.")),
     Script(
