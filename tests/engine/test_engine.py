@@ -267,9 +267,17 @@ def test_an_error_of_the_model_ends_what_was_computed_together(
     assert scripted.healthy
 
 
+@pytest.mark.parametrize(
+    ("problem", "code"),
+    [
+        ("[malloc] Unable to allocate 123456789 bytes.", "out_of_memory"),
+        ("[METAL] Command buffer execution failed: Insufficient Memory", "out_of_memory"),
+        ("[METAL] Command buffer execution failed: Caused GPU Timeout Error", "gpu_error"),
+    ],
+)
 @pytest.mark.parametrize("when", ["prompt", "answer"])
-def test_memory_that_runs_out_ends_a_request_and_not_the_engine(
-    tiny: Path, run: Run, when: str
+def test_failure_of_the_device_ends_a_request_and_not_the_engine(
+    tiny: Path, run: Run, when: str, problem: str, code: str
 ) -> None:
     engine = opened(tiny)
     try:
@@ -280,13 +288,13 @@ def test_memory_that_runs_out_ends_a_request_and_not_the_engine(
 
             def __call__(self, ids: Any, cache: Any) -> Any:
                 if (ids.shape[1] == 1) == wanted:
-                    raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
+                    raise RuntimeError(problem)
                 return model(ids, cache=cache)
 
         engine.module = Full()
         with pytest.raises(HostError) as error:
             run(answer(engine, words(3, 50)))
-        assert (error.value.status, error.value.code) == (503, "out_of_memory")
+        assert (error.value.status, error.value.code) == (503, code)
         engine.module = model
         assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
         assert idle(engine)

@@ -229,6 +229,12 @@ def clear_pool() -> None:
     mx.clear_cache()
 
 
+def gpu_failed(error: BaseException) -> bool:
+    """Whether ``error`` says that Metal has ended a command buffer: it took too long, or memory ran
+    out. Where mlx can still throw it, that is; elsewhere the process ends (`cli.supervise`)."""
+    return isinstance(error, RuntimeError) and "command buffer" in str(error).lower()
+
+
 def exhausted(error: BaseException) -> bool:
     """Whether ``error`` says that an allocation has failed: mlx has no class for that."""
     words = ("malloc", "insufficient memory", "out of memory", "attempting to allocate")

@@ -423,6 +423,10 @@ class MlxEngine:
             logger.error("out of memory: %s", error)
             problem = "not enough memory for this request: try again later, or shorten the prompt"
             failure = HostError(problem, code="out_of_memory", retry_after=5)
+        elif device.gpu_failed(error):
+            logger.error("the GPU failed: %s", error)
+            problem = "the GPU ended the computation of this answer: send the request again"
+            failure = HostError(problem, code="gpu_error", retry_after=5)
         else:
             logger.error("the engine failed", exc_info=error)
             problem = "internal engine error during generation; see the server log"
