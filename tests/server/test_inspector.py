@@ -196,6 +196,27 @@ def test_a_silent_stream_has_comments(site: Site, monkeypatch: pytest.MonkeyPatc
     assert site.get("events").text == "event: all\ndata: []\n\n" + ": \n\n" * 2
 
 
+@pytest.mark.parametrize("by", ["header", "cookie"])
+def test_stream_ends_when_its_key_is_revoked(
+    site: Site, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    authenticate, calls = TwoKeys.authenticate, 0
+
+    async def revoked(host: TwoKeys, connection: HTTPConnection) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise HTTPException(401, "Invalid API key")
+        await authenticate(host, connection)
+
+    site.log_in()
+    monkeypatch.setattr(TwoKeys, "authenticate", revoked)
+    monkeypatch.setattr(routes, "SECONDS", 0.01)
+    events = site.browser.get if by == "cookie" else site.get
+    path = "/harmony/inspector/events" if by == "cookie" else "events"
+    assert events(path).text == "event: all\ndata: []\n\n"
+
+
 def test_the_server(site: Site) -> None:
     site.ask()
     refused = site.ask(messages="none")

@@ -93,6 +93,14 @@ class Sessions:
         await host_of(connection).authenticate(connection)
         return tenant_of(connection)
 
+    async def is_valid(self, request: Request) -> bool:
+        """Whether ``owner`` still accepts ``request``."""
+        try:
+            await self.owner(request)
+        except HTTPException:
+            return False
+        return True
+
 
 def check_origin(request: Request) -> None:
     """Raises ``HTTPException`` 403 for a request by a page of another origin."""

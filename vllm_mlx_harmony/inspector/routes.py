@@ -115,14 +115,15 @@ class Pages:
         owner = await self._sessions.owner(request)
         if self._streams >= MAX_STREAMS:
             raise HTTPException(503, "too many pages of the inspector are open")
-        return EventStream(request, self._changes(owner))
+        return EventStream(request, self._changes(request, owner))
 
-    async def _changes(self, owner: str | None) -> AsyncIterator[Event]:
-        """All rows, then those that have changed, until the server shuts down."""
+    async def _changes(self, request: Request, owner: str | None) -> AsyncIterator[Event]:
+        """All rows, then those that have changed, until the server shuts down, or the key of the
+        request is revoked or has expired."""
         seen, silent = -1, 0.0
         self._streams += 1
         try:
-            while rejection() is None:
+            while rejection() is None and await self._sessions.is_valid(request):
                 version = self._log.version
                 if version > seen:
                     changed = [each for each in self._log.of(owner) if each.version > seen]
