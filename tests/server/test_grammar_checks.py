@@ -460,3 +460,28 @@ def test_a_forked_process_has_a_helper_of_its_own() -> None:
 def test_grammars_are_checked_with_the_limits_that_they_are_compiled_with() -> None:
     """The process cannot import those of the package."""
     assert grammar_process.LIMITS == matching.LIMITS
+
+
+def test_tenants_take_turns() -> None:
+    """However many requests one of them has, and however long the other's has taken so far."""
+    checks, order = grammar_checks.GrammarChecks(), []
+    slots = grammar_checks._Slots(1)
+    holder = grammar_checks.GrammarCheck(checks, "holder")
+
+    def wait(tenant: str, spent: float) -> None:
+        request = grammar_checks.GrammarCheck(checks, tenant)
+        request.spent = spent
+        with slots.slot(request, lambda: True):
+            order.append(tenant)
+
+    asked = [("a", 0.0), ("a", 0.1), ("a", 0.2), ("b", 0.5), ("b", 0.6)]
+    threads = [threading.Thread(target=wait, args=one) for one in asked]
+    with slots.slot(holder, lambda: True):
+        for thread in threads:
+            thread.start()
+        while len(slots._waiting) < len(asked):
+            time.sleep(0.001)
+    for thread in threads:
+        thread.join()
+    assert order == ["a", "b", "a", "b", "a"]
+    assert slots._turns == {}

@@ -237,10 +237,13 @@ class _Slots:
         self._order = count()
         self._waiting: list[tuple[float, int, str]] = []
         self._running: list[str] = []
+        self._turns: dict[str, int] = {}
+        """When each tenant that is here last got a slot, in ``_order``."""
 
     @contextmanager
     def slot(self, request: GrammarCheck, wanted: Callable[[], bool]) -> Iterator[None]:
-        """Waits for a slot, which goes to the request that has spent least.
+        """Waits for a slot. Tenants take turns: it goes to one that holds fewest, and of these to
+        the one whose last turn is longest ago; of its requests, to the one that has spent least.
 
         Raises ``CheckUnavailable`` if it is no longer ``wanted``.
         """
@@ -252,7 +255,11 @@ class _Slots:
                 return False
             most = self._each_tenant
             allowed = [each for each in self._waiting if self._running.count(each[2]) < most]
-            return bool(allowed) and min(allowed) == ticket
+            return bool(allowed) and min(allowed, key=rank) == ticket
+
+        def rank(waiting: tuple[float, int, str]) -> tuple[int, int, float, int]:
+            spent, number, tenant = waiting
+            return self._running.count(tenant), self._turns.get(tenant, -1), spent, number
 
         with self._changed:
             self._waiting.append(ticket)
@@ -262,6 +269,7 @@ class _Slots:
                         raise CheckUnavailable("timed out waiting for the checker")
                     self._changed.wait(POLL)
                 self._running.append(tenant)
+                self._turns[tenant] = next(self._order)
             finally:
                 self._waiting.remove(ticket)
                 self._changed.notify_all()
@@ -270,6 +278,8 @@ class _Slots:
         finally:
             with self._changed:
                 self._running.remove(tenant)
+                here = {*self._running, *(waiting[2] for waiting in self._waiting)}
+                self._turns = {each: turn for each, turn in self._turns.items() if each in here}
                 self._changed.notify_all()
 
 
