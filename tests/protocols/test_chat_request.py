@@ -16,7 +16,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy, compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.text_limits import WINDOW
+from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
@@ -324,7 +324,7 @@ TURNS = {
     ),
     "no end before the limit": (
         {"ignore_eos": True, "min_tokens": 5, "max_tokens": 9},
-        Turn((User("Hello"),), limits=Limits(9, min_tokens=WINDOW)),
+        Turn((User("Hello"),), limits=Limits(9, min_tokens=CONTEXT_TOKENS)),
     ),
     "no limit": (
         {"max_tokens": 5, "max_completion_tokens": -1},
