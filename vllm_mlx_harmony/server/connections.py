@@ -40,19 +40,29 @@ def limited(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's ``server`` class with these limits."""
 
     class Limited(server):  # type: ignore[misc]  # no stubs are read for uvicorn
-        def __init__(self, config: uvicorn.Config) -> None:
-            super().__init__(config)
-            if not config.loaded:
-                config.load()
-            most = (_raise_descriptors() - RESERVED) // 2
-            bases = (LimitedConnection, config.http_protocol_class)
-            config.http_protocol_class = type("LimitedProtocol", bases, {"most": most})
-            config.ws_per_message_deflate = False
-            accepting = logging.getLogger("asyncio")
-            if not any(isinstance(each, OncePerSecond) for each in accepting.filters):
-                accepting.addFilter(OncePerSecond())
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            config: Any = self.config
+            load: Any = getattr(config, "load", None)
+
+            def load_and_limit() -> None:
+                load()
+                _limit(config)
+
+            if load is not None:  # called when the server starts
+                config.load = load_and_limit
 
     return Limited
+
+
+def _limit(config: uvicorn.Config) -> None:
+    most = (_raise_descriptors() - RESERVED) // 2
+    bases = (LimitedConnection, config.http_protocol_class)
+    config.http_protocol_class = type("LimitedProtocol", bases, {"most": most})
+    config.ws_per_message_deflate = False
+    accepting = logging.getLogger("asyncio")
+    if not any(isinstance(each, OncePerSecond) for each in accepting.filters):
+        accepting.addFilter(OncePerSecond())
 
 
 def _raise_descriptors() -> int:
