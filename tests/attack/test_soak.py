@@ -68,10 +68,10 @@ class Agent:
         body: Body = {"model": self._target.model}
         if self.api == "chat":
             tool: Body = {"type": "function", "function": function}
-            return {**body, "messages": self._said, "tools": [tool], "max_tokens": 400}
+            return {**body, "messages": self._said, "tools": [tool], "max_tokens": 64}
         if self.api == "messages":
             tool = {"name": "step", "input_schema": STEP}
-            return {**body, "messages": self._said, "tools": [tool], "max_tokens": 400}
+            return {**body, "messages": self._said, "tools": [tool], "max_tokens": 64}
         body |= {"tools": [{"type": "function", **function}], "store": self._stores}
         if self._stored:
             return {**body, "input": self._said[-1:], "previous_response_id": self._stored[-1]}

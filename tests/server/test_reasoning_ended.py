@@ -175,6 +175,24 @@ def test_not_if_the_request_says_how_much_reasoning_it_wants(
     assert "Well." not in text and used == 100
 
 
+TOOLS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"type": "function", "function": {"name": "f"}},
+    "/v1/responses": {"type": "function", "name": "f"},
+    "/v1/messages": {"name": "f", "input_schema": {"type": "object"}},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_nor_if_the_model_may_call_a_tool(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without reasoning, it would answer where it should call."""
+    monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
+    text, used = probe(path, 100, tools=[TOOLS[path]])
+    assert "Well." not in text and used == 100
+    choice = {"type": "none"} if path == "/v1/messages" else "none"
+    text, used = probe(path, 100, tools=[TOOLS[path]], tool_choice=choice)
+    assert "Well." in text and used <= 100
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("variable", "limit"),

@@ -76,11 +76,16 @@ class Enforcement:
     repetitions: int = REPETITIONS
     budgets: bool = True
 
-    def reasoning_budget(self, limits: Limits) -> int | None:
-        """The reasoning budget of a turn."""
+    def reasoning_budget(self, limits: Limits, *, can_call: bool) -> int | None:
+        """The reasoning budget of a turn, in which the model may or may not call a tool.
+
+        Where it may, a small ``max_tokens`` sets none: without reasoning it would answer where it
+        should call.
+        """
         if limits.reasoning_tokens is not None:
             return limits.reasoning_tokens
-        budgets = (self.reasoning_tokens, answering_budget(limits) if self.budgets else None)
+        small = answering_budget(limits) if self.budgets and not can_call else None
+        budgets = (self.reasoning_tokens, small)
         return min((each for each in budgets if each is not None), default=None)
 
 
@@ -145,11 +150,11 @@ async def constraint_for(
     now, and ``ClientDisconnect``.
     """
     limits = turn.limits
+    declared = turn.callable_tools or turn.builtin_namespaces or turn.namespaces
     grammar = None
     if wanted.policy is Policy.OFF:
         _reject_unenforceable(turn)
     else:
-        declared = turn.callable_tools or turn.builtin_namespaces or turn.namespaces
         if not (declared or turn.answer_format or turn.prefill):
             # The grammar is short and, after the tenant's first request, already compiled. A thread
             # would add a tenth to the request's time.
@@ -163,7 +168,7 @@ async def constraint_for(
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
     spec = ConstraintSpec(
         grammar=grammar,
-        reasoning_tokens=wanted.reasoning_budget(limits),
+        reasoning_tokens=wanted.reasoning_budget(limits, can_call=bool(declared)),
         repetitions=wanted.repetitions,
         min_tokens=limits.min_tokens,
         answering=turn.prefill is not None,
