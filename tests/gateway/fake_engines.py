@@ -484,7 +484,7 @@ def served(app: Any, **options: Any) -> Iterator[str]:
     listening.bind(("127.0.0.1", options.pop("port", 0)))
     listening.listen(1024)
     config = uvicorn.Config(app, log_level="error", **options)
-    server = server_class(config)
+    server = server_class(config=config)  # as uvicorn.run makes it
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
     try:

@@ -40,8 +40,8 @@ def limited(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's ``server`` class with these limits."""
 
     class Limited(server):  # type: ignore[misc]  # no stubs are read for uvicorn
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
             config: Any = self.config
             load: Any = getattr(config, "load", None)
 
