@@ -23,6 +23,8 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from socket import socket
+
     import uvicorn
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -40,17 +42,11 @@ def limited(server: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's ``server`` class with these limits."""
 
     class Limited(server):  # type: ignore[misc]  # no stubs are read for uvicorn
-        def __init__(self, *arguments: Any, **options: Any) -> None:
-            super().__init__(*arguments, **options)
-            config: Any = self.config
-            load: Any = getattr(config, "load", None)
-
-            def load_and_limit() -> None:
-                load()
-                _limit(config)
-
-            if load is not None:  # called when the server starts
-                config.load = load_and_limit
+        async def serve(self, sockets: list[socket] | None = None) -> None:
+            if not self.config.loaded:
+                self.config.load()
+            _limit(self.config)
+            await super().serve(sockets)
 
     return Limited
 
