@@ -41,8 +41,8 @@ from vllm_mlx_harmony.core.turn import (
 WEATHER: Mapping[str, Any] = {
     "type": "object",
     "properties": {
-        "city": {"type": "string", "maxLength": 20},
-        "days": {"type": "integer", "minimum": 1, "maximum": 14},
+        "city": {"enum": ["Rome", "Köln"]},
+        "days": {"type": "integer"},
         "unit": {"enum": ["C", "F"]},
     },
     "required": ["city"],
@@ -51,8 +51,8 @@ WEATHER: Mapping[str, Any] = {
 ANSWER: Mapping[str, Any] = {
     "type": "object",
     "properties": {
-        "title": {"type": "string", "maxLength": 12},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 5}, "maxItems": 3},
+        "title": {"type": "string"},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}},
         "score": {"type": ["number", "null"]},
     },
     "required": ["title", "tags"],

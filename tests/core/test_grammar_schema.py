@@ -6,9 +6,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from decimal import Decimal
-from fractions import Fraction
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import permutations
 from pathlib import Path
@@ -26,14 +24,13 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import (
     Policy,
-    compile_error,
+    any_order,
     compile_grammar,
     grammar_of,
-    spellings,
+    grammars_of,
 )
+from vllm_mlx_harmony.core.grammar.any_order import rules_of
 from vllm_mlx_harmony.core.grammar.strict import rewrite, strict_schema
-from vllm_mlx_harmony.core.grammar.unordered import rules_of
-from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
 from vllm_mlx_harmony.core.typescript import Object, parameters
@@ -66,6 +63,47 @@ def cut(text: str) -> list[str]:
 
 def is_valid(schema: Any, value: object) -> bool:
     return not any(jsonschema.Draft202012Validator(schema).iter_errors(value))
+
+
+CHECKED = {"type", "properties", "required", "$ref", "nullable"}
+
+
+def checked(schema: Any) -> Any:
+    """``schema`` with the keywords alone that hold without ``strict`` (semantics C1)."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: content for key, content in schema.items() if key in CHECKED}
+    for key in ("properties", "$defs", "definitions"):
+        if key in schema:
+            kept[key] = {name: checked(inner) for name, inner in schema[key].items()}
+    for key in ("items", "prefixItems", "additionalItems"):
+        if key in schema:
+            inner = schema[key]
+            kept[key] = [*map(checked, inner)] if isinstance(inner, list) else checked(inner)
+    rest = checked(schema.get("additionalProperties", True))
+    patterns = [*map(checked, schema.get("patternProperties", {}).values())]
+    kept["additionalProperties"] = {"anyOf": [*patterns, rest]}
+    together = [*map(checked, schema.get("allOf", ()))]
+    unions = [schema[key] for key in ("anyOf", "oneOf") if key in schema]
+    together += [{"anyOf": [*map(checked, branches)]} for branches in unions]
+    listed = [schema["enum"]] if "enum" in schema else []
+    listed += [[schema["const"]]] if "const" in schema else []
+    together += [{"anyOf": [*map(listed_as, values), False]} for values in listed]
+    kept["propertyNames"] = checked(schema.get("propertyNames", True))
+    return {
+        **{key: schema[key] for key in ("$id", "$anchor") if key in schema},
+        **kept,
+        **({"allOf": together} if together else {}),
+    }
+
+
+def listed_as(value: Any) -> Any:
+    """Of numbers, arrays and objects that an ``enum`` lists, only the type is looked at."""
+    if value is None or isinstance(value, (bool, str)):
+        return {"const": value}
+    if isinstance(value, (int, float)):
+        return {"type": "integer" if value % 1 == 0 else "number"}
+    return {"type": "array" if isinstance(value, list) else "object"}
 
 
 # --- what tools use ---
@@ -184,11 +222,6 @@ ROWS = [
         "object", "propertyNames": {"$ref": "#/$defs/Color"}, "additionalProperties": {"type":
         "integer"}}}, "$defs": {"Color": {"title": "Color", "type": "string", "enum": ["r", "g"]}}},
         ('{"seen":{"g":1}}', "{}"), ('{"seen":{"x":1}}', '{"seen":{"r":1.5}}')),
-    Row("names of one of two", {"type": "object", "propertyNames": {"anyOf": [{"const": "a"},
-        {"enum": ["b", "c"]}, {"type": "number"}]}}, ('{"a":1,"b":[]}',), ('{"d":1}',)),
-    Row("listed names of a form", {"type": "object", "propertyNames": {"enum": ["a", "bb", "cc"],
-        "minLength": 2}, "maxProperties": 1}, ('{"bb":1}', '{"cc":1}', "{}"),
-        ('{"a":1}', '{"bb":1,"cc":1}')),
     Row("listed names beside properties", {"type": "object", "properties": {"a": {"type": "null"},
         "x": {"type": "null"}}, "propertyNames": {"enum": ["b", "a"]}, "additionalProperties":
         {"type": "integer"}}, ('{"a":null,"b":1}', "{}"),
@@ -215,10 +248,6 @@ ROWS = [
         {"$ref": "#/$defs/c"}]}], "unevaluatedProperties": False, "$defs": {"c": {"properties":
         {"c": {"type": "null"}}}}}, ('{"a":"x","b":1}', '{"a":"x","b":1,"c":null}'),
         ('{"a":"x","b":1,"d":1}', '{"a":"x","b":1,"c":1}', '{"a":"x"}')),
-    Row("nothing unevaluated, nor asked of branches", {"type": "object", "properties": {"a": {},
-        "b": {}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
-        "unevaluatedProperties": False}, ('{"a":1}', '{"b":1}', '{"a":1,"b":1}'),
-        ("{}", '{"a":1,"c":1}')),
     Row("what is unevaluated has a type", {"allOf": [of(a={"type": "string"})],
         "unevaluatedProperties": {"type": "integer"}}, ('{"a":"x","b":1}',),
         ('{"a":"x","b":"y"}',)),
@@ -261,10 +290,10 @@ def test_row(row: Row, strict: bool) -> None:
             pretty = json.dumps(json.loads(text), ensure_ascii=False, indent=indent)
             assert taken(row.schema, pretty, strict=strict), pretty
     for text in row.invalid:
-        is_annotation = row.is_format and not strict
-        assert taken(row.schema, text, strict=strict) == is_annotation, text
         if text != "x" and not row.is_format:
             assert not is_valid(row.schema, json.loads(text)), text
+        fits = text != "x" and not strict and is_valid(checked(row.schema), json.loads(text))
+        assert taken(row.schema, text, strict=strict) == fits, text
 
 
 NULLABLE = {"type": "string", "nullable": True}
@@ -334,7 +363,8 @@ def test_tool(name: str, dialect: Dialect) -> None:
         for other in chance.sample(others, min(len(others), 10)):
             took = taken(schema, json.dumps(other, ensure_ascii=False), strict=True)
             assert took == is_valid(schema, other) or (has_formats and not took), other
-            assert taken(schema, respelled(other, chance)) == is_valid(schema, other), other
+            fits = is_valid(checked(schema), other)
+            assert taken(schema, respelled(other, chance)) == fits, other
 
 
 def test_there_are_some_hundreds_of_them() -> None:
@@ -342,7 +372,7 @@ def test_there_are_some_hundreds_of_them() -> None:
     assert len(schemas) > 350
 
 
-MOST = spellings.MAX_WHITE_SPACE
+MOST = any_order.MAX_WHITE_SPACE
 
 
 def test_a_model_that_keeps_inventing_names_reaches_a_required_one() -> None:
@@ -374,36 +404,11 @@ def test_printable_characters_may_be_escaped() -> None:
 # --- what was not asked to be strict: the same value in other words ---
 
 SPELLED = [
-    Row("names of a pattern", {"type": "object", "propertyNames": {"type": "string", "pattern":
-        "^[a-z]+$"}, "properties": {"a": {"type": "string"}, "B": {}}, "additionalProperties":
-        {"type": "integer"}}, ('{"a":"x","b":1}', "{}"),
-        ('{"B":1}', '{"a":1}', '{"b":"x"}', '{"b1":1}', '{"":1}')),
-    Row("names of a length", {"type": "object", "propertyNames": {"minLength": 1, "maxLength": 3},
-        "minProperties": 1}, ('{"a":1}', '{"é\\n😀":1}'), ("{}", '{"":1}', '{"abcd":1}')),
-    Row("names of a pattern within", {"type": "object", "propertyNames": {"pattern": "_id"},
-        "additionalProperties": {"type": "string"}}, ('{"a_id":"x","_idb":"y"}',), ('{"id":"x"}',)),
     Row("integers", {"type": "integer"},
         ("1", "-0", "1.0", "1e3", "1E+03", "1.50e1", "100e-2", "-2.5e1", "0e-9", "12345678901e0"),
         ("1.5", "1e-1", "15e-1", "1.25e1", "01", "1.", "+1", "1e", "1e400")),
     Row("numbers", {"type": "number"},
         ("1", "-0.0", "1e-7", "1.7976931348623157e+308", "5E-324", "0.1e1"), (".5", "1.", "0x1")),
-    Row("integers within bounds", {"type": "integer", "minimum": 1, "maximum": 1000},
-        ("1", "1000", "1e3", "1.0", "1000.000", "1000e0", "0.1e4", "10e2", "10e-1", "1.5e2"),
-        ("0", "1001", "1e4", "1.001e3", "1000.5", "1e-3", "-1", "0.0", "10001e-1")),
-    Row("numbers within bounds", {"type": "number", "exclusiveMinimum": 0, "maximum": 0.25},
-        ("0.25", "2.5e-1", "1e-12", "0.2500", "25E-2", "0.0001", "1e-30"),
-        ("0", "0.0", "-0.1", "0.26", "2.51e-1", "1", "1e0", "0e5", "-1e-3")),
-    Row("negative bounds", {"type": "number", "minimum": -12.5, "exclusiveMaximum": -3},
-        ("-12.5", "-1.25e1", "-3.001", "-4", "-0.5e1"), ("-12.6", "-3", "-3.0", "3", "-3e0", "0")),
-    Row("integers that JavaScript can count", {"type": "integer", "minimum": -(2**53 - 1),
-        "maximum": 2**53 - 1}, ("9007199254740991", "-9007199254740991.0", "9e15", "0", "1e3"),
-        ("9007199254740992", "1e16", "-9.1e15")),
-    Row("multiples", {"type": "number", "multipleOf": 0.05, "minimum": 0},
-        ("0.05", "1", "1.50", "2.0", "12.3"), ("0.01", "1.51", "-1")),
-    Row("multiples that take arithmetic", {"type": "integer", "multipleOf": 15},
-        ("15", "-30", "45.0", "0"), ("14", "15.5")),
-    Row("equal numbers", {"enum": [1, 2.5, -100]},
-        ("1", "1.0", "1e0", "2.50", "25e-1", "-1e2", "-100.0"), ("2", "100", "-1e1", "2.51")),
     Row("names", closed(a={"type": "integer"}, **{"é/😀\"": {"type": "null"}}),
         ('{"\\u0061":1,"é/😀\\"":null}', '{"\\u00e9\\/\\ud83d\\uDE00\\u0022":null,"a":1.0}'),
         ('{"\\u0062":1,"é/😀\\"":null}', '{"\\u0061":"1","é/😀\\"":null}', '{"a":1,"\\u0061":1}')),
@@ -412,31 +417,12 @@ SPELLED = [
     Row("enumerated texts", {"enum": ["a/b", 'q"', "\n", "é"]},
         ('"a\\/b"', '"\\u0061/b"', '"q\\u0022"', '"\\u000a"', '"\\n"', '"\\u00E9"'),
         ('"a"', '"A/b"', '"\\u00ea"')),
-    Row("lengths", {"type": "string", "minLength": 2, "maxLength": 3}, ('"\\u0061\\ud83d\\ude00"',
-        '"\\/\\/\\/"', '"\\ud83d\\ude00a"'), ('"\\ud83d\\ude00"', '"\\u0061\\u0062cd"')),
-    Row("a pattern", {"type": "string", "pattern": r"^[a-c\d]+[^x/]\.é?$"},
-        ('"a1b."', '"\\u0061\\u0031b."', '"ab.\\u00e9"', '"a\\ud83d\\ude00\\u002E"', '"a\\n."'),
-        ('"ax."', '"a\\u0078."', '"a\\/."', '"d."', '"\\u0064b."')),
-    Row("a pattern of any case", {"type": "string", "pattern": "(?i)^ab[x-z]$"},
-        ('"ABX"', '"\\u0041bY"'), ('"ABW"', '"\\u0041b\\u0057"')),
-    Row("alternatives with anchors of their own", {"type": "string", "pattern": "^a$|b$|^c"},
-        ('"a"', '"xb"', '"cx"'), ('"xa"', '"bx"', '"xc"')),
     Row("any order at every level", closed(a=closed(b={}, c={"type": "array", "items": closed(d={},
         e={})}), f={}), ('{"f":1,"a":{"c":[{"e":1,"d":2}],"b":3}}',),
         ('{"f":1,"a":{"c":[{"e":1}],"b":3}}', '{"f":1}')),
     Row("others between", {**of(a={"type": "null"}, b={"type": "null"}), "additionalProperties":
         {"type": "integer"}}, ('{"x":1,"b":null,"y":2,"a":null,"z":3}', '{"b":null,"a":null}'),
         ('{"x":1,"b":null}', '{"x":null,"a":null,"b":null}', '{"a":null,"b":null,}')),
-    Row("so many of them", {**of(a={}), "properties": {"a": {}, "b": {}}, "minProperties": 3,
-        "maxProperties": 4}, ('{"x":1,"b":1,"a":1}', '{"x":1,"y":1,"a":1}', '{"a":1,"x":1,"y":1,'
-        '"b":1}'), ('{"a":1,"b":1}', '{"x":1,"y":1,"z":1,"b":1}', '{"a":1,"b":1,"x":1,"y":1,'
-        '"z":1}')),
-    Row("at most one", {"properties": {"a": {}, "b": {}}, "maxProperties": 1, "type": "object"},
-        ("{}", '{"b":1}', '{"x":1}'), ('{"b":1,"a":1}', '{"x":1,"b":1}')),
-    Row("one of two patterns, or both", {"type": "object", "patternProperties": {"^a": {"type":
-        "integer"}, "b$": {"minimum": 3}}, "additionalProperties": {"type": "null"}},
-        ('{"ax":1,"xb":"x","ab":4,"x":null}', '{"\\u0061x":1}'),
-        ('{"ax":"x"}', '{"ab":2}', '{"xb":2}', '{"x":1}', '{"\\u0061x":null}')),
 ]  # fmt: skip
 
 
@@ -446,6 +432,42 @@ def test_another_spelling(row: Row) -> None:
     assert [text for text in row.valid if not taken(row.schema, text)] == []
     assert [text for text in row.invalid if taken(row.schema, text)] == []
     assert all(is_valid(row.schema, json.loads(text)) for text in row.valid)
+
+
+# fmt: off
+LEFT_TO_THE_CALLER: dict[str, tuple[Any, str]] = {
+    "minimum": ({"type": "integer", "minimum": 1}, "0"),
+    "maximum": ({"type": "number", "exclusiveMaximum": 1}, "1.0"),
+    "multipleOf": ({"type": "integer", "multipleOf": 999_999_937}, "3"),
+    "listed numbers": ({"enum": [1, 2]}, "3"),
+    "listed objects": ({"const": {"a": 1}}, '{"b": 2}'),
+    "maxLength": ({"type": "string", "maxLength": 2}, '"abc"'),
+    "pattern": ({"type": "string", "pattern": r"^(\s*\S+){1,300}$"}, '""'),
+    "format": ({"type": "string", "format": "date"}, '"today"'),
+    "minItems": ({"type": "array", "minItems": 1}, "[]"),
+    "uniqueItems": ({"type": "array", "uniqueItems": True}, "[1, 1]"),
+    "contains": ({"type": "array", "contains": {"type": "null"}}, "[]"),
+    "maxProperties": ({"type": "object", "maxProperties": 1}, '{"a": 1, "b": 2}'),
+    "patterns of names": ({"patternProperties": {"^a": {"type": "null"}}}, '{"a": 1}'),
+    "names of a pattern": ({"propertyNames": {"pattern": "^a"}}, '{"b": 1}'),
+    "unevaluatedProperties": ({"properties": {"a": {}}, "unevaluatedProperties": False}, '{"b":1}'),
+    "not": ({"not": {"type": "null"}}, "null"),
+    "if": ({"if": {"type": "string"}, "then": {"const": "a"}}, '"b"'),
+    "more than one of": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "1"),
+    "dependentRequired": ({"dependentRequired": {"a": ["b"]}}, '{"a": 1}'),
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("keyword", LEFT_TO_THE_CALLER)
+def test_what_is_left_to_the_caller(keyword: str) -> None:
+    """Semantics C1, and the list in docs/semantics.md."""
+    schema, invalid = LEFT_TO_THE_CALLER[keyword]
+    assert keyword == "format" or not is_valid(schema, json.loads(invalid))
+    assert rules_of(schema).dropped == ()
+    assert taken(schema, invalid)
+    asked = answering(schema)
+    assert [grammar.untrusted for grammar in grammars_of(asked, Names.of(asked))][:1] == [False]
 
 
 @pytest.mark.parametrize("text", ['"\\ud83d"', '"\\udc00\\ud83dx"', '"\\/"', '"\x7f"', '"\u2028"'])
@@ -540,7 +562,7 @@ def test_what_is_valid_is_taken_and_nothing_else(seed: int) -> None:
         others = [*changed(value)]
         for one in (value, *chance.sample(others, min(len(others), 2))):
             text = respelled(one, chance)
-            assert taken(schema, text) == is_valid(schema, one), (schema, text)
+            assert taken(schema, text) == is_valid(checked(schema), one), (schema, text)
 
 
 # --- what cannot be enforced ---
@@ -566,6 +588,12 @@ DROPPED = {
         ("propertyNames",)),
     "names beside patterns": ({"propertyNames": {"pattern": "^a"}, "patternProperties": {"b": {}}},
         ("propertyNames",)),
+    "names of one of two": ({"propertyNames": {"anyOf": [{"const": "a"}, {"enum": ["b", "c"]}]}},
+        ("propertyNames",)),
+    "listed names of a length": ({"propertyNames": {"enum": ["a", "bb"], "minLength": 2}},
+        ("propertyNames",)),
+    "unevaluated beside branches": ({"properties": {"a": {}, "b": {}}, "anyOf": [{"required":
+        ["a"]}, {"required": ["b"]}], "unevaluatedProperties": False}, ("unevaluatedProperties",)),
     "names, not": ({"propertyNames": {"not": {"const": "a"}}}, ("not",)),
     "unevaluated by a branch": ({"oneOf": [of(a={"type": "string"}), of(a={"type": "null"}, b={})],
         "unevaluatedProperties": False}, ("unevaluatedProperties",)),
@@ -583,18 +611,8 @@ DROPPED = {
 # fmt: on
 
 
-IN_ANY_ORDER = {
-    "names",
-    "names of a pattern",
-    "names of a length",
-    "too many names",
-    "names of a format",
-    "names beside patterns",
-    "unevaluated by a branch",
-    "overlapping patterns",
-    "minProperties",
-}
-"""What only the schema's own order keeps from being expressed."""
+NOTED = {"foreign", "malformed", "no schema"}
+"""What cannot be read is noted; keywords that only ``strict`` holds are not."""
 
 
 @pytest.mark.parametrize("case", DROPPED)
@@ -606,11 +624,8 @@ def test_dropped(case: str) -> None:
     asked = Turn((User("Hi."),), tools=(tool,))
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
-    if case in IN_ANY_ORDER:
-        assert not grammar.notes
-    else:
-        assert len(grammar.notes) == 1
-        assert "'lookup'" in grammar.notes[0] and dropped[0] in grammar.notes[0]
+    assert len(grammar.notes) == (case in NOTED)
+    assert all("'lookup'" in note and dropped[0] in note for note in grammar.notes)
     with pytest.raises(RequestError, match=rf"'lookup'.*{re.escape(dropped[0])}") as raised:
         grammar_of(asked, Names.of(asked), Policy.STRICT)
     assert raised.value.param == "tools"
@@ -618,32 +633,32 @@ def test_dropped(case: str) -> None:
 
 
 MANY = [f"n{number}" for number in range(100_000)]
-ENDLESS: dict[str, tuple[dict[str, Any], str]] = {
-    "a pattern of names": ({"required": ["a" * 60], "patternProperties": {"^(a+)+b$": {}}},
-        "patternProperties"),
-    "a pattern of literals": ({"enum": ["a" * 60], "pattern": "^(a|a)*b$"}, "pattern"),
-    "a pattern with many choices": ({"enum": ["a" * 30], "pattern": "a?" * 30 + "a" * 31},
-        "pattern"),
-    "a pattern of listed names": ({"propertyNames": {"enum": ["a" * 60], "pattern": "^(a+)+b$"}},
-        "pattern"),
-    "branches": ({"oneOf": [{"const": "a" * 60}, {"pattern": "^(a+)+b$"}]}, "oneOf"),
-    "literals": ({"enum": MANY}, "a schema that is too large"),
-    "literals twice": ({"allOf": [{"enum": MANY}, {"enum": MANY}]}, "a schema that is too large"),
-    "literals in branches": ({"oneOf": [{"enum": MANY[:1_000]}] * 60}, "oneOf"),
-    "branches of branches": (of(**{name: {"oneOf": [of(k={"const": k}) for k in range(50)]}
-        for name in MANY[:9]}), "oneOf"),
-    "names": ({"required": MANY}, "a schema that is too large"),
-    "names and patterns": ({"required": MANY[:300], "patternProperties": dict.fromkeys(MANY[:600],
-        True)}, "a schema that is too large"),
+ENDLESS: dict[str, dict[str, Any]] = {
+    "a pattern of names": {"required": ["a" * 60], "patternProperties": {"^(a+)+b$": {}}},
+    "a pattern of literals": {"enum": ["a" * 60], "pattern": "^(a|a)*b$"},
+    "a pattern of listed names": {"propertyNames": {"enum": ["a" * 60], "pattern": "^(a+)+b$"}},
+    "branches": {"oneOf": [{"const": "a" * 60}, {"pattern": "^(a+)+b$"}]},
+    "literals": {"enum": MANY},
+    "literals twice": {"allOf": [{"enum": MANY}, {"enum": MANY}]},
+    "literals in branches": {"oneOf": [{"enum": MANY[:1_000]}] * 60},
+    "branches of branches": of(**{name: {"oneOf": [of(k={"const": k}) for k in range(50)]}
+        for name in MANY[:9]}),
+    "names": {"required": MANY},
+    "names of many schemas": {"allOf": [{"required": MANY[at : at + 100]} for at in range(0, 9_000,
+        100)]},
+    "unions of unions": {"allOf": [{"anyOf": [of(**{name: {}}) for name in MANY[:90]]}] * 90},
+    "unions within unions": {"$ref": "#/$defs/d0", "$defs": {f"d{n}": {"anyOf": [{"type": "array",
+        "items": {"$ref": f"#/$defs/d{n + 1}"}}, {"allOf": [{"$ref": f"#/$defs/d{n + 1}"}, of(a={})]
+        }] * 9} for n in range(60)}},
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", ENDLESS)
 def test_no_schema_takes_forever(case: str) -> None:
     """They are read in the server's process, which a pattern of Python would stop meanwhile."""
-    schema, dropped = ENDLESS[case]
-    assert dropped in rules_of(schema).dropped
-    strict_schema(schema, check=lambda _: "")
+    rules = rules_of(ENDLESS[case])
+    assert rules.size <= any_order.MAX_TEXT
+    strict_schema(ENDLESS[case], check=lambda _: "")
 
 
 @pytest.mark.parametrize(
@@ -657,31 +672,6 @@ def test_no_schema_takes_forever(case: str) -> None:
 )
 def test_what_says_nothing_is_left_out_silently(schema: dict[str, Any]) -> None:
     assert strict_schema(schema).unsupported == ()
-
-
-@pytest.mark.parametrize(
-    ("schema", "valid", "invalid"),
-    [
-        ({"patternProperties": {"^a": {"type": "null"}, "b$": {}}, "additionalProperties": False},
-            ('{"ab":null}', '{"bb":1}'), ()),
-        ({"propertyNames": {"pattern": "^[a-z]+$", "maxLength": 3}}, ('{"abc":1}',), ('{"A":1}',)),
-        ({"oneOf": [of(k={"const": "1"}, a={}), of(k={"const": "2"}, b={})], "properties":
-            {"c": {}}, "unevaluatedProperties": False},
-            ('{"k":"1","a":1}', '{"k":"2","b":1}'), ('{"k":"1","a":1,"d":1}', '{"k":"3","a":1}')),
-        ({"if": of(a={}), "then": of(b={}), "unevaluatedProperties": False, "properties": {"c":
-            {"type": "null"}}}, ('{"a":1,"b":1}', '{"c":null}'), ('{"c":1}',)),
-    ],
-)  # fmt: skip
-def test_weaker_and_never_stricter(
-    schema: Any, valid: tuple[str, ...], invalid: tuple[str, ...]
-) -> None:
-    assert strict_schema({"type": "object", **schema}).unsupported
-    for text in valid:
-        assert is_valid(schema, json.loads(text))
-        assert taken({"type": "object", **schema}, text), text
-    for text in invalid:
-        assert not is_valid(schema, json.loads(text))
-        assert not taken({"type": "object", **schema}, text), text
 
 
 def test_references_that_branch_are_followed_once() -> None:
@@ -723,13 +713,6 @@ def test_nothing_is_valid() -> None:
     assert not taken(optional, '{"a":1}')
 
 
-def test_one_pattern_of_two_stays() -> None:
-    schema = of(a={"type": "string", "pattern": "(?=x)"}, b={"type": "string", "pattern": "^b$"})
-    assert strict_schema(schema).unsupported == ("pattern",)
-    assert taken(schema, '{"a":"y","b":"b"}')
-    assert not taken(schema, '{"a":"x","b":"c"}')
-
-
 KEYS = st.sampled_from(
     ["type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "properties", "required", "items",
      "additionalProperties", "patternProperties", "minimum", "maxLength", "pattern", "format",
@@ -753,31 +736,6 @@ def test_whatever_a_schema_is_it_has_a_grammar(schema: dict[str, Any]) -> None:
     assert grammar is not None
     compile_grammar(grammar)
     strict_schema(schema, check=lambda _: "")
-
-
-NUMBERS = (7, 0.1, 3e-300, 1e-30, 2**64, 10**22 + 1, 10**30, 7e299)
-BESIDE: dict[str, Callable[[float], dict[str, Any]]] = {
-    "alone": lambda number: {},
-    "minimum": lambda number: {"minimum": number},
-    "maximum": lambda number: {"exclusiveMaximum": number},
-    "enumeration": lambda number: {"enum": [number, -number, 0]},
-    "two": lambda number: {"allOf": [{"multipleOf": number}]},
-}
-
-
-@pytest.mark.parametrize("beside", BESIDE)
-@pytest.mark.parametrize("step", NUMBERS)
-def test_multiples_of_any_size_are_taken(step: float, beside: str) -> None:
-    """Their remainders may need quotients of 600 digits."""
-    for number in NUMBERS:
-        schema = {"multipleOf": step, **BESIDE[beside](number)}
-        rest = {key: schema[key] for key in schema if key not in ("multipleOf", "allOf")}
-        steps = (step, number) if beside == "two" else (step,)
-        for value in (0, step, -step, number):
-            exactly = Fraction(repr(value))
-            is_multiple = all(exactly % Fraction(repr(each)) == 0 for each in steps)
-            if is_multiple and jsonschema.Draft202012Validator(rest).is_valid(value):
-                assert taken(schema, f"{Decimal(repr(value)):f}"), (schema, value)
 
 
 @pytest.mark.once
@@ -811,14 +769,7 @@ DEEP = {
     "anyOf that branches": chain(4500, lambda next_: {"anyOf": [next_, next_, {"const": 1}]}),
     "a circle": {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [
         {"$ref": "#/$defs/a"}, {"type": "object"}]}}},
-    "a long pattern": of(v={"type": "string", "pattern": r"^(\s*\S+){1,300}$"}),
-    "nested counts": of(v={"type": "string", "pattern": "^((((a{1,9}){1,9}){1,9}){1,9}){1,9}$"}),
-    "many patterns": of(v={"allOf": [{"pattern": f"x[a-z]{{1,{n + 1}}}y"} for n in range(12)]}),
     "a long enumeration": of(v={"enum": [f"value number {n}" for n in range(5000)]}),
-    **{
-        f"multiples of {step}": of(v={"type": "integer", "multipleOf": step})
-        for step in (999999937, 99999989, 31536000, 16777216, 2**30)
-    },
 }  # fmt: skip
 
 
@@ -827,16 +778,10 @@ DEEP = {
 def test_what_is_deep_or_large_becomes_a_note(case: str) -> None:
     tool = Tool("lookup", parameters=DEEP[case])
     asked = Turn((User("Hi."),), tools=(tool,))
-    checked: list[str] = []
-
-    def check(text: str) -> str:
-        checked.append(text)
-        return compile_error(text)
-
-    grammar = grammar_of(asked, Names.of(asked), check=check)
+    grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     assert len(grammar.notes) == 1 and "'lookup'" in grammar.notes[0]
-    assert checked in ([], [grammar.text]) and len(grammar.text) < 300_000
+    assert len(grammar.text) < 300_000
     matcher = compile_grammar(grammar).matcher()
     call = "<|channel|>commentary to=functions.lookup<|message|>{"
     assert all(map(matcher.consume, vocab.encoding().encode(call, allowed_special="all")))
@@ -874,45 +819,19 @@ def test_many_tools_are_not_refused(make: Callable[[int], Tool], count: int) -> 
     assert (taken_calls > 0) == bool(grammar.notes)
 
 
-def test_schemas_are_given_up_one_by_one() -> None:
-    """What cannot be compiled: a schema by itself, all of them together, or any."""
-    tools = tuple(Tool(f"t{n}", parameters=of(**{f"p{n}": {"type": "integer"}})) for n in range(6))
+def test_schemas_are_given_up_by_and_by() -> None:
+    """The largest first, half of the rest at a time; then all of them."""
+    properties = [{f"p{n}_{at}": {} for at in range(9 - n)} for n in range(6)]
+    tools = tuple(Tool(f"t{n}", parameters=of(**each)) for n, each in enumerate(properties))
     asked = Turn((User("Hi."),), tools=tools)
-
-    def notes(check: Callable[[str], str], tenant: str) -> list[str]:
-        grammar = grammar_of(replace(asked, tenant=tenant), Names.of(asked), check=check)
-        assert grammar is not None
+    ladder = [*grammars_of(asked, Names.of(asked))]
+    noted = [[note.split(":")[0].split("'")[1] for note in grammar.notes] for grammar in ladder]
+    six = [f"t{n}" for n in range(6)]
+    assert noted == [[], six[:3], six[:5], six, six]
+    assert all("any JSON object" in note for grammar in ladder[:-1] for note in grammar.notes)
+    assert all("(anything is accepted)" in note for note in ladder[-1].notes)
+    for grammar in ladder:
         compile_grammar(grammar)
-        return [note.split(":")[0].split("'")[1] for note in grammar.notes]
-
-    assert notes(lambda text: "", "a") == []
-    assert notes(lambda text: "no" if '/"(?:p|\\\\u0070)(?:3|' in text else "", "b") == ["t3"]
-    assert (
-        len(notes(lambda text: "no" if text.count("walk") + text.count("_m::_:") > 2 else "", "c"))
-        == 5
-    )
-    assert len(notes(lambda text: "no", "d")) == 6
-
-
-def test_what_one_tenant_matches_is_no_quicker_for_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And what is stored of patterns is counted in bytes."""
-    work: list[object] = []
-    members = spellings._members
-    monkeypatch.setattr(spellings, "_members", lambda *key: (work.append(key), members(*key))[1])
-    done = []
-    for at, tenant in enumerate(("one", "one", "another", "another")):
-        work.clear()
-        rules_of(of(p={"type": "string", "pattern": "^[p-ru]+$", "title": f"{at}"}), tenant=tenant)
-        done.append(len(work))
-    assert done == [1, 0, 1, 0]
-    small: ByteLRU[Any, Any] = ByteLRU(20_000)
-    monkeypatch.setattr(spellings, "_classes", small)
-    for number in range(100):
-        rules_of(of(p={"type": "string", "pattern": f"^[a-c\\u{number + 300:04}]{{3}}$"}))
-        assert small.size <= 20_000
-    assert 10 < len(small) < 100
 
 
 # --- the JSON Schema test suite ---
@@ -955,8 +874,11 @@ def test_suite(keyword: str) -> None:
         for description, value, valid in case["tests"]:
             where = f"{case['description']}: {description}"
             text = respelled(value, chance)
-            if valid or not rules_of(schema).dropped:
-                assert taken(schema, text) == valid, (where, text)
+            fits = valid or (
+                "b/d.json" not in json.dumps(schema) and is_valid(checked(schema), value)
+            )
+            if fits or not rules_of(schema).dropped:
+                assert taken(schema, text) == fits, (where, text)
             if strictly:
                 texts = map(partial(json.dumps, ensure_ascii=False), in_some_order(whole(value)))
                 assert any(taken(schema, one, strict=True) for one in texts) == valid, where

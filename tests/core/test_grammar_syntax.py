@@ -181,8 +181,8 @@ BAD = {
     "an import of nothing": ("lark", f"%import common{' ' * 100_000}!", "%import"),
     "marks without a name": ("lark", f"start: {'!' * 100_000}", ""),
     "an unknown import": ("lark", "start: X\n%import common.X", "common.X"),
-    "look-around": ("regex", "(?=a)b", "pattern"),
-    "a back reference": ("regex", r"(a)\1", "pattern"),
+    "look-around": ("regex", "(?=a)b", "look-around"),
+    "a back reference": ("regex", r"(a)\1", r"\1"),
 }
 
 

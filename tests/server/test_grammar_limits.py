@@ -17,7 +17,7 @@ pytest.importorskip("starlette")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine
-from grammar_texts import LARK, SCHEMAS, grammar, multiple_of, pattern
+from grammar_texts import LARK, OBJECT, SCHEMAS, grammar, multiple_of, pattern
 from starlette.requests import ClientDisconnect
 from starlette.testclient import TestClient
 
@@ -126,13 +126,27 @@ def test_nothing_is_refused_where_nothing_strict_was_asked_for(
     assert answer.json()["choices"][0]["message"]["content"] == "Good day."
 
 
+def test_only_strict_schemas_and_syntaxes_start_the_helper_process(client: TestClient) -> None:
+    grammar_checks.checks().close()
+    schemas = [*SCHEMAS.values(), pattern(r"^(\s*\S+){1,300}$"), {"type": "object"}]
+    for schema in schemas:
+        for api in (chat, messages, responses_format):
+            path, body = api(schema, False)
+            answer = client.post(path, json={"model": MODEL, **body})
+            assert answer.status_code == 200, answer.text
+    assert grammar_checks.checks()._helper._process is None
+    path, body = chat({**OBJECT, "properties": {}, "additionalProperties": False}, True)
+    assert client.post(path, json={"model": MODEL, **body}).status_code == 200
+    assert grammar_checks.checks()._helper._process is not None
+
+
 def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strict: try again soon. Otherwise any arguments will do, this time."""
 
     def busy(*_: Any) -> None:
         raise grammar_checks.CheckUnavailable("timed out waiting for the checker")
 
-    monkeypatch.setattr(grammar_checks._Lane, "try_texts", busy)
+    monkeypatch.setattr(grammar_checks._Lane, "trial", busy)
     schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}
     strict_schema = {**schema, "required": ["unseen"], "additionalProperties": False}
     path, body = chat(strict_schema, True)

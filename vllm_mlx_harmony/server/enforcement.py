@@ -4,9 +4,9 @@ Grammars are compiled unless the policy is ``off``. With ``off``, requests for w
 can guarantee are rejected; formats and syntaxes are only described in the prompt. Reasoning budgets
 and ``min_tokens`` need no grammar and always apply.
 
-A grammar that contains text from a client is first tried in a helper process (`grammar_checks`). If
-it cannot be compiled there, a looser grammar is used, or the request is rejected if it asked for
-strictness.
+A grammar that contains a strict schema or a syntax of a client is first tried in a helper process
+(`grammar_checks`). If it cannot be compiled, a weaker grammar is used (`grammars_of`), or the
+request is rejected if it asked for strictness. Other grammars need no helper.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import importlib
 import logging
 import os
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -27,6 +27,7 @@ from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.grammar import (
+    Check,
     Compiled,
     Grammar,
     NotCompiled,
@@ -34,17 +35,17 @@ from vllm_mlx_harmony.core.grammar import (
     compile_grammar,
     find_compiled,
     grammar_of,
+    grammars_of,
     prepare,
 )
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.reasoning import answering_budget
 from vllm_mlx_harmony.core.render import expected_headers
-from vllm_mlx_harmony.core.turn import Limits, ResponseFormat, Tool, Turn
+from vllm_mlx_harmony.core.turn import Limits, Turn
 from vllm_mlx_harmony.server.grammar_checks import (
     CheckUnavailable,
     GrammarCheck,
     check_for,
-    checks,
 )
 from vllm_mlx_harmony.server.settings import choice
 
@@ -110,9 +111,9 @@ def _number(variable: str) -> int | None:
 
 
 def warm_up() -> None:
-    """Starts the helper process and prepares llguidance while the model is loaded.
+    """Prepares llguidance while the model is loaded: the first request would wait for it.
 
-    The first request would wait a second or two for it. Raises ``HostError`` if grammars are
+    Raises ``HostError`` if grammars are
     enabled and llguidance cannot be imported.
     """
     if read_settings().policy is Policy.OFF:
@@ -125,9 +126,8 @@ def warm_up() -> None:
         ) from error
 
     def start() -> None:
-        for step in (checks().start, prepare):
-            with suppress(Exception):  # the first request that needs it tries again and reports it
-                step()
+        with suppress(Exception):  # the first request that needs it tries again and reports it
+            prepare()
 
     threading.Thread(target=start, name="harmony-grammar", daemon=True).start()
 
@@ -162,8 +162,12 @@ async def constraint_for(
             grammar = None if written is None else find_compiled(written, turn.tenant)
         if grammar is None:
             request = check_for(turn.tenant)
-            compiling = partial(_grammar, turn, names, wanted.policy, request)
-            grammar = await _in_thread(compiling, request, unless_disconnected)
+            compiling = partial(_compiled, turn, names, wanted.policy, request)
+            try:
+                grammar = await _in_thread(compiling, request, unless_disconnected)
+            except CheckUnavailable as error:
+                problem = f"the grammar for these tools and formats cannot be checked now: {error}"
+                raise HostError(problem, retry_after=1) from error
     strict = _is_strict(turn, wanted.policy)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
     spec = ConstraintSpec(
@@ -189,133 +193,78 @@ def _is_strict(turn: Turn, policy: Policy) -> bool:
     )
 
 
-def _grammar(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Compiled | None:
-    """The compiled grammar of ``turn``, or a looser one if it is not strict and too large."""
-    try:
-        grammar = _written(turn, names, policy, check)
-        if grammar is None:
-            return None
-        for note in grammar.notes:
-            _note(note)
-        known = find_compiled(grammar, turn.tenant) or _checked(grammar, turn, check)
-    except CheckUnavailable as error:
-        if check.cancelled:
-            raise
-        if _is_strict(turn, policy):
-            problem = (
-                f"the grammar for these tools and formats cannot be checked right now: {error}"
-            )
-            raise HostError(problem, retry_after=1) from error
-        problem = str(error)
-    else:
-        if isinstance(known, Compiled):
-            return known
-        problem = known
-        if _is_strict(turn, policy):
-            where = "tools" if turn.callable_tools else "response_format"
-            refusal = f"the grammar for these tools and formats cannot be used: {problem}"
-            raise RequestError(refusal, param=where)
-    return _loosened_grammar(turn, names, policy, check, problem)
+def _compiled(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Compiled | None:
+    """The strongest grammar of ``turn`` that can be compiled; ``None`` if none can.
 
-
-def _loosened_grammar(
-    turn: Turn, names: Names, policy: Policy, check: GrammarCheck, problem: str
-) -> Compiled | None:
-    """A grammar with arbitrary arguments for the larger half of the tools, or for all of them.
-
-    ``None`` if that is still too large. ``problem`` is why the exact grammar cannot be compiled.
-    Raises ``RequestError`` if a call is required.
+    Raises ``RequestError`` if the turn is strict and its grammar cannot be compiled, and where a
+    call is required; ``CheckUnavailable`` if a strict one cannot be checked now.
     """
-    requested = turn.answer_format
-
-    def loose(tool: Tool) -> Tool:
-        parameters = tool.parameters if tool.syntax is not None else {"type": "object"}
-        return replace(tool, parameters=parameters, strict=False, syntax=None)
-
-    tools = sorted(turn.callable_tools, key=lambda tool: -len(str(tool.parameters)))
-    for count in sorted({(len(tools) + 1) // 2, len(tools)}):
-        loosened = {tool.name for tool in tools[:count]}
-        loose_turn = replace(
-            turn,
-            messages=(),
-            tools=tuple(
-                loose(tool) if tool.name in loosened else tool for tool in turn.callable_tools
-            ),
-            response_format=None
-            if requested is None or requested.syntax is not None
-            else ResponseFormat(where=requested.where),
-            namespaces=tuple(
-                replace(each, tools=tuple(map(loose, each.tools))) for each in turn.namespaces
-            ),
-        )
+    strict = _is_strict(turn, policy)
+    problem = "it is too large"
+    # Usually every part of a client compiles: so only the whole is tried, in one question. If that
+    # fails, each part by itself. If that fails, or cannot be known in time, none of them is used.
+    ways: dict[str, Check] = {
+        "assumed": lambda _: "",
+        "checked": check,
+        "refused": lambda _: "it cannot be checked now",
+    }
+    for way, check_part in ways.items():
+        untrusted = False
         try:
-            if count < len(tools):
-                grammar = _written(loose_turn, names, policy, check)
-                found = grammar and _checked(grammar, turn, check)
-            else:  # it contains no text of the client but names, so it need not be tried
-                grammar = grammar_of(loose_turn, names, check=lambda _: "")
-                small = grammar is not None and len(grammar.text) <= MAX_LOOSE_GRAMMAR
-                found = compile_grammar(grammar, turn.tenant) if grammar and small else None
-        except (NotCompiled, CheckUnavailable):
-            continue
-        if isinstance(found, Compiled):
-            if tools:
-                _note(f"the arguments of {count} of {len(tools)} tools are not enforced: {problem}")
-            elif requested is not None:
-                _note(f"the response format is not enforced: {problem}")
-            return found
+            grammars = grammars_of(turn, names, policy, check=check_part, cache=way)
+            # Those whose parts the helper process is asked for keep nobody else waiting.
+            for grammar in grammars if way == "checked" else _written(check, grammars):
+                found = _tried(grammar, turn, check)
+                if isinstance(found, Compiled):
+                    return found
+                problem, untrusted = found, grammar.untrusted
+                if untrusted and way == "assumed":
+                    break
+        except CheckUnavailable as error:
+            if strict or check.cancelled:
+                raise
+            problem, untrusted = str(error), True
+        if not untrusted or (strict and way == "checked"):
+            break
+    if strict:
+        where = "tools" if turn.callable_tools else "response_format"
+        refusal = f"the grammar for these tools and formats cannot be used: {problem}"
+        raise RequestError(refusal, param=where)
     if turn.tool_choice.required:
         raise RequestError(f"tool_choice cannot be enforced: {problem}", param="tool_choice")
-    _note(f"no grammar is enforced for a request with {len(tools)} tools: {problem}")
+    many = len(turn.callable_tools)
+    _note(f"no grammar is enforced for a request with {many} tools: {problem}")
     return None
 
 
-MAX_LOOSE_GRAMMAR = 2**20
-"""Maximum characters of a grammar that has tools without their schemas."""
+def _written(check: GrammarCheck, grammars: Iterator[Grammar]) -> Iterator[Grammar]:
+    """``grammars``, each written in turn."""
+    while True:
+        with check.turn():
+            grammar = next(grammars, None)
+        if grammar is None:
+            return
+        yield grammar
 
 
-def _written(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Grammar | None:
-    """The grammar of ``turn``, without parts that cannot be compiled. Raises ``CheckUnavailable``.
-
-    Usually every part can be compiled. So the grammar is first written on that assumption, and all
-    parts are tried in one question to the helper process.
-    """
-    unchecked: list[str] = []
-    slot = ExitStack()
-
-    def assume_valid(text: str) -> str:
-        unchecked.append(text)
-        return ""
-
-    def check_one(text: str) -> str:
-        slot.close()  # writing goes on in another slot, once the helper process has answered
-        try:
-            return check(text)
-        finally:
-            slot.enter_context(check.writing())
-
-    with check.writing():
-        grammar = grammar_of(turn, names, policy, check=assume_valid, checked=False)
-    if grammar is None or find_compiled(grammar, turn.tenant) is not None:
-        return grammar
-    parts = [(text, "") for text in unchecked]
-    if check.try_all([*parts, (grammar.text, turn.prefill or "")]):
-        return grammar
-    with slot:
-        slot.enter_context(check.writing())
-        return grammar_of(turn, names, policy, check=check_one)
-
-
-def _checked(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
-    """``grammar``, tried and compiled, or why it cannot be. Raises ``CheckUnavailable``."""
-    verdict = check.verdict(grammar.text, turn.prefill or "")
-    if verdict.problem:
-        return verdict.problem
-    with check.compiling(verdict):
-        try:
-            return compile_grammar(grammar, turn.tenant, verdict.size)
-        except NotCompiled as error:
-            return error.message
+def _tried(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
+    """``grammar``, compiled, or why it cannot be. Raises ``CheckUnavailable``."""
+    found = find_compiled(grammar, turn.tenant)
+    if found is None:
+        size = 0
+        if grammar.untrusted:
+            verdict = check.verdict(grammar.text, turn.prefill or "")
+            if verdict.problem:
+                return verdict.problem
+            size = verdict.size
+        with check.turn():
+            try:
+                found = compile_grammar(grammar, turn.tenant, size)
+            except NotCompiled as error:
+                return error.message
+    for note in grammar.notes:
+        _note(note)
+    return found
 
 
 _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="harmony-grammar")
@@ -353,11 +302,11 @@ async def compile_untrusted(
     now, and ``ClientDisconnect``.
     """
     check = check_for(tenant)
-    grammar = Grammar(text)
+    grammar = Grammar(text, untrusted=True)
 
     def compile_it() -> Compiled:
         try:
-            found = find_compiled(grammar, tenant) or _checked(grammar, Turn(()), check)
+            found = _tried(grammar, Turn((), tenant=tenant), check)
         except CheckUnavailable as error:
             raise HostError(f"the grammar cannot be checked now: {error}", retry_after=1) from error
         if isinstance(found, str):

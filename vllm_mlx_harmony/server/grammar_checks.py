@@ -1,22 +1,23 @@
-"""Checks in a helper process whether a grammar can be compiled, before the server compiles it.
+"""Checks in a helper process whether a strict schema or a client's syntax can be compiled.
 
-`grammar_process` is the helper process; here are its clients. Verdicts are cached by tenant. A
-grammar that exceeds a limit there is treated as one that cannot be expressed, and is not tried
-again.
+`grammar_process` is the helper process; here are its clients. It starts with the first grammar that
+needs it, so most servers have none. Verdicts are cached by tenant. A grammar that exceeds a limit
+there is treated as one that cannot be expressed, and is not tried again.
 
 **Scheduling.** A slow grammar must not delay those of other clients, who may all use the same API
 key and so be one tenant. There are two lanes. In the first, a grammar has `QUICK` seconds of CPU
-time, many times what ordinary tools need; of the waiting requests, the one that has used the least
-time goes first. A grammar that needs more moves to the second lane, with `SLOW` seconds per grammar
-and one slot per tenant. Both have a lower priority than the server, the second one the lowest.
+time, many times what ordinary tools need. One that needs more moves to the second lane, with `SLOW`
+seconds and one slot per tenant. Both have a lower priority than the server, the second one the
+lowest. In each, tenants take turns; of one tenant's requests, the one that has used the least time
+goes first.
 
-In the server, requests take turns in the same order. Writing a grammar is Python, of which only one
-thread runs at a time: if several were written concurrently, each step of the engine would wait for
-all of them. Compiling several concurrently would take the processors from the engine.
+In the server, grammars are written and compiled in turn, in the same order. Writing one is Python,
+of which only one thread runs at a time: if several were written concurrently, each step of the
+engine would wait for all of them.
 
-**Patience.** A request waits `PATIENCE` seconds for all of its grammars together. A verdict that is
-still missing raises `CheckUnavailable` and is not cached, as another request may find the lanes
-free. Requests that wait for a lane with the same grammar get the verdict of the first.
+**Patience.** A request waits `PATIENCE` seconds for all of its verdicts together. One that is still
+missing raises `CheckUnavailable` and is not cached, as another request may find the lanes free.
+Requests that wait for a lane with the same grammar get the verdict of the first.
 """
 
 from __future__ import annotations
@@ -30,25 +31,22 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
 from itertools import count
 from multiprocessing.connection import wait
-from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import lru
+from vllm_mlx_harmony.core.grammar.matching import LIMITS
 from vllm_mlx_harmony.server import grammar_process
 
 logger = logging.getLogger(__name__)
 
 QUICK, SLOW = 0.1, 1.0
 """CPU seconds to check one grammar; compiling it in the server takes about as long."""
-
-INSTANT = 0.01
-"""CPU seconds: grammars that take less are compiled by the server immediately, others in turn."""
 
 MAX_ELAPSED = 2.0
 """Wall-clock seconds for one grammar, since a process may hang without using a processor."""
@@ -72,14 +70,7 @@ CACHE_BYTES = 4 * 2**20
 LANE_WIDTH = 2
 """Grammars that are checked concurrently in one lane."""
 
-BATCH = 32
-"""Grammars in one question to a worker."""
-
 TOO_MUCH = "it takes too much time, memory or depth to compile"
-
-
-Text: TypeAlias = "tuple[str, str]"
-"""A grammar, and the text with which the output that has to match it begins."""
 
 
 class CheckUnavailable(Exception):
@@ -90,12 +81,11 @@ class CheckUnavailable(Exception):
 class Verdict:
     """``problem``: why the grammar cannot be compiled, in one line; empty if it can.
 
-    ``size``: its compiled size in bytes. ``seconds``: the CPU time that compiling it takes.
+    ``size``: its compiled size in bytes.
     """
 
     problem: str
     size: int = 0
-    seconds: float = 0.0
 
 
 class GrammarCheck:
@@ -120,63 +110,29 @@ class GrammarCheck:
 
         Raises ``CheckUnavailable``.
         """
-        one = [(text, begun)]
-        found = self._tried(one, self._checks.quick) or self._tried(one, self._checks.slow)
-        return found[0] if found else Verdict(TOO_MUCH)
-
-    def try_all(self, texts: Sequence[Text]) -> bool:
-        """Whether all of ``texts`` can be compiled.
-
-        Much faster than one by one if they are short. False also means that they took too long
-        together; each may still be accepted by itself. Raises ``CheckUnavailable``.
-        """
-        verdicts: list[Verdict] = []
-        for first in range(0, len(texts), BATCH):
-            found = self._tried(texts[first : first + BATCH], self._checks.quick)
-            if found is None:
-                return False
-            verdicts += found
-        return not any(verdict.problem for verdict in verdicts)
-
-    def _tried(self, texts: Sequence[Text], lane: _Lane) -> list[Verdict] | None:
-        """The verdicts, tried in ``lane`` where they are not known; ``None`` as in `try_texts`."""
-        if self._until is None:
-            self._until = time.monotonic() + PATIENCE
-        known = [self._known(text) for text in texts]
-        if None not in known:
-            return known  # type: ignore[return-value]
-        began = time.monotonic()
+        key = self.tenant, sha256(f"{text}\0{begun}".encode()).digest()
+        known = self._checks.verdicts.get(key)
+        if known is not None:
+            return known
         try:
-            with lane.slot(self, lambda: self.waits):
-                # Another request may have tried them while this one waited.
-                known = [self._known(text) for text in texts]
-                new = [text for text, verdict in zip(texts, known, strict=True) if verdict is None]
-                tried = lane.try_texts(new, lambda: self.waits) if new else []
-                if tried is None and lane is self._checks.slow:
-                    tried = [Verdict(TOO_MUCH)]
-                for text, verdict in zip(new, tried or (), strict=False):
-                    self._remember(text, verdict)
+            self._checks.start()  # for which no request is short of patience
+            if self._until is None:
+                self._until = time.monotonic() + PATIENCE
+            for lane in (self._checks.quick, self._checks.slow):
+                with self._slot(lane, lambda: self.waits):
+                    # Another request may have tried it while this one waited.
+                    known = self._checks.verdicts.get(key)
+                    known = known or lane.trial(text, begun, lambda: self.waits)
+                    if known is not None:
+                        break
         except OSError as error:
-            logger.error("no grammar is enforced: their checker cannot start: %s", error)
+            logger.error("no strict grammar is enforced: their checker cannot start: %s", error)
             raise CheckUnavailable("the helper process cannot be started") from error
-        finally:
-            self.spent += time.monotonic() - began
-        if tried is None:
-            return None
-        left = iter(tried)
-        return [verdict or next(left) for verdict in known]
-
-    def _known(self, text: Text) -> Verdict | None:
-        return self._checks.verdicts.get(self._key(text))
-
-    def _remember(self, text: Text, verdict: Verdict) -> None:
+        verdict = known or Verdict(TOO_MUCH)
         if verdict.problem == TOO_MUCH:
-            size = len(text[0])
-            logger.warning("a grammar of %d characters is not enforced: %s", size, TOO_MUCH)
-        self._checks.verdicts.put(self._key(text), verdict, 400 + len(verdict.problem))
-
-    def _key(self, text: Text) -> tuple[str, bytes]:
-        return self.tenant, sha256("\0".join(text).encode()).digest()
+            logger.warning("a grammar of %d characters is not enforced: %s", len(text), TOO_MUCH)
+        self._checks.verdicts.put(key, verdict, 400 + len(verdict.problem))
+        return verdict
 
     @property
     def waits(self) -> bool:
@@ -185,19 +141,17 @@ class GrammarCheck:
         return not self.cancelled and not late
 
     @contextmanager
-    def compiling(self, verdict: Verdict) -> Iterator[None]:
-        """A context in which the server compiles a grammar. All but the fastest take turns."""
-        if verdict.seconds <= INSTANT:
-            yield
-            return
-        lane = self._checks.slow if verdict.seconds > QUICK else self._checks.compiling
-        with lane.slot(self, lambda: not self.cancelled):
+    def turn(self) -> Iterator[None]:
+        """A context in which the server writes or compiles a grammar.
+
+        Raises ``CheckUnavailable`` if the request has ended.
+        """
+        with self._slot(self._checks.turns, lambda: not self.cancelled):
             yield
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """A context in which the server writes a grammar. Raises ``CheckUnavailable``."""
-        with self._checks.writing.slot(self, lambda: not self.cancelled):
+    def _slot(self, slots: _Slots, wanted: Callable[[], bool]) -> Iterator[None]:
+        with slots.slot(self, wanted):
             began = time.monotonic()
             try:
                 yield
@@ -215,16 +169,15 @@ class GrammarChecks:
     def __init__(self) -> None:
         self._helper = _Helper()
         self.verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(CACHE_BYTES)
-        self.quick = _Lane(self._helper, QUICK, nice=5, keeps_workers=True)
+        self.quick = _Lane(self._helper, QUICK, nice=5)
         self.slow = _Lane(self._helper, SLOW, each_tenant=1, nice=15)
-        self.writing, self.compiling = _Slots(1), _Slots(1)
+        self.turns = _Slots(1)
 
     def start(self) -> None:
         """Starts the helper process unless it runs. Raises ``OSError`` and ``CheckUnavailable``."""
-        self._helper.worker().close()
+        self._helper.start()
 
     def close(self) -> None:
-        self.quick.close()
         self._helper.close()
 
 
@@ -284,75 +237,50 @@ class _Slots:
 
 
 class _Lane(_Slots):
-    """Slots in which grammars are tried, with ``processor`` CPU seconds for each.
-
-    ``keeps_workers``: a worker, whose niceness cannot be reduced, waits for the next grammar.
-    """
+    """Slots in which grammars are tried, with ``processor`` CPU seconds for each."""
 
     def __init__(
-        self,
-        helper: _Helper,
-        processor: float,
-        *,
-        each_tenant: int | None = None,
-        nice: int,
-        keeps_workers: bool = False,
+        self, helper: _Helper, processor: float, *, each_tenant: int | None = None, nice: int
     ) -> None:
         super().__init__(LANE_WIDTH, each_tenant)
-        self._helper = helper
-        self._processor, self._nice, self._keeps_workers = processor, nice, keeps_workers
-        self._idle: list[socket.socket] = []
+        self._helper, self._processor, self._nice = helper, processor, nice
 
-    def try_texts(self, texts: Sequence[Text], wanted: Callable[[], bool]) -> list[Verdict] | None:
-        """The verdicts; ``None`` after a timeout, or if one of several texts ended the worker.
+    def trial(self, text: str, begun: str, wanted: Callable[[], bool]) -> Verdict | None:
+        """The verdict; ``None`` if the grammar takes longer.
 
         For the holder of a slot. Raises ``CheckUnavailable`` if it is no longer ``wanted``, and
         ``OSError`` without a worker.
         """
-        while True:
-            idle = self._idle.pop() if self._idle else None
-            with ExitStack() as closing:
-                worker = closing.enter_context(idle or self._helper.worker())
-                try:
-                    answers, worn = self._ask(worker, texts, wanted)
-                except TimeoutError:
-                    return None
-                except (EOFError, ConnectionError):
-                    if idle is not None:
-                        continue  # it may have died while it was idle
-                    return None if len(texts) > 1 else [Verdict(TOO_MUCH)]
-                if self._keeps_workers and not worn:
-                    closing.pop_all()
-                    self._idle.append(worker)
-                return [
-                    Verdict(TOO_MUCH if "panic" in problem else problem[:500], size, seconds)
-                    for problem, size, seconds in answers
-                ]
-
-    def _ask(self, worker: socket.socket, texts: Sequence[Text], wanted: Callable[[], bool]) -> Any:
-        until = time.monotonic() + 2 * MAX_ELAPSED
-        question = json.dumps([texts, self._processor, MAX_ELAPSED, self._nice])
-        worker.settimeout(MAX_ELAPSED)
-        worker.sendall(question.encode() + b"\n")
-        while not wait([worker], POLL):
-            if not wanted():
-                raise CheckUnavailable("the check timed out")
-            if time.monotonic() > until:
-                raise TimeoutError
-        with worker.makefile("rb") as reading:
-            line = reading.readline()
-        if not line.endswith(b"\n"):
-            raise EOFError
+        question = {
+            "text": text,
+            "begun": begun,
+            "limits": LIMITS,
+            "processor": self._processor,
+            "clock": MAX_ELAPSED,
+            "nice": self._nice,
+        }
+        with self._helper.worker() as worker:
+            until = time.monotonic() + 2 * MAX_ELAPSED
+            try:
+                worker.sendall(json.dumps(question).encode() + b"\n")
+                while not wait([worker], POLL):
+                    if not wanted():
+                        raise CheckUnavailable("the check timed out")
+                    if time.monotonic() > until:
+                        return None
+                with worker.makefile("rb") as answers:
+                    line = answers.readline()
+            except ConnectionError:
+                line = b""
+        if not line.endswith(b"\n"):  # the worker died of it
+            return Verdict(TOO_MUCH)
         answer = json.loads(line)
         if answer == grammar_process.CPU_TIME_EXCEEDED:
-            raise TimeoutError
+            return None
         if answer == grammar_process.WALL_TIME_EXCEEDED:
             raise CheckUnavailable("the server is too busy to check it")
-        return answer
-
-    def close(self) -> None:
-        while self._idle:
-            self._idle.pop().close()
+        problem, size = answer
+        return Verdict(TOO_MUCH if "panic" in problem else problem[:500], size)
 
 
 class _Helper:
@@ -365,27 +293,23 @@ class _Helper:
         self._pause, self._paused_until = 0.0, 0.0
 
     def worker(self) -> socket.socket:
-        """A socket to a new worker.
-
-        Raises ``OSError`` if the process fails to start, and ``CheckUnavailable`` in the pause
-        after that.
-        """
+        """A socket to a new worker. Raises as `start`."""
         with self._lock:
             if self._control is not None:
                 with suppress(OSError):
                     return self._forked(self._control)
                 self._end()
-            if time.monotonic() < self._paused_until:
-                raise CheckUnavailable("the helper process cannot be started")
-            try:
-                worker = self._forked(self._started())
-            except OSError:
+            return self._forked(self._started())
+
+    def start(self) -> None:
+        """Starts the process unless it runs.
+
+        Raises ``OSError`` if it fails to, and ``CheckUnavailable`` in the pause after that.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
                 self._end()
-                self._pause = min(2 * self._pause or FIRST_PAUSE, MAX_PAUSE)
-                self._paused_until = time.monotonic() + self._pause
-                raise
-            self._pause = 0.0
-            return worker
+                self._started()
 
     def _forked(self, control: socket.socket) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -401,6 +325,19 @@ class _Helper:
         return ours
 
     def _started(self) -> socket.socket:
+        if time.monotonic() < self._paused_until:
+            raise CheckUnavailable("the helper process cannot be started")
+        try:
+            control = self._launched()
+        except OSError:
+            self._end()
+            self._pause = min(2 * self._pause or FIRST_PAUSE, MAX_PAUSE)
+            self._paused_until = time.monotonic() + self._pause
+            raise
+        self._pause = 0.0
+        return control
+
+    def _launched(self) -> socket.socket:
         self._control, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(

@@ -1,19 +1,15 @@
-"""The helper process, in which grammars are tried before the server compiles them.
+"""The helper process, in which clients' strict schemas and syntaxes are tried before the server
+compiles them.
 
 A small grammar can make llguidance overflow the stack, which ends the process, fill the memory, or
-take minutes. So new grammars are compiled here first, under limits set by the kernel.
+take minutes. So those that contain a schema, a regular expression or a grammar of a client are
+compiled here first, under limits set by the kernel.
 
 `main` runs in an interpreter started with ``-I -S``: it reads no ``.pth`` files, so nothing is
 activated, and imports only the standard library and llguidance. It forks a *worker* for each socket
-that it receives over the control socket. A worker tries the grammars that come over its socket, one
-question after the other. Question and answer are lines of JSON: a list of grammars and beginnings
-of outputs, the limits of CPU time and wall-clock time in seconds, and the increment of the worker's
-niceness; and for each grammar its problem, the growth of the worker in bytes and the CPU seconds,
-and whether the worker should be replaced. If a worker exceeds a limit it dies, which closes the
-socket. The next one takes a few milliseconds, since the library and the tokenizer are already
-loaded.
-
-The limits for one grammar:
+that it receives over the control socket, which takes a few milliseconds, since the library and the
+tokenizer are already loaded. A worker reads one question, a line of JSON (`_Worker`), answers it
+with another, and ends. If it exceeds a limit it dies, which closes the socket:
 
 - **stack**: `STACK` bytes, a quarter of that of the server's threads. An overflow is a SIGSEGV.
 - **memory**: `MEMORY` bytes more than the worker had before. On Linux by ``RLIMIT_AS``. macOS does
@@ -53,21 +49,14 @@ STEPS, JSON_STEPS = 32, 8
 """Bytes of output that are tried with a grammar and with a single schema: the states of a regular
 expression may grow with each byte."""
 
-WORN = 32 * 2**20
-"""Growth in bytes after which a worker is replaced."""
-
 TICK = 0.01
 """Seconds between two checks of a worker's limits."""
 
 CPU_TIME_EXCEEDED, WALL_TIME_EXCEEDED = "processor", "clock"
 """Answers when a time limit was exceeded. That of wall-clock time is exceeded first if the worker
-got less than a quarter of a processor, and then nothing is known about the grammar."""
+got less than half of a processor, and then nothing is known about the grammar."""
 
 READY = b"+"
-
-LIMITS: dict[str, Any] = {"max_items_in_row": 20_000, "verbose_errors": False}
-"""For llguidance: those of `core.grammar.matching`, which this program cannot import. An object
-with n optional properties takes 4n items. Errors do not quote output."""
 
 _LINUX = sys.platform == "linux"
 
@@ -124,66 +113,55 @@ class _Bytes:
 
 
 class _Worker:
-    """Tries the grammars that come over ``connection``, until the process ends."""
+    """Tries one grammar, and ends.
+
+    The question: ``text``, the beginning of the output (``begun``), llguidance's ``limits``, the
+    seconds of ``processor`` and ``clock``, and the increment of the niceness (``nice``). The
+    answer: the problem, empty if there is none, and the growth of the process in bytes; or which
+    time was exceeded.
+    """
 
     def __init__(self, connection: socket.socket, tokenizer: LLTokenizer) -> None:
         self._connection = connection
         self._tokenizer = tokenizer
-        self._began = self._fresh = resident()
-        self._until = self._processor = self._computed_until = 0.0
-        self._busy = threading.Event()
-        self._nice = os.getpriority(os.PRIO_PROCESS, 0)
 
     def run(self) -> None:
         """Never returns."""
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        self._connection.sendall(READY)
+        question = json.loads(self._connection.makefile("rb").readline() or b"{}")
+        if not question:
+            os._exit(0)
+        os.nice(question["nice"])
+        processor, clock = question["processor"], question["clock"]
+        began, until = resident(), time.monotonic() + clock
+        computed_until = time.process_time() + processor
+        signal.setitimer(signal.ITIMER_PROF, 2 * processor)
+        signal.setitimer(signal.ITIMER_REAL, 2 * clock)
         threading.stack_size(STACK)
-        threading.Thread(target=self._serve, daemon=True).start()
+        threading.Thread(target=self._answer, args=(question, began), daemon=True).start()
         if _LINUX:
             allowed = _pages(0) + MEMORY
             resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
         while True:
-            self._busy.wait()
             time.sleep(TICK)
-            if not self._busy.is_set():
-                continue
-            try:  # the server sends nothing while a grammar is tried, so this is the end
+            try:  # the server sends nothing more, so this is the end
                 is_closed = not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
             except BlockingIOError:
                 is_closed = False
             except OSError:
                 is_closed = True
-            if is_closed or resident() > self._began + MEMORY:
+            if is_closed or resident() > began + MEMORY:
                 os._exit(1)
-            left = self._computed_until - time.process_time()
-            late = time.monotonic() > self._until
-            if left < 0 or late:
-                self._send(CPU_TIME_EXCEEDED if left < self._processor / 2 else WALL_TIME_EXCEEDED)
+            left = computed_until - time.process_time()
+            if left < 0 or time.monotonic() > until:
+                self._send(CPU_TIME_EXCEEDED if left < processor / 2 else WALL_TIME_EXCEEDED)
                 os._exit(1)
 
-    def _serve(self) -> None:
+    def _answer(self, question: dict[str, Any], began: int) -> None:
         try:
-            self._connection.sendall(READY)
-            for question in self._connection.makefile("rb"):
-                texts, processor, clock, nice = json.loads(question)
-                os.setpriority(os.PRIO_PROCESS, 0, self._nice + nice)
-                self._began = resident()
-                self._until = time.monotonic() + clock
-                self._processor = processor
-                self._computed_until = time.process_time() + processor
-                signal.setitimer(signal.ITIMER_PROF, 2 * processor)
-                signal.setitimer(signal.ITIMER_REAL, 2 * clock)
-                self._busy.set()
-                answers = []
-                for text, begun in texts:
-                    before, began = resident(), time.process_time()
-                    problem = _problem(self._tokenizer, text, begun.encode())
-                    seconds = time.process_time() - began
-                    answers.append((problem, max(0, resident() - before), seconds))
-                self._busy.clear()
-                signal.setitimer(signal.ITIMER_PROF, 0)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                self._send([answers, resident() > self._fresh + WORN])
+            problem = _problem(self._tokenizer, question)
+            self._send([problem, max(0, resident() - began)])
         finally:
             os._exit(0)
 
@@ -191,13 +169,15 @@ class _Worker:
         self._connection.sendall(json.dumps(answer).encode() + b"\n")
 
 
-def _problem(tokenizer: LLTokenizer, text: str, begun: bytes) -> str:
-    """Why ``text`` cannot be compiled and applied to output, in one line; empty if it can."""
+def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
+    """Why the text cannot be compiled and applied to output, in one line; empty if it can."""
     import ctypes
 
     from llguidance import LLMatcher, LLParserLimits
 
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LLParserLimits(**LIMITS))
+    text, begun = question["text"], question["begun"].encode()
+    limits = LLParserLimits(**question["limits"])
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
     words = (ctypes.c_uint32 * _WORDS)()
     draw = 1
     if begun and not matcher.is_error():

@@ -32,31 +32,27 @@ renderer and the grammar always agree on where a message ends.
 
 **How much of a schema is enforced** depends on ``strict``.
 
-*Without strict*, the caller asked for no guarantee, so valid output must not change. Arguments and
-answers are only kept from being invalid: every text that a JSON parser and JSON Schema accept is in
-the language, with properties in any order, any white space, any escapes, and ``1.0`` or ``1e3`` as
-integers. Not in the language are undeclared names where ``additionalProperties`` is false, values
-of the wrong type or out of bounds, an object without its required properties, and duplicate names.
-llguidance's ``%json`` has a fixed order and one spelling, so these rules are our own (`unordered`).
-JSON has no bounds here, but the rules do:
+*Without strict*, the caller asked for no guarantee, so valid output must not change: only what
+models really get wrong is not in the language (`any_order`). No number, pattern or grammar of a
+client reaches llguidance, so these grammars are compiled without further ado. JSON has no bounds
+here, but the rules do:
 
 - 256 characters of white space in one place
 - 64 undeclared names in a row in an object with required names
 - 64 names of an object that are checked for duplicates
-- exponents that move the decimal point by about twenty digits, next to a ``minimum``, ``maximum``
-  or ``multipleOf``
 - the size of all rules of a turn
 
-The duplicate check and the size limit make the grammar accept invalid text; the others reject valid
-text that models hardly ever write, and stop a model that loops.
+The last two accept invalid text; the others reject valid text that models hardly ever write, and
+stop a model that loops.
 
 *With strict*, a schema is enforced in the order of its properties, as OpenAI documents it, by
 ``%json`` (`strict`), and completely: a keyword that llguidance does not support is an error
-that names it.
+that names it. Such grammars are `Grammar.untrusted`: a few bytes of a schema can bring llguidance
+down, so they are to be tried in another process first.
 
-A schema without strict never fails a request. Keywords without a rule are left out, with a note. If
-the grammar is too large or llguidance rejects it, tools are weakened one by one: first any JSON
-object is accepted, then any text.
+A schema without strict never fails a request. What of it cannot be read is left out, with a note.
+If the grammar is too large or llguidance rejects it, there are weaker ones (`grammars_of`), in
+which any JSON object is accepted for more and more tools, then any text.
 
 The syntax of a freeform tool's input is enforced inside the JSON string that carries it
 (`escaped`): the prompt shows such a tool with one string parameter, and earlier calls in the
@@ -83,6 +79,7 @@ from __future__ import annotations
 from vllm_mlx_harmony.core.grammar.language import Grammar as Grammar
 from vllm_mlx_harmony.core.grammar.language import Policy as Policy
 from vllm_mlx_harmony.core.grammar.language import grammar_of as grammar_of
+from vllm_mlx_harmony.core.grammar.language import grammars_of as grammars_of
 from vllm_mlx_harmony.core.grammar.matching import WORDS as WORDS
 from vllm_mlx_harmony.core.grammar.matching import Compiled as Compiled
 from vllm_mlx_harmony.core.grammar.matching import Mask as Mask

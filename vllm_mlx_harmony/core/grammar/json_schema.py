@@ -10,7 +10,7 @@ keyword (`SchemaReader`):
 - Malformed and unsupported keywords are dropped, and listed. Without them a schema only ever
   accepts more.
 
-`strict` passes such a copy to llguidance, `unordered` makes rules of its own from it.
+`strict` passes such a copy to llguidance, `any_order` makes rules of its own from it.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class SchemaReader:
                 continue
             if key == "format" and content not in FORMATS:
                 continue
-            if key in _UNSUPPORTED:
+            if key in UNSUPPORTED:
                 self.drop(key)
             elif key in KEYWORDS:
                 try:
@@ -239,7 +239,7 @@ KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
 }
 """How the content of each supported keyword is copied; the likeliest to be rejected come first."""
 
-EVALUATING_NOTHING = frozenset(
+UNSUPPORTED = frozenset(
     {
         "not",
         "uniqueItems",
@@ -248,20 +248,15 @@ EVALUATING_NOTHING = frozenset(
         "maxContains",
         "unevaluatedItems",
         "dependentRequired",
+        "if",
+        "then",
+        "else",
+        "dependentSchemas",
+        "dependencies",
+        "$dynamicRef",
+        "$recursiveRef",
     }
 )
-"""Unsupported keywords that evaluate no properties: ``unevaluatedProperties`` stays exact without
-them."""
-
-_UNSUPPORTED = EVALUATING_NOTHING | {
-    "if",
-    "then",
-    "else",
-    "dependentSchemas",
-    "dependencies",
-    "$dynamicRef",
-    "$recursiveRef",
-}
 """Keywords of any draft that llguidance does not have."""
 
 _MEANINGLESS: Mapping[str, tuple[object, ...]] = {

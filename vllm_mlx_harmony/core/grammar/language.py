@@ -1,7 +1,7 @@
 """The grammar of a turn in llguidance's Lark: its messages, their headers, and their bodies.
 
-Headers are written here; bodies come from `strict`, `unordered` (not strict) and
-`escaped` (the syntax of a freeform tool).
+Headers are written here; bodies come from `any_order`, `strict` and `escaped` (the syntax of a
+freeform tool).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from enum import Enum
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.grammar import escaped, unordered
+from vllm_mlx_harmony.core.grammar import any_order, escaped
+from vllm_mlx_harmony.core.grammar.any_order import OBJECT_RULES, Rules, rules_of
 from vllm_mlx_harmony.core.grammar.strict import Check, compile_error, strict_schema
-from vllm_mlx_harmony.core.grammar.unordered import OBJECT_RULES, Rules, rules_of
 from vllm_mlx_harmony.core.header import CHANNELS, NOT_TOOLS
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.turn import PYTHON, ResponseFormat, Syntax, Tool, Turn
 
-MAX_TEXT = 500_000
+MAX_TEXT = 2**20
 """Characters of the longest grammar that is compiled."""
 
-MAX_CHECKED = 20
-"""If more schemas than this fail together, none is compiled by itself to find the one at fault."""
+MAX_SCHEMAS = 500_000
+"""Characters of the rules of all schemas in it."""
 
 
 class Policy(str, Enum):
@@ -45,12 +45,15 @@ class Grammar:
 
     ``text`` is llguidance's: Lark, or a list of grammars in JSON. ``begun`` are ids of the message
     body that the prompt already contains; they are fed to the matcher first. ``notes`` are
-    sentences about what could not be enforced, one for each schema.
+    sentences about what could not be enforced, one for each schema. ``untrusted``: it contains a
+    strict schema, a regular expression or a grammar of a client, any of which can bring llguidance
+    down. What else it has of a client are names and texts.
     """
 
     text: str
     begun: tuple[int, ...] = ()
     notes: tuple[str, ...] = ()
+    untrusted: bool = False
 
     @property
     def without_analysis(self) -> str:
@@ -99,45 +102,57 @@ BLANK: /\\s*/
 
 
 def grammar_of(
+    turn: Turn, names: Names, policy: Policy = Policy.AUTO, *, check: Check = compile_error
+) -> Grammar | None:
+    """The strongest grammar of what may follow the prompt of ``turn``; ``None`` if anything may.
+
+    Raises what `grammars_of` raises.
+    """
+    return next(grammars_of(turn, names, policy, check=check), None)
+
+
+def grammars_of(
     turn: Turn,
     names: Names,
     policy: Policy = Policy.AUTO,
     *,
     check: Check = compile_error,
-    checked: bool = True,
-) -> Grammar | None:
-    """The grammar of what may follow the prompt of ``turn``; ``None`` if anything may.
+    cache: str = "",
+) -> Iterator[Grammar]:
+    """Yields grammars of what may follow the prompt of ``turn``, each weaker than the one before.
+
+    Use the first one that llguidance compiles. In the others, schemas that are not strict are left
+    out, the largest first: any JSON object is accepted in place of more and more of them, then any
+    text for all (semantics C4). Yields nothing if anything may follow, and if all are too large.
 
     ``names`` are those that the turn was rendered with. A schema that is not cached takes up to
-    some milliseconds, so this is not for an event loop. The default ``check`` compiles in this
-    process. If ``checked`` is false, ``check`` only assumes that grammars compile, and results are
-    cached separately.
+    some milliseconds, so this is not for an event loop. ``check`` tries strict schemas and clients'
+    syntaxes, by default in this process. What it finds is cached under the name ``cache``: use
+    another one for another ``check``.
 
     Raises ``RequestError`` naming the tool and the keyword if a strict schema or a syntax cannot
     be enforced, and ``RequestError`` naming ``tool_choice`` if a call is required and there is
     nothing to call.
     """
-    if policy is Policy.OFF:
-        return None
-    return _GrammarWriter(turn, names, policy, check, checked=checked).grammar()
+    if policy is not Policy.OFF:
+        yield from _GrammarWriter(turn, names, policy, check, cache).grammars()
 
 
 class _GrammarWriter:
-    def __init__(
-        self, turn: Turn, names: Names, policy: Policy, check: Check, *, checked: bool
-    ) -> None:
+    def __init__(self, turn: Turn, names: Names, policy: Policy, check: Check, cache: str) -> None:
         self._turn = turn
-        self._owner = turn.tenant if checked else f"{turn.tenant} unchecked"
+        self._owner = f"{turn.tenant} {cache}"
         self._check = check
         self._names = names
         self._all_strict = policy is Policy.STRICT
         self._rules: list[str] = []
         self._notes: list[str] = []
+        self._untrusted = False
         # The rules of JSON in any order, which become ``json_0``, ``json_1``, …, each with its
         # name in notes. They may be weakened at the end, so they are not among ``_rules`` yet.
         self._values: list[tuple[str, Rules]] = []
 
-    def grammar(self) -> Grammar:
+    def grammars(self) -> Iterator[Grammar]:
         begun: tuple[int, ...] = ()
         turn = self._turn
         if turn.prefill is None:
@@ -151,64 +166,45 @@ class _GrammarWriter:
             self.rule("start", f"body {_RETURN}")
             self.body(turn.answer_format)
             begun = tuple(vocab.encode(turn.prefill))
-        text = self.text([rules for _, rules in self._values])
-        if self._values:
-            text = self.weaken(text)
-        return Grammar(text, begun, tuple(self._notes))
+        strongest = [rules for _, rules in self._values]
+        for values in self.weakened(strongest):
+            text = self.text(values)
+            notes = [
+                f"{what}: its schema is not enforced ({_ACCEPTED[value]} is accepted)"
+                for (what, rules), value in zip(self._values, values, strict=True)
+                if value is not rules
+            ]
+            if len(text) <= MAX_TEXT:
+                yield Grammar(text, begun, (*self._notes, *notes), self._untrusted)
 
-    def text(self, values: list[Rules]) -> str:
+    def text(self, values: Sequence[Rules]) -> str:
         """The whole grammar, with ``values`` as the rules of ``json_0``, ``json_1``, …"""
         rules = [*self._rules]
         rules += (f"json_{at}: JSON_BLANK? {value.symbol}" for at, value in enumerate(values))
         rules += dict.fromkeys(line for value in values for line in value.lines)
-        common = unordered.COMMON if values else ""
+        common = any_order.COMMON if values else ""
         return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
 
-    def weaken(self, text: str) -> str:
-        """``text`` or, if that is too large or llguidance rejects it, a grammar that accepts more.
-
-        Any JSON object is accepted for more and more schemas; in the end, any text for all of them.
-        """
-        strongest = [rules for _, rules in self._values]
-        for weak in self.attempts(len(text), strongest):
-            used = [OBJECT_RULES if at in weak else rules for at, rules in enumerate(strongest)]
-            text = self.text(used)
-            if len(text) <= MAX_TEXT and not self._check(text):
+    def weakened(self, values: list[Rules]) -> Iterator[list[Rules]]:
+        """Yields rules in place of ``values``: all of them; any JSON object for the largest ones,
+        as many as exceed `MAX_SCHEMAS`; then for half of the rest at a time; any text for all."""
+        weaker = [*values]
+        largest_first = sorted(
+            (at for at, rules in enumerate(values) if rules.lines), key=lambda at: -values[at].size
+        )
+        size = sum(values[at].size for at in largest_first)
+        while True:
+            if size <= MAX_SCHEMAS:
+                yield [*weaker]
+            if not largest_first:
                 break
-        else:
-            if any(rules.lines for rules in strongest):
-                used = [Rules("text")] * len(used)
-                text = self.text(used)
-        for (what, rules), instead in zip(self._values, used, strict=True):
-            if instead is not rules:
-                accepted = "any JSON object" if instead is OBJECT_RULES else "anything"
-                note = f"{what}: its schema is not enforced ({accepted} is accepted)"
-                self._notes.append(note)
-        return text
-
-    def attempts(self, size: int, values: Sequence[Rules]) -> Iterator[set[int]]:
-        """Yields sets of indices of ``values`` to replace with any JSON object, each a superset of
-        the one before.
-
-        First none, then those that exceed the ``size`` of a grammar or that llguidance rejects by
-        themselves, then the largest ones, half of the rest at a time.
-        """
-        weak: set[int] = set()
-        yield weak
-        sizes = {at: sum(map(len, rules.lines)) for at, rules in enumerate(values) if rules.lines}
-        largest_first = sorted(sizes, key=lambda at: -sizes[at])
-        if size > MAX_TEXT:
-            for at in largest_first:
-                if size > MAX_TEXT:
-                    weak.add(at)
-                    size -= sizes[at]
-        elif len(largest_first) <= MAX_CHECKED:
-            weak.update(at for at in largest_first if self._check(_alone(values[at])))
-        if weak:
-            yield weak
-        while left := [at for at in largest_first if at not in weak]:
-            weak.update(left[: (len(left) + 1) // 2])
-            yield weak
+            many = (len(largest_first) + 1) // 2 if size <= MAX_SCHEMAS else 1
+            for at in largest_first[:many]:
+                size -= values[at].size
+                weaker[at] = OBJECT_RULES
+            del largest_first[:many]
+        if values:
+            yield [_ANYTHING] * len(values)
 
     def rule(self, name: str, *alternatives: str) -> None:
         self._rules.append(f"{name}: {' | '.join(alternatives)}")
@@ -296,23 +292,13 @@ class _GrammarWriter:
                     yield json.dumps(recipient), self.arguments(shown)
 
     def arguments(self, tool: Tool) -> str:
-        syntax, what = tool.syntax, f"the parameters of tool {tool.name!r}"
-        if syntax is None:
+        if tool.syntax is None:
+            what = f"the parameters of tool {tool.name!r}"
             schema = _NO_PARAMETERS if tool.parameters is None else tool.parameters
             return self.json_rule(schema, tool.strict, what, tool.where, of_object=True)
         what = f"the format of tool {tool.name!r}"
-        text, strict = {"type": "string"}, False
-        if syntax.kind == "regex":
-            text["pattern"], strict = f"^(?:{syntax.definition})$", tool.strict
-        elif rule := self.syntax_rule(syntax, what, tool.strict, tool.where, as_input=True):
-            return rule
-        schema = {
-            "type": "object",
-            "properties": {"input": text},
-            "required": ["input"],
-            "additionalProperties": False,
-        }
-        return self.json_rule(schema, strict, what, tool.where)
+        rule = self.syntax_rule(tool.syntax, what, tool.strict, tool.where, as_input=True)
+        return rule or self.json_rule(_ANY_INPUT, False, what, tool.where)
 
     def body(self, requested: ResponseFormat | None) -> None:
         body = ""
@@ -350,6 +336,7 @@ class _GrammarWriter:
                 if can_relax and not self._all_strict:
                     problem += "; set strict to false to enforce the remaining keywords only"
                 raise RequestError(problem, param=where)
+            self._untrusted = True
             return f"%json {enforced.text}"
         rules = rules_of(schema, of_object=of_object, tenant=self._turn.tenant)
         if rules.dropped:
@@ -379,10 +366,14 @@ class _GrammarWriter:
                 self._notes.append(f"{problem}; the rest is enforced")
                 return ""
             _syntaxes.put(key, rule, len(rule))
+        self._untrusted = True
         return rule
 
     def rule_of_input(self, syntax: Syntax) -> str:
-        for written in escaped.lark(syntax.definition):
+        definition = syntax.definition
+        if syntax.kind == "regex":
+            definition = f"start: /{escaped.between_slashes(definition)}/"
+        for written in escaped.lark(definition):
             start = "start: OPENING r_start CLOSING"
             if "R_START" in written:
                 start = "start: ALL\nALL: OPENING R_START CLOSING"
@@ -401,14 +392,19 @@ class _GrammarWriter:
         return rule
 
 
-def _alone(value: Rules) -> str:
-    lines = f"start: {value.symbol}", *value.lines, unordered.COMMON
-    return "".join(f"{line}\n" for line in lines)
-
-
 _syntaxes: lru.ByteLRU[tuple[str, Syntax, bool], str] = lru.ByteLRU(2**22, most=64)
 
+_ANYTHING = Rules("text")
+_ACCEPTED = {OBJECT_RULES: "any JSON object", _ANYTHING: "anything"}
+
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+_ANY_INPUT = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
 
 _INPUT = r"""
 OPENING: /\{[ \n]{0,4}"input"[ ]?:[ ]?"/

@@ -4,18 +4,18 @@ A schema that `SchemaReader` has copied may still be rejected by llguidance: for
 look-around, say, or a ``oneOf`` with branches that overlap. Then it only remains to find the
 keyword that the error names. What llguidance does not have is rewritten before.
 
-**oneOf** becomes ``anyOf`` if its branches obviously exclude each other. llguidance sees that, too,
-but not through references.
+**oneOf** becomes ``anyOf`` if its branches obviously exclude each other: by their types, by their
+constants, or by those of a property that both require. llguidance sees that, too, but not through
+references.
 
 **propertyNames and unevaluatedProperties.** Both are equivalent to one more member of ``allOf``: an
-object with certain ``properties`` and ``patternProperties``, and an ``additionalProperties``. Which
-ones is read from the schema's `alternatives`.
+object with certain ``properties`` and ``patternProperties``, and an ``additionalProperties``.
 
-- ``propertyNames`` is supported if it allows finitely many names. Each becomes a property with any
+- ``propertyNames`` is supported if it lists the names (``enum``). Each becomes a property with any
   value, and no others are allowed.
 - ``unevaluatedProperties`` applies to the names that no other keyword of the same object has
-  evaluated (https://json-schema.org/draft/2020-12/json-schema-core, 11.3). It is supported if these
-  are the same in all alternatives.
+  evaluated (https://json-schema.org/draft/2020-12/json-schema-core, 11.3). It is supported beside
+  ``allOf`` and ``$ref``, but not beside branches, of which each evaluates names of its own.
 
 **Escaped names.** JSON may write ``a`` as ``\u0061``. llguidance compares a declared name letter by
 letter, and would accept the escaped name as an additional property, with a value that the schema
@@ -34,13 +34,17 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from decimal import localcontext
+from itertools import combinations, product
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import lru
-from vllm_mlx_harmony.core.grammar import numbers
-from vllm_mlx_harmony.core.grammar.alternatives import Expander, listed_strings
-from vllm_mlx_harmony.core.grammar.json_schema import KEYWORDS, Schema, SchemaReader
+from vllm_mlx_harmony.core.grammar.json_schema import (
+    KEYWORDS,
+    TYPES,
+    AnySchema,
+    Schema,
+    SchemaReader,
+)
 
 CACHE_BYTES = 8 * 2**20
 
@@ -193,16 +197,21 @@ def _schemas(schema: Schema) -> Iterator[Schema]:
     return iter(schemas)
 
 
-# --- propertyNames and unevaluatedProperties ---
+# --- oneOf, propertyNames and unevaluatedProperties ---
 
 _MAX_NAMES = 200
 
+_MAX_PAIRS = 5_000
+"""Branches that are compared with each other, of all ``oneOf`` of a schema."""
+
+_MAX_FOLLOWED = 64
+"""References in a row, or members of ``allOf`` within each other."""
+
 
 def rewrite(root: Schema) -> tuple[Schema, list[str]]:
-    """``root`` without the two keywords, and those of them that cannot be enforced."""
+    """``root`` without the three keywords, and those of them that cannot be enforced."""
     rewriter = _Rewriter(root)
-    with localcontext(numbers.EXACT):
-        return rewriter.schema(root), [*rewriter.inexact]
+    return rewriter.schema(root), [*rewriter.inexact]
 
 
 class _Rewriter:
@@ -210,20 +219,13 @@ class _Rewriter:
 
     def __init__(self, root: Schema) -> None:
         self.inexact: dict[str, None] = {}
-        self._keyword = ""  # which is being rewritten
-        self._expander = Expander(root, self._drop)
-        # What it caches may accept too much, which still shows that branches exclude each other.
-        self._lenient = Expander(root, lambda _: None)
-
-    def _drop(self, _: str = "") -> None:
-        self.inexact[self._keyword] = None
+        self._root = root
+        self._pairs_left = _MAX_PAIRS
 
     def schema(self, schema: Schema) -> Schema:
         copy = _map({key: schema[key] for key in schema if key not in _REWRITTEN}, self.schema)
-        if "oneOf" in schema and "anyOf" not in schema:
-            branches = [self._lenient.alternatives(branch) for branch in schema["oneOf"]]
-            if self._lenient.are_disjoint(branches):
-                copy = {"anyOf" if key == "oneOf" else key: copy[key] for key in copy}
+        if "oneOf" in schema and "anyOf" not in schema and self.are_disjoint(schema["oneOf"]):
+            copy = {"anyOf" if key == "oneOf" else key: copy[key] for key in copy}
         added = []
         if "propertyNames" in schema:
             added.append(self.property_names(schema))
@@ -238,34 +240,137 @@ class _Rewriter:
         all_of = [*first, *copy.pop("allOf", ()), *last]
         return {"allOf": all_of, **copy} if first else {**copy, "allOf": all_of}
 
+    def followed(self, schema: AnySchema) -> AnySchema:
+        """``schema``, or what it refers to if it is nothing but a reference."""
+        for _ in range(_MAX_FOLLOWED):
+            if isinstance(schema, bool) or schema.keys() - {"$defs"} != {"$ref"}:
+                break
+            schema = self.target(schema)
+        return schema
+
+    def target(self, schema: Schema) -> AnySchema:
+        if schema["$ref"] == "#":
+            return self._root
+        target: AnySchema = self._root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
+        return target
+
+    def are_disjoint(self, branches: Iterable[AnySchema]) -> bool:
+        """Whether no value satisfies two of ``branches``, as far as that is obvious."""
+        alternatives = [[*self.alternatives(branch)] for branch in branches]
+        self._pairs_left -= sum(len(a) * len(b) for a, b in combinations(alternatives, 2))
+        return self._pairs_left >= 0 and all(
+            self.excludes(one, other, levels=3)
+            for some, others in combinations(alternatives, 2)
+            for one, other in product(some, others)
+        )
+
+    def alternatives(self, branch: AnySchema, depth: int = 0) -> Iterator[AnySchema]:
+        """The branches of ``branch``, if it is nothing but another union."""
+        branch = self.followed(branch)
+        unions = [] if isinstance(branch, bool) else [branch.get("anyOf"), branch.get("oneOf")]
+        union = next(filter(None, unions), None)
+        if union and len(branch) == 1 and depth < _MAX_FOLLOWED:  # type: ignore[arg-type]
+            for inner in union:
+                yield from self.alternatives(inner, depth + 1)
+        else:
+            yield branch
+
+    def excludes(self, one: AnySchema, other: AnySchema, levels: int) -> bool:
+        """Whether nothing satisfies both, looking ``levels`` deep into objects."""
+        one, other = self.followed(one), self.followed(other)
+        if isinstance(one, bool) or isinstance(other, bool):
+            return one is False or other is False
+        if _types(one).isdisjoint(_types(other)):
+            return True
+        some, others = _listed(one), _listed(other)
+        if some is not None and others is not None:
+            return not any(value in others for value in some)
+        if not levels or not _types(one) & _types(other) <= {"object"}:
+            return False
+        both = set(one.get("required", ())).intersection(other.get("required", ()))
+        return any(
+            self.excludes(one["properties"][name], other["properties"][name], levels - 1)
+            for name in both
+            if name in one.get("properties", ()) and name in other.get("properties", ())
+        )
+
     def property_names(self, schema: Schema) -> Schema | None:
         """The member of ``allOf`` that stands for ``propertyNames``."""
-        self._keyword, requested = "propertyNames", schema["propertyNames"]
-        names = listed_strings(self._expander.conjunction([requested]))
-        if names is None and (requested is True or requested.keys() <= {"type"}):
-            return None  # any name
-        if names is None or len(names) > _MAX_NAMES:
-            self._drop()
+        names = self.followed(schema["propertyNames"])
+        if names in (True, {}, {"type": "string"}):
+            return None
+        texts: list[str] = []
+        if "string" in _types(names):
+            listed = _listed(names)
+            if (
+                isinstance(names, bool)
+                or listed is None
+                or not names.keys() <= {"type", "enum", "const"}
+            ):
+                self.inexact["propertyNames"] = None
+                return None
+            texts = [name for name in listed if isinstance(name, str)]
+        if len(texts) > _MAX_NAMES:
+            self.inexact["propertyNames"] = None
             return None
         # Properties come in the order in which they are declared.
-        declared = [name for name in schema.get("properties", ()) if name in names]
-        return _object([*declared, *names], (), False)
+        declared = [name for name in schema.get("properties", ()) if name in texts]
+        return _object([*declared, *texts], (), False)
 
     def unevaluated_properties(self, schema: Schema) -> Schema | None:
         """The member of ``allOf`` that stands for ``unevaluatedProperties``."""
-        self._keyword, rest = "unevaluatedProperties", schema["unevaluatedProperties"]
+        rest = schema["unevaluatedProperties"]
         if rest in (True, {}):
             return None
-        objects = (each for each in self._expander.expand(schema) if "object" in each.types)
-        evaluated = [each.evaluated for each in objects]
-        if any(each != evaluated[0] for each in evaluated):
-            self._drop()
-        if not evaluated or evaluated[0] is None:
-            return None
+        names: dict[str, None] = {}
+        patterns: dict[str, None] = {}
+        parts: list[AnySchema] = [schema]
+        for part in parts:  # which grows meanwhile
+            if isinstance(part, bool):
+                continue
+            if {"anyOf", "oneOf"} & part.keys() or len(parts) > _MAX_FOLLOWED:
+                self.inexact["unevaluatedProperties"] = None
+                return None
+            if "additionalProperties" in part or (
+                "unevaluatedProperties" in part and part is not schema
+            ):
+                return None  # every name is evaluated
+            names.update(dict.fromkeys(part.get("properties", ())))
+            patterns.update(dict.fromkeys(part.get("patternProperties", ())))
+            parts += part.get("allOf", ())
+            if "$ref" in part:
+                parts.append(self.target(part))
         rest = self.schema(rest) if isinstance(rest, dict) else rest
         # Properties come in the order of the prompt: those of other schemas first.
-        names = sorted(evaluated[0].names, key=schema.get("properties", {}).__contains__)
-        return _object(names, evaluated[0].patterns, rest)
+        ordered = sorted(names, key=schema.get("properties", {}).__contains__)
+        return _object(ordered, patterns, rest)
+
+
+def _types(schema: AnySchema) -> set[str]:
+    """The types of JSON that ``schema`` allows, of those that its constants have, too."""
+    if schema is False:
+        return set()
+    named = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
+    types = {named} if isinstance(named, str) else set(named)
+    types |= {"integer"} if "number" in types else set()
+    listed = _listed(schema)
+    return types if listed is None else types & {kind for value in listed for kind in _kinds(value)}
+
+
+def _kinds(value: object) -> tuple[str, ...]:
+    if isinstance(value, bool):
+        return ("boolean",)
+    if isinstance(value, (int, float)):
+        return ("number", "integer")
+    names = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return (names[type(value)],)
+
+
+def _listed(schema: AnySchema) -> list[object] | None:
+    """The values of ``const`` or ``enum``."""
+    if isinstance(schema, bool):
+        return None
+    return [schema["const"]] if "const" in schema else schema.get("enum")
 
 
 def _object(names: Iterable[str], patterns: Iterable[str], additional: object) -> Schema:
