@@ -10,8 +10,10 @@ import argparse
 import functools
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import FLAGS
@@ -19,6 +21,11 @@ from vllm_mlx_harmony.host.entry_points import FLAGS
 logger = logging.getLogger("vllm_mlx_harmony")
 
 COMMAND_LINE = "vllm_mlx.cli"
+
+LAST_PORT = 65_535
+
+_REPOSITORY = re.compile(r"(?![.-])[\w.-]+(/(?![.-])[\w.-]+)?(?<![.-])")
+"""The name of a repository of Hugging Face, with or without its owner."""
 
 Namespace = dict[str, object]
 Command = Callable[[argparse.Namespace], object]
@@ -110,6 +117,7 @@ def _activate(args: argparse.Namespace) -> None:
 def _check(args: argparse.Namespace) -> None:
     """Raises HostError for options that no request could be served with, an unusable store, and
     unusable settings of tool servers."""
+    _check_flags(args)
     from vllm_mlx_harmony.server import defaults, enforcement
     from vllm_mlx_harmony.server.responses import store
     from vllm_mlx_harmony.server.tools import config
@@ -132,6 +140,25 @@ def _check(args: argparse.Namespace) -> None:
         from vllm_mlx_harmony.server.tools.mcp_server import check_package
 
         check_package()
+
+
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises HostError for values with which vllm-mlx would fail later, or refuse every request."""
+    from vllm_mlx_harmony.server.model_files import CONFIG, configuration
+
+    model, port = getattr(args, "model", None), getattr(args, "port", 0)
+    if model and Path(model).is_dir():
+        if not configuration(model, CONFIG):
+            raise HostError(f"{model} has no {CONFIG} that can be read")
+    elif model and (Path(model).exists() or not _REPOSITORY.fullmatch(model)):
+        raise HostError(f"{model} is not a directory")
+    if not 0 <= port <= LAST_PORT:
+        raise HostError(f"--port: {port} is not a number from 0 to {LAST_PORT}")
+    key = getattr(args, "api_key", None)
+    if key is not None and not key.strip():
+        raise HostError("--api-key is empty; omit it to serve without a key")
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise HostError("--api-key is not printable ASCII without spaces around it")
 
 
 def _apply(args: argparse.Namespace) -> None:

@@ -180,9 +180,16 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
         "shows the inspector, which was switched on",
         partial(inspector.install, status=engine_routes.inspected),
     )
+    downloads = Patch(
+        "vllm_mlx.utils.download:ensure_model_downloaded",
+        "reports in one line why the only model cannot be downloaded",
+        "model_name config is_mllm",
+        required=False,
+        replacement=f"{_OURS}.loading:ensure_model_downloaded",
+    )
     return (
         *NAMES,
-        *(() if several else (parsers,)),
+        *(() if several else (parsers, downloads)),
         front_end(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
