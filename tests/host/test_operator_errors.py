@@ -59,6 +59,37 @@ def test_flags(refused: Refused, arguments: list[str], expected: str) -> None:
     assert expected in refused(*arguments)
 
 
+VARIABLES: dict[str, tuple[str, str]] = {
+    "DATE": ("tomorrow", "'tomorrow' is not a date"),
+    "STORE": ("http://x", "'http://x' is neither a file nor the URL of a Redis"),
+    "MAX_BODY": ("many", "'many' is not a number such as 32 or 64M"),
+    "QUEUE": ("many", "'many' is not a number"),
+    "CACHE": ("lots", "'lots' is not a number"),
+    "REPLAY": ("64M", "'64M' is not a number"),
+    "GRAMMAR": ("perhaps", "'perhaps' is not one of"),
+    "SPECULATE": ("on", "'on' is not one of"),
+    "STATUS_LINE": ("off", "'off' is not one of"),
+    "TOOL_URLS": ("https://a.example", "has no effect without VLLM_MLX_HARMONY_TOOLS=on"),
+    "TOOLS": ("on", "requires --mcp-config"),
+}
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), [(n, *row) for n, row in VARIABLES.items()])
+def test_variables(
+    refused: Refused,
+    name: str,
+    value: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(f"VLLM_MLX_HARMONY_{name}", value)
+    line = refused("MODEL")
+    assert line.startswith(f"VLLM_MLX_HARMONY_{name}") and expected in line
+    assert not [*tmp_path.iterdir()], "nothing is created"
+
+
 @pytest.mark.parametrize("model", ["MODEL", "org/gpt-oss-20b", "org/gpt.oss_20b-MXFP4-Q8"])
 def test_names_of_repositories_are_not_directories(refused: Refused, model: str) -> None:
     assert "--port" in refused(model, "--port", "99999")

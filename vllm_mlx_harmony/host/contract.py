@@ -169,6 +169,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import Addition, Route, front_end
     from vllm_mlx_harmony.server.app import ENDPOINTS
+    from vllm_mlx_harmony.server.settings import ServerSettings
 
     parsers = Patch(
         "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
@@ -193,7 +194,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
         front_end(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
-        *((pages,) if inspector.is_enabled() else ()),
+        *((pages,) if ServerSettings.read().inspect else ()),
     )
 
 

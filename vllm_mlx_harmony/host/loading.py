@@ -27,6 +27,7 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +158,8 @@ def _beginning(messages: Messages) -> tuple[int, ...]:
 
     Raises ``RequestError`` for an invalid message.
     """
-    given = defaults.read(server()._default_chat_template_kwargs or {})
+    options = server()._default_chat_template_kwargs or {}
+    given = defaults.read(options, ServerSettings.read())
     before = messages[:-1] if messages and messages[-1].get("role") == "user" else messages
     prompts = []
     for word in ("Alpha", "Bravo"):
