@@ -54,12 +54,8 @@ from vllm_mlx_harmony.server.tasks import wait_until_done
 
 logger = logging.getLogger(__name__)
 
-QUEUE_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
-"""Environment variable: maximum number of requests waiting to begin. Further ones are rejected with
-503; requests that arrive at the same moment may exceed it."""
-
 WAITING = 256
-"""The default of this variable."""
+"""Requests that may wait to begin, by default. Those of the same moment may exceed it."""
 
 FREED, STEP_COUNTS = 2048, 8
 """Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``STEP_COUNTS`` ids."""
