@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import sys
 import tempfile
@@ -141,15 +140,8 @@ def cold(turn: Turn) -> float:
 def off() -> Row:
     """What draws a plain answer has nothing to do but to draw it."""
     turn, settings = Turn((User("Hi."),)), Settings(TOKENS, 1.0, 1.0)
-    before = os.environ.get(enforcement.GRAMMAR_VARIABLE)
-    os.environ[enforcement.GRAMMAR_VARIABLE] = Policy.OFF.value
-    try:
-        wanted = enforcement.read_settings()
-        held = asyncio.run(enforcement.constraint_for(turn, Names.of(turn), wanted))
-    finally:
-        os.environ.pop(enforcement.GRAMMAR_VARIABLE)
-        if before is not None:
-            os.environ[enforcement.GRAMMAR_VARIABLE] = before
+    wanted = enforcement.Enforcement(Policy.OFF, repetitions=0, budgets=False)
+    held = asyncio.run(enforcement.constraint_for(turn, Names.of(turn), wanted))
     constraint = None if held is None else LogitsMask(held)
     steps = int(Sampler(settings, (), constraint).adjusts)
     return row("what is done to the logits of a plain request, off", "steps", steps, 0)

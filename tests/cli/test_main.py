@@ -58,6 +58,8 @@ def test_a_wrong_command_line_is_a_2(ended: Ended, arguments: tuple[str, ...]) -
     assert "usage: vllm-mlx-harmony" in errors
 
 
+GATEWAY = "gateway --engine http://127.0.0.1:9 --model m"
+
 WRONG: dict[str, tuple[str, str]] = {
     "a directory": ("render .", "Is a directory"),
     "an empty file": ("render /dev/null", "is not JSON"),
@@ -73,6 +75,10 @@ WRONG: dict[str, tuple[str, str]] = {
     "no check": ("verify http://a --only nothing", "no check is called nothing"),
     "no repetition": ("verify http://a --repeat 0", "'0' is not a positive number"),
     "doctor": ("doctor --port 99999", "'99999' is not a port"),
+    "the stand-in's port": ("gateway stand-in --port 99999", "'99999' is not a port"),
+    "the stand-in's key": ("gateway stand-in --key ''", "--key is empty"),
+    "the gateway's port": (f"{GATEWAY} --port 99999", "--port: '99999' should be less than"),
+    "the gateway's key": (f"{GATEWAY} --key ''", "--key: key 1 is not printable ASCII"),
 }
 """What is typed, and what standard error says."""
 

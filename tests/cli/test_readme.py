@@ -19,7 +19,7 @@ import pytest
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.__main__ import COMMANDS
 from vllm_mlx_harmony.cli.process import Running
-from vllm_mlx_harmony.server.settings import Environment
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import Script
 
 Serving = Callable[..., AbstractContextManager[Running]]
@@ -151,7 +151,7 @@ def run(code: str) -> str:
 def test_every_variable_is_one() -> None:
     sources = (REPOSITORY / "vllm_mlx_harmony").rglob("*.py")
     code = "".join(path.read_text("utf-8") for path in sources)
-    code += "".join(f'"VLLM_MLX_HARMONY_{each.name.upper()}"' for each in fields(Environment))
+    code += "".join(f'"VLLM_MLX_HARMONY_{each.name.upper()}"' for each in fields(ServerSettings))
     named = set(re.findall(r"^\| `([A-Z_]+)` \|", SETTINGS, re.MULTILINE))
     assert named
     assert {name for name in named if f'"{name}"' not in code} == set()

@@ -13,7 +13,7 @@ import pytest
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli import service
-from vllm_mlx_harmony.server.settings import STOPPED_WITHIN
+from vllm_mlx_harmony.cli.process import STOPPED_WITHIN
 
 ODD = ["/usr/bin/env", "serve", "a b", "50%", "$HOME", 'say "hi"', "back\\slash", "é"]
 

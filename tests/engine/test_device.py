@@ -140,19 +140,15 @@ def test_limits_follow_the_weights(metal: Device, changes: tuple[int, ...]) -> N
 @pytest.mark.parametrize(
     ("value", "wired"),
     [
-        ("", 10 * GB + 2 * GB + MARGIN),
-        ("0", 0),
-        ("20G", 20 * GIB),
-        ("500G", RECOMMENDED),
-        ("much", 10 * GB + 2 * GB + MARGIN),
+        (None, 10 * GB + 2 * GB + MARGIN),
+        (0, 0),
+        (20 * GIB, 20 * GIB),
+        (500 * GIB, RECOMMENDED),
     ],
 )
-def test_a_setting_limits_what_is_wired(
-    metal: Device, monkeypatch: pytest.MonkeyPatch, value: str, wired: int
-) -> None:
-    monkeypatch.setenv(device.WIRED, value)
+def test_a_setting_limits_what_is_wired(metal: Device, value: int | None, wired: int) -> None:
     models = Metal()
-    models.add_weights(10 * GB, 2 * GB, 0.9)
+    models.add_weights(10 * GB, 2 * GB, 0.9, value)
     assert metal.wired == wired
     metal.now += RELEASED
     assert models.release() is None

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.engine import QUEUE_VARIABLE, MlxEngine, Options
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
@@ -403,12 +403,9 @@ def test_who_is_on_the_way_when_the_thread_dies_is_told(tiny: Path, run: Run) ->
     assert not engine.loaded, "what a dead thread leaves is freed"
 
 
-def test_too_many_that_wait_are_rejected_before_anything_is_sent(
-    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_that_wait_are_rejected_before_anything_is_sent(tiny: Path, run: Run) -> None:
     """By the call itself, so that a stream gets a status of its own."""
-    engine = opened(tiny, limits=Limits(answers=1))
-    monkeypatch.setenv(QUEUE_VARIABLE, "2")
+    engine = opened(tiny, limits=Limits(answers=1), queue=2)
 
     async def test() -> None:
         running = engine.generate(words(1, 20), GREEDY, "", None)
@@ -591,13 +588,10 @@ class Watched:
     ],
     ids=["sequences", "prompts", "answers", "chunk", "chunk beside", "all"],
 )
-def test_nothing_exceeds_its_limit(
-    tiny: Path, run: Run, limits: Limits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_exceeds_its_limit(tiny: Path, run: Run, limits: Limits) -> None:
     """As ``--max-num-seqs``, ``--prefill-batch-size``, ``--completion-batch-size``,
     ``--prefill-step-size`` and ``--chunked-prefill-tokens`` set them."""
-    monkeypatch.setenv(QUEUE_VARIABLE, "4")
-    engine = opened(tiny, limits=limits)
+    engine = opened(tiny, limits=limits, queue=4)
     expected = [of_mlx_lm(engine, words(seed, 200 + seed), 25) for seed in range(4)]
     watched = engine.module = Watched(engine)
 
@@ -660,7 +654,7 @@ def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
 def test_a_model_that_leaves_no_room_is_not_loaded(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device, "memory", lambda: 20_000_000)
+    monkeypatch.setattr(device, "memory", lambda *_: 20_000_000)
     engine = MlxEngine(str(tiny))
     with pytest.raises(HostError, match=r"of the 18,000,000 bytes .* leaves no memory"):
         engine.load(loading(partial(load_module, tiny)))

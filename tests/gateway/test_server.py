@@ -38,7 +38,6 @@ from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import PREFIX, GatewaySettings, Key, load
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.defaults import ATTACHMENTS_VARIABLE
 from vllm_mlx_harmony.server.tools import config
 
 CHAT = "/v1/chat/completions"
@@ -740,9 +739,9 @@ def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:
 def test_variables_of_the_front_end_hold_for_a_gateway(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv(ATTACHMENTS_VARIABLE, "refuse")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_ATTACHMENTS", "refuse")
     assert app.Gateway(load(GIVEN, {})).defaults(None).attachments is Attachments.REFUSE
-    for variable in (ATTACHMENTS_VARIABLE, enforcement.GRAMMAR_VARIABLE):
+    for variable in ("VLLM_MLX_HARMONY_ATTACHMENTS", enforcement.GRAMMAR_VARIABLE):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "show")
             assert main(["gateway", "--model", MODEL, "--engine", "http://127.0.0.1:9"]) == 2

@@ -63,7 +63,7 @@ def test_doctor_looks_and_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("gigabytes", [0.0, -1.0, float("nan")])
 def test_a_size_that_is_none_is_refused(tmp_path: Path, gigabytes: float) -> None:
     with pytest.raises(HostError, match="ssd-cache-max-gb"):
-        resources.opened(str(tmp_path / "new"), gigabytes)
+        resources.opened(str(tmp_path / "new"), gigabytes, 0)
     assert not (tmp_path / "new").exists()
 
 
@@ -71,7 +71,7 @@ def test_a_directory_that_cannot_be_used_costs_the_disk_alone(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert resources.opened(str(tmp_path / "file"), 1.0) is None
+    assert resources.opened(str(tmp_path / "file"), 1.0, 0) is None
     assert "cannot be used" in caplog.text
 
 

@@ -76,6 +76,16 @@ def test_switched_off(
     assert "VLLM_MLX_HARMONY=0" in found(doctor.doctor(), "switch").detail
 
 
+def test_an_invalid_variable_is_one_problem(
+    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", "tomorrow")
+    report = doctor.doctor()
+    (finding,) = [each for each in report.findings if each.ok is False]
+    assert (finding.what, finding.fix) == ("settings", "correct it, or unset it")
+    assert "VLLM_MLX_HARMONY_DATE: 'tomorrow' is not a date" in finding.detail
+
+
 @pytest.mark.parametrize("name", ["vllm-mlx", "openai-harmony"])
 def test_a_distribution_is_missing(
     nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -190,7 +200,7 @@ def test_the_longest_prompt_that_fits_in_memory(
     expected: str,
 ) -> None:
     device = pytest.importorskip("vllm_mlx_harmony.engine.device")
-    monkeypatch.setattr(device, "memory", lambda: memory)
+    monkeypatch.setattr(device, "memory", lambda *_: memory)
     monkeypatch.setattr("vllm_mlx_harmony.server.model_files.is_harmony_model", lambda model: True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     for number in range(2):
@@ -348,7 +358,7 @@ def large_machine(monkeypatch: pytest.MonkeyPatch, *, memory: int, free: int) ->
     """A machine with so many GB for models, and on its disk."""
     from vllm_mlx_harmony.engine import device
 
-    monkeypatch.setattr(device, "memory", lambda: memory * 10**9)
+    monkeypatch.setattr(device, "memory", lambda *_: memory * 10**9)
     usage = SimpleNamespace(free=free * 10**9)
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage)
 

@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("vllm_mlx")
 
 from vllm_mlx_harmony.server import encryption as sealing
-from vllm_mlx_harmony.server.encryption import KEY_VARIABLE, ServerCipher, server_cipher
+from vllm_mlx_harmony.server.encryption import ServerCipher, server_cipher
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
 
@@ -19,7 +19,7 @@ KEY, OTHER = bytes(32), bytes([1]) * 32
 def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    monkeypatch.delenv("VLLM_MLX_HARMONY_SEAL_KEY", raising=False)
     sealing._server_key.cache_clear()
 
 
@@ -70,7 +70,7 @@ def test_the_key_is_the_users_and_only_theirs() -> None:
 
 
 def test_servers_given_the_same_secret_open_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEY_VARIABLE, "our secret")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_SEAL_KEY", "our secret")
     encrypted = server_cipher("tenant").encrypt("a")
     sealing._server_key.cache_clear()
     assert server_cipher("tenant").decrypt(encrypted) == "a"

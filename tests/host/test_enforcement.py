@@ -37,9 +37,11 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement, generation, grammar_checks
 from vllm_mlx_harmony.server.chat import CHAT
+from vllm_mlx_harmony.server.enforcement import Enforcement
 from vllm_mlx_harmony.server.messages import MESSAGES
 from vllm_mlx_harmony.server.responses.routes import RESPONSES
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import Script
 
 SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "2"))
@@ -327,7 +329,7 @@ async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Sai
     asked = api.read(document, Defaults(), "tenant")
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
-    wanted = enforcement.read_settings()
+    wanted = Enforcement.of(ServerSettings.read())
     if (budget := VllmMlx().reasoning_tokens) is not None:
         wanted = replace(wanted, reasoning_tokens=budget)
     constraint = await enforcement.constraint_for(asked.turn, context.names, wanted)
@@ -579,7 +581,7 @@ def test_reasoning_that_goes_in_circles_is_ended(
     api, document = wanting("a loop", "plain", 1)
     monkeypatch.setattr(reasoning, "MIN_LOOP", 20)
     for word, ends in (("4", True), ("0", False)):
-        monkeypatch.setenv(enforcement.REPETITIONS_VARIABLE, word)
+        monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", word)
         found = run(said(scripted, api, document, replace(FREE, max_tokens=120)))
         assert found.constraint is not None
         assert found.constraint.reasoning_ended_by == ("repetition" if ends else "")
@@ -592,7 +594,7 @@ def test_a_default_budget(
 ) -> None:
     from vllm_mlx import server
 
-    monkeypatch.setenv(enforcement.BUDGET_VARIABLE, "200" if by == "flag" else "20")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_BUDGET", "200" if by == "flag" else "20")
     if by == "flag":
         monkeypatch.setattr(server, "_default_thinking_token_budget", 20)
     found = run(said(scripted, *wanting("no end", "plain", 1), replace(FREE, max_tokens=50)))
@@ -603,7 +605,7 @@ def test_a_default_budget(
 def test_a_small_limit_is_a_budget(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, budgets: str
 ) -> None:
-    monkeypatch.setenv(enforcement.BUDGET_VARIABLE, budgets)
+    monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_BUDGET", budgets)
     api, document = wanting("no end", "plain", 1, max_output_tokens=84)
     found = run(said(scripted, api, document, replace(FREE, max_tokens=84)))
     if budgets:
@@ -652,7 +654,7 @@ def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint |
         document = {**job.document, **more}
         turn = job.api.read(document, Defaults(), "tenant").turn
         names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
-        return await enforcement.constraint_for(turn, names, enforcement.read_settings())
+        return await enforcement.constraint_for(turn, names, Enforcement.of(ServerSettings.read()))
 
     found: Constraint | None = run(asked())
     return found
@@ -713,15 +715,15 @@ def test_what_cannot_be_expressed_is_an_error_when_strict_and_else_one_line_in_t
     ("variable", "word"),
     [
         (enforcement.GRAMMAR_VARIABLE, "perhaps"),
-        (enforcement.BUDGET_VARIABLE, "-1"),
-        (enforcement.BUDGET_VARIABLE, "many"),
-        (enforcement.REPETITIONS_VARIABLE, "x"),
+        ("VLLM_MLX_HARMONY_REASONING_BUDGET", "-1"),
+        ("VLLM_MLX_HARMONY_REASONING_BUDGET", "many"),
+        ("VLLM_MLX_HARMONY_REPETITIONS", "x"),
     ],
 )
 def test_words_that_cannot_be(monkeypatch: pytest.MonkeyPatch, variable: str, word: str) -> None:
     monkeypatch.setenv(variable, word)
     with pytest.raises(HostError, match=variable):
-        enforcement.read_settings()
+        Enforcement.of(ServerSettings.read())
 
 
 def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
@@ -729,7 +731,7 @@ def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
     names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
 
     async def grammar(tenant: str) -> Any:
-        own, wanted = replace(turn, tenant=tenant), enforcement.read_settings()
+        own, wanted = replace(turn, tenant=tenant), Enforcement.of(ServerSettings.read())
         constraint = await enforcement.constraint_for(own, names, wanted)
         return constraint and constraint.spec.grammar
 

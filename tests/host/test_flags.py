@@ -18,6 +18,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine.engine import Options
 from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.host import activation, flags, summary
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 MB = 1 << 20
 
@@ -154,6 +155,7 @@ def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("", "up to 7 MiB in memory"),
         ("--cache-memory-mb 64", "up to 64 MiB in memory"),
         ("--cache-memory-mb 64 --continuous-batching", "up to 64 MiB in memory"),
         ("--cache-memory-mb 0", "off"),
@@ -162,14 +164,14 @@ def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
 )
 def test_the_start_says_how_large_the_prefix_cache_is(line: str, said: str) -> None:
     try:
-        activation._apply(parsed(*line.split()))
+        activation._apply(parsed(*line.split()), ServerSettings(cache=7 * MB))
         assert dict(summary._common())["prefix cache"] == said
     finally:
-        activation._apply(parsed())
+        activation._apply(parsed(), ServerSettings())
 
 
 @pytest.mark.parametrize("line", ["", "--continuous-batching"])
-def test_flags_of_an_engine_reach_it(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_an_engine_reach_it(line: str) -> None:
     given = "--max-num-seqs 9 --prefill-batch-size 4 --completion-batch-size 5 --stream-interval 3"
     more = "--chunked-prefill-tokens 64 --prefill-step-size 96 --gpu-memory-utilization 0.5"
     found = flags.engine_options(parsed(*f"{given} {more} {line}".split()), Options())
@@ -179,13 +181,14 @@ def test_flags_of_an_engine_reach_it(line: str, monkeypatch: pytest.MonkeyPatch)
     one = SimpleNamespace(stream_interval=0, prefill_step_size=64, gpu_memory_utilization=0.4)
     limits = replace(found.limits, chunk=64)
     assert flags.engine_options(one, found) == Options(limits, utilization=0.4, interval=1)
-    monkeypatch.setenv(flags.PAUSE_VARIABLE, "100")
-    assert flags.engine_options(parsed(), Options()) == Options(Limits(pause=0.1))
-    monkeypatch.setenv(flags.SPECULATE_VARIABLE, "Forced")
-    assert flags.engine_options(parsed(), Options()).speculate == "forced"
-    monkeypatch.setenv(flags.SPECULATE_VARIABLE, "on")
-    with pytest.raises(HostError, match="'on' is not one of off, forced, auto"):
-        flags.engine_options(parsed(), Options())
+
+
+def test_settings_of_an_engine_reach_it() -> None:
+    assert flags.configured_options(ServerSettings()) == Options()
+    settings = ServerSettings(pause_ms=100, speculate="forced", queue=3, memory=4, wired=5)
+    options = flags.configured_options(settings)
+    assert options == Options(Limits(pause=0.1), speculate="forced", queue=3, memory=4, wired=5)
+    assert flags.engine_options(parsed(), options) == options
 
 
 ELSEWHERE = {
@@ -218,7 +221,7 @@ def test_every_flag_of_the_host_was_looked_at() -> None:
 
 def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HostError, match="--mllm is not supported: gpt-oss takes text only"):
-        activation._check(parsed("--mllm"))
+        activation._check(parsed("--mllm"), ServerSettings())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ pytest.importorskip("vllm_mlx")
 from starlette.testclient import TestClient
 from vllm_mlx import server
 
-from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.host import contract, entry_points, mount, patching
 from vllm_mlx_harmony.host.adapter import VllmMlx
 
@@ -26,9 +25,9 @@ def inspector_rows() -> list[patching.Requirement]:
 def test_only_with_the_variable(
     value: str | None, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(inspector.VARIABLE, raising=False)
+    monkeypatch.delenv("VLLM_MLX_HARMONY_INSPECT", raising=False)
     if value is not None:
-        monkeypatch.setenv(inspector.VARIABLE, value)
+        monkeypatch.setenv("VLLM_MLX_HARMONY_INSPECT", value)
     assert bool(inspector_rows()) is there
 
 
@@ -36,7 +35,7 @@ def test_behind_the_hosts_key_and_gone_when_undone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(server, "_api_key", KEY)
     before = list(server.app.router.routes), list(server.app.user_middleware)
     stack = server.app.middleware_stack
-    monkeypatch.setenv(inspector.VARIABLE, "1")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_INSPECT", "1")
     (row,) = inspector_rows()
     around = mount.front_end(VllmMlx()).apply()
     assert row.problem() is None

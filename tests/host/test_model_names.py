@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -17,20 +17,26 @@ from vllm_mlx import server
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED
-from vllm_mlx_harmony.server.host import (
-    NAMES_VARIABLE,
-    is_other_name,
-    other_names,
-    own_name,
-    response_name,
-)
+from vllm_mlx_harmony.server.host import ModelNames
+from vllm_mlx_harmony.server.settings import ServerSettings
+
+NAMES_VARIABLE = "VLLM_MLX_HARMONY_MODEL_NAMES"
 
 
-@pytest.fixture(autouse=True)
-def _server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+Activate = Callable[[str], None]
+
+
+@pytest.fixture
+def activate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Activate]:
+    """Activates the plugin with these names."""
+
+    def start(names: str) -> None:
+        contract.deactivate()
+        monkeypatch.setenv(NAMES_VARIABLE, names)
+        contract.activate()
+
     monkeypatch.setattr(server, "_model_name", "gpt-oss-20b")
-    contract.activate()
-    yield
+    yield start
     contract.deactivate()
 
 
@@ -53,18 +59,18 @@ def test_a_model_answers_to_other_names(
     setting: str, name: str, other: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAMES_VARIABLE, setting)
-    assert is_other_name(name, "gpt-oss-20b") is other
-    assert own_name(name, "gpt-oss-20b") == ("gpt-oss-20b" if other else name)
-    assert response_name(name, "gpt-oss-20b") == (name if other else "gpt-oss-20b")
+    names = ModelNames("gpt-oss-20b", ServerSettings.read().model_names)
+    assert names.is_other(name) is other
+    assert names.own(name) == ("gpt-oss-20b" if other else name)
+    assert names.response(name) == (name if other else "gpt-oss-20b")
 
 
 def test_with_several_models_a_name_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NAMES_VARIABLE, "*")
     monkeypatch.setattr(server, "_model_manager", object())
-    several = VllmMlx().model_name
-    assert several is None
-    assert other_names(several) == ()
-    assert own_name("gpt-4o", several) == response_name("gpt-4o", several) == "gpt-4o"
+    assert VllmMlx().model_name is None
+    several = ModelNames(None, ("*",))
+    assert several.others == ()
+    assert several.own("gpt-4o") == several.response("gpt-4o") == "gpt-4o"
 
 
 def get(path: str) -> httpx.Response:
@@ -80,9 +86,10 @@ def ids(listed: Any) -> list[str]:
     return [entry["id"] for entry in listed["data"]]
 
 
-def test_the_names_are_listed_as_they_were_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_names_are_listed_as_they_were_given(activate: Activate) -> None:
+    activate("")
     assert ids(get("/v1/models").json()) == ["gpt-oss-20b"]
-    monkeypatch.setenv(NAMES_VARIABLE, "claude-*,gpt-4o,gpt-4o,gpt-oss-20b")
+    activate("claude-*,gpt-4o,gpt-4o,gpt-oss-20b")
     for path in ("/v1/models", "/v1/models/"):
         listed = get(path).json()
         assert ids(listed) == ["gpt-oss-20b", "claude-*", "gpt-4o"]
@@ -90,23 +97,25 @@ def test_the_names_are_listed_as_they_were_given(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", ["claude-opus-4", "claude-*", "gpt-oss-20b"])
-def test_a_name_that_matches_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NAMES_VARIABLE, "claude-*")
+def test_a_name_that_matches_is_found(name: str, activate: Activate) -> None:
+    activate("claude-*")
     found = get(f"/v1/models/{name}").json()
     assert found["id"] == name
     assert found.keys() == get("/v1/models").json()["data"][0].keys()
     assert get("/v1/models/gpt-4o").status_code == 404
 
 
-def test_the_engine_is_lent_under_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_lent_under_other_names(
+    activate: Activate, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The host is asked for its own name, and refuses those that are nobody's."""
     lent: list[str | None] = []
 
     async def lend(*_: object, model: str | None, **__: object) -> None:
         lent.append(model)
 
+    activate("claude-*")
     monkeypatch.setattr(server, "_acquire_default_engine_for_request", lend)
-    monkeypatch.setenv(NAMES_VARIABLE, "claude-*")
     for name, status in (("claude-opus-4", CLIENT_CLOSED), ("gpt-4o", 404)):
         body = {"model": name, "messages": [{"role": "user", "content": "Hi"}]}
         assert TestClient(server.app).post("/v1/chat/completions", json=body).status_code == status

@@ -24,6 +24,7 @@ from vllm_mlx_harmony.host import mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.server.host import install
 from vllm_mlx_harmony.server.middleware import HOSTS_VARIABLE, ORIGINS_VARIABLE, Admission
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 NAME = "Toms-Mac.fritz.box"
 SETTINGS = {"origins": ["https://chat.example.com", "vscode-webview://*"], "hosts": ["*.corp.net"]}
@@ -239,7 +240,8 @@ def test_what_is_refused_is_logged_once_and_quoted(caplog: pytest.LogCaptureFixt
 def test_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ORIGINS_VARIABLE, " https://A.example , ,null")
     monkeypatch.setenv(HOSTS_VARIABLE, "LLM.example.com")
-    asking = client(origins=None, hosts=None)
+    settings = ServerSettings.read()
+    asking = client(origins=settings.origins, hosts=settings.hosts)
     for origin in ("https://a.example", "null"):
         headers = headers_of("llm.example.com", origin)
         assert asking.get("/v1/messages", headers=headers).status_code == 200

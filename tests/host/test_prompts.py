@@ -29,13 +29,10 @@ from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.defaults import (
-    ATTACHMENTS_VARIABLE,
-    DATE_VARIABLE,
-    NONE_VARIABLE,
-    REASONING_FIELD_VARIABLE,
     read,
 )
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import Script
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -137,12 +134,12 @@ def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:
 def test_the_date_can_be_pinned_or_left_out(
     pinned: str, date: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(DATE_VARIABLE, pinned)
+    monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", pinned)
     assert VllmMlx().defaults(None).date == date
 
 
 def test_a_prompt_has_the_date_of_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(DATE_VARIABLE, raising=False)
+    monkeypatch.delenv("VLLM_MLX_HARMONY_DATE", raising=False)
     host = VllmMlx()
     for day in ("2026-11-24", "2026-11-24", "2026-11-25"):
         calendar = SimpleNamespace(today=lambda day=day: datetime.date.fromisoformat(day))
@@ -154,20 +151,20 @@ def test_a_prompt_has_the_date_of_its_day(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_attachments_are_omitted_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, meant in (("", Attachments.OMIT), ("omit", Attachments.OMIT), ("Refuse", "refuse")):
-        monkeypatch.setenv(ATTACHMENTS_VARIABLE, word)
+        monkeypatch.setenv("VLLM_MLX_HARMONY_ATTACHMENTS", word)
         assert VllmMlx().defaults(None).attachments == meant
-    monkeypatch.setenv(ATTACHMENTS_VARIABLE, "show")
-    with pytest.raises(HostError, match=f"{ATTACHMENTS_VARIABLE}: .* is not one of omit, refuse"):
-        read({})
+    monkeypatch.setenv("VLLM_MLX_HARMONY_ATTACHMENTS", "show")
+    with pytest.raises(HostError, match="ATTACHMENTS: 'show' is not one of omit, refuse"):
+        read({}, ServerSettings.read())
 
 
 def test_the_field_of_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, meant in (("", "both"), ("Reasoning", "reasoning"), ("both", "both")):
-        monkeypatch.setenv(REASONING_FIELD_VARIABLE, word)
+        monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_FIELD", word)
         assert VllmMlx().defaults(None).reasoning_field == meant
-    monkeypatch.setenv(REASONING_FIELD_VARIABLE, "thinking")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_FIELD", "thinking")
     with pytest.raises(HostError, match="is not one of both, reasoning, reasoning_content"):
-        read({})
+        read({}, ServerSettings.read())
 
 
 @pytest.mark.parametrize(
@@ -183,13 +180,13 @@ def test_the_field_of_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bad_template_option_of_the_server_is_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(HostError, match=f"^--default-chat-template-kwargs: .*{named}"):
-        read(options)
+        read(options, ServerSettings.read())
 
 
 def test_the_servers_template_options_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"reasoning_effort": "high", "model_identity": "X", "builtin_tools": ["python"]}
     monkeypatch.setattr(server, "_default_chat_template_kwargs", options)
-    monkeypatch.setenv(DATE_VARIABLE, "none")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", "none")
     high = chat.read({"model": "m", "messages": [ASK]}, Defaults()).turn.effort.HIGH
     assert VllmMlx().defaults(None) == Defaults(high, "X", None, ("python",))
 
@@ -211,14 +208,14 @@ def test_the_server_may_not_think(
     expected: tuple[Effort, bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv(NONE_VARIABLE, none_effort)
-    found = read(options)
+    monkeypatch.setenv("VLLM_MLX_HARMONY_NONE_EFFORT", none_effort)
+    found = read(options, ServerSettings.read())
     assert (found.effort, found.thinking) == expected
     word = "none" if none_effort == "low" else "high"
     assert found.reasoning(("reasoning_effort", word))[1]
 
 
 def test_what_none_is_taken_for_must_be_an_effort(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NONE_VARIABLE, "a little")
-    with pytest.raises(HostError, match=NONE_VARIABLE):
-        read({})
+    monkeypatch.setenv("VLLM_MLX_HARMONY_NONE_EFFORT", "a little")
+    with pytest.raises(HostError, match="VLLM_MLX_HARMONY_NONE_EFFORT"):
+        read({}, ServerSettings.read())

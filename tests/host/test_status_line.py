@@ -188,7 +188,7 @@ class JsonFormatter(logging.Formatter):
 
 
 NONE = {
-    "switched off": ({status_line.VARIABLE: "0"}, True),
+    "switched off": ({"VLLM_MLX_HARMONY_STATUS_LINE": "0"}, True),
     "a terminal that cannot": ({"TERM": "dumb"}, True),
     "no terminal": ({}, False),
 }

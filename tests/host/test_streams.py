@@ -38,7 +38,7 @@ from vllm_mlx_harmony.server.answer import Answer, unread
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline
-from vllm_mlx_harmony.server.settings import Environment
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.streams import send_with_timeout
 
 SEAL = ServerCipher(b"0" * 32, "tenant")
@@ -126,12 +126,12 @@ def answered(
     )
     tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
     given: Any = (lease, None, None)
-    environment = Environment.read()
+    settings = ServerSettings.read()
     if capacity is not None:
-        environment = replace(environment, stream_bytes=capacity)
+        settings = replace(settings, stream_bytes=capacity)
     if pings_after is not None:
-        environment = replace(environment, ping_seconds=pings_after)
-    job = Job(*given, emitter, stream=True, id_seed="s", environment=environment)
+        settings = replace(settings, ping_seconds=pings_after)
+    job = Job(*given, emitter, stream=True, id_seed="s", server_settings=settings)
     return Answer(job, tracker, deltas=deltas)
 
 

@@ -39,7 +39,7 @@ from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import front_end_of
 from vllm_mlx_harmony.server.observer import Observed
 from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.server.settings import Environment
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 SCRIPT = (
     "<|channel|>analysis<|message|>A greeting.<|end|>"
@@ -135,8 +135,8 @@ def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bo
 
 def test_a_background_response_that_is_not_begun_is_no_request(site: Site) -> None:
     """Only requests that have ended are dropped, so it would be there for ever."""
-    full = Environment(background_bytes=-1)
-    site.app.state.vllm_mlx_harmony = replace(site.app.state.vllm_mlx_harmony, environment=full)
+    full = ServerSettings(background_bytes=-1)
+    site.app.state.vllm_mlx_harmony = replace(site.app.state.vllm_mlx_harmony, settings=full)
     assert site.ask("responses", background=True).status_code == 503
     assert site.rows == []
 

@@ -114,7 +114,7 @@ def test_the_answer_the_log_and_the_metrics_say_so(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setenv(enforcement.REPETITIONS_VARIABLE, "32")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "32")
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(thoughts)
     with caplog.at_level(logging.INFO, generation.logger.name):
@@ -196,7 +196,7 @@ def test_nor_if_the_model_may_call_a_tool(path: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("variable", "limit"),
-    [(enforcement.BUDGET_VARIABLE, 100), (enforcement.GRAMMAR_VARIABLE, 100), ("", 257)],
+    [("VLLM_MLX_HARMONY_REASONING_BUDGET", 100), (enforcement.GRAMMAR_VARIABLE, 100), ("", 257)],
 )
 def test_nor_if_budgets_are_off_or_the_limit_is_not_small(
     path: str, variable: str, limit: int, monkeypatch: pytest.MonkeyPatch

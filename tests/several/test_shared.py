@@ -97,9 +97,8 @@ def test_what_is_larger_than_the_store_is_not_stored(server: RedisServer) -> Non
     assert not SharedStore(Connection(server.url), max_bytes=100).put(KEPT)
 
 
-def test_keys_say_nothing_and_expire(own: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(shared.SECONDS_VARIABLE, "3600")
-    connection = Connection(own.url)
+def test_keys_say_nothing_and_expire(own: RedisServer) -> None:
+    connection = Connection(own.url, 3600)
     SharedStore(connection).put(KEPT)
     Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
     directory, response = Directory(connection), ("resp_1", "alice")
@@ -165,7 +164,7 @@ def test_servers_that_share_a_redis_open_what_the_other_encrypted(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(shared.STORE_VARIABLE, server.url)
-    monkeypatch.delenv(encryption.KEY_VARIABLE, raising=False)
+    monkeypatch.delenv("VLLM_MLX_HARMONY_SEAL_KEY", raising=False)
     opened = []
     for _ in range(2):
         _forget()
@@ -184,7 +183,7 @@ def test_the_environments_key_comes_first(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(shared.STORE_VARIABLE, server.url)
-    monkeypatch.setenv(encryption.KEY_VARIABLE, "secret")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_SEAL_KEY", "secret")
     _forget()
     encrypted = encryption.server_cipher("alice").encrypt("because")
     monkeypatch.delenv(shared.STORE_VARIABLE)

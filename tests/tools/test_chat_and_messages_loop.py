@@ -31,7 +31,8 @@ from test_responses_loop import (
 )
 
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Where is it warm?"}]

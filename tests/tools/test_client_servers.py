@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,10 +38,11 @@ from test_toolbox import serving as mcp_serving
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import client_servers
 from vllm_mlx_harmony.server.tools.client_servers import VARIABLE, ClientServers, guarded_http
 from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern, is_public
-from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, Use
+from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 from vllm_mlx_harmony.server.tools.toolbox import GIVEN, Toolbox
@@ -513,20 +515,19 @@ def test_patterns(pattern: str, url: str, allowed: bool) -> None:
         "https://u@a",
     ],
 )
-def test_what_is_no_pattern(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_pattern(text: str) -> None:
     with pytest.raises(HostError):
         UrlPattern.read(text)
     if text:
-        monkeypatch.setenv(VARIABLE, f"https://a.example, {text}")
         with pytest.raises(HostError):
-            ClientServers.of_environment(Use.ON, 5.0)
+            ClientServers.of(ServerSettings(tools=Use.ON, tool_urls=("https://a.example", text)))
 
 
-def test_patterns_that_allow_nothing_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "https://a.example")
-    assert ClientServers.of_environment(Use.ON, 5.0).allowed
+def test_patterns_that_allow_nothing_are_said() -> None:
+    settings = ServerSettings(tools=Use.ON, tool_urls=("https://a.example",))
+    assert ClientServers.of(settings).allowed
     with pytest.raises(HostError, match="VLLM_MLX_HARMONY_TOOLS=on"):
-        ClientServers.of_environment(Use.OFF, 5.0)
+        ClientServers.of(replace(settings, tools=Use.OFF))
 
 
 ADDRESSES = {

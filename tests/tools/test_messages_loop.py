@@ -20,7 +20,7 @@ from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND, f
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.tools.config import Use
+from vllm_mlx_harmony.server.settings import Use
 
 __all__ = ["_as_scripted"]
 

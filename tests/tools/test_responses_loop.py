@@ -27,7 +27,8 @@ from vllm_mlx_harmony.core.turn import Turn
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.responses import store
-from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 

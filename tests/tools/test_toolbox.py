@@ -27,7 +27,8 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import ServerCall
-from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, Use, read
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, read
 from vllm_mlx_harmony.server.tools.mcp_server import malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Toolbox
@@ -42,7 +43,7 @@ def stdio(kind: str, **more: Any) -> dict[str, Any]:
 
 def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
     config = ToolsConfig.model_validate({"servers": servers, "default_timeout": 600, **limits})
-    return Toolbox.of(config, Use.ON)
+    return Toolbox.of(config, ServerSettings(tools=Use.ON))
 
 
 def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:

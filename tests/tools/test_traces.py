@@ -32,7 +32,8 @@ from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.server import enforcement, traces
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 SECRET = "Where is it warm?"

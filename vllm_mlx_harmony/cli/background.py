@@ -20,10 +20,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_mlx_harmony.cli import process
-from vllm_mlx_harmony.cli.process import ADDRESS, STOPPING, free_port, is_free, wait_until_ready
+from vllm_mlx_harmony.cli.process import (
+    ADDRESS,
+    STOPPED_WITHIN,
+    STOPPING,
+    free_port,
+    is_free,
+    wait_until_ready,
+)
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
-from vllm_mlx_harmony.server.settings import STOPPED_WITHIN
 
 PORT = 8000
 """vllm-mlx's default port, which is used if it is free."""

@@ -18,6 +18,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http.client import HTTPException
 from importlib import metadata
@@ -29,7 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_mlx_harmony import _startup
-from vllm_mlx_harmony.cli.errors import number
+from vllm_mlx_harmony.cli import errors
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS
 from vllm_mlx_harmony.cli.process import LOCAL, is_free, send
 from vllm_mlx_harmony.core.errors import HostError
@@ -43,7 +44,6 @@ PACKAGE = "vllm_mlx"
 PORT = 8000
 """vllm-mlx's default port."""
 
-LAST_PORT = 65_535
 
 GATEWAY = "vllm-mlx-harmony gateway"
 """The name in a gateway's ``/health`` (``gateway.app``, which is not imported here)."""
@@ -136,9 +136,9 @@ def doctor(
     servers of an ``--mcp-config``, each of which is started and asked for its tools."""
     python = _one("python", True, f"{platform.python_version()} ({sys.executable})")
     listening = _port(port)
-    mlx = _mlx()
-    groups = [python, *_machine(), _packages(), mlx, _loading(), _vocabulary()]
-    groups += [*(_host() if mlx.ok else ()), listening]
+    mlx, settings = _mlx(), tuple(_settings())
+    groups = [python, *settings, *_machine(), _packages(), mlx, _loading(), _vocabulary()]
+    groups += [*(_host() if mlx.ok and not settings else ()), listening]
     if mlx.ok and listening.findings[0].ok:  # a running server would distort the measurement
         groups += _prefill()
     if cache is not None:
@@ -163,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--port",
-        type=number(f"a port: 1 to {LAST_PORT}", most=LAST_PORT),
+        type=errors.port,
         default=PORT,
         help="port to check (default: %(default)s)",
     )
@@ -184,11 +184,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tools(path: str) -> Group:
     """Starts each tool server of the file, asks for its tools, and stops it again."""
+    from vllm_mlx_harmony.server.settings import ServerSettings, Use
     from vllm_mlx_harmony.server.tools import config
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
     try:
-        toolbox = Toolbox.of(config.read(path), config.Use.ON)
+        toolbox = Toolbox.of(config.read(path), ServerSettings(tools=Use.ON))
     except HostError as error:
         return _one("tools", False, error.message, f"see {path}")
 
@@ -211,6 +212,25 @@ def _tools(path: str) -> Group:
     return Group("tools", found) if found else _one("tools", None, f"{path} has no servers")
 
 
+def _settings() -> Iterator[Group]:
+    """The first environment variable that is invalid: no server would start."""
+    from vllm_mlx_harmony.server.settings import ServerSettings
+
+    try:
+        ServerSettings.read()
+    except HostError as error:
+        yield _one("settings", False, error.message, "correct it, or unset it")
+
+
+def _configured_memory() -> int | None:
+    """The memory for models without Metal, if it is configured."""
+    from vllm_mlx_harmony.server.settings import ServerSettings
+
+    with suppress(HostError):  # `_settings` reports it
+        return ServerSettings.read().memory
+    return None
+
+
 def _machine() -> Iterator[Group]:
     """Whether gpt-oss fits into memory, and onto the disk if it is not there."""
     try:
@@ -219,7 +239,7 @@ def _machine() -> Iterator[Group]:
         from vllm_mlx_harmony.engine import device
     except ImportError:  # missing packages have lines of their own
         return
-    memory = device.memory()
+    memory = device.memory(_configured_memory())
     fitting = [model for model in MODELS.values() if model.needed <= memory]
     metal = "with Metal" if device.has_metal() else "without Metal: on the CPU, slowly"
     facts = f"{memory / GIGABYTE:.0f} GB for models, {metal}"
@@ -392,7 +412,7 @@ def _port(port: int) -> Group:
         return _one("port", True, f"{port} is free")
     if server := _server(port):
         return _one("port", None, f"{port}: {server} is running there")
-    other = port + 1 if port < LAST_PORT else port - 1
+    other = port + 1 if port < errors.LAST_PORT else port - 1
     fix = f"stop it, or serve with --port {other}"
     return _one("port", False, f"{port} is in use by another program", fix)
 
@@ -470,7 +490,7 @@ def _memory(model: str) -> Iterator[Finding]:
         return
     files = path_of(model, CONFIG).parent.glob("*.safetensors")
     weights = sum(path.stat().st_size for path in files)
-    limit = int(device.memory() * Options().utilization)
+    limit = int(device.memory(_configured_memory()) * Options().utilization)
     longest, window = Budget(limit, layout, 0).longest(weights), length_of(model)
     beside = f"beside {size(weights)} of weights in {size(limit)}"
     if longest < 1:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 STDIN = "-"
 
+LAST_PORT = 65_535
+
 
 class UsageError(Exception):
     """A command cannot run. The user sees the message; the exit code is 2."""
@@ -24,6 +26,9 @@ def number(what: str, least: int = 1, most: int = 2**31 - 1) -> Callable[[str], 
         return value
 
     return read
+
+
+port = number(f"a port: 1 to {LAST_PORT}", most=LAST_PORT)
 
 
 def read_text(name: str) -> str:

@@ -90,15 +90,15 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser().parse_args(arguments)
     from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load
-    from vllm_mlx_harmony.server import defaults, enforcement
+    from vllm_mlx_harmony.server import defaults
     from vllm_mlx_harmony.server.responses.store import server_store
+    from vllm_mlx_harmony.server.settings import ServerSettings
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     flags = {name: value for name, value in vars(parsed).items() if name != "config"}
     try:
         settings = load(flags, file=parsed.config)
-        defaults.read(settings.template_options)  # validates environment variables at the start
-        enforcement.read_settings()
+        defaults.read(settings.template_options, ServerSettings.read())
         server_store()  # opens the store, which may fail
         workers.check(settings)
     except HostError as error:

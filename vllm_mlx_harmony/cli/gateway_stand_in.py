@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from vllm_mlx_harmony.cli.errors import UsageError
+from vllm_mlx_harmony.cli.errors import UsageError, port
 
 EXAMPLES = """\
 examples:
@@ -25,12 +25,14 @@ def main(arguments: Sequence[str]) -> int:
     )
     add, of = parser.add_argument, "(default: %(default)s)"
     add("--host", default="127.0.0.1", help=f"address to listen on {of}")
-    add("--port", type=int, default=8001, help=f"port to listen on {of}")
+    add("--port", type=port, default=8001, help=f"port to listen on {of}")
     add("--model", default="gpt-oss-20b", metavar="NAME", help=f"name of the model {of}")
     add("--key", metavar="KEY", help="API key required from clients")
     pace = f"tokens generated per second {of}"
     add("--tokens-per-second", type=float, default=50.0, metavar="NUMBER", help=pace)
     parsed = parser.parse_args(arguments)
+    if parsed.key is not None and not parsed.key.strip():
+        raise UsageError("--key is empty; omit it to serve without a key")
     if not parsed.tokens_per_second > 0:
         raise UsageError("--tokens-per-second must be greater than 0")
     from vllm_mlx_harmony.gateway import stand_in

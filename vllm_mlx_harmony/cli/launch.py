@@ -301,8 +301,9 @@ def _model(wanted: str | None) -> tuple[str, str, int]:
     its download in bytes, 0 if unknown."""
     if wanted is None or wanted in MODELS:
         from vllm_mlx_harmony.engine import device
+        from vllm_mlx_harmony.server.settings import ServerSettings
 
-        weights = _weights(wanted, device.memory())
+        weights = _weights(wanted, device.memory(ServerSettings.read().memory))
         return weights.source, weights.name, weights.size
     if not _is_path(wanted):
         return wanted, Path(wanted).name, 0

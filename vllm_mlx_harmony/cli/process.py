@@ -28,6 +28,10 @@ STARTING = 180.0
 """Seconds within which a server must be ready; two idle cores take about 12."""
 STOPPING = 10.0
 """Seconds after SIGTERM within which a server must end."""
+STOPPED_WITHIN = 35.0
+"""Seconds after SIGTERM within which any server has ended by itself (`server.shutdown`), with some
+to spare. Whoever stops one waits so long before SIGKILL: a killed process can leave wired memory
+behind on a Mac."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.defaults import current_date
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def prompt(body: object) -> tuple[int, ...]:
     """The prompt of a request on a server with no defaults of its own."""
-    request = chat.read(body, Defaults(date=current_date()))
+    request = chat.read(body, Defaults(date=current_date(ServerSettings.read().date)))
     return tuple(render(request.turn).ids)
 
 

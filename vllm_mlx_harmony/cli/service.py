@@ -19,7 +19,6 @@ from pathlib import Path
 from vllm_mlx_harmony.cli import background, process
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core.files import write_atomically
-from vllm_mlx_harmony.server.settings import STOPPED_WITHIN
 
 LABEL = "vllm-mlx-harmony"
 HELP = ("-h", "--help")
@@ -91,7 +90,7 @@ def plist(command: Sequence[str], log: Path) -> bytes:
             "RunAtLoad": True,
             "KeepAlive": {"SuccessfulExit": False},
             "ThrottleInterval": 30,
-            "ExitTimeOut": int(STOPPED_WITHIN),  # launchd's own is 20
+            "ExitTimeOut": int(process.STOPPED_WITHIN),  # launchd's own is 20
             "StandardOutPath": str(log),
             "StandardErrorPath": str(log),
             "EnvironmentVariables": {"PATH": os.environ.get("PATH", os.defpath)},
@@ -113,7 +112,7 @@ ExecStart={started}
 Restart=on-failure
 RestartSec=30
 RestartPreventExitStatus=2
-TimeoutStopSec={STOPPED_WITHIN:.0f}
+TimeoutStopSec={process.STOPPED_WITHIN:.0f}
 
 [Install]
 WantedBy=default.target

@@ -15,14 +15,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from vllm_mlx_harmony.server.settings import number
-
-VARIABLE = "VLLM_MLX_HARMONY_MEMORY"
-"""Environment variable: bytes of memory for models where there is no Metal (``8G``)."""
-
-WIRED = "VLLM_MLX_HARMONY_WIRED"
-"""Environment variable: bytes that Metal keeps in memory for models (``20G``), 0 for none."""
-
 MARGIN = 2 << 30
 """Bytes that are wired besides weights and prefix cache: the work of a chunk, and keys and values
 of running requests (80,000 ids of gpt-oss-20b)."""
@@ -78,6 +70,7 @@ class Metal:
         self._weights = 0
         self._cache = 0
         self._utilization = 1.0
+        self._configured: int | None = None
         self._limits: MemoryLimits | None = None
         self._before = (0, 0, 0)
         self._wired = False
@@ -87,16 +80,19 @@ class Metal:
         """Bytes of the weights of all models of this process."""
         return self._weights
 
-    def add_weights(self, nbytes: int, cache: int = 0, utilization: float = 1.0) -> None:
+    def add_weights(
+        self, nbytes: int, cache: int = 0, utilization: float = 1.0, wired: int | None = None
+    ) -> None:
         """Counts the weights of a model that was loaded, or, if negative, of one that is unloaded.
 
         ``cache`` is the size of the prefix cache, ``utilization`` the part of the device's memory
-        that may be used; both are the last model's.
+        that may be used, ``wired`` what Metal keeps in memory, if not by default (`MemoryLimits`);
+        all are the last model's.
         """
         with self._lock:
             self._weights += nbytes
             if nbytes > 0:
-                self._cache, self._utilization = cache, utilization
+                self._cache, self._utilization, self._configured = cache, utilization, wired
             if not has_metal():
                 return
             if self._weights:
@@ -108,7 +104,8 @@ class Metal:
 
     def _limit(self) -> None:
         limits = MemoryLimits.of(memory(), self._weights, self._cache, self._utilization)
-        wired = min(number(WIRED, limits.wired), limits.recommended)
+        wired = limits.wired if self._configured is None else self._configured
+        wired = min(wired, limits.recommended)
         before = _set_limits(wired, limits.recommended, limits.pool)
         if self._limits is None:
             self._before = before
@@ -205,11 +202,11 @@ def machine() -> int:
     return found
 
 
-def memory() -> int:
-    """Bytes that the device recommends to use at most."""
+def memory(configured: int | None = None) -> int:
+    """Bytes that the device recommends to use at most; without Metal, as ``configured``."""
     if has_metal():
         return int(mx.device_info()["max_recommended_working_set_size"])
-    return number(VARIABLE, machine())
+    return machine() if configured is None else configured
 
 
 def end_streams() -> None:

@@ -49,17 +49,13 @@ from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.server.engine import Finish, Step, Steps
 from vllm_mlx_harmony.server.model_files import length_of
 from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.settings import Speculate
 from vllm_mlx_harmony.server.tasks import wait_until_done
 
 logger = logging.getLogger(__name__)
 
-QUEUE_VARIABLE = "VLLM_MLX_HARMONY_QUEUE"
-"""Environment variable: maximum number of requests waiting to begin. Further ones are rejected with
-503; requests that arrive at the same moment may exceed it."""
-
 WAITING = 256
-"""The default of this variable."""
+"""Requests that may wait to begin, by default. Those of the same moment may exceed it."""
 
 FREED, STEP_COUNTS = 2048, 8
 """Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``STEP_COUNTS`` ids."""
@@ -83,8 +79,6 @@ REPORTED = 0.5
 Load: TypeAlias = "Callable[[], tuple[Module, Any, PrefixCache]]"
 """Returns a model, its tokenizer, and the prefix cache for it."""
 
-Speculate: TypeAlias = Literal["off", "forced", "auto"]
-
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -93,7 +87,8 @@ class Options:
     ``interval``: ids of an answer in one ``Step``. ``speculate``: which ids of an answer may be
     computed along with the next one. ``forced``: ids for which a constraint leaves no alternative;
     ``auto``: copied ids as well, where that is faster. ``costs``: the file that remembers what
-    steps of several ids cost.
+    steps of several ids cost. ``queue``: requests that may wait to begin. ``memory`` and ``wired``
+    as in ``device``, in bytes.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -101,6 +96,9 @@ class Options:
     interval: int = 1
     speculate: Speculate = "auto"
     costs: Path | None = None
+    queue: int = WAITING
+    memory: int | None = None
+    wired: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +263,7 @@ class MlxEngine:
         if not self._thread.alive:
             raise HostError(self._stopped)
         waiting = sum(not each.begun for each in list(self._requests.values()))
-        if waiting >= max(1, number(QUEUE_VARIABLE, WAITING)):
+        if waiting >= self.options.queue:
             problem = f"the queue is full ({waiting} requests are waiting); try again later"
             raise HostError(problem, code="queue_full")
         mask = None if constraint is None else LogitsMask(constraint, origins=settings.origins)
@@ -305,14 +303,19 @@ class MlxEngine:
                 lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
             )
             self.module, self.loaded = module, True
-            device.add_weights(self.weights, self.cache.status().budget, self.options.utilization)
+            device.add_weights(
+                self.weights,
+                self.cache.status().budget,
+                self.options.utilization,
+                self.options.wired,
+            )
             with device.turns.measuring():
                 self._measure(module)
                 mx.clear_cache()
 
     def _measure(self, module: Module) -> None:
         """What a prompt and steps cost. Raises ``HostError`` if there is no memory for a prompt."""
-        limit = int(device.memory() * self.options.utilization)
+        limit = int(device.memory(self.options.memory) * self.options.utilization)
         layers = make_prompt_cache(module)
         mx.reset_peak_memory()
         before = device.used()

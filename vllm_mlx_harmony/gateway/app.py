@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
@@ -61,6 +62,7 @@ from vllm_mlx_harmony.server.host import (
     rejection,
     tenant_of,
 )
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.shutdown import draining
 from vllm_mlx_harmony.server.tasks import cancel_and_wait
 from vllm_mlx_harmony.server.tools import config as tools
@@ -82,12 +84,13 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings, rule: Rule | None = None) -> None:
         self.settings = settings
+        self._server = ServerSettings.read()
         self.fleet = Fleet(settings.model, settings.engines, rule, limit=settings.timeout)
         self.metrics = Metrics(self.fleet, by_key=settings.metrics_by_key)
         self.limiter = Limiter()
         self._use(settings)
         self._created = int(time.time())
-        self.toolbox = _toolbox(settings)
+        self.toolbox = _toolbox(settings.mcp_config, self._server)
 
     def reload(self, settings: GatewaySettings) -> None:
         """Applies new settings; running requests keep those that they started with.
@@ -105,13 +108,17 @@ class Gateway:
     def _use(self, settings: GatewaySettings) -> None:
         """Computes what requests read from the settings."""
         flags = Sampling(temperature=settings.temperature, top_p=settings.top_p)
-        read = defaults.read(settings.template_options)
+        read = defaults.read(settings.template_options, self._server)
         self._defaults = replace(read, sampling=defaults.sampling(flags, {}))
         self._day = datetime.date.min
         self._keys = {key.digest: key for key in settings.keys}
         self.metrics.start([key.name for key in settings.keys])
         own = {key.name: settings.limits(key) for key in settings.keys}
         self._limits_of = {"": settings.limits(), **own}
+
+    @property
+    def policy(self) -> Policy:
+        return self._server.grammar
 
     @property
     def model_name(self) -> str | None:
@@ -155,7 +162,7 @@ class Gateway:
 
     def defaults(self, engine: Engine | None) -> Defaults:
         if self._day != (today := datetime.date.today()):
-            date = defaults.current_date()
+            date = defaults.current_date(self._server.date)
             self._day, self._defaults = today, replace(self._defaults, date=date)
         return self._defaults
 
@@ -232,17 +239,16 @@ class Gateway:
         return RequestTracker(self.metrics, api, stream=stream, access=access, spend=spend)
 
 
-def _toolbox(settings: GatewaySettings) -> Toolbox | None:
+def _toolbox(path: str | None, settings: ServerSettings) -> Toolbox | None:
     """The server-side tools. Raises ``HostError`` for a configuration that is invalid or would
     have no effect.
     """
-    use, path = tools.use(), settings.mcp_config
-    if use is tools.Use.OFF:
+    if settings.tools is Use.OFF:
         if path is not None:
             raise HostError(f"--mcp-config has no effect without {tools.VARIABLE}=on")
-        ClientServers.of_environment(use, 0.0)
+        ClientServers.of(settings)
         return None
-    return Toolbox.of(tools.ToolsConfig() if path is None else tools.read(path), use)
+    return Toolbox.of(tools.ToolsConfig() if path is None else tools.read(path), settings)
 
 
 async def _no_release() -> None:
@@ -284,7 +290,7 @@ class _GatewayApp:
             loop = asyncio.get_running_loop()
             loop.add_signal_handler(signal.SIGHUP, self._on_sighup, self._reload)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # of a worker
-        enforcement.warm_up()
+        enforcement.warm_up(self.host.policy)
         async with contextlib.AsyncExitStack() as stack:
             http = await stack.enter_async_context(engine_http.client())
             if (toolbox := self.host.toolbox) is not None:

@@ -10,15 +10,26 @@ import argparse
 import functools
 import importlib
 import logging
+import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import FLAGS
 
+if TYPE_CHECKING:
+    from vllm_mlx_harmony.server.settings import ServerSettings
+
 logger = logging.getLogger("vllm_mlx_harmony")
 
 COMMAND_LINE = "vllm_mlx.cli"
+
+LAST_PORT = 65_535
+
+_REPOSITORY = re.compile(r"(?![.-])[\w.-]+(/(?![.-])[\w.-]+)?(?<![.-])")
+"""The name of a repository of Hugging Face, with or without its owner."""
 
 Namespace = dict[str, object]
 Command = Callable[[argparse.Namespace], object]
@@ -87,12 +98,14 @@ def _activate(args: argparse.Namespace) -> None:
     try:
         from vllm_mlx_harmony.host import contract
         from vllm_mlx_harmony.server import enforcement
+        from vllm_mlx_harmony.server.settings import ServerSettings
 
-        _check(args)
+        settings = ServerSettings.read()
+        _check(args, settings)
         several = bool(getattr(args, "models_config", None))
         contract.activate(args.tool_call_parser, several=several)
-        _apply(args)
-        enforcement.warm_up()
+        _apply(args, settings)
+        enforcement.warm_up(settings.grammar)
         # Flags that belong to the given one, for vllm-mlx's own code. Not with several models:
         # there they would change the answers of those that are not Harmony models.
         if not several:
@@ -107,43 +120,68 @@ def _activate(args: argparse.Namespace) -> None:
         _warn(f"not active: {type(error).__name__}: {error}. vllm-mlx runs on its own")
 
 
-def _check(args: argparse.Namespace) -> None:
+def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Raises HostError for options that no request could be served with, an unusable store, and
     unusable settings of tool servers."""
-    from vllm_mlx_harmony.server import defaults, enforcement
+    _check_flags(args)
+    from vllm_mlx_harmony.server import defaults
     from vllm_mlx_harmony.server.responses import store
+    from vllm_mlx_harmony.server.settings import Use
     from vllm_mlx_harmony.server.tools import config
     from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
     store.server_store()
-    enforcement.read_settings()
     if not getattr(args, "models_config", None):  # else the options may be another model's
-        defaults.read(getattr(args, "default_chat_template_kwargs", None) or {})
+        defaults.read(getattr(args, "default_chat_template_kwargs", None) or {}, settings)
         if getattr(args, "mllm", False):
             raise HostError("--mllm is not supported: gpt-oss takes text only")
-    use = config.use()
-    ClientServers.of_environment(use, 0.0)
-    if use is config.Use.OFF:
+    ClientServers.of(settings)
+    if settings.tools is Use.OFF:
         return
     path = getattr(args, "mcp_config", None)
     if not path:
-        raise HostError(f"{config.VARIABLE}={use.value} requires --mcp-config")
+        raise HostError(f"{config.VARIABLE}={settings.tools.value} requires --mcp-config")
     if config.read(path).servers:
         from vllm_mlx_harmony.server.tools.mcp_server import check_package
 
         check_package()
 
 
-def _apply(args: argparse.Namespace) -> None:
-    """Configures engines and caches by the flags. Raises HostError for an invalid one."""
-    from vllm_mlx_harmony.engine.engine import Options
+def _check_flags(args: argparse.Namespace) -> None:
+    """Raises HostError for values with which vllm-mlx would fail later, or refuse every request."""
+    from vllm_mlx_harmony.server.model_files import CONFIG, configuration
+
+    model, port = getattr(args, "model", None), getattr(args, "port", 0)
+    if model and Path(model).is_dir():
+        if not configuration(model, CONFIG):
+            raise HostError(f"{model} has no {CONFIG} that can be read")
+    elif model and (Path(model).exists() or not _REPOSITORY.fullmatch(model)):
+        raise HostError(f"{model} is not a directory")
+    if not 0 <= port <= LAST_PORT:
+        raise HostError(f"--port: {port} is not a number from 0 to {LAST_PORT}")
+    key = getattr(args, "api_key", None)
+    if key is not None and not key.strip():
+        raise HostError("--api-key is empty; omit it to serve without a key")
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise HostError("--api-key is not printable ASCII without spaces around it")
+
+
+def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
+    """Configures engines and caches by flags and settings. Raises HostError for an invalid one."""
     from vllm_mlx_harmony.host import flags, resources, summary
 
     given = flags.given(args)
-    options, budget = flags.engine_options(args, Options()), flags.cache_budget(given)
-    directory = getattr(args, "ssd_cache_dir", None)
-    resources.configure(options, budget, directory, getattr(args, "ssd_cache_max_gb", 0))
-    summary.set_flags(args, flags.without_effect(given, enabled=resources.budget() > 0))
+    options = flags.engine_options(args, flags.configured_options(settings))
+    budget, directory = flags.cache_budget(given), getattr(args, "ssd_cache_dir", None)
+    resources.configure(
+        options,
+        settings.cache if budget is None else budget,
+        directory,
+        getattr(args, "ssd_cache_max_gb", 0),
+        settings.ssd_writes,
+    )
+    without_effect = flags.without_effect(given, enabled=resources.budget() > 0)
+    summary.set_flags(args, without_effect, inspected=settings.inspect)
     if path := getattr(args, "models_config", None):
         summary.show(("models", f"{path}, loaded on demand"))
 

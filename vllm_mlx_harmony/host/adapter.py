@@ -40,6 +40,7 @@ from vllm_mlx_harmony.server.model_files import (
     is_harmony_model,
     length_of,
 )
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 
@@ -47,6 +48,7 @@ class VllmMlx:
     """The ``Host``, over the globals and flags of vllm-mlx's server."""
 
     def __init__(self) -> None:
+        self._settings = ServerSettings.read()
         self._defaults: dict[str | None, Defaults] = {}  # by model, of one day
         self._day = datetime.date.min
 
@@ -123,7 +125,7 @@ class VllmMlx:
                 presence_penalty=vllm._default_presence_penalty,
                 repetition_penalty=vllm._default_repetition_penalty,
             )
-            read = defaults.read(vllm._default_chat_template_kwargs or {})
+            read = defaults.read(vllm._default_chat_template_kwargs or {}, self._settings)
             own = {} if model is None else configuration(model, GENERATION)
             self._defaults[model] = replace(read, sampling=defaults.sampling(flags, own))
         return self._defaults[model]

@@ -169,6 +169,7 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
     from vllm_mlx_harmony.host.adapter import VllmMlx
     from vllm_mlx_harmony.host.mount import Addition, Route, front_end
     from vllm_mlx_harmony.server.app import ENDPOINTS
+    from vllm_mlx_harmony.server.settings import ServerSettings
 
     parsers = Patch(
         "vllm_mlx.tool_parsers:ToolParserManager.tool_parsers",
@@ -180,13 +181,20 @@ def table(found: Extensions, *, several: bool = False) -> tuple[Requirement, ...
         "shows the inspector, which was switched on",
         partial(inspector.install, status=engine_routes.inspected),
     )
+    downloads = Patch(
+        "vllm_mlx.utils.download:ensure_model_downloaded",
+        "reports in one line why the only model cannot be downloaded",
+        "model_name config is_mllm",
+        required=False,
+        replacement=f"{_OURS}.loading:ensure_model_downloaded",
+    )
     return (
         *NAMES,
-        *(() if several else (parsers,)),
+        *(() if several else (parsers, downloads)),
         front_end(VllmMlx()),
         *map(Route, ENDPOINTS),
         *engine_routes.ROUTES,
-        *((pages,) if inspector.is_enabled() else ()),
+        *((pages,) if ServerSettings.read().inspect else ()),
     )
 
 

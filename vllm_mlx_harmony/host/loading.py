@@ -14,18 +14,20 @@ from contextlib import aclosing
 from copy import copy
 from functools import wraps
 from itertools import takewhile
+from pathlib import Path
 from time import perf_counter
 from typing import TypeAlias
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
 from vllm_mlx_harmony.host import entry_points, flags, resources, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
-from vllm_mlx_harmony.server.model_files import is_harmony_model
+from vllm_mlx_harmony.server.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +40,8 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
 
     ``use_batching`` is always set: without it the host would load an engine of its own. The model
     is loaded here, so that one that cannot be loaded ends the start; it is left out of garbage
-    collection from then on (`server.tasks`). Raises ``NotHarmony``.
+    collection from then on (`server.tasks`). Raises ``NotHarmony``, and ``HostError`` for files
+    that are missing or damaged.
     """
 
     @wraps(original)
@@ -50,13 +53,39 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
         if vllm._engine is not None:  # not one that is loaded when it is asked for
             trusted = bool(keywords.get("trust_remote_code"))
             engine = HarmonyEngine(model_name, model_path=path, trust_remote_code=trusted)
-            engine.prepare_for_start()
+            try:
+                engine.prepare_for_start()
+            except (OSError, ValueError, RuntimeError) as error:  # what mlx, mlx-lm, … raise
+                logger.debug("%s cannot be loaded", path, exc_info=True)
+                raise cannot_be_loaded(path, error) from error
             vllm._engine = engine
         summary.show_model(path, engine_of(vllm._engine))
         gc.freeze()
         return result
 
     return load
+
+
+def cannot_be_loaded(path: str, error: Exception) -> HostError:
+    """In one line: errors of transformers are paragraphs."""
+    problem = " ".join(str(error).split()) or type(error).__name__
+    if is_harmony_model(path) is None:
+        problem = f"it has no {TOKENIZER}"
+    return HostError(f"{path} cannot be loaded: {problem}")
+
+
+def ensure_model_downloaded(original: Callable[..., Path]) -> Callable[..., Path]:
+    """Replaces ``ensure_model_downloaded``. Raises ``HostError`` where vllm-mlx raises
+    ``RuntimeError``: the repository does not exist, or cannot be reached."""
+
+    @wraps(original)
+    def download(*arguments: object, **keywords: object) -> Path:
+        try:
+            return original(*arguments, **keywords)
+        except RuntimeError as error:
+            raise HostError(" ".join(str(error).split())) from error
+
+    return download
 
 
 def build_engine(_: object) -> Callable[[ModelSpec], HarmonyEngine]:
@@ -129,7 +158,8 @@ def _beginning(messages: Messages) -> tuple[int, ...]:
 
     Raises ``RequestError`` for an invalid message.
     """
-    given = defaults.read(server()._default_chat_template_kwargs or {})
+    options = server()._default_chat_template_kwargs or {}
+    given = defaults.read(options, ServerSettings.read())
     before = messages[:-1] if messages and messages[-1].get("role") == "user" else messages
     prompts = []
     for word in ("Alpha", "Bravo"):

@@ -26,6 +26,7 @@ from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
 from vllm_mlx_harmony.server.host import Host, host_of, install, uninstall
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 APP = "vllm_mlx.server:app"
 
@@ -146,7 +147,8 @@ def front_end(host: Host) -> Addition:
     def add(application: FastAPI) -> Undo:
         stack, present = application.middleware_stack, application.router.routes
         install(application, host, traces.observe())
-        application.user_middleware[:0] = server.MIDDLEWARE
+        admission = server.middleware(ServerSettings.read())
+        application.user_middleware[:0] = admission
         application.middleware_stack = None  # the next request builds it again
         present.extend(server.SOCKETS)
         logging.getLogger(UVICORN).addFilter(without_traceback)
@@ -155,7 +157,7 @@ def front_end(host: Host) -> Addition:
             logging.getLogger(UVICORN).removeFilter(without_traceback)
             for socket in server.SOCKETS:
                 present.remove(socket)
-            for middleware in server.MIDDLEWARE:
+            for middleware in admission:
                 application.user_middleware.remove(middleware)
             application.middleware_stack = stack
             uninstall(application)

@@ -18,17 +18,8 @@ from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
 from vllm_mlx_harmony.engine.engine import Options
 from vllm_mlx_harmony.engine.pieces import Piece
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.server.settings import number
 
 logger = logging.getLogger("vllm_mlx_harmony")
-
-VARIABLE = "VLLM_MLX_HARMONY_CACHE"
-"""Environment variable: size of the prefix cache in memory (``512M``, ``2G``), 0 for none."""
-
-PER_DAY = "VLLM_MLX_HARMONY_SSD_WRITES"
-"""Environment variable: bytes that may be written to the disk in a day, 0 for no limit. The default
-is 100 GiB: some 4 million new tokens of gpt-oss-20b, every day for about four years until an SSD of
-256 GB is worn out."""
 
 COSTS = "step-costs.json"
 """The file in the directory of the disk cache that `Options.costs` names."""
@@ -39,22 +30,25 @@ disk: DiskCache | None = None
 _budget: int | None = None
 
 
-def configure(given: Options, bound: int | None, directory: str | None, gigabytes: float) -> None:
+def configure(
+    given: Options, bound: int | None, directory: str | None, gigabytes: float, per_day: int
+) -> None:
     """Sets the options, the ``bound`` of the prefix cache in memory (``None``: by default), which
-    is emptied, and the ``directory``, if any, of the one on disk."""
+    is emptied, and the ``directory``, if any, of the one on disk, with its limit of bytes that are
+    written ``per_day``."""
     global options, disk, _budget
     options, _budget = given, bound
     tree.cache_clear()
     if directory and budget() > 0:
-        disk = opened(directory, gigabytes)
+        disk = opened(directory, gigabytes, per_day)
     if disk is not None:
         options = replace(options, costs=disk.directory / COSTS)
 
 
 def budget() -> int:
-    """Size of the prefix cache in bytes: by flags, the environment, or else a sixteenth of the
-    machine's memory."""
-    return number(VARIABLE, device.machine() // 16) if _budget is None else _budget
+    """Size of the prefix cache in bytes: as configured, or else a sixteenth of the machine's
+    memory."""
+    return device.machine() // 16 if _budget is None else _budget
 
 
 @lru_cache(maxsize=1)
@@ -62,14 +56,14 @@ def tree() -> PrefixTree[Piece]:
     return PrefixTree(budget())
 
 
-def opened(directory: str, gigabytes: float) -> DiskCache | None:
+def opened(directory: str, gigabytes: float, per_day: int) -> DiskCache | None:
     """The cache in ``directory``; ``None``, with a warning, if it cannot be used. Raises
     ``HostError`` for an invalid size."""
     if not gigabytes > 0:
         raise HostError(f"--ssd-cache-max-gb must be greater than 0, not {gigabytes:g}")
     path = Path(directory).expanduser()
     try:
-        found = DiskCache(path, int(gigabytes * (1 << 30)), budget(), number(PER_DAY, 100 << 30))
+        found = DiskCache(path, int(gigabytes * (1 << 30)), budget(), per_day)
     except Failed as error:
         logger.warning("prefix cache: disk cache disabled: %s cannot be used (%s)", path, error)
         return None

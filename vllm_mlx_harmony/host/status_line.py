@@ -22,9 +22,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from vllm_mlx_harmony.engine.engine import RequestStatus
-
-VARIABLE = "VLLM_MLX_HARMONY_STATUS_LINE"
-"""Environment variable: ``0`` disables the line."""
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 SECONDS = 0.5
 """Seconds between two updates."""
@@ -105,7 +103,7 @@ _started = threading.Lock()
 def start(status: Status) -> None:
     """Shows what waits from now on, where there is a terminal to show it on. Once for a process."""
     terminal = sys.stderr
-    off = os.environ.get(VARIABLE, "").strip() == "0" or os.environ.get("TERM") == "dumb"
+    off = not ServerSettings.read().status_line or os.environ.get("TERM") == "dumb"
     if off or terminal is None or not terminal.isatty() or not _started.acquire(blocking=False):
         return
     line = StatusLine(terminal)

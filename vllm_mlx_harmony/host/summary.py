@@ -24,8 +24,11 @@ _PORT = 8000
 _of_flags: list[tuple[str, str]] = []
 
 
-def set_flags(args: argparse.Namespace, without_effect: Iterable[str]) -> None:
-    """Sets what the flags say, and the sentences about those ``without_effect``."""
+def set_flags(
+    args: argparse.Namespace, without_effect: Iterable[str], *, inspected: bool = False
+) -> None:
+    """Sets what the flags say, and the sentences about those ``without_effect``. ``inspected``:
+    the server has an inspector."""
     host, port = getattr(args, "host", _LOCAL[0]), getattr(args, "port", _PORT)
     rate = getattr(args, "rate_limit", 0)
     local = host in _LOCAL
@@ -43,7 +46,7 @@ def set_flags(args: argparse.Namespace, without_effect: Iterable[str]) -> None:
     page = f"{inspector.PAGE} shows prompts and answers to anyone with access"
     _of_flags[:] = [
         ("access", access),
-        *([("inspector", page)] if inspector.is_enabled() else ()),
+        *([("inspector", page)] if inspected else ()),
         *(("no effect", sentence) for sentence in without_effect),
         ("next", f"vllm-mlx-harmony launch codex{url}"),
     ]

@@ -18,6 +18,7 @@ from uuid import uuid4
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.host.summary import WIDTH
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import config
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -33,11 +34,11 @@ def init_mcp(original: Init) -> Init:
     @wraps(original)
     async def init(config_path: str) -> None:
         global running
-        use = config.use()
-        if use is config.Use.OFF:
+        settings = ServerSettings.read()
+        if settings.tools is Use.OFF:
             await original(config_path)
             return
-        toolbox = Toolbox.of(config.read(config_path), use)
+        toolbox = Toolbox.of(config.read(config_path), settings)
         await toolbox.start()
         for line in toolbox.lines:
             print(f"  {'tools':<{WIDTH}}{line}")

@@ -9,7 +9,6 @@ observer (`server.observer`), whose records are in memory only (`record`). Pages
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 from starlette.applications import Starlette
@@ -19,14 +18,7 @@ from vllm_mlx_harmony.inspector.failures import Failures
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.inspector.routes import PAGE, Pages, Status
 
-__all__ = ["PAGE", "VARIABLE", "install", "is_enabled"]
-
-VARIABLE = "VLLM_MLX_HARMONY_INSPECT"
-"""Environment variable: ``1`` switches the inspector of vllm-mlx's server on."""
-
-
-def is_enabled() -> bool:
-    return os.environ.get(VARIABLE, "").strip() == "1"
+__all__ = ["PAGE", "install"]
 
 
 def install(app: Starlette, status: Status) -> Callable[[], None]:

@@ -92,12 +92,12 @@ class Answer:
         self._deltas = deltas
         self._write_last, self._sink = end, sink
         self._is_remote = job.lease.engine.remote
-        self._pings_after = job.environment.ping_seconds
+        self._pings_after = job.server_settings.ping_seconds
         self._ping_timer: asyncio.TimerHandle | None = None
         self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
         self._progress_at: float | None = None  # when progress was last reported
-        self._max_unread = job.environment.stream_bytes
+        self._max_unread = job.server_settings.stream_bytes
         # Unread bytes at which the answer is ended. Set after the first group, which does not
         # count: in Responses it repeats the client's instructions and tools.
         self._capacity: int | None = None

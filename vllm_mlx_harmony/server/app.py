@@ -22,6 +22,7 @@ from vllm_mlx_harmony.server.peers import answers as peers
 from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 from vllm_mlx_harmony.server.responses.websocket import converse
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 
 async def _root(_: Request) -> Response:
@@ -87,14 +88,16 @@ ENDPOINTS: tuple[Endpoint, ...] = (
 SOCKETS = (WebSocketRoute("/v1/responses", converse),)
 """WebSocket endpoints, which check the API key themselves."""
 
-MIDDLEWARE = (Middleware(Admission),)
+
+def middleware(settings: ServerSettings) -> tuple[Middleware, ...]:
+    return (Middleware(Admission, origins=settings.origins, hosts=settings.hosts),)
 
 
 def application(host: Host) -> Starlette:
     """A standalone application that gets models, keys and limits from ``host``."""
     app = Starlette(
         routes=[*(guarded(each, host) for each in ENDPOINTS), *SOCKETS],
-        middleware=MIDDLEWARE,
+        middleware=middleware(ServerSettings.read()),
         exception_handlers={404: _unknown_path},
     )
     app.router.redirect_slashes = False

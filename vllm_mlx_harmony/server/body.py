@@ -22,12 +22,12 @@ from starlette.types import Message
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.protocols.validation import repair
-from vllm_mlx_harmony.server.settings import Environment
+from vllm_mlx_harmony.server.settings import ServerSettings, variable
 from vllm_mlx_harmony.server.tasks import in_thread
 
-MAX_BODY_VARIABLE = "VLLM_MLX_HARMONY_MAX_BODY"
-MAX_VALUES_VARIABLE = "VLLM_MLX_HARMONY_MAX_VALUES"
-"""The other limits below are proportional to ``Environment.max_values``, which it sets."""
+MAX_BODY_VARIABLE = variable("max_body")
+MAX_VALUES_VARIABLE = variable("max_values")
+"""The other limits below are proportional to ``ServerSettings.max_values``, which it sets."""
 
 UPLOAD_SECONDS = 300
 """Maximum seconds until the body of a request has arrived: until then, it takes up memory."""
@@ -70,7 +70,7 @@ class Document:
 
 
 async def read(
-    request: Request, environment: Environment, more_values: int = 0
+    request: Request, settings: ServerSettings, more_values: int = 0
 ) -> tuple[Request, Document]:
     """The document in the body of ``request``, and the request from which it was read.
 
@@ -78,7 +78,7 @@ async def read(
     of a body, 408 if the body takes too long, 415 for an encoding other than gzip, and 400 for
     invalid gzip or JSON. ``more_values`` as in ``parse``.
     """
-    declared, limit = request.headers.get("content-length", ""), environment.max_body
+    declared, limit = request.headers.get("content-length", ""), settings.max_body
     # int() is quadratic, and 18 digits exceed any limit.
     if declared.isascii() and declared.isdigit() and int(declared[:18]) > limit:
         raise too_large(limit)
@@ -112,7 +112,7 @@ async def read(
     except TimeoutError as error:
         problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
         raise RequestError(problem, status=408, code="request_timeout") from error
-    return bounded, await parse(received, environment, more_values)
+    return bounded, await parse(received, settings, more_values)
 
 
 _COMPRESSED = (b"content-encoding", b"content-length")
@@ -155,16 +155,16 @@ def too_large(limit: int) -> RequestError:
     return RequestError(problem, status=413, code="request_too_large")
 
 
-async def parse(body: bytes, environment: Environment, more_values: int = 0) -> Document:
+async def parse(body: bytes, settings: ServerSettings, more_values: int = 0) -> Document:
     """The document in ``body``. Raises ``RequestError`` for invalid JSON and above the limits.
 
     ``more_values`` is added to the number of JSON values that a body may have.
     """
-    if len(body) > environment.max_body:
-        raise too_large(environment.max_body)
+    if len(body) > settings.max_body:
+        raise too_large(settings.max_body)
     if len(body) < LARGE:
         return Document(_parse(body), raw=body)
-    document = await in_thread(_parse_large, body, environment.max_values + more_values)
+    document = await in_thread(_parse_large, body, settings.max_values + more_values)
     return Document(document, large=True, raw=body)
 
 

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
-from vllm_mlx_harmony.server.host import host_of, other_names, own_name
+from vllm_mlx_harmony.server.host import front_end_of
 from vllm_mlx_harmony.server.serving import Api, serve
 
 CHAT = Api("chat_completions", lambda body, defaults, tenant: chat.read(body, defaults))
@@ -21,13 +21,13 @@ async def create_chat_completion(request: Request) -> Response:
 
 async def retrieve_model(request: Request, model_id: str) -> Response:
     """``GET /v1/models/{model_id}``: one model of the host's list; without an id, the list."""
-    host = host_of(request)
-    listed = await host.models()
+    front_end = front_end_of(request)
+    listed, names = await front_end.host.models(), front_end.names
     entries = listed["data"]
     if not model_id:  # the `:path` converter also matches /v1/models/
-        others = [{**entries[0], "id": name} for name in other_names(host.model_name)]
+        others = [{**entries[0], "id": name} for name in names.others]
         return JSONResponse({**listed, "data": entries + others})
-    own = own_name(model_id, host.model_name)
+    own = names.own(model_id)
     for entry in entries:
         if entry["id"] == own:
             return JSONResponse({**entry, "id": model_id})

@@ -3,40 +3,23 @@
 from __future__ import annotations
 
 import datetime
-import os
 from collections.abc import Mapping
 from typing import TypeVar
 
-from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.turn import (
     BUILTIN_TOOLS,
     NO_THINKING,
     RECOMMENDED,
     Defaults,
-    Effort,
-    ReasoningField,
     Sampling,
 )
-from vllm_mlx_harmony.server.settings import choice
+from vllm_mlx_harmony.server.settings import NO_DATE, TODAY, ServerSettings
 
 T = TypeVar("T")
 
 OPTIONS = ("reasoning_effort", "enable_thinking", "model_identity", "builtin_tools")
 """Options read from ``--default-chat-template-kwargs``. Others have no effect."""
-
-DATE_VARIABLE = "VLLM_MLX_HARMONY_DATE"
-"""Environment variable: the date in the system message, or ``none`` for no date."""
-
-NONE_VARIABLE = "VLLM_MLX_HARMONY_NONE_EFFORT"
-"""Environment variable: the effort that ``none`` selects. Unset: no reasoning."""
-
-ATTACHMENTS_VARIABLE = "VLLM_MLX_HARMONY_ATTACHMENTS"
-"""Environment variable: ``omit`` images, audio and files (the default), or ``refuse`` them."""
-
-REASONING_FIELD_VARIABLE = "VLLM_MLX_HARMONY_REASONING_FIELD"
-"""Environment variable: where Chat Completions sends reasoning: ``reasoning``,
-``reasoning_content`` or ``both`` (the default)."""
 
 
 def sampling(flags: Sampling, model: Mapping[str, object]) -> Sampling:
@@ -68,20 +51,13 @@ def _first(*values: T | None) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
-def read(options: Mapping[str, object]) -> Defaults:
-    """The defaults in ``--default-chat-template-kwargs`` and in the environment, today.
+def read(options: Mapping[str, object], settings: ServerSettings) -> Defaults:
+    """The defaults in ``--default-chat-template-kwargs`` and in the settings, today.
 
-    Raises ``HostError`` for invalid values.
+    Raises ``HostError`` for invalid options.
     """
-    none_effort = None
-    word = os.environ.get(NONE_VARIABLE, "").lower()
     try:
-        if word not in ("", NO_THINKING):
-            none_effort = Effort.parse(word, param=NONE_VARIABLE)
-    except RequestError as error:
-        raise HostError(error.message) from error
-    try:
-        effort, thinking = Defaults(none_effort=none_effort).reasoning(
+        effort, thinking = Defaults(none_effort=settings.none_effort).reasoning(
             ("reasoning_effort", options.get("reasoning_effort")),
             ("enable_thinking", NO_THINKING if options.get("enable_thinking") is False else None),
         )
@@ -96,18 +72,17 @@ def read(options: Mapping[str, object]) -> Defaults:
     return Defaults(
         effort=effort,
         identity=identity,
-        date=current_date(),
+        date=current_date(settings.date),
         builtin_tools=tuple(dict.fromkeys(builtin)),
         thinking=thinking,
-        none_effort=none_effort,
-        attachments=choice(ATTACHMENTS_VARIABLE, Attachments.OMIT),
-        reasoning_field=choice(REASONING_FIELD_VARIABLE, ReasoningField.BOTH),
+        none_effort=settings.none_effort,
+        attachments=settings.attachments,
+        reasoning_field=settings.reasoning_field,
     )
 
 
-def current_date() -> str | None:
-    """The date of the system message as ``YYYY-MM-DD``: the configured one or today's."""
-    pinned = os.environ.get(DATE_VARIABLE, "")
-    if pinned.lower() == "none":
-        return None
-    return pinned or datetime.date.today().isoformat()
+def current_date(configured: str) -> str | None:
+    """The date of the system message as ``YYYY-MM-DD``; ``configured`` as in the settings."""
+    if configured == TODAY:
+        return datetime.date.today().isoformat()
+    return None if configured == NO_DATE else configured

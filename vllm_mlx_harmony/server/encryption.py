@@ -19,11 +19,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.server.peers.connection import server_connection
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 logger = logging.getLogger("vllm_mlx_harmony")
-
-KEY_VARIABLE = "VLLM_MLX_HARMONY_SEAL_KEY"
-"""Environment variable: any secret text; the same on all servers that have the same clients."""
 
 FILE_NAME = "seal.key"
 _KEY_BYTES, _NONCE_BYTES = 32, 12
@@ -61,13 +59,12 @@ def server_cipher(tenant: str) -> ServerCipher:
 
 @lru_cache(maxsize=1)
 def _server_key() -> bytes:
-    """The key in the environment, or in the shared Redis, or in the user's state directory.
+    """The key in the settings, or in the shared Redis, or in the user's state directory.
 
     It is created when it is first needed. If it cannot be stored, it lasts as long as the process.
     """
-    given = os.environ.get(KEY_VARIABLE)
-    if given:
-        return sha256(given.encode()).digest()
+    if text := ServerSettings.read().seal_key:
+        return sha256(text.encode()).digest()
     connection = server_connection()
     if connection is not None:
         return connection.encryption_key

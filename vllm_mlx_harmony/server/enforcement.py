@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import os
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -47,22 +46,13 @@ from vllm_mlx_harmony.server.grammar_checks import (
     GrammarCheck,
     check_for,
 )
-from vllm_mlx_harmony.server.settings import choice
+from vllm_mlx_harmony.server.settings import ServerSettings, variable
 
 _R = TypeVar("_R")
 
 logger = logging.getLogger(__name__)
 
-GRAMMAR_VARIABLE = "VLLM_MLX_HARMONY_GRAMMAR"
-"""Environment variable: ``auto``, ``strict`` (all tools and formats are strict) or ``off``."""
-
-BUDGET_VARIABLE = "VLLM_MLX_HARMONY_REASONING_BUDGET"
-"""Environment variable: reasoning budget in tokens, for requests that set none, or ``off``."""
-
-NO_BUDGETS = "off"
-
-REPETITIONS_VARIABLE = "VLLM_MLX_HARMONY_REPETITIONS"
-"""Environment variable: repetitions in a row of the same text after which reasoning is ended."""
+GRAMMAR_VARIABLE = variable("grammar")
 
 REPETITIONS = 32
 
@@ -77,6 +67,16 @@ class Enforcement:
     repetitions: int = REPETITIONS
     budgets: bool = True
 
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Enforcement:
+        policy, repetitions = settings.grammar, settings.repetitions
+        if repetitions is None:
+            repetitions = 0 if policy is Policy.OFF else REPETITIONS
+        budget = settings.reasoning_budget
+        if budget == "off":
+            return cls(policy, None, repetitions, budgets=False)
+        return cls(policy, budget, repetitions, budgets=policy is not Policy.OFF)
+
     def reasoning_budget(self, limits: Limits, *, can_call: bool) -> int | None:
         """The reasoning budget of a turn, in which the model may or may not call a tool.
 
@@ -90,33 +90,12 @@ class Enforcement:
         return min((each for each in budgets if each is not None), default=None)
 
 
-def read_settings() -> Enforcement:
-    """The settings in the environment. Raises ``HostError`` for invalid values."""
-    policy = choice(GRAMMAR_VARIABLE, Policy.AUTO)
-    repetitions = _number(REPETITIONS_VARIABLE)
-    if repetitions is None:
-        repetitions = 0 if policy is Policy.OFF else REPETITIONS
-    budgets = os.environ.get(BUDGET_VARIABLE, "").strip().lower() != NO_BUDGETS
-    budget = _number(BUDGET_VARIABLE) if budgets else None
-    return Enforcement(policy, budget, repetitions, budgets and policy is not Policy.OFF)
-
-
-def _number(variable: str) -> int | None:
-    word = os.environ.get(variable, "").strip()
-    if not word:
-        return None
-    if not word.isascii() or not word.isdigit():
-        raise HostError(f"{variable}: {word!r} is not a number")
-    return int(word)
-
-
-def warm_up() -> None:
+def warm_up(policy: Policy) -> None:
     """Prepares llguidance while the model is loaded: the first request would wait for it.
 
-    Raises ``HostError`` if grammars are
-    enabled and llguidance cannot be imported.
+    Raises ``HostError`` if grammars are enabled and llguidance cannot be imported.
     """
-    if read_settings().policy is Policy.OFF:
+    if policy is Policy.OFF:
         return
     try:
         importlib.import_module("llguidance")

@@ -39,7 +39,7 @@ from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
 from vllm_mlx_harmony.server.observer import Observer, watched
 from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.server.settings import Environment
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.tasks import wait_until_done
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
 
@@ -77,7 +77,7 @@ class Job:
     id_seed: str
     """Contained in all ids of the answer; identifies it for a cancellation."""
     model: str = ""
-    environment: Environment = field(default_factory=Environment)
+    server_settings: ServerSettings = field(default_factory=ServerSettings)
     constraint: Constraint | None = None
     replay: ReplayScope | None = None
     echoed: Callable[[Message], Message] = lambda message: message

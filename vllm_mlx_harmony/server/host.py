@@ -24,11 +24,10 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
-from vllm_mlx_harmony.server.enforcement import Enforcement, read_settings
+from vllm_mlx_harmony.server.enforcement import Enforcement
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.observer import Observe
-from vllm_mlx_harmony.server.peers.connection import is_shared
-from vllm_mlx_harmony.server.settings import Environment, words
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -226,21 +225,22 @@ class FrontEnd:
     """The front end of an application.
 
     ``observe`` has the functions that make the observers of each answer; others may be added.
-    ``has_peers``: the server shares a Redis with others.
     """
 
     host: Host
-    environment: Environment
+    settings: ServerSettings
     enforcement: Enforcement
-    has_peers: bool
     observe: list[Observe]
+
+    @property
+    def names(self) -> ModelNames:
+        return ModelNames(self.host.model_name, self.settings.model_names)
 
 
 def install(app: Starlette, host: Host, observe: Iterable[Observe] = ()) -> None:
     """Makes ``host`` available to all requests to ``app``, with the settings in the environment."""
-    app.state.vllm_mlx_harmony = FrontEnd(
-        host, Environment.read(), read_settings(), is_shared(), [*observe]
-    )
+    settings = ServerSettings.read()
+    app.state.vllm_mlx_harmony = FrontEnd(host, settings, Enforcement.of(settings), [*observe])
 
 
 def uninstall(app: Starlette) -> None:
@@ -297,27 +297,30 @@ def shutting_down() -> HostError:
 # them as other names of it, in all APIs. On a server with several models a name always means one
 # of them.
 
-NAMES_VARIABLE = "VLLM_MLX_HARMONY_MODEL_NAMES"
-"""Environment variable: names and shell patterns (``claude-*``), separated by commas."""
 
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The names of the only ``model``, ``None`` if there are several: its own and those that are
+    ``configured``, which may be patterns."""
 
-def other_names(model: str | None) -> tuple[str, ...]:
-    """The other names and patterns of the only ``model``; empty if there are several models."""
-    if not model:
-        return ()
-    return tuple(dict.fromkeys(name for name in words(NAMES_VARIABLE) if name != model))
+    model: str | None
+    configured: tuple[str, ...]
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        """The other names and patterns; empty if there are several models."""
+        if not self.model:
+            return ()
+        return tuple(dict.fromkeys(name for name in self.configured if name != self.model))
 
-def is_other_name(name: str, model: str | None) -> bool:
-    """Whether ``name`` is another name of ``model``."""
-    return name != model and any(fnmatchcase(name, each) for each in other_names(model))
+    def is_other(self, name: str) -> bool:
+        """Whether ``name`` is another name of the model."""
+        return name != self.model and any(fnmatchcase(name, each) for each in self.others)
 
+    def own(self, name: str) -> str:
+        """The server's name for the model that a request calls ``name``."""
+        return str(self.model) if self.is_other(name) else name
 
-def own_name(name: str, model: str | None) -> str:
-    """The server's name for the model that a request calls ``name``."""
-    return str(model) if is_other_name(name, model) else name
-
-
-def response_name(name: str, model: str | None) -> str:
-    """The model's name in a response: as in the request, because clients compare them."""
-    return name if is_other_name(name, model) else model or name
+    def response(self, name: str) -> str:
+        """The model's name in a response: as in the request, because clients compare them."""
+        return name if self.is_other(name) else self.model or name

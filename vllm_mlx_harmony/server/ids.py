@@ -18,7 +18,6 @@ interface, and the names of the ``settings`` that this server takes.
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from hashlib import sha256
 from typing import Annotated, Any, Literal
@@ -47,6 +46,7 @@ from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.generation import Job
+from vllm_mlx_harmony.server.host import front_end_of
 from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
 from vllm_mlx_harmony.server.serving import (
     Api,
@@ -56,9 +56,9 @@ from vllm_mlx_harmony.server.serving import (
     respond,
     serve,
 )
+from vllm_mlx_harmony.server.settings import variable
 
-VARIABLE = "VLLM_MLX_HARMONY_ID_ENDPOINT"
-"""Environment variable: ``1`` enables the endpoint."""
+VARIABLE = variable("id_endpoint")
 
 PATH = "/harmony/v1/generate"
 VERSION = 1
@@ -185,13 +185,9 @@ API = Api("ids", _read, more_values=2 * CONTEXT_TOKENS)
 """A prompt and a prediction have so many ids besides the other values of a body."""
 
 
-def is_enabled() -> bool:
-    return os.environ.get(VARIABLE, "") == "1"
-
-
 async def generate_from_ids(request: Request) -> Response:
     """``POST /harmony/v1/generate``, and ``GET`` (or ``HEAD``)."""
-    if not is_enabled():
+    if not front_end_of(request).settings.id_endpoint:
         problem = f"{PATH} is disabled ({VARIABLE}=1 enables it)"
         raise RequestError(problem, status=404, code="not_found")
     if request.method != "POST":
@@ -229,7 +225,7 @@ async def _generate(received: Received) -> Response:
         stream=True,
         id_seed=received.id_seed,
         model=parsed.model or "",
-        environment=received.front_end.environment,
+        server_settings=received.front_end.settings,
         constraint=constraint,
         append=context.append,
     )

@@ -42,7 +42,7 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.server import messages
 from vllm_mlx_harmony.server.endpoint import ErrorResponse, openai_error
 from vllm_mlx_harmony.server.host import SHUTTING_DOWN, host_of, rejection
-from vllm_mlx_harmony.server.settings import words
+from vllm_mlx_harmony.server.settings import variable
 from vllm_mlx_harmony.server.streams import TRANSPORT
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -64,13 +64,7 @@ async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: 
         await response(scope, receive, send)
 
 
-ORIGINS_VARIABLE = "VLLM_MLX_HARMONY_ORIGINS"
-"""Environment variable: comma-separated origins of pages that may use the server, as patterns such
-as ``https://chat.example.com``, ``vscode-webview://*`` or ``*``."""
-
-HOSTS_VARIABLE = "VLLM_MLX_HARMONY_HOSTS"
-"""Environment variable: comma-separated names by which the server may be reached, as patterns such
-as ``llm.example.com`` or ``*.example.com``."""
+ORIGINS_VARIABLE, HOSTS_VARIABLE = variable("origins"), variable("hosts")
 
 _UNOWNED = (".local", ".localhost", ".internal", ".home.arpa", ".ts.net")
 """Endings of names that public DNS never resolves (RFC 6762, RFC 6761, ICANN's resolution of
@@ -106,20 +100,18 @@ class Admission:
     Rejects every new request with 503 while the server shuts down (`shutdown`). Adds the
     connection's transport to the scope (`streams.transport_of`).
 
-    ``origins`` and ``hosts`` replace the patterns of the two variables. ``name`` replaces this
-    machine's hostname.
+    ``origins`` and ``hosts`` are patterns (`settings`). ``name`` replaces this machine's hostname.
     """
 
     def __init__(
         self,
         app: ASGIApp,
-        origins: Iterable[str] | None = None,
-        hosts: Iterable[str] | None = None,
+        origins: Iterable[str] = (),
+        hosts: Iterable[str] = (),
         name: str | None = None,
     ) -> None:
         self._app = app
-        self._origins = words(ORIGINS_VARIABLE) if origins is None else tuple(origins)
-        self._hosts = words(HOSTS_VARIABLE) if hosts is None else tuple(hosts)
+        self._origins, self._hosts = tuple(origins), tuple(hosts)
         self._name = (socket.gethostname() if name is None else name).lower()
         self._logged: set[str] = set()
         self._cors = CORSMiddleware(

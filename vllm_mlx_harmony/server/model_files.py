@@ -16,6 +16,7 @@ from vllm_mlx_harmony.core.errors import HostError
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+TOKENIZER = "tokenizer.json"
 
 PROBE = (
     "<|start|><|end|><|message|><|channel|><|constrain|><|return|><|call|>"
@@ -80,7 +81,7 @@ def is_harmony_model(model: str) -> bool | None:
     file cannot be read.
     """
     try:
-        file = path_of(model, "tokenizer.json")
+        file = path_of(model, TOKENIZER)
     except (OSError, ValueError):  # a path that does not exist is no repository id either
         return None
     if not file.is_file():

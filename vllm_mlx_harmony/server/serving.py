@@ -12,7 +12,6 @@ released, which ``serve`` does. The ``Answer`` owns the lease and the metrics of
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
@@ -48,8 +47,6 @@ from vllm_mlx_harmony.server.host import (
     Lease,
     NotHarmony,
     front_end_of,
-    own_name,
-    response_name,
     tenant_of,
 )
 from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
@@ -68,8 +65,6 @@ T = TypeVar("T")
 MAX_TIMEOUT = 1e9
 """Maximum timeout of a request in seconds: timers cannot be set much further ahead."""
 
-REPLAY_VARIABLE = "VLLM_MLX_HARMONY_REPLAY"
-"""Environment variable: MiB of generated turns that are kept in memory; 0 disables reuse."""
 
 MAX_MODEL_NAME = 4_096
 """Maximum length of a model's name, which may be a path."""
@@ -136,7 +131,7 @@ class Received:
         """Starts the answer to ``job``, its metrics and observers; ``options`` as in ``Answer``."""
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
-        if front_end.has_peers:  # from now on, other servers can cancel it
+        if front_end.settings.has_peers:  # from now on, other servers can cancel it
             BEATING.begin()
         if front_end.observe:
             request = self.request
@@ -186,7 +181,7 @@ async def serve(
     ``ClientDisconnect``, and ``HTTPException`` of the host (`endpoint.Endpoint.error`).
     """
     front_end = front_end_of(request)
-    request, document = await read_body(request, front_end.environment, api.more_values)
+    request, document = await read_body(request, front_end.settings, api.more_values)
     try:
         async with leased(api, request, document, front_end.host) as lease:
             seed = id_seed or uuid4().hex
@@ -222,7 +217,7 @@ async def leased(
     ``HarmonyFailure``, and what ``Host.acquire`` raises.
     """
     model, timeout = _routing(document.value)
-    own = None if model is None else own_name(model, host.model_name)
+    own = None if model is None else front_end_of(request).names.own(model)
     if own is None and host.model_name is None:  # there are several models
         await reject_invalid(api, document, host, tenant_of(request))
         raise RequestError("model must be a string", param="model")
@@ -304,7 +299,7 @@ async def prepare(received: Received) -> Job:
     if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:CONTEXT_TOKENS])
         settings = replace(settings, prediction=tuple(predicted[:CONTEXT_TOKENS]))
-    name = response_name(request.model, host.model_name)
+    name = received.front_end.names.response(request.model)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = _reusable_turns(received)
     context, *others = await _contexts(parsed, info, turns)
@@ -329,7 +324,7 @@ async def prepare(received: Received) -> Job:
         stream=request.stream,
         id_seed=received.id_seed,
         model=name,
-        environment=front_end.environment,
+        server_settings=front_end.settings,
         constraint=constraint,
         replay=turns,
         echoed=request.echoed,
@@ -402,23 +397,18 @@ def _supports_replay(renderer: Callable[..., Rendered]) -> bool:
 def _reusable_turns(received: Received) -> ReplayScope | None:
     """The turns that the prompt may reuse: those of the same model and tenant."""
     front_end, lease = received.front_end, received.lease
-    connection = server_connection() if front_end.has_peers else None
+    connection = server_connection() if front_end.settings.has_peers else None
     archive = front_end.host.archive if connection is None else SharedTurns(connection)
-    turns = _generated_turns(archive)  # type: ignore[arg-type]  # by identity, as `hash` has it
+    size = front_end.settings.replay * 2**20
+    turns = _generated_turns(archive, size)  # type: ignore[arg-type]  # by identity, as `hash` has it
     return None if turns is None else turns.view(f"{lease.engine.model}\0{lease.tenant}")
 
 
 @lru_cache(maxsize=1)
-def _generated_turns(archive: Archive | None) -> Replay | None:
-    """The generated turns of this process and, if there is an ``archive``, of earlier ones.
-
-    ``None`` if reuse is disabled.
-    """
-    requested = os.environ.get(REPLAY_VARIABLE, "").strip() or "64"
-    if not requested.isascii() or not requested.isdigit():
-        logger.warning("%s=%s is not a number of MiB; using 64", REPLAY_VARIABLE, requested)
-        requested = "64"
-    return Replay(int(requested) * 2**20, archive) if int(requested) else None
+def _generated_turns(archive: Archive | None, size: int) -> Replay | None:
+    """The generated turns of this process, up to ``size`` in bytes, and, if there is an
+    ``archive``, of earlier ones. ``None`` if reuse is disabled."""
+    return Replay(size, archive) if size else None
 
 
 async def respond(received: Received, job: Job, end: End | None = None) -> Response:

@@ -1,88 +1,253 @@
-"""Settings in environment variables: those of the front end, and how any of them is read."""
+"""The settings in environment variables: one frozen value, read and checked when a server starts.
+
+A field is set by the variable ``VLLM_MLX_HARMONY_`` and its name in capitals. docs/configuration.md
+has the same table. The gateway has settings of its own besides (`gateway.settings`).
+"""
 
 from __future__ import annotations
 
-import logging
+import datetime
 import os
 import re
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
-from typing import TypeVar
+from typing import Annotated, Literal, TypeAlias, TypeVar, cast, get_args, get_type_hints
 
-from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.attachments import Attachments
+from vllm_mlx_harmony.core.errors import HostError, RequestError
+from vllm_mlx_harmony.core.grammar import Policy
+from vllm_mlx_harmony.core.turn import NO_THINKING, Effort, ReasoningField
 
 E = TypeVar("E", bound=Enum)
 
-logger = logging.getLogger("vllm_mlx_harmony")
+PREFIX = "VLLM_MLX_HARMONY_"
+
+TODAY, NO_DATE = "today", "none"
+
+REDIS = ("redis://", "rediss://", "unix://")
+"""The beginnings of a Redis's URL."""
+
+Speculate: TypeAlias = Literal["off", "forced", "auto"]
+
+
+class Use(str, Enum):
+    """The requests for which the server runs tools."""
+
+    OFF = "off"
+    ON = "on"
+    ALL = "all"
+
+
+def variable(name: str) -> str:
+    """The environment variable of a field."""
+    return f"{PREFIX}{name.upper()}"
+
+
+# --- Readers of the text of a variable, which is not empty. They raise ``ValueError``.
 
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
 
 
-STOPPED_WITHIN = 35.0
-"""Seconds after SIGTERM within which any server has ended by itself (`shutdown`), with some to
-spare. Whoever stops one waits so long before SIGKILL: a killed process can leave wired memory
-behind on a Mac."""
+def number(text: str) -> int:
+    """``32``, ``64M`` or ``1.5GiB``; units are powers of 1,024."""
+    found = _NUMBER.fullmatch(text.upper())
+    if found is None:
+        raise ValueError(f"{text!r} is not a number such as 32 or 64M")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _positive(text: str) -> int:
+    if (value := number(text)) < 1:
+        raise ValueError(f"{text!r} is less than 1")
+    return value
+
+
+def _digits(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise ValueError(f"{text!r} is not a number")
+    return int(text)
+
+
+def _switch(text: str) -> bool:
+    word = text.lower()
+    if word not in (switches := {"1": True, "0": False}):
+        raise ValueError(f"{text!r} is not one of {', '.join(switches)}")
+    return switches[word]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def _choice(default: E) -> Callable[[str], E]:
+    """A reader of the values of ``default``'s enumeration, in any case."""
+    members = {each.value: each for each in type(default)}
+    return lambda text: members[_one_of(text, members)]
+
+
+def _one_of(text: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+    if (word := text.lower()) not in known:
+        raise ValueError(f"{text!r} is not one of {', '.join(known)}")
+    return word
+
+
+def _speculate(text: str) -> Speculate:
+    return cast("Speculate", _one_of(text, get_args(Speculate)))
+
+
+def _date(text: str) -> str:
+    if (word := text.lower()) in (TODAY, NO_DATE):
+        return word
+    try:
+        if datetime.date.fromisoformat(text).isoformat() == text:  # Python 3.11 reads more forms
+            return text
+    except ValueError:
+        pass
+    raise ValueError(f"{text!r} is not a date (YYYY-MM-DD) or {NO_DATE}")
+
+
+def _effort(text: str) -> Effort | None:
+    if text.lower() == NO_THINKING:
+        return None
+    try:
+        return Effort.parse(text, param="")
+    except RequestError as error:
+        raise ValueError(error.message.removeprefix(": ")) from error
+
+
+def _budget(text: str) -> int | Literal["off"]:
+    return "off" if text.lower() == "off" else _digits(text)
+
+
+def _store(text: str) -> str:
+    if "://" in text and not text.startswith(REDIS):
+        scheme, _, rest = text.partition("://")
+        url = f"{scheme}://{rest.rpartition('@')[2]}"
+        raise ValueError(f"{url!r} is neither a file nor the URL of a Redis ({', '.join(REDIS)})")
+    return text
 
 
 @dataclass(frozen=True, slots=True)
-class Environment:
-    """The limits of the front end, read once, when it is installed (`host.install`).
+class ServerSettings:
+    """What operators set for a server. Sizes are in bytes.
 
-    Each is set by the variable ``VLLM_MLX_HARMONY_`` and its name in capitals.
+    ``read`` is called when a server starts, and where it opens what all of its requests share;
+    requests find the settings in `host.FrontEnd`.
     """
 
-    max_body: int = 32 * 2**20
-    """Maximum size of a request body in bytes."""
-    max_values: int = 50_000
+    # --- Prompts and answers
+
+    date: Annotated[str, _date] = TODAY
+    """The date in the system message: ``YYYY-MM-DD``, ``today``, or ``none`` for no date."""
+    model_names: Annotated[tuple[str, ...], _words] = ()
+    """Other names of the only model, and shell patterns of them (``claude-*``)."""
+    none_effort: Annotated[Effort | None, _effort] = None
+    """The effort that ``none`` selects. ``None``: no reasoning."""
+    attachments: Annotated[Attachments, _choice(Attachments.OMIT)] = Attachments.OMIT
+    """What becomes of images, audio and files."""
+    reasoning_field: Annotated[ReasoningField, _choice(ReasoningField.BOTH)] = ReasoningField.BOTH
+    """Where Chat Completions sends reasoning."""
+
+    # --- Enforcement
+
+    grammar: Annotated[Policy, _choice(Policy.AUTO)] = Policy.AUTO
+    """What is enforced. With ``strict``, all tools and formats are strict."""
+    reasoning_budget: Annotated[int | Literal["off"] | None, _budget] = None
+    """Reasoning budget in tokens, for requests that set none. ``off``: not even a small
+    ``max_tokens`` sets one."""
+    repetitions: Annotated[int | None, _digits] = None
+    """Repetitions in a row of the same text after which reasoning is ended, 0: no limit. ``None``:
+    32, and no limit if nothing is enforced."""
+
+    # --- The engine, but for the gateway
+
+    queue: Annotated[int, _positive] = 256
+    """Maximum number of requests that wait to begin. More are rejected with 503."""
+    pause_ms: Annotated[int, _positive] = 250
+    """Longest pause of an answer while a prompt is computed, in ms."""
+    speculate: Annotated[Speculate, _speculate] = "auto"
+    """Whether several ids may be computed at once; see ``engine.Options``."""
+    cache: Annotated[int | None, number] = None
+    """Size of the prefix cache in memory, 0 for none. ``None``: a sixteenth of the memory."""
+    ssd_writes: Annotated[int, number] = 100 << 30
+    """Bytes that may be written to the disk in a day, 0 for no limit. The default is some 4 million
+    new tokens of gpt-oss-20b, every day for about four years until an SSD of 256 GB is worn out."""
+    memory: Annotated[int | None, number] = None
+    """Memory for models where there is no Metal. ``None``: that of the machine or container."""
+    wired: Annotated[int | None, number] = None
+    """Memory that Metal keeps for models, 0 for none. ``None``: see ``engine.device``."""
+    status_line: Annotated[bool, _switch] = True
+    """Whether the progress of prompts is shown on the server's terminal."""
+
+    # --- Limits of requests and streams
+
+    max_body: Annotated[int, number] = 32 * 2**20
+    """Maximum size of a request body."""
+    max_values: Annotated[int, number] = 50_000
     """Maximum number of JSON values in a body. Parsing this many takes 10 to 15 ms, and a garbage
     collection that visits the resulting objects about 15."""
-    stream_bytes: int = 8 * 2**20
+    stream_bytes: Annotated[int, number] = 8 * 2**20
     """Maximum unread bytes of an answer. An answer that has more is ended."""
-    stream_seconds: float = 60
+    stream_seconds: Annotated[float, number] = 60.0
     """Seconds after which a client that does not read is disconnected."""
-    ping_seconds: float = 5
+    ping_seconds: Annotated[float, number] = 5.0
     """Seconds of silence after which a ping is sent, or a comment in APIs that have no pings; 0:
     never."""
-    background_bytes: int = 256 * 2**20
+    background_bytes: Annotated[int, number] = 256 * 2**20
     """Maximum bytes of all running background responses. More are rejected with 503."""
 
+    # --- What is stored
+
+    replay: Annotated[int, _digits] = 64
+    """MiB of generated turns that are kept in memory; 0 disables reuse."""
+    store: Annotated[str, _store] = ""
+    """The SQLite file, or the URL of the Redis, in which responses are stored; empty: in memory. A
+    Redis also has the generated turns and the key of encrypted reasoning."""
+    store_seconds: Annotated[int, _positive] = 7 * 24 * 3600
+    """Seconds after which an entry in Redis expires."""
+    seal_key: Annotated[str, str] = field(default="", repr=False)
+    """The key of encrypted reasoning: any secret text; the same on all servers that have the same
+    clients."""
+
+    # --- Access
+
+    origins: Annotated[tuple[str, ...], _words] = ()
+    """Origins of pages that may use the server, as patterns such as ``https://*.example.com``,
+    ``vscode-webview://*`` or ``*``."""
+    hosts: Annotated[tuple[str, ...], _words] = ()
+    """Names by which a server without a key may be reached, as patterns such as
+    ``*.example.com``."""
+    inspect: Annotated[bool, _switch] = False
+    """Whether vllm-mlx's server has the inspector."""
+    id_endpoint: Annotated[bool, _switch] = False
+    """Whether ``/harmony/v1/generate`` is enabled."""
+
+    # --- Tools
+
+    tools: Annotated[Use, _choice(Use.OFF)] = Use.OFF
+    """Whether the tools of ``--mcp-config`` are run."""
+    tool_urls: Annotated[tuple[str, ...], _words] = ()
+    """Patterns of the URLs of tool servers that requests may name."""
+
     @classmethod
-    def read(cls) -> Environment:
-        """The limits in the environment, and the defaults of those that are not set."""
-        unset = asdict(cls())
-        names = {f"VLLM_MLX_HARMONY_{name.upper()}": name for name in unset}
-        return cls(**{name: number(variable, unset[name]) for variable, name in names.items()})
+    def read(cls, environment: Mapping[str, str] = os.environ) -> ServerSettings:
+        """The settings in the environment. Raises ``HostError`` for the first invalid one."""
+        given = {}
+        for name, annotation in get_type_hints(cls, include_extras=True).items():
+            text, reader = environment.get(variable(name), ""), annotation.__metadata__[0]
+            try:
+                if text.strip():
+                    given[name] = reader(text if reader is str else text.strip())
+            except ValueError as error:
+                raise HostError(f"{variable(name)}: {error}") from error
+        return cls(**given)
 
-
-def number(variable: str, default: int) -> int:
-    """The value of ``variable``: ``32``, ``64M`` or ``1.5GiB``; units are powers of 1,024.
-
-    ``default`` if it is not set, and, with a warning, if it is not such a number.
-    """
-    given = os.environ.get(variable, "").strip()
-    found = _read(variable, given) if given else None
-    return default if found is None else found
-
-
-def choice(variable: str, default: E) -> E:
-    """The member of ``default``'s enumeration whose value ``variable`` has, in any case.
-
-    ``default`` if it is not set. Raises ``HostError`` for any other value.
-    """
-    word = os.environ.get(variable, "").strip().lower()
-    try:
-        return type(default)(word) if word else default
-    except ValueError as error:
-        known = ", ".join(each.value for each in type(default))
-        raise HostError(f"{variable}: {word!r} is not one of {known}") from error
-
-
-def words(variable: str) -> tuple[str, ...]:
-    """The comma-separated words of ``variable``, which may have none."""
-    given = map(str.strip, os.environ.get(variable, "").split(","))
-    return tuple(filter(None, given))
+    @property
+    def has_peers(self) -> bool:
+        """Whether the server shares a Redis with others."""
+        return self.store.startswith(REDIS)
 
 
 def size(nbytes: int) -> str:
@@ -91,14 +256,3 @@ def size(nbytes: int) -> str:
         if nbytes >= _UNITS[unit]:
             return f"{nbytes / _UNITS[unit]:.1f} {unit}iB".replace(".0 ", " ")
     return f"{nbytes} bytes"
-
-
-@lru_cache(maxsize=64)  # one warning, although some variables are read at each request
-def _read(variable: str, given: str) -> int | None:
-    number = _NUMBER.fullmatch(given.upper())
-    if number is None:
-        logger.warning(
-            "%s=%r is not a number such as 32 or 64M; using the default", variable, given
-        )
-        return None
-    return int(float(number[1]) * _UNITS[number[2]])

@@ -46,7 +46,7 @@ class EventStream(StreamingResponse):
             # answer would be in asyncio's own buffer, which nothing waits for.
             transport.set_write_buffer_limits(high=0)
         give_up = partial(abort_connection, transport)
-        seconds = front_end_of(self._request).environment.stream_seconds
+        seconds = front_end_of(self._request).settings.stream_seconds
         try:
             with (
                 send_with_timeout(seconds, send, give_up) as sending,

@@ -69,7 +69,7 @@ from vllm_mlx_harmony.server.responses.websocket import (
     Conversation,
     converse,
 )
-from vllm_mlx_harmony.server.settings import Environment
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.streams import TRANSPORT
 
 RESPONSES = "vllm_mlx_harmony.server.responses"
@@ -319,9 +319,9 @@ class Lent:
 def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     """``seconds`` is how long it takes to give the engine back."""
     given: Any = (Lent(seconds), None, None)
-    environment = Environment.read()
+    settings = ServerSettings.read()
     stream = emitter.request.stream
-    return Job(*given, emitter, stream=stream, id_seed=KEY, environment=environment)
+    return Job(*given, emitter, stream=stream, id_seed=KEY, server_settings=settings)
 
 
 def begin(job: Job, **options: Any) -> answers.Answer:
@@ -423,7 +423,7 @@ def test_silence_is_broken(
     turns(no_turn)
     given = job(answer(background=True))
     if not variable:
-        given = replace(given, environment=Environment(ping_seconds=0.01))
+        given = replace(given, server_settings=ServerSettings(ping_seconds=0.01))
 
     async def test() -> None:
         running = await Background().start(given, begin)
@@ -840,7 +840,7 @@ def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
 def limited(**limits: Any) -> None:
     """The application has these limits, as long as it is active."""
     state = server.app.state
-    state.vllm_mlx_harmony = replace(state.vllm_mlx_harmony, environment=Environment(**limits))
+    state.vllm_mlx_harmony = replace(state.vllm_mlx_harmony, settings=ServerSettings(**limits))
 
 
 class Socket:

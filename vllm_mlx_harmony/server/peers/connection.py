@@ -11,7 +11,6 @@ can look up a response by its id alone. Everything but the key of encrypted reas
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 import time
@@ -22,25 +21,13 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from vllm_mlx_harmony.core.errors import StoreError
-from vllm_mlx_harmony.server.settings import number
+from vllm_mlx_harmony.server.settings import ServerSettings, variable
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 T = TypeVar("T")
 
-STORE_VARIABLE = "VLLM_MLX_HARMONY_STORE"
-"""Environment variable: the SQLite file, or the URL of the Redis, in which responses are stored.
-
-If it is not set they are in memory. A Redis also has the generated turns and the key of encrypted
-reasoning.
-"""
-
-SECONDS_VARIABLE = "VLLM_MLX_HARMONY_STORE_SECONDS"
-"""Environment variable: seconds after which an entry in Redis expires."""
-
-DEFAULT_SECONDS = 7 * 24 * 3600
-
-SCHEMES = ("redis://", "rediss://", "unix://")
+STORE_VARIABLE = variable("store")
 
 CONNECT, ANSWER, PAUSE = 0.5, 1.0, 2.0
 """Timeouts of connecting and of one response, and the pause after a failure, in seconds."""
@@ -56,8 +43,11 @@ class PeersError(StoreError):
 class Connection:
     """A connection to Redis for all threads. Calls block, and raise ``PeersError``."""
 
-    def __init__(self, url: str) -> None:
-        """Raises ``PeersError`` if Redis does not answer or the package is not installed."""
+    def __init__(self, url: str, seconds: int = ServerSettings().store_seconds) -> None:
+        """Entries expire after ``seconds``.
+
+        Raises ``PeersError`` if Redis does not answer or the package is not installed.
+        """
         try:
             import redis
             from redis.backoff import NoBackoff
@@ -73,7 +63,7 @@ class Connection:
         self._name = _without_password(url)
         self._lock = threading.Lock()
         self._paused_until = 0.0
-        self.seconds = max(1, number(SECONDS_VARIABLE, DEFAULT_SECONDS))
+        self.seconds = seconds
         try:
             # Redis may have closed an idle connection, so a lost connection is retried once.
             self._client = redis.Redis.from_url(
@@ -157,9 +147,5 @@ def server_connection() -> Connection | None:
 
 @lru_cache(maxsize=1)
 def _opened() -> Connection | None:
-    return Connection(os.environ[STORE_VARIABLE]) if is_shared() else None
-
-
-def is_shared() -> bool:
-    """Whether the store of this server is a Redis, which it shares with others."""
-    return os.environ.get(STORE_VARIABLE, "").startswith(SCHEMES)
+    settings = ServerSettings.read()
+    return Connection(settings.store, settings.store_seconds) if settings.has_peers else None

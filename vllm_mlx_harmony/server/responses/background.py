@@ -57,7 +57,7 @@ class Running:
         # ``None`` when the response has ended, so that only its events stay in memory.
         self._generating: tuple[Answer, StoringEmitter] | None = None
         self._append(emitter.create())
-        self._pings_after = job.environment.ping_seconds
+        self._pings_after = job.server_settings.ping_seconds
         answer = begin(job, end=emitter.end, announced=True, sink=self._append)
         self._generating = answer, emitter
 
@@ -153,7 +153,7 @@ class Background:
             if ended.deleted or events > self._max_events or size > self._max_bytes:
                 del self._all[ended.id]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
-        if bytes_taken > job.environment.background_bytes:
+        if bytes_taken > job.server_settings.background_bytes:
             raise HostError(
                 "background responses already use all the memory reserved for them; "
                 "try again later",

@@ -118,7 +118,7 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     if not streams:
         return JSONResponse(found.document)
     # The response continues even if this reader disconnects.
-    pings_after = front_end_of(request).environment.ping_seconds
+    pings_after = front_end_of(request).settings.ping_seconds
     return EventStream(request, await lookup.follow(found, start, pings_after))
 
 

@@ -42,6 +42,7 @@ from vllm_mlx_harmony.server.peers.connection import (
     key_of,
     server_connection,
 )
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -361,5 +362,5 @@ def _opened() -> Store:
     connection = server_connection()
     if connection is not None:
         return SharedStore(connection)
-    path = os.environ.get(STORE_VARIABLE, "")
+    path = ServerSettings.read().store
     return FileStore(Path(path).expanduser()) if path else MemoryStore()

@@ -97,7 +97,7 @@ class Conversation:
             abort_connection(self._transport)
             answering.cancel()
 
-        seconds = self._front_end.environment.stream_seconds
+        seconds = self._front_end.settings.stream_seconds
         with send_with_timeout(seconds, self._write, give_up) as self._send:
             try:
                 await asyncio.wait({answering, listening}, return_when=asyncio.FIRST_COMPLETED)
@@ -132,7 +132,7 @@ class Conversation:
             text = message.get("text")
             self._waiting_bytes += sys.getsizeof(text)
             several = not self._waiting.empty()  # a single long message has its own error
-            most = self._front_end.environment.max_body
+            most = self._front_end.settings.max_body
             if self._waiting.full() or (several and self._waiting_bytes > most):
                 await self._socket.close(WS_1013_TRY_AGAIN_LATER, "too many messages are waiting")
                 return
@@ -156,7 +156,7 @@ class Conversation:
         document: dict[str, Any] = {}
         try:
             sent = (text or "").encode("utf-8", "surrogatepass")
-            message = await parse(sent, self._front_end.environment)
+            message = await parse(sent, self._front_end.settings)
             if (
                 not isinstance(message.value, dict)
                 or message.value.get("type") != "response.create"

@@ -13,31 +13,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.server.settings import choice
+from vllm_mlx_harmony.server.settings import variable
 
-VARIABLE = "VLLM_MLX_HARMONY_TOOLS"
-"""Environment variable: ``off``, ``on`` (for requests that ask) or ``all`` (for every request)."""
-
-
-class Use(str, Enum):
-    """The requests for which the server runs tools."""
-
-    OFF = "off"
-    ON = "on"
-    ALL = "all"
-
-
-def use() -> Use:
-    """The setting in the environment. Raises ``HostError`` for an invalid one."""
-    return choice(VARIABLE, Use.OFF)
-
+VARIABLE = variable("tools")
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 

@@ -27,9 +27,10 @@ from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
 from vllm_mlx_harmony.protocols.validation import repair
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tasks import in_thread
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
-from vllm_mlx_harmony.server.tools.config import ToolsConfig, Use
+from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
 from vllm_mlx_harmony.server.tools.tool_server import GROUP, ToolError, ToolServer
 
@@ -84,13 +85,13 @@ class Toolbox:
         self._shown: dict[str, tuple[tuple[Tool, ...], Namespace]] = {}
 
     @classmethod
-    def of(cls, config: ToolsConfig, use: Use) -> Toolbox:
+    def of(cls, config: ToolsConfig, settings: ServerSettings) -> Toolbox:
         """The MCP servers of ``config``, and the tool servers of other packages.
 
         Raises ``HostError`` if the package ``mcp`` is missing or too old, and for an invalid URL
-        pattern in the environment.
+        pattern in the settings.
         """
-        clients = ClientServers.of_environment(use, config.default_timeout)
+        clients = ClientServers.of(settings, config.default_timeout)
         if config.servers:
             check_package()
         servers: list[ToolServer] = [
@@ -99,7 +100,7 @@ class Toolbox:
             if each.enabled
         ]
         servers += [entry.load()() for entry in entry_points(group=GROUP)]
-        return cls(servers, config, use, clients)
+        return cls(servers, config, settings.tools, clients)
 
     async def start(self) -> None:
         """Starts all servers concurrently. Failures are logged, and retried in the background."""

@@ -13,7 +13,7 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
 from vllm_mlx_harmony.server.enforcement import Enforcement, constraint_for
 from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
-from vllm_mlx_harmony.server.tools.config import Use
+from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 

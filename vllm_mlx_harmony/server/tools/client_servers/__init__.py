@@ -22,9 +22,9 @@ from vllm_mlx_harmony.core.errors import HostError, RequestError, quoted
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS, ClientServer
 from vllm_mlx_harmony.protocols.validation import UNSUPPORTED, invalid
-from vllm_mlx_harmony.server.settings import words
+from vllm_mlx_harmony.server.settings import ServerSettings, Use, variable
 from vllm_mlx_harmony.server.tools import config
-from vllm_mlx_harmony.server.tools.config import ServerConfig, Use
+from vllm_mlx_harmony.server.tools.config import ServerConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
 from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult, ToolServer
 
@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 
     from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 
-VARIABLE = "VLLM_MLX_HARMONY_TOOL_URLS"
-"""Environment variable: comma-separated patterns of the URLs that requests may name."""
+VARIABLE = variable("tool_urls")
 
 CONNECTING = 10.0
 """Seconds within which a server must be connected and have listed its tools."""
@@ -57,16 +56,13 @@ class ClientServers:
         self._lists = lru.ByteLRU[_Key, tuple[tuple[Tool, ...], float]](32 * 2**20, most=1_024)
 
     @classmethod
-    def of_environment(cls, use: Use, timeout: float) -> ClientServers:
-        """Reads the patterns in the environment.
-
-        Raises ``HostError`` for an invalid pattern, for patterns while tools are disabled, and if
-        the package ``mcp`` is missing.
-        """
-        texts = words(VARIABLE)
+    def of(cls, settings: ServerSettings, timeout: float = 0.0) -> ClientServers:
+        """Raises ``HostError`` for an invalid pattern, for patterns while tools are disabled,
+        and if the package ``mcp`` is missing."""
+        texts = settings.tool_urls
         if not texts:
             return cls((), timeout)
-        if use is Use.OFF:
+        if settings.tools is Use.OFF:
             raise HostError(f"{VARIABLE} has no effect without {config.VARIABLE}=on")
         check_package()
         from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
