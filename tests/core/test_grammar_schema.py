@@ -874,9 +874,9 @@ def test_suite(keyword: str) -> None:
         for description, value, valid in case["tests"]:
             where = f"{case['description']}: {description}"
             text = respelled(value, chance)
-            fits = valid or (
-                "b/d.json" not in json.dumps(schema) and is_valid(checked(schema), value)
-            )
+            # What the keywords that are not checked define is out of reach in such a copy.
+            is_whole = "example.com" not in json.dumps(schema)
+            fits = valid or (is_whole and is_valid(checked(schema), value))
             if fits or not rules_of(schema).dropped:
                 assert taken(schema, text) == fits, (where, text)
             if strictly:

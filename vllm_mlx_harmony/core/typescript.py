@@ -10,9 +10,9 @@ this module reimplements its template, with a reader for the whole language:
 
     JSON Schema ──`_Reader`──▶ `Type`, a small tree ──`Type.text`──▶ text
 
-**Reading.** A schema is a list of *layers*: the target of its ``$ref`` (a JSON pointer, RFC 6901),
-each schema of its ``allOf``, and its own keywords. If several layers have a keyword, the last one
-wins. In general ``allOf`` means something else
+**Reading.** A schema is a list of *layers*: the target of its ``$ref`` (`core.schema`), each schema
+of its ``allOf``, and its own keywords. If several layers have a keyword, the last one wins. In
+general ``allOf`` means something else
 (https://json-schema.org/draft/2020-12/json-schema-core#section-10.2), but this is how it is used:
 for a base with additions. Layers are read one level at a time, when a type needs them. A recursive
 reference becomes ``any``, because a type that is printed inline cannot be recursive.
@@ -42,9 +42,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
-from urllib.parse import unquote
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
+from vllm_mlx_harmony.core.schema import References
 from vllm_mlx_harmony.core.text_limits import clean
 from vllm_mlx_harmony.core.turn import Tool
 
@@ -331,7 +331,7 @@ class _Reader:
     """Converts one schema to a type, and takes its size from the budget."""
 
     def __init__(self, root: object, budget: SizeBudget) -> None:
-        self._root = root
+        self._references = References(root)
         self._budget = budget
         self._left = MAX_SCHEMAS
 
@@ -366,9 +366,10 @@ class _Reader:
         if not isinstance(value, Mapping) or depth >= MAX_DEPTH or self._left < 0:
             return
         ref, parts = value.get("$ref"), value.get("allOf")
-        if isinstance(ref, str) and ref.startswith("#/") and ref not in refs:
+        if isinstance(ref, str) and ref not in refs:
             self._budget.take(len(ref))
-            yield from self.layers(_Node(resolve_pointer(self._root, ref), depth + 1, refs | {ref}))
+            target = self._references.target(ref)
+            yield from self.layers(_Node(target, depth + 1, refs | {ref}))
         for part in parts if isinstance(parts, list) else ():
             yield from self.layers(_Node(part, depth + 1, refs))
 
@@ -499,20 +500,6 @@ class _Reader:
         listed = " | ".join(_dumps(name) for name in others)
         key = f"[key in {listed}]" if others else ""
         return key, set(others) <= set(schema.get("required", ()))
-
-
-def resolve_pointer(root: object, ref: str) -> object:
-    """The value at the JSON pointer ``#/a/b`` in ``root``, or ``None``."""
-    value = root
-    for part in ref[2:].split("/"):
-        step = unquote(part).replace("~1", "/").replace("~0", "~")
-        if isinstance(value, Mapping):
-            value = value.get(step)
-        elif isinstance(value, list) and re.fullmatch(r"[0-9]{1,6}", step):
-            value = value[int(step)] if int(step) < len(value) else None
-        else:
-            return None
-    return value
 
 
 def _flatten(types: Iterable[Type]) -> Iterator[Type]:

@@ -53,7 +53,7 @@ from itertools import product
 from typing import TypeAlias
 
 from vllm_mlx_harmony.core import lru
-from vllm_mlx_harmony.core.grammar.json_schema import (
+from vllm_mlx_harmony.core.schema import (
     UNSUPPORTED,
     AnySchema,
     Schema,

@@ -38,7 +38,7 @@ from itertools import combinations, product
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import lru
-from vllm_mlx_harmony.core.grammar.json_schema import (
+from vllm_mlx_harmony.core.schema import (
     KEYWORDS,
     TYPES,
     AnySchema,

@@ -1,4 +1,7 @@
-"""JSON Schema, reduced to what llguidance accepts.
+"""JSON Schema: references, for the prompt and the grammar, and schemas as llguidance accepts them.
+
+What the model is shown (`core.typescript`) and what it is held to (`core.grammar`) resolve
+references alike (`References`).
 
 llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md) supports most
 of draft 2020-12, and rejects a schema that has any other keyword. So a schema is copied keyword by
@@ -10,7 +13,8 @@ keyword (`SchemaReader`):
 - Malformed and unsupported keywords are dropped, and listed. Without them a schema only ever
   accepts more.
 
-`strict` passes such a copy to llguidance, `any_order` makes rules of its own from it.
+`grammar.strict` passes such a copy to llguidance, `grammar.any_order` makes rules of its own from
+it.
 """
 
 from __future__ import annotations
@@ -19,9 +23,9 @@ import re
 from collections.abc import Callable, Mapping
 from itertools import chain, islice
 from typing import Any, TypeAlias
+from urllib.parse import unquote
 
 from vllm_mlx_harmony.core.text_limits import clean, levels
-from vllm_mlx_harmony.core.typescript import resolve_pointer
 
 Schema: TypeAlias = dict[str, Any]
 """A schema other than ``true`` and ``false``."""
@@ -30,6 +34,43 @@ AnySchema: TypeAlias = Schema | bool
 
 MAX_DEPTH = 100
 MAX_SCHEMAS = 10_000
+
+
+class References:
+    """What each ``$ref`` in the document ``root`` refers to."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+        self._identified: dict[str, object] | None = None
+
+    def target(self, ref: str) -> object:
+        """The value at a JSON pointer (RFC 6901), or with this ``$anchor`` or ``$id``; ``None`` if
+        there is none."""
+        if ref.startswith("#/"):
+            return _at(self._root, ref)
+        if self._identified is None:
+            self._identified = {"#": self._root}
+            for value in islice(chain.from_iterable(levels(self._root)), MAX_SCHEMAS):
+                if isinstance(value, dict):
+                    if isinstance(value.get("$anchor"), str):
+                        self._identified.setdefault(f"#{value['$anchor']}", value)
+                    if isinstance(value.get("$id"), str):
+                        self._identified.setdefault(value["$id"], value)
+        return self._identified.get(ref)
+
+
+def _at(root: object, ref: str) -> object:
+    """The value at the JSON pointer ``#/a/b`` in ``root``, or ``None``."""
+    value = root
+    for part in ref[2:].split("/"):
+        step = unquote(part).replace("~1", "/").replace("~0", "~")
+        if isinstance(value, Mapping):
+            value = value.get(step)
+        elif isinstance(value, list) and re.fullmatch(r"[0-9]{1,6}", step):
+            value = value[int(step)] if int(step) < len(value) else None
+        else:
+            return None
+    return value
 
 
 class _Malformed(Exception):
@@ -54,7 +95,7 @@ class SchemaReader:
         self._left = MAX_SCHEMAS
         self._definitions: dict[str, str] = {}
         self._waiting: list[tuple[str, object]] = []
-        self._identified: dict[str, object] | None = None
+        self._references = References(root)
         self.dropped: dict[str, None] = {}
 
     def drop(self, what: str) -> None:
@@ -158,25 +199,11 @@ class SchemaReader:
         if ref == "#":
             return ref
         if ref not in self._definitions:
-            target = self.target(ref)
+            target = self._references.target(ref)
             name = f"d{len(self._definitions)}"
             self._waiting.append((name, _require(target, target is not None)))
             self._definitions[ref] = name
         return f"#/$defs/{self._definitions[ref]}"
-
-    def target(self, ref: str) -> object:
-        """What ``ref`` refers to: a JSON pointer, an ``$anchor`` or an ``$id``."""
-        if ref.startswith("#/"):
-            return resolve_pointer(self._root, ref)
-        if self._identified is None:
-            self._identified = {}
-            for value in islice(chain.from_iterable(levels(self._root)), MAX_SCHEMAS):
-                if isinstance(value, dict):
-                    if isinstance(value.get("$anchor"), str):
-                        self._identified.setdefault(f"#{value['$anchor']}", value)
-                    if isinstance(value.get("$id"), str):
-                        self._identified.setdefault(value["$id"], value)
-        return self._identified.get(ref)
 
 
 def _without_nul(pattern: str) -> str:
