@@ -136,11 +136,12 @@ def _check(args: argparse.Namespace) -> None:
 
 def _apply(args: argparse.Namespace) -> None:
     """Configures engines and caches by the flags. Raises HostError for an invalid one."""
+    from vllm_mlx_harmony.engine import resources
     from vllm_mlx_harmony.engine.engine import Options
-    from vllm_mlx_harmony.host import flags, resources, summary
+    from vllm_mlx_harmony.host import flags, summary
 
     given = flags.given(args)
-    options, budget = flags.engine_options(args, Options()), flags.cache_budget(given)
+    options, budget = resources.engine_options(args, Options()), flags.cache_budget(given)
     directory = getattr(args, "ssd_cache_dir", None)
     resources.configure(options, budget, directory, getattr(args, "ssd_cache_max_gb", 0))
     summary.set_flags(args, flags.without_effect(given, enabled=resources.budget() > 0))

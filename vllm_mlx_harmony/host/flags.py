@@ -8,25 +8,14 @@ flags that were *given* are reported: a default is not a request.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import replace
 from io import StringIO
-from typing import Any, cast, get_args
+from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine.engine import Options, Speculate
-from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.server.defaults import OPTIONS
-from vllm_mlx_harmony.server.settings import number
-
-PAUSE_VARIABLE = "VLLM_MLX_HARMONY_PAUSE_MS"
-"""Environment variable: longest pause of an answer while a prompt is computed, in ms."""
-
-SPECULATE_VARIABLE = "VLLM_MLX_HARMONY_SPECULATE"
-"""Environment variable: whether several ids may be computed at once; see ``engine.Options``."""
 
 Given = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
@@ -109,35 +98,6 @@ def cache_budget(flags: Given) -> int | None:
     except ValueError as error:
         raise HostError(f"--cache-memory-percent: {error}") from error
     return limit
-
-
-def engine_options(args: object, default: Options) -> Options:
-    """Options of engines, from the flags or the settings of one of several models in ``args``, if
-    any, and the environment."""
-    limits = default.limits
-
-    def of(name: str, otherwise: int, least: int = 1) -> int:
-        value = getattr(args, name, None)
-        return otherwise if value is None else max(least, value)
-
-    speculate = os.environ.get(SPECULATE_VARIABLE, "").strip().lower() or default.speculate
-    if speculate not in (known := get_args(Speculate)):
-        problem = f"{speculate!r} is not one of {', '.join(known)}"
-        raise HostError(f"{SPECULATE_VARIABLE}: {problem}")
-    return replace(
-        default,
-        limits=Limits(
-            sequences=of("max_num_seqs", limits.sequences),
-            prompts=of("prefill_batch_size", limits.prompts),
-            answers=of("completion_batch_size", limits.answers),
-            chunk=of("prefill_step_size", limits.chunk),
-            chunk_beside=of("chunked_prefill_tokens", limits.chunk_beside, 0),
-            pause=max(1, number(PAUSE_VARIABLE, int(limits.pause * 1000))) / 1000,
-        ),
-        utilization=getattr(args, "gpu_memory_utilization", default.utilization),
-        interval=of("stream_interval", default.interval),
-        speculate=cast("Speculate", speculate),
-    )
 
 
 def without_effect(flags: Given, *, enabled: bool) -> list[str]:

@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("mlx_lm")
 
-from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.engine import device, resources
 
 
 @pytest.mark.parametrize(("given", "expected"), [("0", 0), ("1.5 GiB", 3 << 29)])
