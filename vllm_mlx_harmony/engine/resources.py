@@ -42,6 +42,9 @@ SPECULATE_VARIABLE = "VLLM_MLX_HARMONY_SPECULATE"
 COSTS = "step-costs.json"
 """The file in the directory of the disk cache that `Options.costs` names."""
 
+WRITTEN_WITHIN = 5.0
+"""Seconds in which the disk cache writes what is pending when the process ends."""
+
 options = Options()
 disk: DiskCache | None = None
 
@@ -54,8 +57,7 @@ def configure(given: Options, bound: int | None, directory: str | None, gigabyte
     global options, disk, _budget
     options, _budget = given, bound
     tree.cache_clear()
-    if directory and budget() > 0:
-        disk = opened(directory, gigabytes)
+    disk = opened(directory, gigabytes) if directory and budget() > 0 else None
     if disk is not None:
         options = replace(options, costs=disk.directory / COSTS)
 
@@ -111,7 +113,7 @@ def opened(directory: str, gigabytes: float) -> DiskCache | None:
     except Failed as error:
         logger.warning("prefix cache: disk cache disabled: %s cannot be used (%s)", path, error)
         return None
-    atexit.register(found.close, 5.0)  # seconds to write what is pending
+    atexit.register(found.close, WRITTEN_WITHIN)
     return found
 
 
