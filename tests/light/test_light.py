@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -15,6 +18,7 @@ import openai
 import pytest
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
@@ -234,3 +238,51 @@ def test_other_packages_are_not_imported(server: Server) -> None:
     assert "mlx_lm" in names
     # transformers, which mlx-lm imports, imports torch where that is installed
     assert not names & {name for name in ABSENT if name != "torch" or find_spec("torch") is None}
+
+
+# --- serve, where vllm-mlx is not installed
+
+
+def test_serve_takes_the_flags_of_vllm_mlx(start: Start, model: Path) -> None:
+    flags = ["--tool-call-parser", "harmony", "--continuous-batching", "--max-tokens", "5"]
+    names = ["--served-model-name", "gpt-oss-20b", "--api-key", KEY]
+    server = start("serve", str(model), *flags, *names)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        answer = client.chat.completions.create(model="gpt-oss-20b", messages=messages)
+        assert answer.choices[0].finish_reason == "length"
+    assert get(server, "/v1/models").json()["data"][0]["id"] == "gpt-oss-20b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["MODEL", "--models-config", "x.yaml"], "--models-config is not a flag of the gateway"),
+        (["/no/such/model"], "cannot be loaded"),
+        (["MODEL", "--ssd-cache-max-gb", "0"], "should be greater than 0"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error(
+    model: Path, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(model) if word == "MODEL" else word for word in arguments]
+    assert main(["serve", *words, "--port", "1"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_another_model_is_rejected(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace('"ancode":194000', '"ancode":194009'))
+    assert main(["serve", str(other)]) == 2
+    assert "its tokenizer is not o200k_harmony" in capsys.readouterr().err
+
+
+def test_the_demo_shows_the_light_server() -> None:
+    command = [sys.executable, "-m", "vllm_mlx_harmony", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "arrived in their own field" in done.stdout
