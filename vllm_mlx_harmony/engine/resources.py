@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast, get_args
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
@@ -40,7 +41,7 @@ SPECULATE_VARIABLE = "VLLM_MLX_HARMONY_SPECULATE"
 """Environment variable: whether several ids may be computed at once; see ``engine.Options``."""
 
 COSTS = "step-costs.json"
-"""The file in the directory of the disk cache that `Options.costs` names."""
+"""The file that `Options.costs` names: in the directory of the disk cache, or the user's cache."""
 
 WRITTEN_WITHIN = 5.0
 """Seconds in which the disk cache writes what is pending when the process ends."""
@@ -58,8 +59,8 @@ def configure(given: Options, bound: int | None, directory: str | None, gigabyte
     options, _budget = given, bound
     tree.cache_clear()
     disk = opened(directory, gigabytes) if directory and budget() > 0 else None
-    if disk is not None:
-        options = replace(options, costs=disk.directory / COSTS)
+    remembering = vocab.cache_dir() if disk is None else disk.directory
+    options = replace(options, costs=remembering / COSTS)
 
 
 def engine_options(args: object, default: Options) -> Options:

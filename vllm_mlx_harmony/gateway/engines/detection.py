@@ -34,6 +34,7 @@ from vllm_mlx_harmony.gateway.engines.llamacpp import LLAMACPP, LLAMACPP_LLGUIDA
 from vllm_mlx_harmony.gateway.engines.plugin import PLUGIN, capabilities_of
 from vllm_mlx_harmony.gateway.engines.sglang import SGLANG
 from vllm_mlx_harmony.gateway.engines.vllm import VLLM, VLLM_TOKENS
+from vllm_mlx_harmony.gateway.routing import ASSISTANT
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -56,7 +57,7 @@ LOCAL = "mlx:"
 PROBE_SECONDS = 5.0
 """The time limit of a request about the server itself."""
 
-TRIAL = (vocab.START, *vocab.encode("assistant"))
+TRIAL = (vocab.START, ASSISTANT)
 """The prompt of a trial."""
 
 NO_ENDPOINT = (
