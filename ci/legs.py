@@ -463,6 +463,16 @@ LEGS: tuple[Leg, ...] = (
         alone=True,
     ),
     Leg(
+        name="bench-start",
+        what="the start and the idle memory of the light server, beside mlx-lm's own",
+        install=(*LIGHT, "psutil"),
+        without=("vllm-mlx", "fastapi"),
+        absent=("vllm-mlx", "fastapi", "torch"),
+        commands=(("python", "ci/bench_start.py"),),
+        group="",
+        alone=True,
+    ),
+    Leg(
         name="release",
         what="both distributions and a Homebrew formula are built and checked, below dist",
         install=("packaging", "twine", "uv>=0.9"),

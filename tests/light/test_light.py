@@ -206,6 +206,7 @@ def test_its_state_is_shown(server: Server, client: openai.OpenAI) -> None:
     assert MODEL in sections
     assert "Prefix cache" in sections
     assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+    assert "131072 tokens of context; prefix cache: up to" in server.log.read_text()
 
 
 def test_what_only_vllm_mlx_has_is_said(client: openai.OpenAI) -> None:

@@ -28,6 +28,7 @@ from vllm_mlx_harmony.gateway.access_log import logged
 from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.gateway.workers import Reload
+from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.connections import limited
 from vllm_mlx_harmony.server.endpoint import guarded
@@ -58,6 +59,7 @@ def gateway(settings: GatewaySettings, reload: Reload | None = None) -> ASGIApp:
 def _host(settings: GatewaySettings) -> Gateway:
     if settings.local_model is None:
         return Gateway(settings)
+    enforcement.warm_up()  # while mlx-lm is imported, and the weights are read
     try:
         from vllm_mlx_harmony.gateway.local import LocalGateway
     except ImportError as error:

@@ -37,7 +37,7 @@ from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.router import NAMESPACE
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.inspector.routes import Section
-from vllm_mlx_harmony.server import defaults, enforcement
+from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Deadline
@@ -48,6 +48,7 @@ from vllm_mlx_harmony.server.model_files import (
     lists_harmony,
     path_of,
 )
+from vllm_mlx_harmony.server.settings import size
 from vllm_mlx_harmony.standin import is_standin
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -79,7 +80,6 @@ class LocalGateway(Gateway):
             settings.ssd_cache_max_gb,
         )
         self.archive: Archive | None = resources.disk
-        enforcement.warm_up()  # beside the weights, which are read meanwhile
         self.model = _loaded(self._source)
         self.metrics.registry.register(_Metrics(self))
         self.endpoints = (
@@ -98,6 +98,7 @@ class LocalGateway(Gateway):
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
+        logger.info("engine %s", start_line(self._source, self.model))
         try:
             yield
         finally:
@@ -132,6 +133,19 @@ class LocalGateway(Gateway):
     async def _clear(self, _: Request) -> Response:
         await resources.clear()
         return JSONResponse({"status": "cleared"})
+
+
+def start_line(source: str, engine: MlxEngine) -> str:
+    """The description of a loaded model for the log."""
+    used, limit = size(engine.weights), size(engine.budget.limit)
+    budget, disk = resources.budget(), resources.disk
+    cache = [f"up to {size(budget)} in memory"] if budget else ["off"]
+    if disk is not None:
+        cache.append(f"up to {size(disk.budget)} in {disk.directory}")
+    return (
+        f"{LOCAL}{source}: {used} of {limit} used, {engine.context_length} tokens of context; "
+        f"prefix cache: {', '.join(cache)}"
+    )
 
 
 async def _only_vllm_mlx(request: Request) -> Response:
