@@ -247,7 +247,7 @@ def test_other_packages_are_not_imported(server: Server) -> None:
 def test_serve_takes_the_flags_of_vllm_mlx(start: Start, model: Path) -> None:
     flags = ["--tool-call-parser", "harmony", "--continuous-batching", "--max-tokens", "5"]
     names = ["--served-model-name", "gpt-oss-20b", "--api-key", KEY]
-    server = start("serve", str(model), *flags, *names)
+    server = start("serve", *flags, str(model), *names)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         messages: Any = [{"role": "user", "content": "Hello"}]
         answer = client.chat.completions.create(model="gpt-oss-20b", messages=messages)

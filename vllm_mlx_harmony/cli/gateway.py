@@ -93,7 +93,11 @@ def main(arguments: Sequence[str]) -> int:
         return int(module.main(arguments[1:]))
     if arguments and arguments[0].startswith(LOCAL):
         arguments = ["--engine", *arguments]
-    parsed = parser().parse_args(arguments)
+    return serve(parser().parse_args(arguments))
+
+
+def serve(parsed: argparse.Namespace) -> int:
+    """Serves until SIGTERM or SIGINT. Raises ``UsageError`` for invalid settings."""
     from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load
     from vllm_mlx_harmony.server import defaults, enforcement

@@ -13,19 +13,16 @@ from importlib.util import find_spec
 
 from vllm_mlx_harmony.cli import gateway
 from vllm_mlx_harmony.cli.errors import UsageError
-from vllm_mlx_harmony.cli.gateway import LOCAL
 
 SAME = {
-    "--served-model-name": "--model",
-    "--api-key": "--key",
-    "--rate-limit": "--requests-per-minute",
-    "--max-tokens": "--default-max-output-tokens",
-    "--max-request-tokens": "--max-output-tokens",
-    "--default-temperature": "--temperature",
-    "--default-top-p": "--top-p",
-    "--default-thinking-token-budget": "--reasoning-tokens",
+    "--served-model-name": "model",
+    "--max-request-tokens": "max_output_tokens",
+    "--default-temperature": "temperature",
+    "--default-top-p": "top_p",
+    "--default-thinking-token-budget": "reasoning_tokens",
 }
-"""Flags of vllm-mlx, and the gateway's names of them."""
+"""Flags of vllm-mlx, and the gateway's settings that mean the same. ``--max-tokens`` and
+``--rate-limit`` are among the former names of settings (`settings.RENAMED`)."""
 
 ALWAYS = ("--continuous-batching", "--enable-auto-tool-choice", "--enable-metrics")
 """Flags of vllm-mlx for what is always so here."""
@@ -45,29 +42,43 @@ def _is_installed(module: str) -> bool:
     return module in sys.modules or find_spec(module) is not None
 
 
+def parser() -> argparse.ArgumentParser:
+    """The gateway's parser, with the model and the flags of vllm-mlx."""
+    made = gateway.parser()
+    made.prog, made.allow_abbrev = "vllm-mlx-harmony serve", False
+    made.description = "Serves Chat Completions, Responses and Messages for gpt-oss."
+    made.epilog = "example: vllm-mlx-harmony serve 20b --port 8080"
+    made.add_argument("source", metavar="MODEL", help="20b, 120b, a directory or a repository")
+    made.add_argument("--api-key", dest="keys", action="append", help=argparse.SUPPRESS)
+    for flag, setting in SAME.items():
+        made.add_argument(flag, dest=setting, help=argparse.SUPPRESS)
+    for flag in PARSERS:
+        made.add_argument(flag, dest="ignored", help=argparse.SUPPRESS)
+    for flag in ALWAYS:
+        made.add_argument(flag, dest="ignored", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
 def main(arguments: Sequence[str]) -> int:
     """Serves a model until SIGTERM or SIGINT. Raises ``UsageError`` for flags that only vllm-mlx
     has."""
-    made = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag, name in SAME.items():
-        made.add_argument(flag, dest=name)
-    for flag in PARSERS:
-        made.add_argument(flag)
-    for flag in ALWAYS:
-        made.add_argument(flag, action="store_true")
-    given, rest = made.parse_known_args(arguments)
-    if not rest or rest[0].startswith("-"):
-        return gateway.main(["--help"])
-    translated = [f"{LOCAL}{rest[0]}", "--model", rest[0], *rest[1:]]
-    for flag in SAME.values():
-        if (value := getattr(given, flag)) is not None:
-            translated += [flag, value]
-    if os.environ.get(INSPECT) == "1":
-        translated.append("--inspect")
-    _, unknown = gateway.parser().parse_known_args(["--engine", *translated])
+    from vllm_mlx_harmony.gateway.engines.detection import LOCAL
+    from vllm_mlx_harmony.gateway.settings import RENAMED
+
+    given, unknown = parser().parse_known_args(arguments)
     if unknown:
         raise UsageError(
             f"{unknown[0]} is not a flag of the gateway, which serves the model since vllm-mlx is "
             "not installed; if it is one of vllm-mlx: pip install vllm-mlx-harmony"
         )
-    return gateway.main(translated)
+    flags = vars(given)
+    del flags["ignored"]
+    source = flags.pop("source")
+    for old, new in RENAMED.items():
+        value = flags.pop(old)
+        flags[new] = value if flags[new] is None else flags[new]
+    flags["engines"] = [f"{LOCAL}{source}"]
+    flags["model"] = flags["model"] or source
+    if os.environ.get(INSPECT) == "1":
+        flags["inspect"] = True
+    return gateway.serve(given)
