@@ -42,19 +42,15 @@ from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.model_files import (
+    FILES,
     GENERATION,
-    TOKENIZER,
     configuration,
     lists_harmony,
-    path_of,
 )
 from vllm_mlx_harmony.server.settings import size
 from vllm_mlx_harmony.standin import is_standin
 
 logger = logging.getLogger("vllm_mlx_harmony")
-
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""The files of a repository that are downloaded, if it is not in the Hugging Face cache."""
 
 
 ONLY_VLLM_MLX = (
@@ -187,15 +183,13 @@ def _load(source: str, directory: Path) -> tuple[Any, None, PrefixCache]:
 
 
 def _directory(source: str) -> Path:
-    """Where the files of a model are, which are downloaded first if necessary."""
+    """Where the files of a model are. Those of a repository that are not in the Hugging Face cache
+    are downloaded."""
     if Path(source).is_dir():
         return Path(source)
-    try:
-        return path_of(source, TOKENIZER).parent
-    except (OSError, ValueError):
-        from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(source, allow_patterns=list(FILES)))
+    return Path(snapshot_download(source, allow_patterns=list(FILES)))
 
 
 class _Metrics(Collector):

@@ -19,6 +19,9 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+"""Those of a repository that a server loads."""
+
 PROBE = (
     "<|start|><|end|><|message|><|channel|><|constrain|><|return|><|call|>"
     "Reasoning: high\n\n// déjà-vu 東京 Привет 12345\tnamespace functions {🙂}"
