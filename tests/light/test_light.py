@@ -16,9 +16,12 @@ import anthropic
 import httpx
 import openai
 import pytest
+from starlette.testclient import TestClient
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
@@ -239,6 +242,25 @@ def test_other_packages_are_not_imported(server: Server) -> None:
     assert "mlx_lm" in names
     # transformers, which mlx-lm imports, imports torch where that is installed
     assert not names & {name for name in ABSENT if name != "torch" or find_spec("torch") is None}
+
+
+def test_a_thread_that_has_died_is_shown(model: Path) -> None:
+    """And settings can be reloaded, keys among them."""
+    flags = {"engines": [f"mlx:{model}"]}
+    app: Any = gateway(load(flags, {}))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        app.host.reload(load({**flags, "keys": [KEY]}, {}))
+        assert client.get("/v1/models").status_code == 401
+        app.host.model.close()
+        assert client.get("/health").json()["status"] == "unhealthy"
+        assert client.get("/ready").status_code == 503
+        (engine,) = client.get("/ready").json()["engines"]
+        assert engine["problem"] == "the engine's thread has died: restart the server"
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = client.post("/v1/chat/completions", json=asked, headers=headers)
+        assert answer.status_code == 503
 
 
 # --- serve, where vllm-mlx is not installed
