@@ -34,10 +34,10 @@ from bench_reuse import (
 )
 from bench_table import Row, printed
 
+from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.disk import index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache
 from vllm_mlx_harmony.engine.prefix_tree import pack
-from vllm_mlx_harmony.host import resources
 
 TOKENS = 20_000
 PLENTY = 100 << 30

@@ -26,8 +26,8 @@ from bench_table import Row, printed
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_tree import Counters, PrefixTree
-from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server.sampling import Settings
 

@@ -187,6 +187,10 @@ FRONT_ENDS = (
 """No host, and all optional packages of the front end."""
 
 
+LIGHT = ("-e", ".[cpu]", "mlx-lm>=0.32,<0.33", *TEST_TOOLS, *GATEWAY)
+"""A model in its own process: the newest mlx-lm, which vllm-mlx does not allow yet."""
+
+
 LEGS: tuple[Leg, ...] = (
     # The first three install different packages: none waits for another's environment.
     Leg(
@@ -326,11 +330,22 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="engine-mlx-lm-0.32",
         what="our engine by itself on the newest mlx-lm, which vllm-mlx does not allow yet",
-        install=("-e", ".[cpu]", "mlx-lm>=0.32,<0.33", *TEST_TOOLS),
+        install=LIGHT,
         without=("vllm-mlx", "fastapi"),
         present=("mlx", "mlx-lm", "openai-harmony"),
         absent=("vllm-mlx", "fastapi"),
         commands=((*PYTEST, "tests/engine", "-m", "not once", *NOT_OF_MLX_LM),),
+    ),
+    Leg(
+        name="light",
+        what="the server without vllm-mlx and torch: official clients, a real process",
+        install=LIGHT,
+        without=("vllm-mlx", "fastapi"),
+        present=("mlx", "mlx-lm", "uvicorn", "openai", "anthropic"),
+        absent=("vllm-mlx", "fastapi", "torch", "torchvision", "gradio", "opencv-python"),
+        commands=((*PYTEST, "tests/light"),),
+        runners=("ubuntu-latest", "macos-14"),
+        paths=("vllm_mlx_harmony/gateway/local", "tests/light"),
     ),
     Leg(
         name="browser",
@@ -444,6 +459,16 @@ LEGS: tuple[Leg, ...] = (
         absent=(*HOST, "fastapi"),
         commands=(("python", "ci/bench_gateway.py"),),
         systems=("Linux",),
+        group="",
+        alone=True,
+    ),
+    Leg(
+        name="bench-start",
+        what="the start and the idle memory of the light server, beside mlx-lm's own",
+        install=(*LIGHT, "psutil"),
+        without=("vllm-mlx", "fastapi"),
+        absent=("vllm-mlx", "fastapi", "torch"),
+        commands=(("python", "ci/bench_start.py"),),
         group="",
         alone=True,
     ),

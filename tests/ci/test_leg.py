@@ -310,7 +310,17 @@ def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
     assert len(names) == len(set(names))
     everything = {one.name for one in leg.chosen(["everything"])}
     assert {one.python for one in leg.chosen(["everything"])} == {"3.10", "3.11", "3.12", "3.13"}
-    long = {"agents", "attack", "bench", "bench-gateway", "clients", "grammar", "release", "vllm"}
+    long = {
+        "agents",
+        "attack",
+        "bench",
+        "bench-gateway",
+        "bench-start",
+        "clients",
+        "grammar",
+        "release",
+        "vllm",
+    }
     long |= everything
     assert {one.name for one in leg.chosen(["all"])} == set(names) - long
     assert sorted(one.name for one in leg.chosen(["gate"])) == sorted(GATE)

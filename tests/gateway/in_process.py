@@ -13,10 +13,10 @@ from starlette.requests import Request
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.gateway.app import Gateway
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 from vllm_mlx_harmony.gateway.engines.http import HttpEngine
+from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fake_engines import FakeEngine, free_port, served, until
 from in_process import MODEL, engine_at
 
-from vllm_mlx_harmony.gateway import app
+from vllm_mlx_harmony.gateway import probes
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.metrics import Metrics
@@ -105,19 +105,19 @@ def test_a_probe_says_nothing_of_the_engine_that_came_after(
         async def well(*_: Any) -> None:
             """The server is the same."""
 
-        monkeypatch.setattr(app, "detect", slow)
-        monkeypatch.setattr(app, "get", well)
+        monkeypatch.setattr(probes, "detect", slow)
+        monkeypatch.setattr(probes, "get", well)
         fleet = Fleet("m", [A])
         (old,) = fleet.backends
-        probing = asyncio.ensure_future(app.probe(http, old, "m"))
+        probing = asyncio.ensure_future(probes.probe(http, old, "m"))
         await asyncio.sleep(0)
         fleet.update([Spec(A.url, key="another key")])
         there.set()
         await probing
         (new,) = fleet.backends
         assert (new.up, new.health) == (False, "down")
-        await app.probe(http, old, "m")  # which was due before
-        await app.probe(http, new, "m")
+        await probes.probe(http, old, "m")  # which was due before
+        await probes.probe(http, new, "m")
         assert new.up
 
     asyncio.run(asyncio.wait_for(reloaded(), 60))

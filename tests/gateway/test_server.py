@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli.gateway import parser
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.gateway import access_log, app
+from vllm_mlx_harmony.gateway import access_log, app, workers
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines import detection, http
 from vllm_mlx_harmony.gateway.engines.detection import Spec, detect, same_model, start_line
@@ -524,6 +525,22 @@ def test_flags_stand_over_the_environment_over_the_file(tmp_path: Path) -> None:
     assert other.keys == (Key("key-1", digest("key-of-any")), Key("bob", digest("bobs-key")))
 
 
+@pytest.mark.parametrize("source", ["/models/gpt=oss-20b", "mlx-community/gpt=oss-20b"])
+def test_a_model_in_this_process_has_the_name_of_its_directory(source: str) -> None:
+    read = load({"engines": [f"mlx:{source}"]}, {})
+    assert (read.local_model, read.model, read.http_engines) == (source, "gpt=oss-20b", ())
+    with pytest.raises(HostError, match="changes only with a restart"):
+        read.reloaded(load(GIVEN, {}))
+    with pytest.raises(HostError, match="requires --workers 1"):
+        workers.check(replace(read, workers=2))
+
+
+def test_a_model_in_this_process_requires_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_mlx_harmony.gateway.local", None)
+    with pytest.raises(HostError, match=re.escape("pip install 'vllm-mlx-harmony-gateway[mlx]'")):
+        gateway(load({"engines": ["mlx:/models/gpt-oss-20b"]}, {}))
+
+
 GIVEN = {"engines": ["http://a"], "model": "m"}
 
 
@@ -534,6 +551,8 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({"engines": ["http://a"]}, "--model is required"),
         ({**GIVEN, "engines": ["a:8000"]}, "is not a valid URL"),
         ({**GIVEN, "engines": ["tgi=http://a"]}, "is not one of vllm"),
+        ({**GIVEN, "engines": ["mlx:"]}, "mlx: must be followed by a directory or a repository"),
+        ({**GIVEN, "engines": ["mlx:a", "http://b"]}, "mlx:a must be the only engine"),
         ({**GIVEN, "engines": ["http://a", "vllm=http://a/"]}, "duplicate engine URL http://a"),
         ({**GIVEN, "port": "many"}, "--port: 'many' should be a valid integer"),
         ({**GIVEN, "port": "70000"}, "--port: '70000' should be less than or equal to 65535"),

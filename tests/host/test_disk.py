@@ -20,11 +20,12 @@ from engine_models import flushed
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import doctor
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.prefix_tree import pack
-from vllm_mlx_harmony.host import metrics, resources
+from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server.sampling import Settings
 

@@ -12,6 +12,7 @@ pytest.importorskip("vllm_mlx")
 
 from vllm_mlx.metrics import MetricsCollector
 
+from vllm_mlx_harmony.engine import state
 from vllm_mlx_harmony.host import metrics
 
 DASHBOARD = Path(__file__).resolve().parents[2] / "examples" / "monitoring" / "server.json"
@@ -36,7 +37,7 @@ def _names() -> dict[str, tuple[str, ...]]:
     collector.configure(enabled=True)
     assert collector._prom is not None
     made = [each for each in collector._prom.values() if hasattr(each, "_labelnames")]
-    disk = {f"{metrics.DISK}_{name}": () for _, name, *_ in metrics.OF_DISK}
+    disk = {f"{state.DISK}_{name}": () for _, name, *_ in state.OF_DISK}
     made += [metrics.REASONING_ENDED, metrics.GENERATED, metrics.PREDICTED]
     return {each._name: each._labelnames for each in made} | disk
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.packaging
 ROOT = Path(__file__).parents[2]
 MOST_MEGABYTES = 150
 HEAVY = {"vllm_mlx", "mlx", "mlx_lm", "torch", "transformers", "vllm", "fastapi"}
-PLUGIN_ONLY = {"host", "standin"}
+PLUGIN_ONLY = {"host", "_loading.py"}
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +97,33 @@ def test_it_serves_until_it_is_told_to_end(environment: Path) -> None:
     finally:
         server.kill()
         server.communicate()
+
+
+def test_with_mlx_lm_it_serves_a_model(environment: Path, tmp_path: Path) -> None:
+    """The extra ``mlx``: `serve`, without vllm-mlx."""
+    (wheel,) = (environment.parent / "dist").glob("*.whl")
+    python = tmp_path / "env" / "bin" / "python"
+    run(shutil.which("uv"), "venv", "-q", tmp_path / "env")
+    run(shutil.which("uv"), "pip", "install", "-q", "--python", python, f"{wheel}[mlx]")
+    installed = {path.name for path in site(tmp_path / "env").iterdir()}
+    assert not installed & {"vllm_mlx", "torch", "torchvision", "gradio", "cv2", "fastapi"}
+    write = "import sys, pathlib; from vllm_mlx_harmony import standin; "
+    run(python, "-c", write + "standin.write(pathlib.Path(sys.argv[1]))", tmp_path / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    program = python.with_name("vllm-mlx-harmony")
+    command = [program, "serve", tmp_path / "model", "--port", str(port)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while _status(port, "/ready") != 200:
+            assert server.poll() is None, server.stderr and server.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    finally:
+        server.terminate()
+        server.communicate(timeout=30)
 
 
 def _status(port: int, path: str) -> int:

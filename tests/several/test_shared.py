@@ -21,7 +21,7 @@ from starlette.requests import HTTPConnection
 from vllm_mlx_harmony.core.errors import HostError, StoreError
 from vllm_mlx_harmony.core.replay import Output, Replay
 from vllm_mlx_harmony.core.turn import Answer, Call, User
-from vllm_mlx_harmony.gateway.app import Gateway
+from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.limits import DAY, Limits
 from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew

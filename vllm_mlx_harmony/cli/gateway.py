@@ -1,4 +1,4 @@
-"""gateway: the front end over vLLM, SGLang, llama.cpp or another vllm-mlx.
+"""gateway: the front end over vLLM, SGLang, llama.cpp, another vllm-mlx, or a model of its own.
 
 Its flags are generated from the fields of ``GatewaySettings``.
 """
@@ -22,6 +22,7 @@ examples:
   vllm-mlx-harmony gateway --engine http://gpu-1:8000 --engine http://gpu-2:8000 \\
       --model openai/gpt-oss-120b --host 0.0.0.0 --key alice=$ALICE_KEY --key ci=$CI_KEY
   vllm-mlx-harmony gateway --config gateway.toml
+  vllm-mlx-harmony gateway mlx:mlx-community/gpt-oss-20b-MXFP4-Q8   # a model in this process
   vllm-mlx-harmony gateway keys add alice --config gateway.toml
   vllm-mlx-harmony gateway usage gateway-*.log      # who used how much yesterday
   vllm-mlx-harmony gateway stand-in --port 8001     # an engine without a model, to try it all out
@@ -30,6 +31,9 @@ Every setting can also be an environment variable (--tokens-per-day:
 VLLM_MLX_HARMONY_GATEWAY_TOKENS_PER_DAY) or a line of the TOML file (tokens_per_day = 1000000).
 Flags override variables, and variables override the file. SIGHUP reloads the file.
 """
+
+LOCAL = "mlx:"
+"""``mlx:MODEL`` as the first argument is ``--engine mlx:MODEL``."""
 
 COMMANDS = {"keys": "gateway_keys", "usage": "gateway_usage", "stand-in": "gateway_stand_in"}
 """The commands around the gateway, and their modules."""
@@ -87,7 +91,13 @@ def main(arguments: Sequence[str]) -> int:
     if arguments and arguments[0] in COMMANDS:
         module = import_module(f"vllm_mlx_harmony.cli.{COMMANDS[arguments[0]]}")
         return int(module.main(arguments[1:]))
-    parsed = parser().parse_args(arguments)
+    if arguments and arguments[0].startswith(LOCAL):
+        arguments = ["--engine", *arguments]
+    return serve(parser().parse_args(arguments))
+
+
+def serve(parsed: argparse.Namespace) -> int:
+    """Serves until SIGTERM or SIGINT. Raises ``UsageError`` for invalid settings."""
     from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load
     from vllm_mlx_harmony.server import defaults

@@ -30,6 +30,7 @@ from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
 from vllm_mlx_harmony.cli.process import LOCAL
 from vllm_mlx_harmony.cli.stand_in import require_host
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.server.model_files import FILES
 from vllm_mlx_harmony.standin import Script
 
 LOCAL_KEY = "local"
@@ -51,9 +52,6 @@ SHELLS: Mapping[str, Mapping[str, object]] = {
     "bash_tool": {"command": COMMAND, "description": "Say hello"},
 }
 """The stand-in's call of each tool with which an agent runs commands."""
-
-FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
-"""Those of a repository that a server loads."""
 
 DESCRIPTION = f"""\
 Starts a coding agent that uses gpt-oss on this machine. If no server is running, it is started in

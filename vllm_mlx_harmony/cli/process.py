@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.request import ProxyHandler, Request, build_opener
 
 from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.cli import light
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core import vocab
 
@@ -66,10 +67,11 @@ _WITHOUT_DIRECTORY = (
 def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:
     """The command that serves ``model`` with this plugin.
 
-    It is the host's if Python has read the plugin's `.pth` file, otherwise ``vllm-mlx-harmony``.
+    It is the host's if that is installed and Python has read the plugin's `.pth` file, otherwise
+    ``vllm-mlx-harmony``.
     """
     where = ["--host", ADDRESS, "--port", str(port), *flags]
-    if _startup.registered():
+    if _startup.registered() and not light.replaces_host():
         flag = ["--tool-call-parser", "harmony"]
         return python(_startup.HOST, "serve", str(model), *flag, *where)
     return python("vllm_mlx_harmony", "serve", str(model), *where)

@@ -1,6 +1,7 @@
 """serve: runs the host's own ``serve`` command in this process, after installing the plugin.
 
-For environments in which Python does not read `.pth` files.
+For environments in which Python does not read `.pth` files. Where vllm-mlx is not installed, the
+model is served without it (`light`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_mlx_harmony import _startup, host
-from vllm_mlx_harmony.cli import log_file
+from vllm_mlx_harmony import _startup
+from vllm_mlx_harmony.cli import light, log_file
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.models import MODELS
 
@@ -58,6 +59,10 @@ def main(arguments: Sequence[str]) -> int:
         raise UsageError(
             f"{_startup.SWITCH} disables the plugin: unset it, or run `vllm-mlx serve`"
         )
+    if light.replaces_host():
+        return light.main(arguments)
+    from vllm_mlx_harmony import host
+
     try:
         host.install()
     except ImportError as error:

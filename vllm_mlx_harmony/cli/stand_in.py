@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli import light
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
@@ -17,7 +18,8 @@ from vllm_mlx_harmony.standin import Script
 
 def require_host(what: str) -> None:
     """Raises ``UsageError`` if the server that ``what`` runs cannot be imported."""
-    for module, fix in (("vllm_mlx", "vllm-mlx"), ("mlx.core", "mlx")):
+    host = () if light.replaces_host() else (("vllm_mlx", "vllm-mlx-harmony"),)
+    for module, fix in (*host, ("mlx.core", "mlx")):
         try:
             importlib.import_module(module)
         except ImportError as error:

@@ -12,8 +12,12 @@ import os
 import sys
 import tempfile
 import threading
+from array import array
+from binascii import a2b_base64
 from contextlib import suppress
+from functools import lru_cache
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +109,10 @@ def encode(text: str) -> list[int]:
 def token_bytes(token: int) -> bytes:
     """The bytes of ``token``, which may be part of a character; empty for a control or reserved id,
     and for an id outside the vocabulary."""
-    return _token_bytes[token]
+    if not 0 <= token < STARTOFTEXT:
+        return b""
+    content, ends = _table()
+    return content[ends[token] : ends[token + 1]]
 
 
 def token_text(token: int) -> str:
@@ -115,18 +122,16 @@ def token_text(token: int) -> str:
     return token_bytes(token).decode("utf-8", "replace")
 
 
-class _TokenBytes(dict[int, bytes]):
-    """Bytes by id, filled on demand."""
-
-    def __missing__(self, token: int) -> bytes:
-        if not 0 <= token < STARTOFTEXT:
-            return b""
-        text = encoding().decode([token], errors="surrogateescape")
-        self[token] = found = text.encode("utf-8", "surrogateescape")
-        return found
-
-
-_token_bytes = _TokenBytes()
+@lru_cache(maxsize=1)
+def _table() -> tuple[bytes, array[int]]:
+    """The bytes of all ids below the control ids, one after the other, and where each of them
+    begins and ends: 2.4 MB, in 0.1 s. Objects of their own would take ten times as much, and
+    decoding one id after the other five times as long."""
+    encoding()  # which rejects a file with another content
+    directory = _directory()
+    file = official_file() if directory is None else (directory / FILE_NAME).read_bytes()
+    tokens = [a2b_base64(line.partition(b" ")[0]) for line in file.splitlines()]
+    return b"".join(tokens), array("I", accumulate(map(len, tokens), initial=0))
 
 
 def cache_dir() -> Path:
@@ -174,11 +179,8 @@ _DAMAGED = f"the shipped vocabulary ({DATA_NAME}) is damaged; reinstall vllm-mlx
 def _load() -> HarmonyEncoding:
     """Loads the file that the user configured, else the one in the user's cache, else (if that is
     read-only or full) a temporary one."""
-    pointed = os.environ.get(BASE_VARIABLE)
-    if pointed and (Path(pointed) / FILE_NAME).is_file():
-        return _load_from(Path(pointed))
-    if (cached := _cached()) is not None:
-        return _load_from(cached)
+    if (directory := _directory()) is not None:
+        return _load_from(directory)
     try:
         with tempfile.TemporaryDirectory(
             prefix="vllm-mlx-harmony-", ignore_cleanup_errors=True
@@ -191,6 +193,14 @@ def _load() -> HarmonyEncoding:
             f"({error}); free some space, or set {BASE_VARIABLE} to a directory that contains "
             f"{FILE_NAME}"
         ) from error
+
+
+def _directory() -> Path | None:
+    """The directory with the vocabulary file; ``None`` if it has to be a temporary one."""
+    pointed = os.environ.get(BASE_VARIABLE)
+    if pointed and (Path(pointed) / FILE_NAME).is_file():
+        return Path(pointed)
+    return _cached()
 
 
 def _load_from(directory: Path) -> HarmonyEncoding:

@@ -13,6 +13,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import mlx.core as mx
@@ -34,8 +36,27 @@ AT_ONCE = 1 << 28
 def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
     """The model in ``path``, a directory or a repository, and its tokenizer. Shows its progress."""
     trust = {"trust_remote_code": trust_remote_code}
-    more = trust if "trust_remote_code" in inspect.signature(utils.load).parameters else {}
+    more = _accepted(utils.load, trust)
     module, tokenizer = utils.load(path, tokenizer_config=trust, lazy=True, **more)[:2]
+    _read_weights(module)
+    return module, tokenizer
+
+
+def load_model(directory: Path, *, trust_remote_code: bool = False) -> Module:
+    """The model in ``directory``, without its tokenizer. Shows its progress."""
+    more = _accepted(utils.load_model, {"trust_remote_code": trust_remote_code})
+    module = utils.load_model(directory, lazy=True, **more)[0]
+    _read_weights(module)
+    return module
+
+
+def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Those of the ``options`` that this version of a function has."""
+    known = inspect.signature(function).parameters
+    return {name: value for name, value in options.items() if name in known}
+
+
+def _read_weights(module: Module) -> None:
     weights = [array for _, array in tree_flatten(module.parameters())]
     total, pending = sum(array.nbytes for array in weights), 0
     with tqdm(total=total, desc="Loading", unit="B", unit_scale=True, leave=False) as bar:
@@ -48,7 +69,6 @@ def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
                 pending = 0
         mx.eval(weights)
         bar.update(pending)
-    return module, tokenizer
 
 
 def evaluate(layers: Layers) -> None:

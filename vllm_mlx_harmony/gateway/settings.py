@@ -53,7 +53,7 @@ from pydantic import (
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, EFFORTS
 from vllm_mlx_harmony.gateway.access_log import FORMATS, Format
-from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
+from vllm_mlx_harmony.gateway.engines.detection import KINDS, LOCAL, Spec
 from vllm_mlx_harmony.gateway.limits import Limits, digest
 
 if sys.version_info >= (3, 11):
@@ -110,6 +110,10 @@ def _engines(value: object) -> tuple[Spec, ...]:
     urls = [spec.url.rstrip("/") for spec in specs]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
         raise ValueError(f"duplicate engine URL {twice}")
+    if len(specs) > 1 and (local := next((each.url for each in specs if each.local_model), None)):
+        raise ValueError(
+            f"{local} must be the only engine: the model runs in the gateway's process"
+        )
     return specs
 
 
@@ -126,15 +130,25 @@ def _engine(value: object) -> Spec:
         spec = Spec(**{"url": "", **value})
     else:
         kind, equals, url = str(value).partition("=")
-        spec = Spec(url, kind) if equals and "/" not in kind else Spec(str(value))
+        spec = Spec(url, kind) if equals and not {"/", ":"} & {*kind} else Spec(str(value))
+    if spec.local_model is None:
+        _check_url(spec.url)
+    elif not spec.local_model:
+        raise ValueError(f"{LOCAL} must be followed by a directory or a repository")
+    if spec.kind and spec.kind not in KINDS:
+        raise ValueError(f"{spec.kind!r} is not one of {', '.join(KINDS)}")
+    return spec
+
+
+def _check_url(url: str) -> None:
     try:
-        parts = urlsplit(spec.url)
+        parts = urlsplit(url)
         is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:
         is_url = False
     if not is_url:
         raise ValueError(
-            f"{spec.url.rpartition('@')[2]!r} is not a valid URL (expected http://host:port)"
+            f"{url.rpartition('@')[2]!r} is not a valid URL (expected http://host:port)"
         )
     if "@" in parts.netloc or parts.query or parts.fragment:
         # The URL appears in logs, in /ready and in /metrics.
@@ -142,9 +156,6 @@ def _engine(value: object) -> Spec:
             "the URL of an engine must have no user, query or fragment; "
             f"set its key with {flag('engine_key')}, or as `key` in the file"
         )
-    if spec.kind and spec.kind not in KINDS:
-        raise ValueError(f"{spec.kind!r} is not one of {', '.join(KINDS)}")
-    return spec
 
 
 _NAMED_KEY = re.compile(r"([A-Za-z0-9_.-]+)=(?!=*$)(.*)", re.DOTALL)
@@ -232,6 +243,7 @@ class Help(NamedTuple):
 
 GROUPS = {
     "engines": "engines",
+    "cache_memory_mb": "model in this process",
     "host": "server",
     "keys": "access",
     "default_max_output_tokens": "generation",
@@ -250,7 +262,8 @@ class GatewaySettings:
         PlainValidator(_engines),
         Help(
             "[KIND=]URL",
-            f"URL of an engine, detected unless KIND is given: {', '.join(KINDS)}; repeatable",
+            f"URL of an engine, detected unless KIND is given: {', '.join(KINDS)}; repeatable; or "
+            f"{LOCAL}MODEL, a directory or repository, for a model in this process",
         ),
     ]
     model: Annotated[str, Help("NAME", "model name, for clients and engines")]
@@ -258,6 +271,19 @@ class GatewaySettings:
         str, Help("NAME", "model name that the engines use, if different from --model")
     ] = ""
     engine_key: Annotated[str, Help("KEY", "API key that the engines require")] = ""
+    cache_memory_mb: Annotated[
+        Count | None,
+        Help("MB", "prefix cache in memory, 0 for none (default: a sixteenth of the memory)"),
+    ] = None
+    ssd_cache_dir: Annotated[str | None, Help("DIR", "directory of the prefix cache on disk")] = (
+        None
+    )
+    ssd_cache_max_gb: Annotated[
+        Number, Field(gt=0), Help("GB", "maximum size of the prefix cache on disk")
+    ] = 10.0
+    gpu_memory_utilization: Annotated[
+        Number, Field(gt=0, le=1), Help("PART", "part of the device's memory that it may use")
+    ] = 0.9
     host: Annotated[str, Help("HOST", "address to listen on")] = "127.0.0.1"
     port: Annotated[Count, Field(le=65_535), Help("PORT", "port to listen on")] = 8000
     workers: Annotated[
@@ -349,10 +375,21 @@ class GatewaySettings:
         """
         if self.keys and not new.keys:
             raise HostError("all keys were removed: to run without keys, restart the gateway")
+        if new.local_model != self.local_model:
+            raise HostError(f"engines: {LOCAL}MODEL changes only with a restart")
         kept = {name: getattr(self, name) for name in AT_THE_START}
         if changed := [name for name in AT_THE_START if getattr(new, name) != kept[name]]:
             logger.warning("%s: changes take effect after a restart", ", ".join(changed))
         return replace(new, **kept)
+
+    @property
+    def local_model(self) -> str | None:
+        """The directory or repository of the model in this process, if there is one."""
+        return next((each.local_model for each in self.engines if each.local_model), None)
+
+    @property
+    def http_engines(self) -> tuple[Spec, ...]:
+        return tuple(each for each in self.engines if each.local_model is None)
 
     @property
     def open(self) -> bool:
@@ -376,6 +413,7 @@ class GatewaySettings:
 AT_THE_START = (
     *("model", "host", "port", "workers", "mcp_config", "shutdown_grace", "inspect"),
     *("metrics_by_key", "log_level"),
+    *("cache_memory_mb", "ssd_cache_dir", "ssd_cache_max_gb", "gpu_memory_utilization"),
 )
 """Settings that change only with a restart."""
 
@@ -416,9 +454,12 @@ def load(
     found = _from_file(Path(path)) if path else {}
     found |= _from_environment(environment)
     found |= _renamed({name: value for name, value in flags.items() if value is not None}, flag)
-    for name in ("engines", "model"):
-        if not found.get(name):
-            raise HostError(f"{flag(name)} is required")
+    if not found.get("engines"):
+        raise HostError(f"{flag('engines')} is required")
+    if not found.get("model"):
+        found["model"] = _local_name(found["engines"])
+    if not found["model"]:
+        raise HostError(f"{flag('model')} is required")
     try:
         settings = TypeAdapter(GatewaySettings).validate_python(found)
     except ValidationError as invalid:
@@ -430,6 +471,13 @@ def load(
     key, model = settings.engine_key, settings.engine_model
     engines = (replace(e, key=e.key or key, model=e.model or model) for e in settings.engines)
     return replace(settings, engines=tuple(engines))
+
+
+def _local_name(engines: object) -> str:
+    """The name of a model in this process by default: that of its directory or repository."""
+    first = engines[0] if isinstance(engines, (list, tuple)) and engines else ""
+    url = first.get("url") if isinstance(first, Mapping) else first
+    return Path(str(url).removeprefix(LOCAL)).name if str(url).startswith(LOCAL) else ""
 
 
 def _from_file(path: Path) -> dict[str, object]:

@@ -18,7 +18,7 @@ from starlette.requests import Request
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
-from vllm_mlx_harmony.gateway.app import Gateway
+from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import ids
 from vllm_mlx_harmony.server.app import application

@@ -59,6 +59,10 @@ def check(settings: GatewaySettings) -> None:
     """Raises ``HostError`` if several workers could not share what clients rely on."""
     if settings.workers == 1:
         return
+    if settings.local_model is not None:
+        raise HostError(
+            "a model in this process (mlx:) requires --workers 1: each worker would load it"
+        )
     if server_connection() is None:
         raise HostError(
             f"--workers {settings.workers} requires a Redis ({STORE_VARIABLE}=redis://…): without "

@@ -168,10 +168,11 @@ def _check_flags(args: argparse.Namespace) -> None:
 
 def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Configures engines and caches by flags and settings. Raises HostError for an invalid one."""
-    from vllm_mlx_harmony.host import flags, resources, summary
+    from vllm_mlx_harmony.engine import resources
+    from vllm_mlx_harmony.host import flags, summary
 
     given = flags.given(args)
-    options = flags.engine_options(args, flags.configured_options(settings))
+    options = resources.engine_options(args, resources.configured_options(settings))
     budget, directory = flags.cache_budget(given), getattr(args, "ssd_cache_dir", None)
     resources.configure(
         options,

@@ -19,7 +19,8 @@ from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
-from vllm_mlx_harmony.host import entry_points, metrics, resources, tools
+from vllm_mlx_harmony.engine import resources
+from vllm_mlx_harmony.host import entry_points, metrics, tools
 from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server

@@ -25,12 +25,12 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine import device, resources
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
-from vllm_mlx_harmony.host import metrics, resources, status_line
+from vllm_mlx_harmony.host import metrics, status_line
 from vllm_mlx_harmony.server.model_files import is_harmony
 from vllm_mlx_harmony.server.sampling import limited_to_context, resolve
 from vllm_mlx_harmony.server.tasks import in_thread, unfreeze, wait_until_done

@@ -10,13 +10,11 @@ even if the engine's thread has died.
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.engine import resources, state
 from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, serving
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
@@ -43,25 +41,7 @@ async def caches(request: Request) -> Response:
 
 async def status(_: Request) -> Response:
     """``GET /harmony/status``: all requests, with the progress of their prompts, and the steps."""
-    models = []
-    for name, engine in serving():
-        memory = {
-            "limit": engine.budget.limit,
-            "used": device.used(),
-            "weights": engine.weights,
-            "longest_request": engine.context_length,
-        }
-        steps = {
-            "speculate": engine.options.speculate,
-            "relative_costs": engine.relative_costs,
-            "executed": engine.totals.steps,
-            "completion_tokens": engine.totals.completion_tokens,
-            "accepted_prediction_tokens": engine.totals.drafts_accepted,
-            "rejected_prediction_tokens": engine.totals.drafts_rejected,
-        }
-        requests = [asdict(each) for each in engine.status()]
-        models.append({"model": name, "memory": memory, "steps": steps, "requests": requests})
-    return JSONResponse({"models": models})
+    return JSONResponse(state.document(serving()))
 
 
 async def health(request: Request) -> Response:
@@ -73,35 +53,7 @@ async def health(request: Request) -> Response:
 
 def inspected() -> list[Section]:
     """For the inspector: memory and the queue of each model, and what the prefix cache holds."""
-    sections: list[Section] = []
-    for name, engine in serving():
-        requests = engine.status()
-        waiting = sum(each.place > 0 for each in requests)
-        rows = [
-            ("weights", engine.weights, "bytes"),
-            ("in use", device.used(), "bytes"),
-            ("limit", engine.budget.limit, "bytes"),
-            ("longest request", engine.context_length, "tokens"),
-            ("waiting", waiting, ""),
-            ("answering", len(requests) - waiting, ""),
-            ("steps", engine.totals.steps, ""),
-        ]
-        sections.append((name, rows))
-    memory = resources.tree().counters()
-    cache = [
-        ("in memory", memory.nbytes, "bytes"),
-        ("limit in memory", memory.budget, "bytes"),
-        ("evictions", memory.evictions, ""),
-    ]
-    if resources.disk is not None:
-        disk = resources.disk.counters()
-        cache += [
-            ("on disk", disk.nbytes, "bytes"),
-            ("limit on disk", disk.budget, "bytes"),
-            ("read from disk", disk.bytes_read, "bytes"),
-            ("hits on disk", disk.hits, ""),
-        ]
-    return [*sections, ("Prefix cache", cache)]
+    return state.sections(serving())
 
 
 _CACHES = "vllm-mlx's own route imports mlx_vlm on the event loop"

@@ -11,15 +11,11 @@ import argparse
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stderr
-from dataclasses import replace
 from io import StringIO
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine.engine import Options
-from vllm_mlx_harmony.engine.scheduler import Limits
 from vllm_mlx_harmony.server.defaults import OPTIONS
-from vllm_mlx_harmony.server.settings import ServerSettings
 
 Given = Mapping[str, Any]
 """Flags and their values, by their names in the parsed arguments."""
@@ -102,40 +98,6 @@ def cache_budget(flags: Given) -> int | None:
     except ValueError as error:
         raise HostError(f"--cache-memory-percent: {error}") from error
     return limit
-
-
-def configured_options(settings: ServerSettings) -> Options:
-    """Options of engines by the environment, before any flags."""
-    return Options(
-        limits=Limits(pause=settings.pause_ms / 1000),
-        speculate=settings.speculate,
-        queue=settings.queue,
-        memory=settings.memory,
-        wired=settings.wired,
-    )
-
-
-def engine_options(args: object, default: Options) -> Options:
-    """``default``, but for the flags, or settings of one of several models, in ``args``."""
-    limits = default.limits
-
-    def of(name: str, otherwise: int, least: int = 1) -> int:
-        value = getattr(args, name, None)
-        return otherwise if value is None else max(least, value)
-
-    return replace(
-        default,
-        limits=replace(
-            limits,
-            sequences=of("max_num_seqs", limits.sequences),
-            prompts=of("prefill_batch_size", limits.prompts),
-            answers=of("completion_batch_size", limits.answers),
-            chunk=of("prefill_step_size", limits.chunk),
-            chunk_beside=of("chunked_prefill_tokens", limits.chunk_beside, 0),
-        ),
-        utilization=getattr(args, "gpu_memory_utilization", default.utilization),
-        interval=of("stream_interval", default.interval),
-    )
 
 
 def without_effect(flags: Given, *, enabled: bool) -> list[str]:

@@ -19,8 +19,9 @@ from time import perf_counter
 from typing import TypeAlias
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
-from vllm_mlx_harmony.host import entry_points, flags, resources, summary
+from vllm_mlx_harmony.host import entry_points, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
 from vllm_mlx_harmony.protocols import chat
@@ -111,7 +112,7 @@ def instantiate_model(
             manager._engine_factory = lambda config: HarmonyEngine(
                 entry.name,
                 model_path=resolved_source,
-                options=flags.engine_options(config, resources.options),
+                options=resources.engine_options(config, resources.options),
             )
         return await original(manager, entry, resolved_source)
 

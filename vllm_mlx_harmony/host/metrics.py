@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Metric
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from vllm_mlx_harmony.host import resources, tools
+from vllm_mlx_harmony.engine.state import DISK, disk_metrics
+from vllm_mlx_harmony.host import tools
 from vllm_mlx_harmony.host.server_globals import server
 
 _COUNTERS = CollectorRegistry()
@@ -34,31 +34,6 @@ PREDICTED = Counter(
     registry=_COUNTERS,
 )
 
-DISK = "vllm_mlx_harmony_prefix_disk"
-
-OF_DISK = (
-    (GaugeMetricFamily, "bytes", "nbytes", "Bytes of the prefix cache on disk."),
-    (GaugeMetricFamily, "pieces", "pieces", "Pieces of prompts on disk."),
-    (GaugeMetricFamily, "turns", "turns", "Generated turns on disk."),
-    (GaugeMetricFamily, "written_today_bytes", "written_today", "Bytes written since midnight."),
-    (GaugeMetricFamily, "waiting_bytes", "waiting", "Bytes to be written."),
-    (GaugeMetricFamily, "paused", "paused", "1 while writing is suspended."),
-    (
-        CounterMetricFamily,
-        "hits",
-        "hits",
-        "Prompts with a longer cached prefix on disk than in memory.",
-    ),
-    (CounterMetricFamily, "misses", "misses", "Prompts with no more on disk than in memory."),
-    (CounterMetricFamily, "read_bytes", "bytes_read", "Bytes read."),
-    (CounterMetricFamily, "read_seconds", "read_seconds", "Seconds spent reading."),
-    (CounterMetricFamily, "written_bytes", "bytes_written", "Bytes written."),
-    (CounterMetricFamily, "write_seconds", "write_seconds", "Seconds spent writing."),
-    (CounterMetricFamily, "dropped", "dropped", "Pieces and turns that were not written."),
-    (CounterMetricFamily, "damaged", "damaged", "Pieces, turns and indexes that were damaged."),
-)
-"""Kind, name, field of ``disk.cache.Counters`` and meaning. Counters get the suffix ``_total``."""
-
 
 class _Ours(Collector):
     """Reasoning that was cut short, tokens, tool calls and the disk, whenever Prometheus asks."""
@@ -67,10 +42,7 @@ class _Ours(Collector):
         yield from _COUNTERS.collect()
         if tools.running is not None:
             yield from tools.running.collect()
-        if resources.disk is not None:
-            now = resources.disk.counters()
-            for kind, name, field, about in OF_DISK:
-                yield kind(f"{DISK}_{name}", about, float(getattr(now, field)))
+        yield from disk_metrics()
 
 
 def show() -> None:

@@ -9,8 +9,8 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from vllm_mlx_harmony import inspector
+from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.engine import MlxEngine
-from vllm_mlx_harmony.host import resources
 from vllm_mlx_harmony.host.entry_points import versions
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.server.model_files import length_of

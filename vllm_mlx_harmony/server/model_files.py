@@ -7,6 +7,7 @@ Only token ids show whether a model is a Harmony model; a fine-tune may have any
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,25 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TOKENIZER = "tokenizer.json"
 
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
+"""Those of a repository that a server loads."""
+
 PROBE = (
     "<|start|><|end|><|message|><|channel|><|constrain|><|return|><|call|>"
     "Reasoning: high\n\n// déjà-vu 東京 Привет 12345\tnamespace functions {🙂}"
 )
 """Control tokens, scripts, digits, white space, an emoji: no other vocabulary has the same ids."""
+
+
+TOKENS = (
+    *((b"Service", 2038), (b"avigator", 18022), (b"identity", 34010), (b"Backup", 50010)),
+    *((b"GROUND", 66000), (b"urning", 82021), (b"restrict", 98019), (b"xffffffff", 114004)),
+    *((b"employment", 130032), (b"Integrated", 146023), (b"Controlled", 162001)),
+    *((b"Departments", 178024), (b"ancode", 194000)),
+)
+"""Tokens of o200k_harmony from all of its range, which are spelled as they are in JSON."""
+
+CONTROL_TOKEN = re.compile(rb'"id":\s*%d,\s*"content":\s*"<\|channel\|>"' % vocab.CHANNEL)
 
 
 def length_of(model: str) -> int | None:
@@ -72,6 +87,29 @@ def is_harmony(tokenizer: object) -> bool:
     encoded = encode(PROBE, add_special_tokens=False)
     ids = list(getattr(encoded, "ids", encoded))
     return ids == vocab.encoding().encode(PROBE, allowed_special="all")
+
+
+def lists_harmony(model: str) -> bool:
+    """Whether the vocabulary in ``tokenizer.json`` is that of o200k_harmony, by some of its tokens.
+
+    Takes some 50 ms, while loading the tokenizer takes a second and 300 MB. How
+    text is split and merged is not compared. Raises ``OSError`` if there is no such file.
+    """
+    content = path_of(model, TOKENIZER).read_bytes()
+    return CONTROL_TOKEN.search(content) is not None and all(
+        _listed(token, content) == number for token, number in TOKENS
+    )
+
+
+def _listed(token: bytes, content: bytes) -> int | None:
+    """The id of ``token`` in the content of a ``tokenizer.json``."""
+    key = b'"%s":' % token
+    at = content.find(key)  # much faster than a search for a pattern
+    number = _ID.match(content, at + len(key)) if at >= 0 else None
+    return None if number is None else int(number[1])
+
+
+_ID = re.compile(rb"\s*(\d+)")
 
 
 def is_harmony_model(model: str) -> bool | None:

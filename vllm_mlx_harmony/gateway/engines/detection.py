@@ -34,6 +34,7 @@ from vllm_mlx_harmony.gateway.engines.llamacpp import LLAMACPP, LLAMACPP_LLGUIDA
 from vllm_mlx_harmony.gateway.engines.plugin import PLUGIN, capabilities_of
 from vllm_mlx_harmony.gateway.engines.sglang import SGLANG
 from vllm_mlx_harmony.gateway.engines.vllm import VLLM, VLLM_TOKENS
+from vllm_mlx_harmony.gateway.routing import ASSISTANT
 from vllm_mlx_harmony.server.engine import Finish
 from vllm_mlx_harmony.server.sampling import Settings
 
@@ -50,10 +51,13 @@ KINDS: dict[str, Dialect] = {
 }
 """The kinds of ``--engine KIND=URL``. ``vllm`` is detected as either of its endpoints."""
 
+LOCAL = "mlx:"
+"""What the URL of a model in the gateway's process begins with."""
+
 PROBE_SECONDS = 5.0
 """The time limit of a request about the server itself."""
 
-TRIAL = (vocab.START, *vocab.encode("assistant"))
+TRIAL = (vocab.START, ASSISTANT)
 """The prompt of a trial."""
 
 NO_ENDPOINT = (
@@ -72,12 +76,18 @@ TRY_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class Spec:
     """An engine as it is configured. An empty ``kind`` is detected; ``model`` is the engine's name
-    for the model if it is not the gateway's."""
+    for the model if it is not the gateway's. ``url`` is ``mlx:MODEL`` for a model in the gateway's
+    process."""
 
     url: str
     kind: str = ""
     key: str = ""
     model: str = ""
+
+    @property
+    def local_model(self) -> str | None:
+        """The directory or repository of a model in the gateway's process."""
+        return self.url.removeprefix(LOCAL) if self.url.startswith(LOCAL) else None
 
 
 async def detect(http: ClientSession, spec: Spec, model: str) -> HttpEngine:

@@ -8,8 +8,7 @@ import pytest
 
 pytest.importorskip("mlx_lm")
 
-from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.host import resources
+from vllm_mlx_harmony.engine import device, resources
 
 
 def test_by_default_it_is_a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What all engines of this process share: options, the prefix cache in memory and on disk.
 
-Configured by flags and the environment when the plugin is activated.
+Configured by flags and the environment before the first model is loaded.
 """
 
 from __future__ import annotations
@@ -12,17 +12,23 @@ from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
 from vllm_mlx_harmony.engine.engine import Options
 from vllm_mlx_harmony.engine.pieces import Piece
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
+from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.server.settings import ServerSettings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 COSTS = "step-costs.json"
-"""The file in the directory of the disk cache that `Options.costs` names."""
+"""The file that `Options.costs` names: in the directory of the disk cache, or the user's cache."""
+
+WRITTEN_WITHIN = 5.0
+"""Seconds in which the disk cache writes what is pending when the process ends."""
 
 options = Options()
 disk: DiskCache | None = None
@@ -39,10 +45,43 @@ def configure(
     global options, disk, _budget
     options, _budget = given, bound
     tree.cache_clear()
-    if directory and budget() > 0:
-        disk = opened(directory, gigabytes, per_day)
-    if disk is not None:
-        options = replace(options, costs=disk.directory / COSTS)
+    disk = opened(directory, gigabytes, per_day) if directory and budget() > 0 else None
+    remembering = vocab.cache_dir() if disk is None else disk.directory
+    options = replace(options, costs=remembering / COSTS)
+
+
+def configured_options(settings: ServerSettings) -> Options:
+    """Options of engines by the environment, before any flags."""
+    return Options(
+        limits=Limits(pause=settings.pause_ms / 1000),
+        speculate=settings.speculate,
+        queue=settings.queue,
+        memory=settings.memory,
+        wired=settings.wired,
+    )
+
+
+def engine_options(args: object, default: Options) -> Options:
+    """``default``, but for the flags, or settings of one of several models, in ``args``."""
+    limits = default.limits
+
+    def of(name: str, otherwise: int, least: int = 1) -> int:
+        value = getattr(args, name, None)
+        return otherwise if value is None else max(least, value)
+
+    return replace(
+        default,
+        limits=replace(
+            limits,
+            sequences=of("max_num_seqs", limits.sequences),
+            prompts=of("prefill_batch_size", limits.prompts),
+            answers=of("completion_batch_size", limits.answers),
+            chunk=of("prefill_step_size", limits.chunk),
+            chunk_beside=of("chunked_prefill_tokens", limits.chunk_beside, 0),
+        ),
+        utilization=getattr(args, "gpu_memory_utilization", default.utilization),
+        interval=of("stream_interval", default.interval),
+    )
 
 
 def budget() -> int:
@@ -67,7 +106,7 @@ def opened(directory: str, gigabytes: float, per_day: int) -> DiskCache | None:
     except Failed as error:
         logger.warning("prefix cache: disk cache disabled: %s cannot be used (%s)", path, error)
         return None
-    atexit.register(found.close, 5.0)  # seconds to write what is pending
+    atexit.register(found.close, WRITTEN_WITHIN)
     return found
 
 

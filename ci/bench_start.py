@@ -1,0 +1,177 @@
+"""What it takes to start a server, and what it holds while it is idle.
+
+Four servers of the same tiny random gpt-oss, each as a process, several times in turn: mlx-lm's
+own, the light server (`gateway mlx:MODEL`), vllm-mlx, and vllm-mlx with the plugin. The first two
+run on this Python, the others on that of `--host`, whose environment has vllm-mlx: there, torch is
+installed, which mlx-lm's own server would import as well. Seconds are counted until the first
+answer, on the clock and of processors, helper processes included. The first rounds do not count:
+Python compiles modules, and our engine measures a model the first times that it loads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from socket import socket
+from statistics import median
+
+import psutil
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.engine.costs import RUNS
+
+MLX_LM, LIGHT, HOST, PLUGIN = "mlx_lm.server", "light server", "vllm-mlx", "… with the plugin"
+
+COMMANDS = {
+    MLX_LM: "-m mlx_lm.server --model {model}",
+    LIGHT: "-m vllm_mlx_harmony gateway mlx:{model} --model {model}",
+    HOST: "-m vllm_mlx.cli serve {model}",
+    PLUGIN: "-m vllm_mlx.cli serve {model} --tool-call-parser harmony",
+}
+
+STARTING = 180.0
+"""Seconds within which a server has to answer."""
+
+IDLE = 3.0
+"""Seconds after the answer at which its memory is measured."""
+
+GOAL = 1.0
+"""The light server's part of what mlx-lm's own takes."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start: seconds until the first answer, of processors too, and bytes while idle."""
+
+    seconds: float
+    processor: float
+    memory: int
+
+
+def main() -> int:
+    """Prints the table; 1 when a goal is not met."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", metavar="PYTHON", help="Python of an environment with vllm-mlx")
+    parser.add_argument("--runs", type=int, default=5, metavar="NUMBER")
+    given = parser.parse_args()
+    pythons = {MLX_LM: sys.executable, LIGHT: sys.executable}
+    if given.host:
+        pythons |= {HOST: given.host, PLUGIN: given.host}
+    starts: dict[str, list[Start]] = {name: [] for name in pythons}
+    with tempfile.TemporaryDirectory() as home:
+        model = standin.write_tiny(Path(home) / "gpt-oss-tiny")
+        for number in range(RUNS + given.runs):
+            for name, python in pythons.items():
+                found = started(name, python, model, Path(home))
+                if number >= RUNS:
+                    starts[name].append(found)
+                    print(".", end="", file=sys.stderr, flush=True)
+    print(file=sys.stderr)
+    return table({name: typical(each) for name, each in starts.items()})
+
+
+def typical(starts: list[Start]) -> Start:
+    return Start(
+        median(each.seconds for each in starts),
+        median(each.processor for each in starts),
+        int(median(each.memory for each in starts)),
+    )
+
+
+def table(starts: dict[str, Start]) -> int:
+    """Prints a row for each server, with ratios to mlx-lm's own. Returns the exit code."""
+    base = starts[MLX_LM]
+    print(f"{'':24}{'first answer':>22}{'processor':>20}{'memory, idle':>22}")
+    for name, each in starts.items():
+        cells = (
+            f"{each.seconds:.2f} s ({each.seconds / base.seconds:.2f})",
+            f"{each.processor:.2f} s ({each.processor / base.processor:.2f})",
+            f"{each.memory / 1e6:.0f} MB ({each.memory / base.memory:.2f})",
+        )
+        print(f"{name:24}{cells[0]:>22}{cells[1]:>20}{cells[2]:>22}")
+    light = starts[LIGHT]
+    ratios = light.seconds / base.seconds, light.memory / base.memory
+    met = max(ratios) <= GOAL
+    print(f"the light server takes at most what {MLX_LM} takes: {'yes' if met else 'NO'}")
+    return 0 if met else 1
+
+
+def started(name: str, python: str, model: Path, home: Path) -> Start:
+    """Starts a server, asks it once, and stops it."""
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = COMMANDS[name].format(model=model).split()
+    began = time.monotonic()
+    with serving([python, *words, "--host", "127.0.0.1", "--port", str(port)], home) as process:
+        answer(port, "default_model" if name == MLX_LM else str(model), process)
+        seconds = time.monotonic() - began
+        processor = sum(processor_time(each) for each in family(process))
+        time.sleep(IDLE)
+        memory = sum(each.memory_info().rss for each in family(process))
+    return Start(seconds, processor, memory)
+
+
+@contextmanager
+def serving(command: list[str], home: Path) -> Iterator[subprocess.Popen[bytes]]:
+    own = {"HOME": str(home), "XDG_CACHE_HOME": str(home / ".cache"), "HF_HUB_OFFLINE": "1"}
+    inherited = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    with (home / "log").open("wb") as log:
+        process = subprocess.Popen(
+            command, cwd=home, env={**inherited, **own}, stdout=log, stderr=subprocess.STDOUT
+        )
+    try:
+        yield process
+    except TimeoutError:
+        print((home / "log").read_text()[-4000:], file=sys.stderr)
+        raise
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def answer(port: int, model: str, process: subprocess.Popen[bytes]) -> None:
+    """Sends a request until the server answers it. Raises ``TimeoutError`` if it does not."""
+    messages = [{"role": "user", "content": "Hello"}]
+    document = {"model": model, "messages": messages, "max_tokens": 4, "temperature": 0}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/chat/completions",
+        json.dumps(document).encode(),
+        {"Content-Type": "application/json"},
+    )
+    end = time.monotonic() + STARTING
+    while time.monotonic() < end and process.poll() is None:
+        with suppress(OSError), urllib.request.urlopen(request, timeout=STARTING) as response:
+            response.read()
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"no answer: {process.args!r}")
+
+
+def family(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    parent = psutil.Process(process.pid)
+    return [parent, *parent.children(recursive=True)]
+
+
+def processor_time(process: psutil.Process) -> float:
+    """Seconds of a process, and of its children that have ended."""
+    times = process.cpu_times()
+    return float(times.user + times.system + times.children_user + times.children_system)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

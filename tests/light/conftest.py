@@ -1,0 +1,90 @@
+"""The light server as a process: the command, on a free port, with a home of its own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("mlx_lm")
+
+from vllm_mlx_harmony import standin
+
+STARTING = 120.0
+"""Seconds within which a server is ready."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server; ``url`` has no path."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
+
+    def stop(self) -> int:
+        """Ends the process; returns its exit code."""
+        self.process.terminate()
+        try:
+            return self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+
+
+Start = Callable[..., Server]
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A stand-in, which each test module gives its own scripts."""
+    return standin.write(tmp_path_factory.mktemp("model") / "gpt-oss-standin")
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
+    """``start(*arguments, options=())`` starts a command of ``vllm-mlx-harmony`` that serves, and
+    waits until it does. ``options`` are those of Python."""
+    running: list[Server] = []
+
+    def started(*arguments: str, options: tuple[str, ...] = ()) -> Server:
+        home = tmp_path_factory.mktemp("home")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = str(free.getsockname()[1])
+        command = [sys.executable, *options, "-m", "vllm_mlx_harmony", *arguments, "--port", port]
+        environment = {**os.environ, "HOME": str(home), "HF_HUB_OFFLINE": "1"}
+        environment |= {"XDG_CACHE_HOME": str(home / ".cache")}
+        log = home / "server.log"
+        with log.open("wb") as file:
+            process = subprocess.Popen(
+                command, cwd=home, env=environment, stdout=file, stderr=subprocess.STDOUT
+            )
+        server = Server(process, f"http://127.0.0.1:{port}", log)
+        running.append(server)
+        end = time.monotonic() + STARTING
+        while not is_ready(server):
+            assert process.poll() is None, log.read_text()[-4000:]
+            assert time.monotonic() < end, log.read_text()[-4000:]
+            time.sleep(0.1)
+        return server
+
+    yield started
+    for server in running:
+        if server.process.poll() is None:
+            server.stop()
+
+
+def is_ready(server: Server) -> bool:
+    try:
+        return httpx.get(f"{server.url}/ready", timeout=5).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,311 @@
+"""The light server through the official clients: three APIs, its prefix cache, its state."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.settings import load
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from conftest import Server, Start
+
+MODEL = "gpt-oss-standin"
+"""The name of the directory."""
+
+FINAL = "<|channel|>final<|message|>{}<|return|>"
+CALL = (
+    "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"city":"Zürich"}<|call|>'
+)
+SCRIPTS = [
+    Script("<|message|>Hello<|end|>", FINAL.format("Good day, 日本 🙂.")),
+    Script("<|message|>Weather?<|end|>", CALL),
+    Script("<|start|>functions.weather to=assistant", FINAL.format("It is 18 °C.")),
+    Script("<|message|>Slowly<|end|>", FINAL.format("one two three " * 100), delay_ms=100),
+]
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+}
+KEY = "a-key-of-a-client"
+
+ABSENT = ("vllm_mlx", "torch", "torchvision", "gradio", "cv2", "fastapi")
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def flags(model: Path, disk: Path) -> tuple[str, ...]:
+    standin.rescript(model, SCRIPTS)
+    return ("gateway", f"mlx:{model}", "--ssd-cache-dir", str(disk), "--inspect", "--key", KEY)
+
+
+@pytest.fixture(scope="module")
+def server(start: Start, flags: tuple[str, ...]) -> Server:
+    """Its log has a line for each module that it imports."""
+    return start(*flags, options=("-X", "importtime"))
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def messages(server: Server) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=server.url, auth_token=KEY, max_retries=0) as client:
+        yield client
+
+
+def get(server: Server, path: str) -> httpx.Response:
+    return httpx.get(server.url + path, headers={"Authorization": f"Bearer {KEY}"}, timeout=30)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_chat(client: openai.OpenAI, stream: bool) -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            answer = events.get_final_completion()
+    else:
+        answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].message.content == "Good day, 日本 🙂."
+    assert answer.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_chat_calls_a_tool(client: openai.OpenAI, stream: bool) -> None:
+    """The second prompt begins with the first one and its answer, which are cached."""
+    function = {"name": "weather", "description": f"stream: {stream}", "parameters": SCHEMA}
+    tools: Any = [{"type": "function", "function": function}]
+    conversation: list[Any] = [{"role": "user", "content": "Weather?"}]
+    asked: Any = {"model": MODEL, "tools": tools, "messages": conversation}
+    if stream:
+        with client.chat.completions.stream(**asked) as events:
+            message: Any = events.get_final_completion().choices[0].message
+    else:
+        message = client.chat.completions.create(**asked).choices[0].message
+    (call,) = message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city":"Zürich"}')
+    conversation += [
+        message.model_dump(exclude_none=True, exclude={"parsed"}),
+        {"role": "tool", "tool_call_id": call.id, "content": "18"},
+    ]
+    answer = client.chat.completions.create(**asked)
+    assert answer.choices[0].message.content == "It is 18 °C."
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens_details is not None
+    cached = answer.usage.prompt_tokens_details.cached_tokens or 0
+    assert 0 < answer.usage.prompt_tokens - cached < 40
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses(client: openai.OpenAI, stream: bool) -> None:
+    tools: Any = [{"type": "function", "name": "weather", "parameters": SCHEMA, "strict": True}]
+    asked: Any = {"model": MODEL, "tools": tools, "input": "Weather?"}
+    if stream:
+        with client.responses.stream(**asked) as events:
+            first = events.get_final_response()
+    else:
+        first = client.responses.create(**asked)
+    (call,) = (item for item in first.output if item.type == "function_call")
+    assert (call.name, call.arguments) == ("weather", '{"city":"Zürich"}')
+    result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "18"}]
+    second = client.responses.create(
+        model=MODEL, tools=tools, previous_response_id=first.id, input=result
+    )
+    assert second.output_text == "It is 18 °C."
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_messages(messages: anthropic.Anthropic, stream: bool) -> None:
+    tools: Any = [{"name": "weather", "input_schema": SCHEMA}]
+    conversation: list[Any] = [{"role": "user", "content": "Weather?"}]
+    asked: Any = {"model": MODEL, "max_tokens": 200, "tools": tools, "messages": conversation}
+    if stream:
+        with messages.messages.stream(**asked) as events:
+            message = events.get_final_message()
+    else:
+        message = messages.messages.create(**asked)
+    (call,) = (block for block in message.content if block.type == "tool_use")
+    assert (message.stop_reason, call.name, call.input) == (
+        "tool_use",
+        "weather",
+        {"city": "Zürich"},
+    )
+    conversation += [
+        {"role": "assistant", "content": [each.model_dump() for each in message.content]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": call.id, "content": "18"}],
+        },
+    ]
+    answer = messages.messages.create(**asked)
+    assert "".join(each.text for each in answer.content if each.type == "text") == "It is 18 °C."
+
+
+def test_a_schema_is_enforced(client: openai.OpenAI) -> None:
+    """Whatever the script says."""
+    form: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}}
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+    answer = client.chat.completions.create(**asked, response_format=form, max_tokens=60)
+    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+
+
+def test_the_model_is_listed_and_requires_the_key(server: Server) -> None:
+    (listed,) = get(server, "/v1/models").json()["data"]
+    assert (listed["id"], listed["max_model_len"]) == (MODEL, 131_072)
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.url}/harmony/status").status_code == 401
+
+
+def test_a_client_that_disconnects_ends_its_answer(server: Server, client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Slowly"}]}
+    with client.chat.completions.create(**asked, stream=True) as stream:
+        for _ in zip(range(3), stream, strict=False):
+            pass
+        (model,) = get(server, "/harmony/status").json()["models"]
+        assert [each["state"] for each in model["requests"]] == ["generating"]
+    end = time.monotonic() + 30
+    while get(server, "/harmony/status").json()["models"][0]["requests"]:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_its_state_is_shown(server: Server, client: openai.OpenAI) -> None:
+    test_chat(client, stream=False)
+    (model,) = get(server, "/harmony/status").json()["models"]
+    assert model["model"] == MODEL
+    assert model["memory"]["weights"] < model["memory"]["limit"]
+    assert model["steps"]["completion_tokens"] > 0
+    metrics = httpx.get(f"{server.url}/metrics").text
+    for name in ("engine_healthy 1.0", "prefix_disk_bytes", "memory_limit_bytes"):
+        assert f"\nvllm_mlx_harmony_{name}" in metrics
+    assert get(server, "/harmony").status_code == 200
+    sections = get(server, "/harmony/inspector/server").text
+    assert MODEL in sections
+    assert "Prefix cache" in sections
+    assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
+    assert "131072 tokens of context; prefix cache: up to" in server.log.read_text()
+
+
+def test_what_only_vllm_mlx_has_is_said(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="vllm-mlx"):
+        client.embeddings.create(model=MODEL, input="Hello")
+
+
+def test_prompts_on_disk_survive_a_restart(start: Start, model: Path, tmp_path: Path) -> None:
+    system = {"role": "developer", "content": "Be brief. " * 100}
+    asked: Any = {"model": MODEL, "messages": [system, {"role": "user", "content": "Hello"}]}
+    cached = []
+    for _ in range(2):
+        server = start("gateway", f"mlx:{model}", "--ssd-cache-dir", str(tmp_path))
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+            usage = client.chat.completions.create(**asked).usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        cached.append(usage.prompt_tokens_details.cached_tokens or 0)
+        assert server.stop() in (0, -signal.SIGTERM)
+    assert cached[0] == 0
+    assert cached[1] > 200
+
+
+def test_other_packages_are_not_imported(server: Server) -> None:
+    names = {
+        line.rpartition("|")[2].strip().partition(".")[0]
+        for line in server.log.read_text().splitlines()
+        if line.startswith("import time:")
+    }
+    assert "mlx_lm" in names
+    # transformers, which mlx-lm imports, imports torch where that is installed
+    assert not names & {name for name in ABSENT if name != "torch" or find_spec("torch") is None}
+
+
+def test_a_thread_that_has_died_is_shown(model: Path) -> None:
+    """And settings can be reloaded, keys among them."""
+    flags = {"engines": [f"mlx:{model}"]}
+    app: Any = gateway(load(flags, {}))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        assert client.get("/health").status_code == client.get("/ready").status_code == 200
+        app.host.reload(load({**flags, "keys": [KEY]}, {}))
+        assert client.get("/v1/models").status_code == 401
+        app.host.model.close()
+        assert client.get("/health").json()["status"] == "unhealthy"
+        assert client.get("/ready").status_code == 503
+        (engine,) = client.get("/ready").json()["engines"]
+        assert engine["problem"] == "the engine's thread has died: restart the server"
+        asked = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"Authorization": f"Bearer {KEY}"}
+        answer = client.post("/v1/chat/completions", json=asked, headers=headers)
+        assert answer.status_code == 503
+
+
+# --- serve, where vllm-mlx is not installed
+
+
+def test_serve_takes_the_flags_of_vllm_mlx(start: Start, model: Path) -> None:
+    flags = ["--tool-call-parser", "harmony", "--continuous-batching", "--max-tokens", "5"]
+    names = ["--served-model-name", "gpt-oss-20b", "--api-key", KEY]
+    server = start("serve", *flags, str(model), *names)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        messages: Any = [{"role": "user", "content": "Hello"}]
+        answer = client.chat.completions.create(model="gpt-oss-20b", messages=messages)
+        assert answer.choices[0].finish_reason == "length"
+    assert get(server, "/v1/models").json()["data"][0]["id"] == "gpt-oss-20b"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["MODEL", "--models-config", "x.yaml"], "--models-config is not a flag of the gateway"),
+        (["/no/such/model"], "cannot be loaded"),
+        (["MODEL", "--ssd-cache-max-gb", "0"], "should be greater than 0"),
+    ],
+)
+def test_what_cannot_be_served_is_an_error(
+    model: Path, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(model) if word == "MODEL" else word for word in arguments]
+    assert main(["serve", *words, "--port", "1"]) == 2
+    assert problem in capsys.readouterr().err
+
+
+def test_another_model_is_rejected(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(model, other)
+    tokenizer = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(tokenizer.replace('"ancode":194000', '"ancode":194009'))
+    assert main(["serve", str(other)]) == 2
+    assert "its tokenizer is not o200k_harmony" in capsys.readouterr().err
+
+
+def test_the_demo_shows_the_light_server() -> None:
+    command = [sys.executable, "-m", "vllm_mlx_harmony", "demo"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "arrived in their own field" in done.stdout

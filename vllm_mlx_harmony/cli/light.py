@@ -1,0 +1,84 @@
+"""serve, where vllm-mlx is not installed: a gateway with the model in its own process.
+
+It takes the flags of the gateway, and those of vllm-mlx that mean the same under another name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from vllm_mlx_harmony.cli import gateway
+from vllm_mlx_harmony.cli.errors import UsageError
+
+SAME = {
+    "--served-model-name": "model",
+    "--max-request-tokens": "max_output_tokens",
+    "--default-temperature": "temperature",
+    "--default-top-p": "top_p",
+    "--default-thinking-token-budget": "reasoning_tokens",
+}
+"""Flags of vllm-mlx, and the gateway's settings that mean the same. ``--max-tokens`` and
+``--rate-limit`` are among the former names of settings (`settings.RENAMED`)."""
+
+ALWAYS = ("--continuous-batching", "--enable-auto-tool-choice", "--enable-metrics")
+"""Flags of vllm-mlx for what is always so here."""
+
+PARSERS = ("--tool-call-parser", "--reasoning-parser")
+
+INSPECT = "VLLM_MLX_HARMONY_INSPECT"
+"""`inspector.VARIABLE`, which `serve --inspect` sets."""
+
+
+def replaces_host() -> bool:
+    """Whether vllm-mlx is not installed, but mlx-lm is."""
+    return not _is_installed("vllm_mlx") and _is_installed("mlx_lm")
+
+
+def _is_installed(module: str) -> bool:
+    return module in sys.modules or find_spec(module) is not None
+
+
+def parser() -> argparse.ArgumentParser:
+    """The gateway's parser, with the model and the flags of vllm-mlx."""
+    made = gateway.parser()
+    made.prog, made.allow_abbrev = "vllm-mlx-harmony serve", False
+    made.description = "Serves Chat Completions, Responses and Messages for gpt-oss."
+    made.epilog = "example: vllm-mlx-harmony serve 20b --port 8080"
+    made.add_argument("source", metavar="MODEL", help="20b, 120b, a directory or a repository")
+    made.add_argument("--api-key", dest="keys", action="append", help=argparse.SUPPRESS)
+    for flag, setting in SAME.items():
+        made.add_argument(flag, dest=setting, help=argparse.SUPPRESS)
+    for flag in PARSERS:
+        made.add_argument(flag, dest="ignored", help=argparse.SUPPRESS)
+    for flag in ALWAYS:
+        made.add_argument(flag, dest="ignored", action="store_true", help=argparse.SUPPRESS)
+    return made
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serves a model until SIGTERM or SIGINT. Raises ``UsageError`` for flags that only vllm-mlx
+    has."""
+    from vllm_mlx_harmony.gateway.engines.detection import LOCAL
+    from vllm_mlx_harmony.gateway.settings import RENAMED
+
+    given, unknown = parser().parse_known_args(arguments)
+    if unknown:
+        raise UsageError(
+            f"{unknown[0]} is not a flag of the gateway, which serves the model since vllm-mlx is "
+            "not installed; if it is one of vllm-mlx: pip install vllm-mlx-harmony"
+        )
+    flags = vars(given)
+    del flags["ignored"]
+    source = flags.pop("source")
+    for old, new in RENAMED.items():
+        value = flags.pop(old)
+        flags[new] = value if flags[new] is None else flags[new]
+    flags["engines"] = [f"{LOCAL}{source}"]
+    flags["model"] = flags["model"] or source
+    if os.environ.get(INSPECT) == "1":
+        flags["inspect"] = True
+    return gateway.serve(given)

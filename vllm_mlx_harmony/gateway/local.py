@@ -1,0 +1,213 @@
+"""A gateway whose engine is a model in its own process: the server without vllm-mlx.
+
+``--engine mlx:MODEL`` names a directory or a repository on Hugging Face. The weights are loaded
+with mlx-lm, on the one thread that computes with them (`engine.thread`); the tokenizer is that of
+the front end, since every Harmony model has the same. Everything else is what a gateway has.
+
+What only vllm-mlx has, such as several models beside each other, embeddings and its own flags, is
+not here: `vllm-mlx-harmony serve`, with vllm-mlx installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from vllm_mlx_harmony.core.errors import HostError, RequestError
+from vllm_mlx_harmony.core.replay import Archive
+from vllm_mlx_harmony.core.turn import Sampling
+from vllm_mlx_harmony.engine import device, resources, state
+from vllm_mlx_harmony.engine.disk import identity
+from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_lm_compat import load_model
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.gateway.engines.detection import LOCAL
+from vllm_mlx_harmony.gateway.host import Gateway
+from vllm_mlx_harmony.gateway.router import NAMESPACE
+from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.inspector.routes import Section
+from vllm_mlx_harmony.server import defaults
+from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
+from vllm_mlx_harmony.server.engine import Engine
+from vllm_mlx_harmony.server.host import Deadline
+from vllm_mlx_harmony.server.model_files import (
+    FILES,
+    GENERATION,
+    configuration,
+    lists_harmony,
+)
+from vllm_mlx_harmony.server.settings import size
+from vllm_mlx_harmony.standin import is_standin
+
+logger = logging.getLogger("vllm_mlx_harmony")
+
+
+ONLY_VLLM_MLX = (
+    *("/v1/completions", "/v1/embeddings", "/v1/rerank"),
+    *("/v1/audio/transcriptions", "/v1/audio/speech"),
+)
+"""Paths at which vllm-mlx serves other models, or text without messages."""
+
+
+class LocalGateway(Gateway):
+    """Loads the model when it is created; ``serving`` unloads it at the end.
+
+    Raises ``HostError`` if it cannot be loaded, or is no Harmony model.
+    """
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        super().__init__(settings)
+        self._source = str(settings.local_model)
+        resources.configure(
+            resources.engine_options(settings, resources.configured_options(self.server_settings)),
+            self.server_settings.cache
+            if settings.cache_memory_mb is None
+            else settings.cache_memory_mb << 20,
+            settings.ssd_cache_dir,
+            settings.ssd_cache_max_gb,
+            self.server_settings.ssd_writes,
+        )
+        self.archive: Archive | None = resources.disk
+        self.model = _loaded(self._source)
+        self.metrics.registry.register(_Metrics(self))
+        self.endpoints = (
+            OpenAIEndpoint("/harmony/status", ("GET",), self._status, "lists the requests"),
+            OpenAIEndpoint("/v1/cache", ("DELETE",), self._clear, "empties the prefix cache"),
+            *(OpenAIEndpoint(path, ("POST",), _only_vllm_mlx) for path in ONLY_VLLM_MLX),
+        )
+
+    @property
+    def context_length(self) -> int | None:
+        return self.model.context_length
+
+    @property
+    def healthy(self) -> bool:
+        return self.model.healthy
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        logger.info("engine %s", start_line(self._source, self.model))
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(self.model.close)
+            if resources.disk is not None:  # uvicorn ends the process by the signal that it got
+                await asyncio.to_thread(resources.disk.close, resources.WRITTEN_WITHIN)
+
+    def engine_for(self, deadline: Deadline) -> Engine:
+        return self.model
+
+    def sampling(self, flags: Sampling) -> Sampling:
+        """From the flags, or else from the model's ``generation_config.json``."""
+        own = configuration(str(self.settings.local_model), GENERATION)
+        return defaults.sampling(flags, own)
+
+    def states(self) -> list[dict[str, Any]]:
+        up = self.model.healthy
+        problem = "" if up else "the engine's thread has died: restart the server"
+        health = "up" if up else "down"
+        return [{"url": f"{LOCAL}{self._source}", "up": up, "health": health, "problem": problem}]
+
+    def sections(self) -> list[Section]:
+        return [*state.sections(self._models)]
+
+    @property
+    def _models(self) -> list[tuple[str, MlxEngine]]:
+        return [(self.settings.model, self.model)]
+
+    async def _status(self, _: Request) -> Response:
+        return JSONResponse(state.document(self._models))
+
+    async def _clear(self, _: Request) -> Response:
+        await resources.clear()
+        return JSONResponse({"status": "cleared"})
+
+
+def start_line(source: str, engine: MlxEngine) -> str:
+    """The description of a loaded model for the log."""
+    used, limit = size(engine.weights), size(engine.budget.limit)
+    budget, disk = resources.budget(), resources.disk
+    cache = [f"up to {size(budget)} in memory"] if budget else ["off"]
+    if disk is not None:
+        cache.append(f"up to {size(disk.budget)} in {disk.directory}")
+    return (
+        f"{LOCAL}{source}: {used} of {limit} used, {engine.context_length} tokens of context; "
+        f"prefix cache: {', '.join(cache)}"
+    )
+
+
+async def _only_vllm_mlx(request: Request) -> Response:
+    raise RequestError(
+        f"{request.url.path} is only served by vllm-mlx: pip install vllm-mlx-harmony, and then "
+        "vllm-mlx-harmony serve MODEL",
+        status=404,
+        code="not_found",
+    )
+
+
+def _loaded(source: str) -> MlxEngine:
+    """The engine of a model. Raises ``HostError``."""
+    engine = MlxEngine(source, resources.options)
+    try:
+        directory = _directory(source)
+        if not lists_harmony(source):
+            raise HostError(
+                f"{source} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony"
+            )
+        engine.load(lambda: _load(source, directory))
+    except BaseException as error:
+        engine.close()
+        if isinstance(error, (OSError, ValueError)):  # of mlx-lm, for what it cannot load
+            raise HostError(f"{source} cannot be loaded: {error}") from error
+        raise
+    return engine
+
+
+def _load(source: str, directory: Path) -> tuple[Any, None, PrefixCache]:
+    """On the engine's thread: the model, and the prefix cache for it."""
+    loading = partial(load_model, directory, trust_remote_code=is_standin(directory))
+    weights = None
+    if resources.disk is None:
+        module = loading()
+    else:
+        module, weights = identity.load_and_identify(source, loading)
+    return module, None, PrefixCache(module, resources.tree(), resources.disk, weights)
+
+
+def _directory(source: str) -> Path:
+    """Where the files of a model are. Those of a repository that are not in the Hugging Face cache
+    are downloaded."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    return Path(snapshot_download(source, allow_patterns=list(FILES)))
+
+
+class _Metrics(Collector):
+    """The memory of the model, and its prefix cache, whenever Prometheus asks."""
+
+    def __init__(self, host: LocalGateway) -> None:
+        self._host = host
+
+    def collect(self) -> Iterator[Metric]:
+        engine = self._host.model
+        for name, value, about in (
+            ("engine_healthy", engine.healthy, "1 while the model's thread is alive."),
+            ("memory_bytes", device.used(), "Bytes in use by the model."),
+            ("memory_limit_bytes", engine.budget.limit, "Bytes that the model may use."),
+            ("prefix_cache_bytes", resources.tree().counters().nbytes, "Bytes in memory."),
+        ):
+            yield GaugeMetricFamily(f"{NAMESPACE}_{name}", about, float(value))
+        yield from state.disk_metrics()
