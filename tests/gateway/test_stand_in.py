@@ -101,7 +101,7 @@ def test_what_is_required_is_what_comes(client: openai.OpenAI, strict: bool) -> 
         order = json.loads(text or "")
         assert order.keys() == ORDER["properties"].keys()
         assert order["size"] in {"small", "large"}
-        assert len(order["items"]) >= 2
+        assert not strict or len(order["items"]) >= 2
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "nan"])
