@@ -199,8 +199,12 @@ def test_print_runs_nothing(home: Path, capsys: Any, monkeypatch: pytest.MonkeyP
     assert main(["launch", "codex", "./programs", "--print", "--", "exec", "a b"]) == 0
     serve, move, install, run = capsys.readouterr().out.splitlines()
     assert str(home / "programs") in serve and "--port 8000" in serve
+    kept = f"--ssd-cache-dir {background.directory().parent / 'prefix-cache'}"
+    assert serve.endswith(f" {kept}")
     assert move.startswith("cd ") and install.startswith("npm install --prefix")
     assert run.startswith("VLLM_API_KEY='$VLLM_API_KEY' ") and run.endswith("exec 'a b'")
+    assert main(["launch", "codex", "./programs", "--print", "--no-disk-cache"]) == 0
+    assert "--ssd-cache-dir" not in capsys.readouterr().out
     assert background.running() is None
     after = {path for path in home.rglob("*") if path.is_file()}
     assert {path.name for path in after - before} <= {"server.lock"}

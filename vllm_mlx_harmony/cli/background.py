@@ -85,14 +85,16 @@ def running() -> Background | None:
     return None
 
 
-def start(source: str, name: str, *, standin: bool = False) -> Background:
+def start(
+    source: str, name: str, flags: Sequence[str] = (), *, standin: bool = False
+) -> Background:
     """The running server, or one of the model ``source`` as ``name``, which starts now."""
     with _lock(fcntl.LOCK_EX) as lock:
         if lock is None:  # another command has started one, or is looking for it
-            return running() or start(source, name, standin=standin)
+            return running() or start(source, name, flags, standin=standin)
         (directory() / "server.json").unlink(missing_ok=True)
         port = PORT if is_free(PORT) else free_port()
-        arguments = command(source, port, ["--served-model-name", name])
+        arguments = command(source, port, ["--served-model-name", name, *flags])
         supervised = process.python(SUPERVISOR, str(log()), *arguments)
         pid = process.start(supervised, log(), os.environ, lock).pid
         server = Background(pid, port, name, standin)

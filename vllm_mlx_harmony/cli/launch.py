@@ -98,6 +98,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the commands that would run, and run nothing",
     )
+    made.add_argument(
+        "--no-disk-cache",
+        dest="keeps",
+        action="store_false",
+        help="do not keep computed prompts on disk (they are, up to 10 GiB, so that conversations "
+        "continue where they were after a restart)",
+    )
     where = made.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"use this server; its key is read from ${KEY_VARIABLE}")
     where.add_argument(
@@ -131,7 +138,7 @@ def _become(given: argparse.Namespace, arguments: Sequence[str]) -> NoReturn:
     elif given.standin:
         served = _standin(console)
     else:
-        served = _server(console, given.model, key)
+        served = _server(console, given.model, key, _cache_flags(given.keeps))
     console.print(
         f"{agent.title} with {served.model} ({served.context:,} tokens) at {served.url}",
         style="dim",
@@ -202,10 +209,12 @@ def _commands(given: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
         served = Served(server.url, server.model)
     else:
         source, name = str(vocab.cache_dir() / STANDIN), STANDIN
+        flags: list[str] = []
         if not given.standin:
             source, name, _ = _model(given.model)
+            flags = _cache_flags(given.keeps)
         served = Served(f"{LOCAL}:{background.PORT}", name)
-        flags = ["--served-model-name", name]
+        flags = ["--served-model-name", name, *flags]
         lines.append(shlex.join(background.command(source, background.PORT, flags)))
     program = _which(agent.command)
     if program is None:
@@ -260,8 +269,12 @@ def _scripts() -> list[Script]:
     ]
 
 
-def _server(console: Console, wanted: str | None, key: str | None) -> Served:
-    """The running server, or one that is started."""
+def _cache_flags(keeps: bool) -> list[str]:
+    return ["--ssd-cache-dir", str(vocab.cache_dir() / "prefix-cache")] if keeps else []
+
+
+def _server(console: Console, wanted: str | None, key: str | None, flags: Sequence[str]) -> Served:
+    """The running server, or one that is started with ``flags``."""
     name = None
     if wanted is not None:
         name = MODELS[wanted].name if wanted in MODELS else _model(wanted)[1]
@@ -277,7 +290,7 @@ def _server(console: Console, wanted: str | None, key: str | None) -> Served:
         except connect.Refused:
             raise
         except UsageError:  # nothing there, or another program
-            return _started(console, wanted)
+            return _started(console, wanted, flags)
     if name is not None and name not in served.model:
         raise UsageError(
             f"{served.url} serves {served.model}, not {name}: leave MODEL out to use it, or "
@@ -286,12 +299,16 @@ def _server(console: Console, wanted: str | None, key: str | None) -> Served:
     return served
 
 
-def _started(console: Console, wanted: str | None) -> Served:
+def _started(console: Console, wanted: str | None, flags: Sequence[str]) -> Served:
     require_host("launch")
     source, name, size = _model(wanted)
     if not os.path.isabs(source):
         _download(console, source, size)
-    return _ready(console, background.start(source, name))
+    if flags:
+        console.print(
+            f"Computed prompts are kept in {flags[-1]} (--no-disk-cache: not)", style="dim"
+        )
+    return _ready(console, background.start(source, name, flags))
 
 
 def _model(wanted: str | None) -> tuple[str, str, int]:
