@@ -146,7 +146,7 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
     def busy(*_: Any) -> None:
         raise grammar_checks.CheckUnavailable("timed out waiting for the checker")
 
-    monkeypatch.setattr(grammar_checks._Lane, "trial", busy)
+    monkeypatch.setattr(grammar_checks.GrammarChecks, "trial", busy)
     schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}
     strict_schema = {**schema, "required": ["unseen"], "additionalProperties": False}
     path, body = chat(strict_schema, True)
@@ -161,12 +161,12 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
 
 
 def test_a_client_that_goes_ends_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "SLOW", 30.0)
-    slow = grammar_checks.checks().slow
+    monkeypatch.setattr(grammar_checks, "PROCESSOR", 30.0)
+    slots = grammar_checks.checks().slots
 
     async def gone(coming: Any) -> None:
         task = asyncio.ensure_future(coming)
-        while not slow._running:
+        while not slots._running:
             await asyncio.sleep(0.01)
         task.cancel()
         raise ClientDisconnect
@@ -178,7 +178,7 @@ def test_a_client_that_goes_ends_its_trials(monkeypatch: pytest.MonkeyPatch) -> 
         loop.set_exception_handler(lambda _, context: unretrieved.append(context))
         with pytest.raises(ClientDisconnect):
             await enforcement.compile_untrusted(grammar(multiple_of(97_999_999)), "t", gone)
-        while slow._running:
+        while slots._running:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)  # until the thread has ended, with an exception
         gc.collect()

@@ -4,12 +4,10 @@
 needs it, so most servers have none. Verdicts are cached by tenant. A grammar that exceeds a limit
 there is treated as one that cannot be expressed, and is not tried again.
 
-**Scheduling.** A slow grammar must not delay those of other clients, who may all use the same API
-key and so be one tenant. There are two lanes. In the first, a grammar has `QUICK` seconds of CPU
-time, many times what ordinary tools need. One that needs more moves to the second lane, with `SLOW`
-seconds and one slot per tenant. Both have a lower priority than the server, the second one the
-lowest. In each, tenants take turns; of one tenant's requests, the one that has used the least time
-goes first.
+**Scheduling.** Two grammars are checked at a time, with a lower priority than the server's and
+`PROCESSOR` seconds each. Tenants take turns. Clients may all use the same API key and so be one
+tenant; of its requests, the one whose grammars have taken the least time goes first, so that slow
+grammars do not delay those of others for long.
 
 In the server, grammars are written and compiled in turn, in the same order. Writing one is Python,
 of which only one thread runs at a time: if several were written concurrently, each step of the
@@ -45,8 +43,11 @@ from vllm_mlx_harmony.server import grammar_process
 
 logger = logging.getLogger(__name__)
 
-QUICK, SLOW = 0.1, 1.0
+PROCESSOR = 1.0
 """CPU seconds to check one grammar; compiling it in the server takes about as long."""
+
+NICE = 10
+"""Added to the niceness of the process that checks it."""
 
 MAX_ELAPSED = 2.0
 """Wall-clock seconds for one grammar, since a process may hang without using a processor."""
@@ -67,8 +68,8 @@ POLL = 0.05
 CACHE_BYTES = 4 * 2**20
 """Approximate size of the cache of verdicts in bytes."""
 
-LANE_WIDTH = 2
-"""Grammars that are checked concurrently in one lane."""
+WIDTH = 2
+"""Grammars that are checked concurrently."""
 
 TOO_MUCH = "it takes too much time, memory or depth to compile"
 
@@ -118,17 +119,13 @@ class GrammarCheck:
             self._checks.start()  # for which no request is short of patience
             if self._until is None:
                 self._until = time.monotonic() + PATIENCE
-            for lane in (self._checks.quick, self._checks.slow):
-                with self._slot(lane, lambda: self.waits):
-                    # Another request may have tried it while this one waited.
-                    known = self._checks.verdicts.get(key)
-                    known = known or lane.trial(text, begun, lambda: self.waits)
-                    if known is not None:
-                        break
+            with self._slot(self._checks.slots, lambda: self.waits):
+                # Another request may have tried it while this one waited.
+                known = self._checks.verdicts.get(key)
+                verdict = known or self._checks.trial(text, begun, lambda: self.waits)
         except OSError as error:
             logger.error("no strict grammar is enforced: their checker cannot start: %s", error)
             raise CheckUnavailable("the helper process cannot be started") from error
-        verdict = known or Verdict(TOO_MUCH)
         if verdict.problem == TOO_MUCH:
             logger.warning("a grammar of %d characters is not enforced: %s", len(text), TOO_MUCH)
         self._checks.verdicts.put(key, verdict, 400 + len(verdict.problem))
@@ -169,23 +166,56 @@ class GrammarChecks:
     def __init__(self) -> None:
         self._helper = _Helper()
         self.verdicts: lru.ByteLRU[tuple[str, bytes], Verdict] = lru.ByteLRU(CACHE_BYTES)
-        self.quick = _Lane(self._helper, QUICK, nice=5)
-        self.slow = _Lane(self._helper, SLOW, each_tenant=1, nice=15)
-        self.turns = _Slots(1)
+        self.slots, self.turns = _Slots(WIDTH), _Slots(1)
 
     def start(self) -> None:
         """Starts the helper process unless it runs. Raises ``OSError`` and ``CheckUnavailable``."""
         self._helper.start()
+
+    def trial(self, text: str, begun: str, wanted: Callable[[], bool]) -> Verdict:
+        """The verdict of a new worker, for the holder of a slot.
+
+        Raises ``CheckUnavailable`` if it is no longer ``wanted``, or the machine too busy, and
+        ``OSError`` without a worker.
+        """
+        question = {
+            "text": text,
+            "begun": begun,
+            "limits": LIMITS,
+            "processor": PROCESSOR,
+            "clock": MAX_ELAPSED,
+            "nice": NICE,
+        }
+        with self._helper.worker() as worker:
+            until = time.monotonic() + 2 * MAX_ELAPSED
+            try:
+                worker.sendall(json.dumps(question).encode() + b"\n")
+                while not wait([worker], POLL):
+                    if not wanted():
+                        raise CheckUnavailable("the check timed out")
+                    if time.monotonic() > until:
+                        return Verdict(TOO_MUCH)
+                with worker.makefile("rb") as answers:
+                    line = answers.readline()
+            except ConnectionError:
+                line = b""
+        answer = json.loads(line) if line.endswith(b"\n") else None
+        if answer == grammar_process.WALL_TIME_EXCEEDED:
+            raise CheckUnavailable("the server is too busy to check it")
+        if answer in (None, grammar_process.CPU_TIME_EXCEEDED):  # None: the worker died of it
+            return Verdict(TOO_MUCH)
+        problem, size = answer
+        return Verdict(TOO_MUCH if "panic" in problem else problem[:500], size)
 
     def close(self) -> None:
         self._helper.close()
 
 
 class _Slots:
-    """``width`` slots, of which one tenant has at most ``each_tenant``."""
+    """``width`` slots."""
 
-    def __init__(self, width: int, each_tenant: int | None = None) -> None:
-        self._width, self._each_tenant = width, each_tenant or width
+    def __init__(self, width: int) -> None:
+        self._width = width
         self._changed = threading.Condition()
         self._order = count()
         self._waiting: list[tuple[float, int, str]] = []
@@ -206,9 +236,7 @@ class _Slots:
         def is_next() -> bool:
             if len(self._running) >= self._width:
                 return False
-            most = self._each_tenant
-            allowed = [each for each in self._waiting if self._running.count(each[2]) < most]
-            return bool(allowed) and min(allowed, key=rank) == ticket
+            return min(self._waiting, key=rank) == ticket
 
         def rank(waiting: tuple[float, int, str]) -> tuple[int, int, float, int]:
             spent, number, tenant = waiting
@@ -234,53 +262,6 @@ class _Slots:
                 here = {*self._running, *(waiting[2] for waiting in self._waiting)}
                 self._turns = {each: turn for each, turn in self._turns.items() if each in here}
                 self._changed.notify_all()
-
-
-class _Lane(_Slots):
-    """Slots in which grammars are tried, with ``processor`` CPU seconds for each."""
-
-    def __init__(
-        self, helper: _Helper, processor: float, *, each_tenant: int | None = None, nice: int
-    ) -> None:
-        super().__init__(LANE_WIDTH, each_tenant)
-        self._helper, self._processor, self._nice = helper, processor, nice
-
-    def trial(self, text: str, begun: str, wanted: Callable[[], bool]) -> Verdict | None:
-        """The verdict; ``None`` if the grammar takes longer.
-
-        For the holder of a slot. Raises ``CheckUnavailable`` if it is no longer ``wanted``, and
-        ``OSError`` without a worker.
-        """
-        question = {
-            "text": text,
-            "begun": begun,
-            "limits": LIMITS,
-            "processor": self._processor,
-            "clock": MAX_ELAPSED,
-            "nice": self._nice,
-        }
-        with self._helper.worker() as worker:
-            until = time.monotonic() + 2 * MAX_ELAPSED
-            try:
-                worker.sendall(json.dumps(question).encode() + b"\n")
-                while not wait([worker], POLL):
-                    if not wanted():
-                        raise CheckUnavailable("the check timed out")
-                    if time.monotonic() > until:
-                        return None
-                with worker.makefile("rb") as answers:
-                    line = answers.readline()
-            except ConnectionError:
-                line = b""
-        if not line.endswith(b"\n"):  # the worker died of it
-            return Verdict(TOO_MUCH)
-        answer = json.loads(line)
-        if answer == grammar_process.CPU_TIME_EXCEEDED:
-            return None
-        if answer == grammar_process.WALL_TIME_EXCEEDED:
-            raise CheckUnavailable("the server is too busy to check it")
-        problem, size = answer
-        return Verdict(TOO_MUCH if "panic" in problem else problem[:500], size)
 
 
 class _Helper:
