@@ -122,3 +122,18 @@ def test_a_file_that_cannot_be_used(
     file.unlink() if content is None else file.write_text(content)
     assert keys(file, "add", "new") == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("--port", "99999", "--port: '99999' should be less than"),
+        ("--key", "", "--key: key 1 is not printable ASCII"),
+    ],
+)
+def test_settings_that_cannot_be_used(
+    flag: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gateway = ["gateway", "--engine", "http://127.0.0.1:9", "--model", "m"]
+    assert main([*gateway, flag, value]) == 2
+    assert expected in capsys.readouterr().err

@@ -121,8 +121,9 @@ class _GatewayApp:
 
 def health(host: Gateway) -> Response:
     server = "vllm-mlx-harmony gateway"
-    status, code = ("ok", 200) if host.healthy else ("unhealthy", 503)
-    return JSONResponse({"status": status, "server": server, "model": host.settings.model}, code)
+    status = "ok" if host.healthy else "unhealthy"
+    content = {"status": status, "server": server, "model": host.settings.model}
+    return JSONResponse(content, 200 if host.healthy else 503)
 
 
 def ready(host: Gateway) -> Response:
