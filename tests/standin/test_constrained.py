@@ -29,10 +29,10 @@ PERSON: Mapping[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string"},
-        "nick": {"type": "string", "minLength": 3},
-        "age": {"type": "integer", "minimum": 18},
+        "nick": {"type": ["string", "null"]},
+        "age": {"type": "integer"},
         "kind": {"enum": ["human", "robot"]},
-        "born": {"type": "string", "format": "date"},
+        "born": {"const": "2026-11-27"},
         "tags": {"type": "array", "items": {"type": "string"}},
         "boss": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
         "ok": {"type": "boolean"},
