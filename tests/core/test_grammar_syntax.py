@@ -93,6 +93,8 @@ ROWS = [
     Row("terminals that are allowed", "lark", terminals(3, 3), ("a" * 27,), ("a" * 26,)),
     Row("counts", "lark", 'start: "a"{2,3} "b"~2 [ "c" ]', ("aabb", "aaabbc"), ("abb", "aab")),
     Row("a regular expression", "regex", r"[0-9]{4}-[0-9]{2}", ("2026-11",), ("2026", "x2026-11")),
+    Row("one with a line feed", "regex", "a\nb/[\nc]", ("a\nb/\n", "a\nb/c"), ("ab/c",)),
+    Row("an empty one", "regex", "", ("",), ("a",)),
     Row("one with alternatives", "regex", r"ab|cd", ("ab", "cd"), ("abcd", "a", "abc")),
     Row("one with quotes", "regex", r'"[^"\n]*"\n', ('"a\\tb\t/"\n', '""\n'), ('"a"', '"\n"\n')),
 ]  # fmt: skip

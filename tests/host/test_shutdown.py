@@ -19,6 +19,7 @@ import uvicorn
 from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure
+from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server import host, shutdown
@@ -72,6 +73,16 @@ def end(uvicorns: Any, during: Any = None) -> list[Any]:
 def test_with_nothing_to_do_it_does_not_wait(given: float | None) -> None:
     ((_, left),) = end(Draining(given))
     assert left <= 1 if given is None else left == min(given, left)
+
+
+def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn then ends the process by the signal, without anything that `atexit` has."""
+    stopping = Draining()
+    closed: list[tuple[float, int]] = []
+    disk = SimpleNamespace(close=lambda patience: closed.append((patience, len(stopping.seen))))
+    monkeypatch.setattr(resources, "disk", disk)
+    end(stopping)
+    assert closed == [(resources.WRITTEN_WITHIN, 1)]
 
 
 def test_an_answer_that_ends_in_time_is_not_ended() -> None:

@@ -100,10 +100,10 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--no-disk-cache",
-        dest="keeps",
+        dest="disk_cache",
         action="store_false",
-        help="do not keep computed prompts on disk (they are, up to 10 GiB, so that conversations "
-        "continue where they were after a restart)",
+        help="start a server that keeps its prefix cache in memory only; by default up to 10 GiB "
+        "are on disk, too, so that conversations survive a restart",
     )
     where = made.add_mutually_exclusive_group()
     where.add_argument("--url", help=f"use this server; its key is read from ${KEY_VARIABLE}")
@@ -138,7 +138,7 @@ def _become(given: argparse.Namespace, arguments: Sequence[str]) -> NoReturn:
     elif given.standin:
         served = _standin(console)
     else:
-        served = _server(console, given.model, key, _cache_flags(given.keeps))
+        served = _server(console, given.model, key, _cache_flags(given.disk_cache))
     console.print(
         f"{agent.title} with {served.model} ({served.context:,} tokens) at {served.url}",
         style="dim",
@@ -212,7 +212,7 @@ def _commands(given: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
         flags: list[str] = []
         if not given.standin:
             source, name, _ = _model(given.model)
-            flags = _cache_flags(given.keeps)
+            flags = _cache_flags(given.disk_cache)
         served = Served(f"{LOCAL}:{background.PORT}", name)
         flags = ["--served-model-name", name, *flags]
         lines.append(shlex.join(background.command(source, background.PORT, flags)))
@@ -269,8 +269,8 @@ def _scripts() -> list[Script]:
     ]
 
 
-def _cache_flags(keeps: bool) -> list[str]:
-    return ["--ssd-cache-dir", str(vocab.cache_dir() / "prefix-cache")] if keeps else []
+def _cache_flags(on_disk: bool) -> list[str]:
+    return ["--ssd-cache-dir", str(vocab.cache_dir() / "prefix-cache")] if on_disk else []
 
 
 def _server(console: Console, wanted: str | None, key: str | None, flags: Sequence[str]) -> Served:
@@ -306,7 +306,8 @@ def _started(console: Console, wanted: str | None, flags: Sequence[str]) -> Serv
         _download(console, source, size)
     if flags:
         console.print(
-            f"Computed prompts are kept in {flags[-1]} (--no-disk-cache: not)", style="dim"
+            f"The prefix cache is on disk, too: {flags[-1]} (--no-disk-cache turns this off)",
+            style="dim",
         )
     return _ready(console, background.start(source, name, flags))
 

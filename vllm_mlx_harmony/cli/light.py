@@ -6,7 +6,6 @@ It takes the flags of the gateway, and those of vllm-mlx that mean the same unde
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -27,10 +26,11 @@ SAME = {
 ALWAYS = ("--continuous-batching", "--enable-auto-tool-choice", "--enable-metrics")
 """Flags of vllm-mlx for what is always so here."""
 
-PARSERS = ("--tool-call-parser", "--reasoning-parser")
-
-INSPECT = "VLLM_MLX_HARMONY_INSPECT"
-"""`inspector.VARIABLE`, which `serve --inspect` sets."""
+PARSERS = {
+    "--tool-call-parser": ("harmony", "gpt-oss"),
+    "--reasoning-parser": ("harmony", "gpt_oss"),
+}
+"""The parsers of vllm-mlx that mean what is always so here."""
 
 
 def replaces_host() -> bool:
@@ -52,8 +52,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--api-key", dest="keys", action="append", help=argparse.SUPPRESS)
     for flag, setting in SAME.items():
         made.add_argument(flag, dest=setting, help=argparse.SUPPRESS)
-    for flag in PARSERS:
-        made.add_argument(flag, dest="ignored", help=argparse.SUPPRESS)
+    for flag, parsers in PARSERS.items():
+        made.add_argument(flag, dest="ignored", choices=parsers, help=argparse.SUPPRESS)
     for flag in ALWAYS:
         made.add_argument(flag, dest="ignored", action="store_true", help=argparse.SUPPRESS)
     return made
@@ -64,6 +64,7 @@ def main(arguments: Sequence[str]) -> int:
     has."""
     from vllm_mlx_harmony.gateway.engines.detection import LOCAL
     from vllm_mlx_harmony.gateway.settings import RENAMED
+    from vllm_mlx_harmony.server.settings import ServerSettings
 
     given, unknown = parser().parse_known_args(arguments)
     if unknown:
@@ -79,6 +80,6 @@ def main(arguments: Sequence[str]) -> int:
         flags[new] = value if flags[new] is None else flags[new]
     flags["engines"] = [f"{LOCAL}{source}"]
     flags["model"] = flags["model"] or source
-    if os.environ.get(INSPECT) == "1":
+    if ServerSettings.read().inspect:
         flags["inspect"] = True
     return gateway.serve(given)

@@ -110,6 +110,13 @@ def opened(directory: str, gigabytes: float, per_day: int) -> DiskCache | None:
     return found
 
 
+def close() -> None:
+    """Writes what is pending, when a server ends. uvicorn ends the process by the signal that it
+    got, so that nothing registered with `atexit` runs."""
+    if disk is not None:
+        disk.close(WRITTEN_WITHIN)
+
+
 async def clear() -> None:
     """Empties the prefix cache of all models: memory first, which would be written again."""
     tree().forget(lambda _: True)

@@ -102,8 +102,7 @@ class LocalGateway(Gateway):
             yield
         finally:
             await asyncio.to_thread(self.model.close)
-            if resources.disk is not None:  # uvicorn ends the process by the signal that it got
-                await asyncio.to_thread(resources.disk.close, resources.WRITTEN_WITHIN)
+            await asyncio.to_thread(resources.close)
 
     def engine_for(self, deadline: Deadline) -> Engine:
         return self.model

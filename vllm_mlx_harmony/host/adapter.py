@@ -195,7 +195,9 @@ class _Tracker:
 
 def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
     """uvicorn's server, which ends after our answers: they have at most ``--timeout`` seconds. Its
-    connections are limited."""
+    connections are limited, and the prefix cache on disk is written to its end."""
     return shutdown.draining(
-        limited(original), lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout))
+        limited(original),
+        lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout)),
+        resources.close,
     )

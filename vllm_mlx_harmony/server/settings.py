@@ -81,9 +81,9 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
-def _choice(default: E) -> Callable[[str], E]:
-    """A reader of the values of ``default``'s enumeration, in any case."""
-    members = {each.value: each for each in type(default)}
+def _choice(kind: type[E]) -> Callable[[str], E]:
+    """A reader of the values of an enumeration, in any case."""
+    members = {each.value: each for each in kind}
     return lambda text: members[_one_of(text, members)]
 
 
@@ -145,14 +145,14 @@ class ServerSettings:
     """Other names of the only model, and shell patterns of them (``claude-*``)."""
     none_effort: Annotated[Effort | None, _effort] = None
     """The effort that ``none`` selects. ``None``: no reasoning."""
-    attachments: Annotated[Attachments, _choice(Attachments.OMIT)] = Attachments.OMIT
+    attachments: Annotated[Attachments, _choice(Attachments)] = Attachments.OMIT
     """What becomes of images, audio and files."""
-    reasoning_field: Annotated[ReasoningField, _choice(ReasoningField.BOTH)] = ReasoningField.BOTH
+    reasoning_field: Annotated[ReasoningField, _choice(ReasoningField)] = ReasoningField.BOTH
     """Where Chat Completions sends reasoning."""
 
     # --- Enforcement
 
-    grammar: Annotated[Policy, _choice(Policy.AUTO)] = Policy.AUTO
+    grammar: Annotated[Policy, _choice(Policy)] = Policy.AUTO
     """What is enforced. With ``strict``, all tools and formats are strict."""
     reasoning_budget: Annotated[int | Literal["off"] | None, _budget] = None
     """Reasoning budget in tokens, for requests that set none. ``off``: not even a small
@@ -226,7 +226,7 @@ class ServerSettings:
 
     # --- Tools
 
-    tools: Annotated[Use, _choice(Use.OFF)] = Use.OFF
+    tools: Annotated[Use, _choice(Use)] = Use.OFF
     """Whether the tools of ``--mcp-config`` are run."""
     tool_urls: Annotated[tuple[str, ...], _words] = ()
     """Patterns of the URLs of tool servers that requests may name."""

@@ -47,8 +47,15 @@ GRACE = 0.7
 TICK = 0.05
 
 
-def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[uvicorn.Server]:
-    """uvicorn's ``server`` class, which shuts down after our answers, in ``limit()`` seconds."""
+def draining(
+    server: type[uvicorn.Server],
+    limit: Callable[[], float],
+    finish: Callable[[], object] = lambda: None,
+) -> type[uvicorn.Server]:
+    """uvicorn's ``server`` class, which shuts down after our answers, in ``limit()`` seconds.
+
+    At the end, ``finish`` is called in a thread.
+    """
 
     class Draining(server):  # type: ignore[misc]  # no stubs are read for uvicorn
         _signalled: float | None = None
@@ -71,6 +78,7 @@ def draining(server: type[uvicorn.Server], limit: Callable[[], float]) -> type[u
                 given = self.config.timeout_graceful_shutdown
                 self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
                 await super().shutdown(sockets)
+                await asyncio.to_thread(finish)
             finally:
                 host.reject_new(False)
 

@@ -52,7 +52,7 @@ from functools import lru_cache
 from itertools import product
 from typing import TypeAlias
 
-from vllm_mlx_harmony.core import lru
+from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.schema import (
     UNSUPPORTED,
     AnySchema,
@@ -68,7 +68,7 @@ MAX_ALTERNATIVES = 200
 one alternative."""
 
 MAX_WORK = 200_000
-"""Names, texts and alternatives that are looked at, of one schema: about half a second."""
+"""What is looked at of one schema: alternatives, names, and characters of names and texts."""
 
 MAX_PREFIX = 50
 """Items with a schema of their own (``prefixItems``)."""
@@ -129,6 +129,9 @@ _COMMON = {
     "json_member": "JSON_NAME JSON_COLON json_value",
     "json_array": "JSON_FIRST (json_value (JSON_COMMA json_value)*)? JSON_LAST",
 }
+
+NOTHING = f"<[{vocab.UNUSED}]>"
+"""Matches an id that no model generates: a rule cannot be empty."""
 
 COMMON = "".join(f"{name}: {body}\n" for name, body in _COMMON.items())
 """Rules that are shared by all schemas."""
@@ -342,6 +345,7 @@ class _RuleWriter:
         self._values: dict[int, _Values] = {}
         self._open: set[int] = set()
         self._rests: dict[int, AnySchema] = {}
+        self._texts: dict[str, str] = {}
 
     def rules(self) -> Rules:
         weakest = OBJECT_RULES if self._root.get("type") == "object" else Rules("json_value")
@@ -368,13 +372,17 @@ class _RuleWriter:
         return self.rule(f"J_{digest.upper()}", [expression])
 
     def work(self, amount: int) -> None:
+        """Raises ``_TooLarge`` if ``amount`` is more than may still be looked at."""
         self._work_left -= amount
         if self._work_left < 0:
             raise _TooLarge
 
     def text(self, text: str) -> str:
         """The terminal of one string, without white space."""
-        return self.terminal(f"/{_spelled([text])}/")
+        if text not in self._texts:
+            self.work(len(text))
+            self._texts[text] = self.terminal(f"/{_spelled([text])}/")
+        return self._texts[text]
 
     # Schemas: each is known by its identity, since it is unhashable; the root keeps it alive.
 
@@ -455,6 +463,8 @@ class _RuleWriter:
         self._depth -= 1
         if not symbols:
             self._symbols[key] = None
+            if key in self._referred:  # by a rule that refers to itself through it
+                self.rule(symbol, [NOTHING])
         elif len(symbols) == 1 and symbols[0].isidentifier() and key not in self._referred:
             # No rule is needed, unless a recursive reference uses the symbol already.
             self._symbols[key] = symbols[0]
@@ -473,6 +483,7 @@ class _RuleWriter:
         if values.texts is None:
             yield "JSON_STRING"
         elif values.texts:
+            self.work(sum(map(len, values.texts)))
             yield self.terminal(f"/{_spelled(values.texts)}{_SPACE}/")
         if not values.scalars.isdisjoint(_KINDS["number"]):
             yield "JSON_NUMBER" if "fraction" in values.scalars else "JSON_INTEGER"

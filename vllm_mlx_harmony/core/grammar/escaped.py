@@ -261,10 +261,12 @@ COMMON: Mapping[str, str] = {
 def between_slashes(written: str) -> str:
     """A regular expression as written between two slashes.
 
-    ``re.escape`` puts a backslash before a line feed, which Lark does not allow.
+    Lark does not allow a line feed there, nor one after a backslash, as ``re.escape`` writes it;
+    and two slashes begin a comment.
     """
-    escapes = {"/": r"\/", "\\\n": r"\n"}
-    return re.sub(r"\\.|/", lambda at: escapes.get(at[0], at[0]), written, flags=re.DOTALL)
+    escapes = {"/": r"\/", "\n": r"\n", "\\\n": r"\n"}
+    between = re.sub(r"\\.|[/\n]", lambda at: escapes.get(at[0], at[0]), written, flags=re.DOTALL)
+    return between or "(?:)"
 
 
 _GROUP = re.compile(r"\(\?(?:P?<(?![=!])\w+>|(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)]))")

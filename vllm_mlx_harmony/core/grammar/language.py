@@ -14,7 +14,7 @@ from enum import Enum
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import any_order, escaped
-from vllm_mlx_harmony.core.grammar.any_order import OBJECT_RULES, Rules, rules_of
+from vllm_mlx_harmony.core.grammar.any_order import NOTHING, OBJECT_RULES, Rules, rules_of
 from vllm_mlx_harmony.core.grammar.strict import Check, compile_error, strict_schema
 from vllm_mlx_harmony.core.header import CHANNELS, NOT_TOOLS
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
@@ -59,11 +59,9 @@ class Grammar:
     def without_analysis(self) -> str:
         """The grammar after reasoning was cut short: another analysis message is not allowed.
 
-        For engines that enforce grammars themselves. A rule cannot be empty, so ``analysis``
-        matches an id that no model generates.
+        For engines that enforce grammars themselves.
         """
-        nothing = f"<[{vocab.UNUSED}]>"
-        return self.text.replace(_ANALYSIS, f"analysis: {nothing}\nblank_analysis: {nothing}\n")
+        return self.text.replace(_ANALYSIS, f"analysis: {NOTHING}\nblank_analysis: {NOTHING}\n")
 
 
 _START, _END, _MESSAGE, _CHANNEL, _CONSTRAIN, _CALL, _RETURN = (
