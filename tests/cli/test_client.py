@@ -50,7 +50,6 @@ def test_answer() -> None:
     ]
     assert answer.finish_reason == "tool_calls"
     assert answer.usage == {"prompt_tokens": 7, "completion_tokens": 5}
-    assert answer.chunks == len(CHUNKS)
     functions = [call["function"] for call in answer.message()["tool_calls"]]
     assert functions == [{"name": "f", "arguments": '{"a":1}'}, {"name": "g", "arguments": "{}"}]
     assert answer.message()["reasoning_content"] == "I think."

@@ -309,3 +309,9 @@ def test_the_demo_shows_the_light_server() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "arrived in their own field" in done.stdout
+
+
+def test_parser_of_another_model_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "MODEL", "--tool-call-parser", "qwen"])
+    assert "choose from" in capsys.readouterr().err

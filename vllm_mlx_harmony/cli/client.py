@@ -36,7 +36,6 @@ class Completion:
     """A streamed answer. Parts are in the order in which they began."""
 
     parts: list[Part] = field(default_factory=list)
-    chunks: int = 0
     finish_reason: str | None = None
     usage: dict[str, int] = field(default_factory=dict)
 
@@ -66,7 +65,6 @@ class Completion:
         }
 
     def add(self, chunk: dict[str, Any]) -> None:
-        self.chunks += 1
         self.usage = chunk.get("usage") or self.usage
         for choice in chunk["choices"]:
             self.finish_reason = choice["finish_reason"] or self.finish_reason

@@ -58,7 +58,7 @@ def show_turn(
         text = Text.assemble((skipped, "dim italic"), text)
     asked = _box(text, f"the prompt: {len(prompt)} tokens")
     written = _box(painted(output, apart=True), f"the model writes: {len(output)} tokens")
-    seen = _box(_fields(answer), f"the client sees: {answer.chunks} chunks")
+    seen = _box(_fields(answer), "the client sees")
     if console.width < WIDE:
         console.print(asked, written, seen, sep="\n")
         return
