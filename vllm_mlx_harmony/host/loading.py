@@ -7,7 +7,6 @@ touched.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
@@ -29,6 +28,7 @@ from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.tasks import prepare_process
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
                 logger.debug("%s cannot be loaded", path, exc_info=True)
                 raise cannot_be_loaded(path, error) from error
             vllm._engine = engine
+            prepare_process()
         summary.show_model(path, engine_of(vllm._engine))
-        gc.freeze()
         return result
 
     return load
