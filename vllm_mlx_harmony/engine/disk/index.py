@@ -74,6 +74,10 @@ WITH RECURSIVE below (key) AS (
 ) DELETE FROM entries WHERE key IN below RETURNING file
 """
 
+_FILES = "SELECT file FROM entries WHERE file IS NOT NULL"
+
+_TURNS = "SELECT key FROM entries WHERE file IS NULL"
+
 # Removes the least recently used rows beyond a number of bytes.
 _EVICT = """
 DELETE FROM entries WHERE key IN (SELECT key FROM (
@@ -193,10 +197,10 @@ class Index(Database):
         return None
 
     def turns(self) -> set[bytes]:
-        return {bytes(key) for (key,) in self.read("SELECT key FROM entries WHERE file IS NULL")}
+        return {bytes(key) for (key,) in self._read_all(_TURNS)}
 
     def files(self) -> set[str]:
-        return {name for (name,) in self.read("SELECT file FROM entries WHERE file IS NOT NULL")}
+        return {name for (name,) in self._read_all(_FILES)}
 
     def touch(self, keys: Iterable[bytes]) -> bool:
         """Marks turns, and pieces with all those before them, as used; whether all still exist."""
@@ -227,8 +231,14 @@ class Index(Database):
         return nbytes or 0
 
     def contents(self) -> Contents:
-        with self._lock:  # not on the connection for reading: it reads all rows
-            return Contents(*self.file.execute(_CONTENTS).fetchone())
+        (found,) = self._read_all(_CONTENTS)
+        return Contents(*found)
+
+    def _read_all(self, query: str) -> list[sqlite3.Row]:
+        """The result of a query that reads all rows: not on the connection for reading, which the
+        event loop may wait for."""
+        with self._lock:
+            return self.file.execute(query).fetchall()
 
 
 def contents_of(directory: Path) -> Contents | None:
