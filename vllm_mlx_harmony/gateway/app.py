@@ -37,7 +37,7 @@ from vllm_mlx_harmony.server.host import (
 )
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.shutdown import draining
-from vllm_mlx_harmony.server.tasks import cancel_and_wait
+from vllm_mlx_harmony.tasks import cancel_and_wait
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -108,7 +108,7 @@ class _GatewayApp:
             stack.push_async_callback(cancel_and_wait, renewing)
             await stack.enter_async_context(self.host.serving())
             gc.collect()
-            gc.freeze()  # `server.tasks`
+            gc.freeze()  # `tasks`
             yield
 
     def _on_sighup(self, reload: Reload) -> None:

@@ -47,7 +47,7 @@ from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.engine.disk.index import NAME, Contents, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
-from vllm_mlx_harmony.server import settings
+from vllm_mlx_harmony.sizes import size
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -375,7 +375,7 @@ class DiskCache:
             logger.warning(
                 "prefix cache: the daily limit of %s written to %s is reached; new entries stay in "
                 "memory until midnight",
-                *(settings.size(limit), self.directory),
+                *(size(limit), self.directory),
             )
         self._spent = spent
         return not spent

@@ -5,8 +5,8 @@ key before the first piece stands for everything that makes a piece valid (`iden
 layout, tenant. A look-up starts there and proceeds piece by piece. The ids themselves are not
 stored. A turn has a key of its own, and its content is in the index.
 
-The index is a database that several processes may have open (`server.database`). A file is written
-before its row and removed after it, so a row has a file unless another process has just evicted it.
+The index is a `Database`, which several processes may have open. A file is written before its row
+and removed after it, so a row has a file unless another process has just evicted it.
 
 ``used`` counts uses. Using a piece uses everything before it as well, so the least recently used
 pieces are the ends of conversations, and those are evicted first.
@@ -21,8 +21,8 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from vllm_mlx_harmony.database import Database, checked_version
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
-from vllm_mlx_harmony.server.database import Database, checked_version
 
 VERSION = 4
 """The format of tables and files, as ``PRAGMA user_version``."""
