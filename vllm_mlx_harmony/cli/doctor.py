@@ -37,7 +37,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import LIBRARIES, versions
 
 if TYPE_CHECKING:
-    from vllm_mlx_harmony.host.patching import Requirement
+    from vllm_mlx_harmony.required_names import Requirement
 
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"

@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Sampling
-from vllm_mlx_harmony.engine import device, resources, state
+from vllm_mlx_harmony.engine import device, mlx_lm_names, resources, state
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.engine.mlx_lm_compat import load_model
@@ -44,6 +44,7 @@ from vllm_mlx_harmony.model_files import (
     configuration,
     lists_harmony,
 )
+from vllm_mlx_harmony.required_names import check
 from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.host import Deadline
@@ -157,6 +158,7 @@ async def _only_vllm_mlx(request: Request) -> Response:
 
 def _loaded(source: str) -> MlxEngine:
     """The engine of a model. Raises ``HostError``."""
+    check(mlx_lm_names.NAMES)
     engine = MlxEngine(source, resources.options)
     try:
         directory = _directory(source)
