@@ -31,11 +31,11 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import render, vocab
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
+from vllm_mlx_harmony.engine_api.engine import Step
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.observer import Observed, Observer
 
 STREAMED = (1_000, 4_000, 16_000, 64_000, 128_000)

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
 LONG, SHORT = 36_000, 60
 """Ids of the long prompt (12,000 numbers) and of the short one (50 words)."""
@@ -124,9 +124,9 @@ async def ask(
 ) -> Answer:
     """An answer, whose ids are drawn without end until there are ``most``."""
     answer = answer or Answer()
-    settings = Settings(max_tokens=most, temperature=0.0, top_p=1.0, logit_bias=ENDS)
+    settings = GenerationSettings(max_tokens=most, temperature=0.0, top_p=1.0, logit_bias=ENDS)
     answer.sent = time.perf_counter()
-    async with aclosing(engine.generate(tuple(prompt), settings, "", None)) as steps:
+    async with aclosing(engine.generate(GenerationRequest(tuple(prompt), settings, ""))) as steps:
         async for step in steps:
             answer.times += [time.perf_counter()] * len(step.ids)
     return answer

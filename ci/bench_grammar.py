@@ -48,9 +48,9 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, User
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.sampler import Sampler
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.sampling import Settings
 
 TOOLS = (1, 20, 100)
 P50_US, P99_US, MEAN_US = 10.0, 500.0, 30.0
@@ -139,7 +139,7 @@ def cold(turn: Turn) -> float:
 
 def off() -> Row:
     """What draws a plain answer has nothing to do but to draw it."""
-    turn, settings = Turn((User("Hi."),)), Settings(TOKENS, 1.0, 1.0)
+    turn, settings = Turn((User("Hi."),)), GenerationSettings(TOKENS, 1.0, 1.0)
     wanted = enforcement.Enforcement(Policy.OFF, repetitions=0, budgets=False)
     held = asyncio.run(enforcement.constraint_for(turn, Names.of(turn), wanted))
     constraint = None if held is None else LogitsMask(held)
@@ -306,13 +306,13 @@ async def steps(
 
 async def step(engine: Any, spec: ConstraintSpec, streams: int, seed: int) -> float:
     """Milliseconds per step of ``streams`` outputs that begin together."""
-    settings = Settings(max_tokens=TOKENS, temperature=1.0, top_p=1.0, seed=seed)
+    settings = GenerationSettings(max_tokens=TOKENS, temperature=1.0, top_p=1.0, seed=seed)
     prompt = written("<|start|>user<|message|>", "Hi.", "<|end|><|start|>assistant")
 
     async def one() -> float:
         held = Constraint(spec) if spec else None
         first = 0.0
-        steps = engine.engine.generate(tuple(prompt), settings, "", held)
+        steps = engine.engine.generate(GenerationRequest(tuple(prompt), settings, "", held))
         async with aclosing(steps) as generated:
             async for step in generated:
                 if step.ids:

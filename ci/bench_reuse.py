@@ -28,8 +28,8 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_tree import Counters, PrefixTree
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host.engine import HarmonyEngine
-from vllm_mlx_harmony.server.sampling import Settings
 
 TURNS = 20
 RESULT = 500
@@ -137,8 +137,10 @@ async def host_ids(engine: Any, kind: str, prompt: list[int]) -> AsyncIterator[t
 
 async def our_ids(engine: Any, prompt: list[int]) -> AsyncIterator[tuple[int, int]]:
     """The same with the plugin."""
-    wanted = Settings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
-    async with aclosing(engine.engine.generate(tuple(prompt), wanted, "", None)) as steps:
+    wanted = GenerationSettings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
+    async with aclosing(
+        engine.engine.generate(GenerationRequest(tuple(prompt), wanted, ""))
+    ) as steps:
         async for step in steps:
             if step.progress is None:
                 yield len(step.ids), step.cached_tokens
@@ -146,8 +148,10 @@ async def our_ids(engine: Any, prompt: list[int]) -> AsyncIterator[tuple[int, in
 
 async def said(engine: Any, prompt: list[int]) -> list[int]:
     """The ids themselves, with the plugin."""
-    wanted = Settings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
-    async with aclosing(engine.engine.generate(tuple(prompt), wanted, "", None)) as steps:
+    wanted = GenerationSettings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
+    async with aclosing(
+        engine.engine.generate(GenerationRequest(tuple(prompt), wanted, ""))
+    ) as steps:
         return [token async for step in steps for token in step.ids]
 
 

@@ -59,7 +59,7 @@ from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.sampler import accepted
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
 RELEASES = {
     "click": ("8.1.3", "8.1.4"),
@@ -341,9 +341,9 @@ async def generated(
     engine: MlxEngine, prompt: Sequence[int], most: int
 ) -> tuple[tuple[int, ...], float]:
     """The answer, and the seconds from its first id to its last."""
-    settings = Settings(most, temperature=0.0, top_p=1.0, logit_bias=ENDS)
+    settings = GenerationSettings(most, temperature=0.0, top_p=1.0, logit_bias=ENDS)
     ids, first = tuple[int, ...](), 0.0
-    async with aclosing(engine.generate(tuple(prompt), settings, "", None)) as steps:
+    async with aclosing(engine.generate(GenerationRequest(tuple(prompt), settings, ""))) as steps:
         async for step in steps:
             ids += step.ids
             first = first or (clock() if step.ids else 0.0)

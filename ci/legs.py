@@ -299,6 +299,7 @@ LEGS: tuple[Leg, ...] = (
         group="gate",
         paths=(
             "vllm_mlx_harmony/core",
+            "vllm_mlx_harmony/engine_api",
             "vllm_mlx_harmony/protocols",
             "vllm_mlx_harmony/server",
             "vllm_mlx_harmony/inspector",

@@ -29,6 +29,7 @@ from vllm_mlx_harmony.core.turn import Call, Reasoning
 from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES, DiskCache, Loaded
+from vllm_mlx_harmony.engine.disk.index import Contents
 from vllm_mlx_harmony.engine.pieces import (
     WHOLE,
     Piece,
@@ -155,6 +156,35 @@ def test_no_more_is_read_than_fits_in_memory(
     write(disk, pieces)
     sizes = [row.size for row in disk.chain([ROOT], pack((*IDS, 1)))]
     assert fetch(open_disk(buffer=sum(sizes[:count]) + 1)) == ALL[:count]
+
+
+def test_event_loops_of_several_threads_read_what_one_of_them_wrote(
+    disk: DiskCache, pieces: list[Piece]
+) -> None:
+    """The second asks while the first is reading."""
+    write(disk, pieces)
+    rows = disk.chain([ROOT], pack((*IDS, 1)))
+    reading, may_go_on = threading.Event(), threading.Event()
+
+    def known() -> int:
+        reading.set()
+        assert may_go_on.wait(10)
+        return 0
+
+    async def first() -> tuple[Loaded, ...]:
+        return await asyncio.wait_for(disk.load(rows, known), 10)
+
+    async def second() -> tuple[Loaded, ...]:
+        assert await asyncio.to_thread(reading.wait, 5)
+        asked = asyncio.ensure_future(disk.load(rows, known))
+        await asyncio.sleep(0)
+        may_go_on.set()
+        return await asyncio.wait_for(asked, 5)
+
+    with ThreadPoolExecutor(2) as threads:
+        both = threads.submit(asyncio.run, first()), threads.submit(asyncio.run, second())
+        for one in both:
+            assert [(piece.start, piece.end) for piece in one.result()] == ALL
 
 
 def test_the_last_id_is_never_known(disk: DiskCache, pieces: list[Piece]) -> None:
@@ -801,29 +831,37 @@ def test_turns_are_read_beside_what_is_being_written(
     assert flushed(disk) and disk.counters().turns == 2
 
 
-def test_turns_are_read_while_all_rows_are_summed(
-    disk: DiskCache, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("query", "slow", "result"),
+    [
+        ("contents", "SELECT slow(), 0, 0, 0", Contents(1)),
+        ("files", "SELECT slow()", {1}),
+        ("turns", "SELECT zeroblob(slow())", {b"\0"}),
+    ],
+)
+def test_turns_are_read_while_all_rows_are_read(
+    disk: DiskCache, query: str, slow: str, result: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the event loop; a large directory takes a second."""
     disk.put(b"k", TURN)
     assert flushed(disk)
-    summing, may_end = threading.Event(), threading.Event()
+    reading, may_end = threading.Event(), threading.Event()
 
-    def slow() -> int:
-        summing.set()
+    def wait() -> int:
+        reading.set()
         return int(may_end.wait(10))
 
     for connection in (disk._index.file, disk._index.reader):
-        connection.create_function("slow", 0, slow)
-    monkeypatch.setattr(index, "_CONTENTS", "SELECT slow(), 0, 0, 0")
+        connection.create_function("slow", 0, wait)
+    monkeypatch.setattr(index, f"_{query.upper()}", slow)
     with ThreadPoolExecutor(2) as threads:
-        sums = threads.submit(disk._index.contents)
-        assert summing.wait(5)
+        found = threads.submit(getattr(disk._index, query))
+        assert reading.wait(5)
         try:
             assert threads.submit(disk.find, [b"k"]).result(5) == [TURN]
         finally:
             may_end.set()
-        assert sums.result(5).nbytes == 1
+        assert found.result(5) == result
 
 
 @pytest.mark.parametrize("kind", ["piece", "turn"])

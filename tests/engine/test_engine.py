@@ -34,13 +34,12 @@ from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.scheduler import Limits
-from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step
 from vllm_mlx_harmony.standin import Script
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
-GREEDY = Settings(max_tokens=40, temperature=0.0, top_p=1.0)
+GREEDY = GenerationSettings(max_tokens=40, temperature=0.0, top_p=1.0)
 COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<|return|>"
 
 
@@ -72,8 +71,8 @@ def words(seed: int, length: int) -> tuple[int, ...]:
 
 
 async def steps(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> list[Step]:
-    settings = Settings(**{"max_tokens": 40, "temperature": 0.0, "top_p": 1.0, **changed})
-    async with aclosing(engine.generate(asked, settings, "", None)) as coming:
+    settings = GenerationSettings(**{"max_tokens": 40, "temperature": 0.0, "top_p": 1.0, **changed})
+    async with aclosing(engine.generate(GenerationRequest(asked, settings, ""))) as coming:
         return [step async for step in coming if step.progress is None]
 
 
@@ -161,8 +160,10 @@ def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: R
             while not rows(tiny_engine):
                 await asyncio.sleep(0.001)
             found = ()
-            settings = Settings(max_tokens=20, temperature=0.0, top_p=1.0)
-            async with aclosing(tiny_engine.generate(short, settings, "", None)) as coming:
+            settings = GenerationSettings(max_tokens=20, temperature=0.0, top_p=1.0)
+            async with aclosing(
+                tiny_engine.generate(GenerationRequest(short, settings, ""))
+            ) as coming:
                 async for step in coming:
                     found += step.ids
                     batches.append(len(tiny_engine._batches))
@@ -228,8 +229,8 @@ def test_a_limit_of_none_computes_the_prompt(scripted: MlxEngine, run: Run) -> N
 
 def test_whoever_closes_an_answer_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
     async def closed(read: int) -> None:
-        settings = Settings(max_tokens=500, temperature=0.0, top_p=1.0)
-        coming = scripted.generate(prompt("slow"), settings, "", None)
+        settings = GenerationSettings(max_tokens=500, temperature=0.0, top_p=1.0)
+        coming = scripted.generate(GenerationRequest(prompt("slow"), settings, ""))
         for _ in range(read):
             await anext(coming)
         await coming.aclose()
@@ -408,13 +409,13 @@ def test_too_many_that_wait_are_rejected_before_anything_is_sent(tiny: Path, run
     engine = opened(tiny, limits=Limits(answers=1), queue=2)
 
     async def test() -> None:
-        running = engine.generate(words(1, 20), GREEDY, "", None)
+        running = engine.generate(GenerationRequest(words(1, 20), GREEDY, ""))
         while not (await anext(running)).ids:
             pass
         waiting = [asyncio.ensure_future(answer(engine, words(n, 20))) for n in range(2)]
         await asyncio.sleep(0)
         with pytest.raises(HostError) as error:
-            engine.generate(words(1, 20), GREEDY, "", None)
+            engine.generate(GenerationRequest(words(1, 20), GREEDY, ""))
         assert (error.value.status, error.value.code) == (503, "queue_full")
         assert [each.place for each in engine.status()] != [0, 0, 0]
         waiting.pop().cancel()  # whoever goes frees a place
@@ -904,7 +905,9 @@ def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
         engine = opened(tiny)
         monkeypatch.setattr(Budget, "missing", count)
         try:
-            running = engine.generate(words(1, 20), replace(GREEDY, max_tokens=900), "", None)
+            running = engine.generate(
+                GenerationRequest(words(1, 20), replace(GREEDY, max_tokens=900), "")
+            )
             while not (await anext(running)).ids:
                 pass
             budget = engine.budget
@@ -1042,7 +1045,7 @@ async def cancelled(engine: MlxEngine, asked: tuple[int, ...], chunks: int) -> i
     reported as computed."""
     settings = replace(GREEDY, max_tokens=8)
     computed = 0
-    async with aclosing(engine.generate(asked, settings, "", None)) as coming:
+    async with aclosing(engine.generate(GenerationRequest(asked, settings, ""))) as coming:
         async for step in coming:
             if step.progress is not None and not step.progress.place:
                 computed = step.progress.processed
@@ -1102,7 +1105,7 @@ def test_prompt_of_a_server_that_is_killed_is_on_disk(
     async def on_disk(engine: MlxEngine) -> int:
         """What a process that starts now would find, while the prompt is computed."""
         settings = replace(GREEDY, max_tokens=8)
-        async with aclosing(engine.generate(asked, settings, "", None)) as coming:
+        async with aclosing(engine.generate(GenerationRequest(asked, settings, ""))) as coming:
             async for step in coming:
                 if step.progress is not None and step.progress.processed >= 7 * CHUNK:
                     break

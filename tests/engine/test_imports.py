@@ -9,14 +9,30 @@ import pytest
 
 pytest.importorskip("mlx_lm")
 
-CODE = "import sys, vllm_mlx_harmony.engine.engine; print(*sys.modules)"
+CODE = """
+import sys, {first}
+before = {{*sys.modules}}
+import {module}
+print(*{{*sys.modules}} - before)
+"""
 
-WEB = ("aiohttp", "fastapi", "starlette", "uvicorn", "vllm_mlx_harmony.protocols")
-"""Not anyio: mlx-lm imports it with the client of Hugging Face."""
+WEB = {
+    *("aiohttp", "anyio", "fastapi", "starlette", "uvicorn"),
+    *("vllm_mlx_harmony.protocols", "vllm_mlx_harmony.server"),
+}
 
 
-def test_the_engine_loads_no_web_framework() -> None:
-    command = [sys.executable, "-c", CODE]
-    loaded = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert "mlx_lm" in loaded
-    assert not {*WEB} & {*loaded}
+@pytest.mark.parametrize(
+    ("module", "first"),
+    [
+        ("vllm_mlx_harmony.engine_api.engine", "sys"),
+        # mlx-lm imports anyio with the client of Hugging Face.
+        ("vllm_mlx_harmony.engine.engine", "huggingface_hub, mlx_lm"),
+    ],
+)
+def test_no_web_framework_is_loaded(module: str, first: str) -> None:
+    command = [sys.executable, "-c", CODE.format(module=module, first=first)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {*ran.stdout.split()}
+    assert module in loaded
+    assert not WEB & loaded

@@ -24,8 +24,7 @@ from vllm_mlx_harmony.engine import batch
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import log_probabilities
-from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -49,8 +48,8 @@ def engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MlxEngine]:
 
 
 async def generated(engine: MlxEngine, prompt: tuple[int, ...], **changed: Any) -> list[Step]:
-    settings = Settings(**{"max_tokens": 12, "temperature": 0.0, "top_p": 1.0, **changed})
-    async with aclosing(engine.generate(prompt, settings, "", None)) as steps:
+    settings = GenerationSettings(**{"max_tokens": 12, "temperature": 0.0, "top_p": 1.0, **changed})
+    async with aclosing(engine.generate(GenerationRequest(prompt, settings, ""))) as steps:
         return [step async for step in steps if step.progress is None]
 
 

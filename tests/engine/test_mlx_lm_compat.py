@@ -16,6 +16,8 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.background import BAR
 from vllm_mlx_harmony.engine import mlx_lm_compat
 from vllm_mlx_harmony.engine.mlx_lm_compat import evaluate, load
+from vllm_mlx_harmony.engine.mlx_lm_names import NAMES
+from vllm_mlx_harmony.required_names import check
 from vllm_mlx_harmony.standin import Script
 
 ASKS = metadata.version("mlx-lm").split(".")[:2] >= ["0", "32"]
@@ -25,6 +27,10 @@ ASKS = metadata.version("mlx-lm").split(".")[:2] >= ["0", "32"]
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write(tmp_path_factory.mktemp("scripted"), [Script("", "Hello.")])
+
+
+def test_all_names_are_there() -> None:
+    check(NAMES)
 
 
 @pytest.mark.parametrize("trusted", [False, True])

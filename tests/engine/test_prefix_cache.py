@@ -216,6 +216,19 @@ def test_prompts_that_come_together_are_read_once(model: Any, disk: DiskCache) -
     assert [cache.restore(match)[1] for match in (one, other)] == [600, 600]
 
 
+def test_prompts_of_each_event_loop_are_read(model: Any, disk: DiskCache) -> None:
+    compute(model, new(model, disk), IDS)
+    assert flushed(disk)
+
+    async def both(cache: PrefixCache) -> list[Match]:
+        matches = [await cache.find([*IDS, last], "") for last in (1, 2)]
+        return await asyncio.gather(*map(cache.load, matches))
+
+    for _ in range(2):
+        matches = asyncio.run(both(new(model, disk)))
+        assert [match.cached for match in matches] == [600, 600]
+
+
 def test_what_is_in_memory_by_now_is_not_read(model: Any, disk: DiskCache) -> None:
     compute(model, new(model, disk), IDS)
     assert flushed(disk)

@@ -23,7 +23,7 @@ from vllm_mlx_harmony.engine.engine import MlxEngine, Options, RequestStatus
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -60,8 +60,8 @@ async def reports(
 ) -> list[Progress]:
     """What is reported of a prompt; ``seen`` is called at each report."""
     found, generated = [], 0
-    settings = Settings(max_tokens=most, temperature=0.0, top_p=1.0)
-    async with aclosing(engine.generate(prompt, settings, "", None)) as steps:
+    settings = GenerationSettings(max_tokens=most, temperature=0.0, top_p=1.0)
+    async with aclosing(engine.generate(GenerationRequest(prompt, settings, ""))) as steps:
         async for step in steps:
             if step.progress is None:
                 generated += len(step.ids)

@@ -17,16 +17,17 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine import sampler as module
 from vllm_mlx_harmony.engine.sampler import Sampler, draw
-from vllm_mlx_harmony.server.sampling import EPSILON, Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
+from vllm_mlx_harmony.server.sampling import EPSILON
 
 KINDS = ["bfloat16", "float16", "float32"]
 
 
-def settings(**changed: Any) -> Settings:
-    return Settings(**{"max_tokens": 100, "temperature": 1.0, "top_p": 1.0, **changed})
+def settings(**changed: Any) -> GenerationSettings:
+    return GenerationSettings(**{"max_tokens": 100, "temperature": 1.0, "top_p": 1.0, **changed})
 
 
-def samplers(*given: Settings) -> list[Sampler]:
+def samplers(*given: GenerationSettings) -> list[Sampler]:
     return [Sampler(each) for each in given]
 
 
@@ -64,7 +65,7 @@ def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(
     assert found == {17} if top_p < 0.5 else found
 
 
-def expected_ids(logits: list[float], wanted: Settings) -> set[int]:
+def expected_ids(logits: list[float], wanted: GenerationSettings) -> set[int]:
     """By definition, in double precision; of equal logits all or none."""
     top = max(logits)
     weights = [math.exp(each - top) for each in logits]
@@ -188,7 +189,7 @@ PENALTIES = [
 ]
 
 
-def penalised(logits: list[float], said: list[int], wanted: Settings) -> list[float]:
+def penalised(logits: list[float], said: list[int], wanted: GenerationSettings) -> list[float]:
     """By definition: over all text said, nothing while a header is written."""
     counts: Counter[int] = Counter()
     in_text = False

@@ -38,8 +38,7 @@ from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
-from vllm_mlx_harmony.server.engine import COPIED
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Origin
 
 SIZE = 64
 CHEAP = Costs((1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 1.03, 1.04))
@@ -145,7 +144,7 @@ class Forcing:
 
 def row(
     prompt: Sequence[int],
-    settings: Settings,
+    settings: GenerationSettings,
     costs: Costs | None,
     *,
     held: bool,
@@ -165,7 +164,7 @@ def row(
     return Batch(request, layers, costs)
 
 
-def ids_of(batch: Batch, settings: Settings) -> tuple[list[int], int]:
+def ids_of(batch: Batch, settings: GenerationSettings) -> tuple[list[int], int]:
     """The answer, and its steps."""
     (request,) = batch.rows
     steps = 0
@@ -197,7 +196,7 @@ def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> N
     steps = ids = accepted = rejected = 0
     # Windows matter to all settings alike.
     for length in LENGTHS if changed in SETTINGS[:2] else LENGTHS[::3]:
-        settings = Settings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
+        settings = GenerationSettings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
         cycle = [16, 17, 18, 19, 20, 21, 22, 23, luck.randrange(SIZE)]
         prompt = [vocab.MESSAGE, *(cycle * 40)][:length]
         expected, _ = ids_of(row(prompt, settings, None, held=held), settings)
@@ -218,7 +217,7 @@ def test_answers_are_the_same_whatever_header_is_expected(changed: dict[str, Any
     guesses = ([19, 20, 3, 4], [19, 20, 21], [19, 63], [62], [9, 9])
     steps = ids = copied = 0
     for length in (1, 60, 127, 140):
-        settings = Settings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
+        settings = GenerationSettings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
         prompt = [vocab.MESSAGE, *(list(range(16, 24)) * 40)][:length]
         expected, _ = ids_of(row(prompt, settings, None, held=True), settings)
         for costs in (CHEAP, UNKNOWN, SLOW):
@@ -229,10 +228,10 @@ def test_answers_are_the_same_whatever_header_is_expected(changed: dict[str, Any
             assert found == expected, (length, costs)
             assert request.accepted == request.rejected == 0  # those count copies
             if costs is SLOW:
-                assert COPIED not in request.origins
+                assert Origin.COPIED not in request.origins
             else:
                 steps, ids = steps + took, ids + len(found)
-                copied += request.origins.count(COPIED)
+                copied += request.origins.count(Origin.COPIED)
     assert copied >= 5 and steps < ids - copied
 
 
@@ -242,7 +241,7 @@ def test_each_id_has_its_origin(changed: dict[str, Any], held: bool) -> None:
     """Forced and masked ids are found by computing the answer once more, without a mask."""
     counts: Counter[str] = Counter()
     for seed in range(2):
-        settings = Settings(**{"max_tokens": 80, "top_p": 1.0, "seed": seed, **changed})
+        settings = GenerationSettings(**{"max_tokens": 80, "top_p": 1.0, "seed": seed, **changed})
         asked = replace(settings, origins=True)
         prompt = [vocab.MESSAGE, *range(16, 24)] * 6
         for costs in (None, CHEAP, UNKNOWN):
@@ -290,9 +289,9 @@ def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
 
 
 async def answer(engine: MlxEngine, prompt: Sequence[int], **changed: Any) -> tuple[int, ...]:
-    settings = Settings(**{"max_tokens": 90, "temperature": 0.7, "top_p": 0.9, **changed})
+    settings = GenerationSettings(**{"max_tokens": 90, "temperature": 0.7, "top_p": 0.9, **changed})
     found: tuple[int, ...] = ()
-    async with aclosing(engine.generate(tuple(prompt), settings, "", None)) as steps:
+    async with aclosing(engine.generate(GenerationRequest(tuple(prompt), settings, ""))) as steps:
         async for step in steps:
             found += step.ids
     return found
@@ -326,11 +325,11 @@ def test_an_answer_is_cancelled_while_it_drafts(
     engines: tuple[MlxEngine, MlxEngine], run: Run
 ) -> None:
     wide, narrow = engines
-    settings = Settings(max_tokens=10_000, temperature=0.7, top_p=0.9, seed=4)
+    settings = GenerationSettings(max_tokens=10_000, temperature=0.7, top_p=0.9, seed=4)
     totals = wide.totals.drafts_accepted
 
     async def cancelled() -> int:
-        async with aclosing(wide.generate(PROMPT, settings, "", None)) as steps:
+        async with aclosing(wide.generate(GenerationRequest(PROMPT, settings, ""))) as steps:
             async for step in steps:
                 if step.accepted > 50:
                     break
@@ -341,10 +340,14 @@ def test_an_answer_is_cancelled_while_it_drafts(
     assert run(answer(wide, PROMPT, seed=4)) == run(answer(narrow, PROMPT, seed=4))
 
 
-async def counted(engine: MlxEngine, settings: Settings) -> tuple[tuple[int, ...], int, int]:
+async def counted(
+    engine: MlxEngine, settings: GenerationSettings
+) -> tuple[tuple[int, ...], int, int]:
     """The answer to a prompt without repetitions, and how many drafts were right and wrong."""
     ids: tuple[int, ...] = ()
-    async with aclosing(engine.generate(tuple(range(40)), settings, "", None)) as steps:
+    async with aclosing(
+        engine.generate(GenerationRequest(tuple(range(40)), settings, ""))
+    ) as steps:
         async for step in steps:
             ids += step.ids
     return ids, step.accepted, step.rejected
@@ -353,7 +356,7 @@ async def counted(engine: MlxEngine, settings: Settings) -> tuple[tuple[int, ...
 def test_a_prediction_is_a_place_to_look_up(engines: tuple[MlxEngine, MlxEngine], run: Run) -> None:
     """Whether it is right or wrong, the answer is the same."""
     wide, narrow = engines
-    settings = Settings(max_tokens=60, temperature=4.0, top_p=1.0, seed=1)
+    settings = GenerationSettings(max_tokens=60, temperature=4.0, top_p=1.0, seed=1)
     ids, *none = run(counted(narrow, settings))
     assert none == [0, 0] and len(set(ids)) > 30
     totals = wide.totals.drafts_accepted
@@ -397,8 +400,8 @@ def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
     engine.costs = CHEAP
 
     async def asked() -> None:
-        settings = Settings(max_tokens=100_000, temperature=0.7, top_p=0.9)
-        async with aclosing(engine.generate(PROMPT, settings, "", None)) as steps:
+        settings = GenerationSettings(max_tokens=100_000, temperature=0.7, top_p=0.9)
+        async with aclosing(engine.generate(GenerationRequest(PROMPT, settings, ""))) as steps:
             async for step in steps:
                 if step.accepted > 50:
                     break
@@ -434,7 +437,7 @@ def test_what_follows_a_drafted_answer_is_cached_right(
 def test_drafts_leave_the_distribution_as_it_is(tried: int) -> None:
     """Chi-squared over 200,000 ids, of which ``tried`` is drafted at each place."""
     logits, places = [0.0, 1.0, 2.0, -1.0, 0.5], 4
-    samplers = [Sampler(Settings(1, 0.9, 1.0, seed=seed)) for seed in range(500)]
+    samplers = [Sampler(GenerationSettings(1, 0.9, 1.0, seed=seed)) for seed in range(500)]
     found: Counter[int] = Counter()
     rows = mx.array([logits] * places)
     while found.total() < 200_000:

@@ -13,6 +13,7 @@ from starlette.requests import Request
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 from vllm_mlx_harmony.gateway.engines.http import HttpEngine
@@ -20,7 +21,6 @@ from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
-from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import Deadline, Lease, Tracker
 
 MODEL = "gpt-oss-20b"

@@ -18,13 +18,12 @@ from fake_engines import EXCHANGES, KINDS, ids
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings, Step
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
 from vllm_mlx_harmony.gateway.engines.dialect import Dialect, EngineRequest
-from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.sampling import Settings
 
 SAID = ids("<|channel|>final<|message|>☀ été 👩‍🚀 你好\n<|return|>")
-SETTINGS = Settings(
+SETTINGS = GenerationSettings(
     max_tokens=50,
     temperature=0.7,
     top_p=0.9,

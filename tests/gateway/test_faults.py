@@ -25,6 +25,7 @@ from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault, served, until
 from in_process import MODEL, Watched, engine_at
 from starlette.requests import Request
 
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.gateway import routing
 from vllm_mlx_harmony.gateway.app import _GatewayApp
 from vllm_mlx_harmony.gateway.engines import http
@@ -32,14 +33,15 @@ from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
 from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
 from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.sampling import Settings
 
 TEXT = "The answer is long enough to be cut anywhere: été, ☀, 你好, and an end."
 SCRIPTS = {
     "Hello": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     f"<|channel|>final<|message|>{TEXT}<|return|>",
 }
-REQUEST = EngineRequest("m", (1, 2, 3), Settings(max_tokens=50, temperature=1.0, top_p=1.0))
+REQUEST = EngineRequest(
+    "m", (1, 2, 3), GenerationSettings(max_tokens=50, temperature=1.0, top_p=1.0)
+)
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
     "/v1/responses": {"input": "Hello", "store": False},

@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fake_engines import FakeEngine, free_port, served, until
 from in_process import MODEL, engine_at
 
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.gateway import probes
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
 from vllm_mlx_harmony.gateway.metrics import Metrics
 from vllm_mlx_harmony.gateway.router import Fleet, FleetEngine
 from vllm_mlx_harmony.server.host import Deadline
-from vllm_mlx_harmony.server.sampling import Settings
 
 LONG = "word " * 100
 SCRIPTS = {"Hello": f"<|channel|>final<|message|>{LONG}<|return|>"}
@@ -148,9 +148,9 @@ def test_retry_after_is_when_the_first_engine_may_be_there(
         fleet.routing._engines[backend].probe_at = now + left
 
     async def asked() -> None:
-        settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
+        settings = GenerationSettings(max_tokens=1, temperature=1.0, top_p=1.0)
         engine = FleetEngine(fleet, Deadline(600.0, now + 600.0))
-        await anext(engine.generate((1,), settings, "", None))
+        await anext(engine.generate(GenerationRequest((1,), settings, "")))
 
     with pytest.raises(EngineUnavailable, match=said) as caught:
         asyncio.run(asked())

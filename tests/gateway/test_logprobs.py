@@ -19,11 +19,10 @@ from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings, Step
 from vllm_mlx_harmony.gateway.engines.detection import KINDS
 from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step
-from vllm_mlx_harmony.server.sampling import Settings
 
 KEY = "sesame"
 TEXT = "Good day, 世界."
@@ -33,7 +32,7 @@ SCRIPTS = {
     "<|message|>Hm": f"<|start|>assistant<|channel|>final<|message|>{TEXT}<|return|>",
 }
 GIVING, REFUSING = ("vllm", "vllm-tokens", "vllm-mlx"), ("sglang", "llamacpp")
-SETTINGS = Settings(max_tokens=50, temperature=0.7, top_p=0.9)
+SETTINGS = GenerationSettings(max_tokens=50, temperature=0.7, top_p=0.9)
 
 
 def request(most: int | None) -> EngineRequest:

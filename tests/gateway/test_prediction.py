@@ -19,12 +19,12 @@ import httpx
 from fake_engines import EXCHANGES, LISTED, FakeEngine, served
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server.ids import IdRequest
-from vllm_mlx_harmony.server.sampling import Settings
 
 MODEL = "gpt-oss-20b"
 PLUGIN = "vllm-mlx"
@@ -34,7 +34,7 @@ SCRIPTS = {
     "Hello!": f"<|channel|>analysis<|message|>Hm. A greeting, then.<|end|>{ANSWER}",
     "<|message|>Hm": ANSWER,
 }
-SETTINGS = Settings(max_tokens=50, temperature=0.7, top_p=0.9)
+SETTINGS = GenerationSettings(max_tokens=50, temperature=0.7, top_p=0.9)
 
 
 def body(kind: str, prediction: tuple[int, ...]) -> dict[str, Any]:

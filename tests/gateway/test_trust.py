@@ -19,10 +19,10 @@ from in_process import MODEL, Watched
 from test_faults import BODIES, TEXT, Setting
 
 from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.dialect import count_of
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.sampling import Settings
 
 ENDLESS = "<|channel|>final<|message|>One" + " two" * 2000
 
@@ -83,7 +83,7 @@ def test_counts_are_numbers_of_tokens(value: object, expected: int) -> None:
 
 
 def test_no_more_is_cached_than_the_prompt_has() -> None:
-    turn = http._Turn(None, Settings(max_tokens=5, temperature=1.0, top_p=1.0), 40)
+    turn = http._Turn(None, GenerationSettings(max_tokens=5, temperature=1.0, top_p=1.0), 40)
     turn.count(cached=30)
     assert turn.step().cached_tokens == 30
     turn.count(cached=50_000)

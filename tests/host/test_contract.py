@@ -34,8 +34,9 @@ from vllm_mlx_harmony.host import (
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import NotHarmony
 from vllm_mlx_harmony.host.mount import Route
-from vllm_mlx_harmony.host.patching import Name, Patch
+from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
+from vllm_mlx_harmony.required_names import OTHERS, Name, Requirement, find_problem
 from vllm_mlx_harmony.server.endpoint import Endpoint
 from vllm_mlx_harmony.server.responses import store
 
@@ -157,9 +158,9 @@ def route(
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> tuple[patching.Requirement, ...]:
+def table(monkeypatch: pytest.MonkeyPatch) -> tuple[Requirement, ...]:
     """A small table on the real host, so that these tests say nothing about what we put in."""
-    rows: tuple[patching.Requirement, ...] = (
+    rows: tuple[Requirement, ...] = (
         Name("vllm_mlx.cli:main", "is there", ""),
         patch("vllm_mlx.server:_sanitize_log_text", shout),
         patch("vllm_mlx.engine.simple:SimpleEngine.is_mllm", lambda p: property(p.fget)),
@@ -246,7 +247,7 @@ def test_installing_twice_is_once(served: Served, table: object) -> None:
     assert first.__wrapped__ is served  # type: ignore[attr-defined]
 
 
-def test_activating_twice_is_once(table: tuple[patching.Requirement, ...]) -> None:
+def test_activating_twice_is_once(table: tuple[Requirement, ...]) -> None:
     contract.activate()
     once, changes = snapshot(), contract.changes()
     contract.activate("gpt-oss")
@@ -409,7 +410,7 @@ def test_a_part_that_cannot_be_loaded_is_refused(
 
 def test_a_bug_of_ours_leaves_the_host_running_unpatched(
     served: Served,
-    table: tuple[patching.Requirement, ...],
+    table: tuple[Requirement, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -507,7 +508,7 @@ def test_importing_the_gate_imports_nothing_of_the_host() -> None:
 
 
 def test_what_is_applied_is_in_force_and_taken_back(
-    table: tuple[patching.Requirement, ...],
+    table: tuple[Requirement, ...],
 ) -> None:
     before = snapshot()
     undos = patching.apply_all(table)
@@ -528,7 +529,7 @@ def test_two_patches_of_the_same_thing_are_undone_backwards() -> None:
 
 
 def test_undoing_what_somebody_else_took_away_still_undoes_the_rest(
-    table: tuple[patching.Requirement, ...],
+    table: tuple[Requirement, ...],
 ) -> None:
     before = snapshot()
     undos = patching.apply_all(table)
@@ -558,7 +559,7 @@ def takes(one: int, two: int = 0) -> None:
 )
 def test_parameters(monkeypatch: pytest.MonkeyPatch, parameters: str | None, fits: bool) -> None:
     monkeypatch.setattr(vllm_mlx.server, "get_usage", takes)
-    assert (patching.find_problem("vllm_mlx.server:get_usage", parameters) is None) is fits
+    assert (find_problem("vllm_mlx.server:get_usage", parameters) is None) is fits
 
 
 @pytest.mark.parametrize(
@@ -573,9 +574,7 @@ def test_parameters(monkeypatch: pytest.MonkeyPatch, parameters: str | None, fit
         (route("/new", "GET", print, ("/no/such", "GET")), "no route GET /no/such"),
     ],
 )
-def test_problems_are_found_before_anything_is_changed(
-    row: patching.Requirement, said: str
-) -> None:
+def test_problems_are_found_before_anything_is_changed(row: Requirement, said: str) -> None:
     before = snapshot()
     first = patch("vllm_mlx.server:_sanitize_log_text", shout)
     with pytest.raises(HostError, match=re.escape(said)):
@@ -705,7 +704,7 @@ def without_row(file: Path) -> Iterator[str]:
             target = ":".join([names.get(called[0], ""), *called[1:]])
             if target in rows and (allowed := rows[target].parameters) is not None:
                 unknown = {each.arg for each in node.keywords} - {None, *allowed.split()}
-                if unknown or len(node.args) > len(set(allowed.split()) - {patching.OTHERS}):
+                if unknown or len(node.args) > len(set(allowed.split()) - {OTHERS}):
                     yield f"{target} with {ast.unparse(node)}"
 
 

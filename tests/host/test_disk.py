@@ -25,9 +25,9 @@ from vllm_mlx_harmony.engine.disk import identity, index
 from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, DiskCache
 from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.prefix_tree import pack
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.engine import HarmonyEngine
-from vllm_mlx_harmony.server.sampling import Settings
 
 
 def filled(directory: Path) -> DiskCache:
@@ -122,8 +122,10 @@ def test_the_disk_knows_a_model_by_its_files(
 
     async def computed() -> None:
         assert engine.engine is not None
-        settings = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
-        async with aclosing(engine.engine.generate((1, 2, 3), settings, "", None)) as steps:
+        settings = GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0)
+        async with aclosing(
+            engine.engine.generate(GenerationRequest((1, 2, 3), settings, ""))
+        ) as steps:
             async for _ in steps:
                 pass
         await engine.stop()

@@ -201,7 +201,7 @@ def test_the_longest_prompt_that_fits_in_memory(
 ) -> None:
     device = pytest.importorskip("vllm_mlx_harmony.engine.device")
     monkeypatch.setattr(device, "memory", lambda *_: memory)
-    monkeypatch.setattr("vllm_mlx_harmony.server.model_files.is_harmony_model", lambda model: True)
+    monkeypatch.setattr("vllm_mlx_harmony.model_files.is_harmony_model", lambda model: True)
     (tmp_path / "config.json").write_text(json.dumps(config))
     for number in range(2):
         with (tmp_path / f"model-{number}.safetensors").open("wb") as file:

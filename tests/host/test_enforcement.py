@@ -32,6 +32,7 @@ from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Turn, User
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
@@ -40,7 +41,6 @@ from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.enforcement import Enforcement
 from vllm_mlx_harmony.server.messages import MESSAGES
 from vllm_mlx_harmony.server.responses.routes import RESPONSES
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import Script
 
@@ -325,7 +325,7 @@ class Said:
         return self.finished.usage.reasoning_tokens
 
 
-async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Said:
+async def said(engine: Any, api: Any, document: Body, settings: GenerationSettings) -> Said:
     asked = api.read(document, Defaults(), "tenant")
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
@@ -338,7 +338,7 @@ async def said(engine: Any, api: Any, document: Body, settings: Settings) -> Sai
     deltas = list(context.start())
     finish = None
     prompt = context.render_for_completion()
-    generated = engine.engine.generate(prompt, settings, "tenant", constraint)
+    generated = engine.engine.generate(GenerationRequest(prompt, settings, "tenant", constraint))
     async with aclosing(generated) as steps:
         async for step in steps:
             generation.check(constraint)
@@ -384,9 +384,11 @@ FILTERS: Sequence[Mapping[str, Any]] = (
 """What meets masks in every twentieth output each; a ``top_p`` takes longer than all the rest."""
 
 
-def drawn(job: Job) -> Settings:
+def drawn(job: Job) -> GenerationSettings:
     """At random, as it is or filtered."""
-    settings = Settings(job.max_tokens, 1.0, 1.0, logit_bias=TO_AN_END, seed=job.drawn_from)
+    settings = GenerationSettings(
+        job.max_tokens, 1.0, 1.0, logit_bias=TO_AN_END, seed=job.drawn_from
+    )
     turn = job.seed // 3 % 20
     return replace(settings, **FILTERS[turn - 1]) if 1 <= turn <= len(FILTERS) else settings
 
@@ -506,7 +508,7 @@ def test_what_runs_beside_it_does_not_change_an_output(tiny: Any, run: Run) -> N
 
 # --- A model that wants something else.
 
-FREE = Settings(400, 1.0, 1.0, logit_bias=TO_AN_END, seed=1)
+FREE = GenerationSettings(400, 1.0, 1.0, logit_bias=TO_AN_END, seed=1)
 
 
 def wanting(want: str, kind: str, seed: int, **more: Any) -> tuple[Any, Body]:
@@ -765,7 +767,7 @@ def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
         prompt = vocab.encoding().encode(
             "<|start|>user<|message|>>prose<<|end|><|start|>assistant", allowed_special="all"
         )
-        generated = scripted.engine.generate(tuple(prompt), FREE, "", constraint)
+        generated = scripted.engine.generate(GenerationRequest(tuple(prompt), FREE, "", constraint))
         async with aclosing(generated) as steps:
             async for step in steps:
                 generation.check(constraint)

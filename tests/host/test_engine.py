@@ -23,14 +23,13 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
 from vllm_mlx_harmony.core.turn import Limits, Sampling
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step, Steps
 from vllm_mlx_harmony.host import engine as host_engine
 from vllm_mlx_harmony.host import engine_routes
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.model_files import length_of
 from vllm_mlx_harmony.server import sampling
-from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.model_files import length_of
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script
 from vllm_mlx_harmony.standin.cursor import INSTEAD
 from vllm_mlx_harmony.standin.model import WEIGHT
@@ -38,7 +37,7 @@ from vllm_mlx_harmony.standin.model import WEIGHT
 INTERVALS = [2, 7, 64]
 """How many ids are handed on at a time."""
 
-GREEDY = Settings(max_tokens=500, temperature=0.0, top_p=1.0)
+GREEDY = GenerationSettings(max_tokens=500, temperature=0.0, top_p=1.0)
 COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<|return|>"
 
 COMPLETIONS = {
@@ -90,12 +89,12 @@ def engine(directory: Path, run: Run) -> Iterator[HarmonyEngine]:
     run(engine.stop())
 
 
-def generate(engine: HarmonyEngine, ids: tuple[int, ...], settings: Settings) -> Steps:
+def generate(engine: HarmonyEngine, ids: tuple[int, ...], settings: GenerationSettings) -> Steps:
     assert engine.engine is not None
-    return engine.engine.generate(ids, settings, "", None)
+    return engine.engine.generate(GenerationRequest(ids, settings, ""))
 
 
-async def steps(engine: Any, name: str, settings: Settings = GREEDY) -> list[Step]:
+async def steps(engine: Any, name: str, settings: GenerationSettings = GREEDY) -> list[Step]:
     async with aclosing(generate(engine, prompt(f">{name}<"), settings)) as generated:
         return [step async for step in generated if step.progress is None]
 
@@ -141,14 +140,16 @@ def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, inter
 
 
 def test_a_limit_of_none(engine: Any, run: Run) -> None:
-    generated = run(steps(engine, "count", Settings(max_tokens=0, temperature=0.0, top_p=1.0)))
+    generated = run(
+        steps(engine, "count", GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0))
+    )
     assert said(generated) == ()
     assert [step.finish for step in generated if step.finish] == ["length"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 40])
 def test_cut_by_the_limit(engine: Any, run: Run, limit: int) -> None:
-    settings = Settings(max_tokens=limit, temperature=0.0, top_p=1.0)
+    settings = GenerationSettings(max_tokens=limit, temperature=0.0, top_p=1.0)
     generated = run(steps(engine, "count", settings))
     assert said(generated) == expected("count")[:limit]
     assert generated[-1].finish == "length"
@@ -156,7 +157,7 @@ def test_cut_by_the_limit(engine: Any, run: Run, limit: int) -> None:
 
 def test_an_end_at_the_limit_is_an_end(engine: Any, run: Run) -> None:
     whole = expected("answer")
-    settings = Settings(max_tokens=len(whole), temperature=0.0, top_p=1.0)
+    settings = GenerationSettings(max_tokens=len(whole), temperature=0.0, top_p=1.0)
     generated = run(steps(engine, "answer", settings))
     assert (said(generated), generated[-1].finish) == (whole, "stop")
 
@@ -248,11 +249,13 @@ SETTINGS = [
 def test_settings_reach_the_model(
     engine: Any, run: Run, changed: dict[str, Any], answer: tuple[int, ...]
 ) -> None:
-    settings = Settings(**{"max_tokens": 500, "temperature": 0.0, "top_p": 1.0, **changed})
+    settings = GenerationSettings(
+        **{"max_tokens": 500, "temperature": 0.0, "top_p": 1.0, **changed}
+    )
     assert said(run(steps(engine, "count", settings))) == answer
 
 
-HOT = Settings(max_tokens=30, temperature=100.0, top_p=1.0)
+HOT = GenerationSettings(max_tokens=30, temperature=100.0, top_p=1.0)
 """So hot that any of 200,000 ids may come, whatever the stand-in wants to say."""
 
 
@@ -282,7 +285,7 @@ def test_a_request_of_the_hosts_own_that_joins_ours_keeps_its_settings(
 
     async def test() -> None:
         cold = await hosts_own(0.0)
-        settings = Settings(max_tokens=40, temperature=ours, top_p=1.0)
+        settings = GenerationSettings(max_tokens=40, temperature=ours, top_p=1.0)
         running = asyncio.ensure_future(steps(engine, "count", settings))
         await asyncio.sleep(0.05)
         assert (await hosts_own(theirs) == cold) is (theirs == 0)
@@ -317,7 +320,7 @@ def test_a_request_of_the_hosts_own_neither_mixes_with_ours_nor_stops_it(
     run(test())
 
 
-async def continued(engine: Any, text: str, settings: Settings) -> tuple[int, ...]:
+async def continued(engine: Any, text: str, settings: GenerationSettings) -> tuple[int, ...]:
     """What follows a prompt and the beginning of an answer, where text is written."""
     begun = (*prompt(text), *ids("<|channel|>final<|message|>"))
     async with aclosing(generate(engine, begun, settings)) as generated:
@@ -330,8 +333,8 @@ def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     The stand-in gives its next id ``WEIGHT`` and every other one nearly nothing.
     """
     lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids(" 7")[0], WEIGHT + 1),)}
-    plain = Settings(top_p=1.0, **lifted)
-    penalised = Settings(top_p=1.0, presence_penalty=2.0, **lifted)
+    plain = GenerationSettings(top_p=1.0, **lifted)
+    penalised = GenerationSettings(top_p=1.0, presence_penalty=2.0, **lifted)
     assert len(set(run(continued(engine, ">count<", plain)))) == 1
     assert len(set(run(continued(engine, ">count<", penalised)))) > 1
 
@@ -339,7 +342,9 @@ def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
 def test_a_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> None:
     """The lead of the stand-in's next id outlasts 26 penalties, but not 27."""
     lead = WEIGHT - INSTEAD[0][0]
-    penalised = Settings(max_tokens=30, temperature=0.0, top_p=1.0, frequency_penalty=lead / 26.5)
+    penalised = GenerationSettings(
+        max_tokens=30, temperature=0.0, top_p=1.0, frequency_penalty=lead / 26.5
+    )
     got = run(continued(engine, ">again<", penalised))
     assert got[:27] == (ids(" a")[0],) * 27
     assert got[27:28] != (ids(" a")[0],)
@@ -348,7 +353,7 @@ def test_a_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> N
 @pytest.mark.parametrize("beside", [0, 3])
 def test_a_seed_draws_the_same_alone_and_beside_others(engine: Any, run: Run, beside: int) -> None:
     async def test() -> None:
-        seeded = Settings(max_tokens=12, temperature=100.0, top_p=0.95, seed=-7)
+        seeded = GenerationSettings(max_tokens=12, temperature=100.0, top_p=0.95, seed=-7)
         first = said(await steps(engine, "count", seeded))
         others = [steps(engine, "count", HOT) for _ in range(beside)]
         again, *rest = await asyncio.gather(steps(engine, "count", seeded), *others)
@@ -360,8 +365,10 @@ def test_a_seed_draws_the_same_alone_and_beside_others(engine: Any, run: Run, be
 
 def test_a_repetition_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     """It brings what was said down to what never was: then any of 200,000 ids may come."""
-    plain = Settings(max_tokens=12, temperature=1.0, top_p=1.0)
-    penalised = Settings(max_tokens=12, temperature=1.0, top_p=1.0, repetition_penalty=1e6)
+    plain = GenerationSettings(max_tokens=12, temperature=1.0, top_p=1.0)
+    penalised = GenerationSettings(
+        max_tokens=12, temperature=1.0, top_p=1.0, repetition_penalty=1e6
+    )
     text = expected("again")[3:]
     assert run(continued(engine, ">again<", plain)) == text[:12]
     assert run(continued(engine, ">again<", penalised)) != text[:12]

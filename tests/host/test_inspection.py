@@ -9,14 +9,15 @@ pytest.importorskip("vllm_mlx")
 from starlette.testclient import TestClient
 from vllm_mlx import server
 
-from vllm_mlx_harmony.host import contract, entry_points, mount, patching
+from vllm_mlx_harmony.host import contract, entry_points, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
+from vllm_mlx_harmony.required_names import Requirement
 
 KEY = "sesame"
 DATA = "/harmony/inspector/server"
 
 
-def inspector_rows() -> list[patching.Requirement]:
+def inspector_rows() -> list[Requirement]:
     rows = contract.table(entry_points.find("harmony"))
     return [row for row in rows if row.label == "GET /harmony"]
 

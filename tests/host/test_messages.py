@@ -19,11 +19,12 @@ from vllm_mlx import server
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.protocols.messages import error_body
 from vllm_mlx_harmony.server import messages
 from vllm_mlx_harmony.server.host import tenant_of
-from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
+from vllm_mlx_harmony.server.sampling import limited_to_context
 
 KEY = "sesame"
 PATHS = ["/v1/messages", "/v1/messages/count_tokens"]
@@ -151,7 +152,7 @@ CLAUDE_CODE = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)"
 @pytest.mark.parametrize("prompt_tokens", [131_072, 131_073, 1_000_000])
 def test_claude_code_reads_both_numbers(prompt_tokens: int) -> None:
     with pytest.raises(RequestError) as caught:
-        limited_to_context(Settings(1, 1.0, 1.0), prompt_tokens, 131_072)
+        limited_to_context(GenerationSettings(1, 1.0, 1.0), prompt_tokens, 131_072)
     found = CLAUDE_CODE.search(json.dumps(error_body(caught.value)))
     assert found is not None
     assert found.groups() == (str(prompt_tokens), "131072")

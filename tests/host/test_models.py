@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("vllm_mlx", reason="needs the host")
 
+from vllm_mlx_harmony import model_files
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import loading
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony
-from vllm_mlx_harmony.server import model_files
-from vllm_mlx_harmony.server.model_files import is_harmony, is_harmony_model
+from vllm_mlx_harmony.model_files import is_harmony, is_harmony_model
 
 
 class Wrapped:

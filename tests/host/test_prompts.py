@@ -23,6 +23,7 @@ from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults, Effort
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import adapter, contract, loading
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
@@ -31,7 +32,6 @@ from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.defaults import (
     read,
 )
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import Script
 
@@ -86,8 +86,10 @@ def test_texts_are_encoded_in_a_thread(
 
 
 async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:
-    settings = Settings(max_tokens=1, temperature=0.0, top_p=1.0)
-    async with aclosing(engine.engine.generate(prompt, settings, tenant, None)) as steps:
+    settings = GenerationSettings(max_tokens=1, temperature=0.0, top_p=1.0)
+    async with aclosing(
+        engine.engine.generate(GenerationRequest(prompt, settings, tenant))
+    ) as steps:
         return max([step.cached_tokens async for step in steps])
 
 

@@ -27,16 +27,15 @@ from vllm_mlx.engine.base import GenerationOutput
 
 from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings, Step
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
 from vllm_mlx_harmony.server import answer, serving
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, error_response, failure_of
-from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, install
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.streams import EventStream
 
 PATH = "/v1/chat/completions"
@@ -477,7 +476,7 @@ class Engine:
 
 
 def job(engine: Engine, total: float = NEVER, emitter: Any = None) -> Job:
-    settings = Settings(max_tokens=10, temperature=0.0, top_p=1.0)
+    settings = GenerationSettings(max_tokens=10, temperature=0.0, top_p=1.0)
     lease: Any = Lent(engine, total)
     return Job(lease, Context(), settings, emitter or Noted(), True, "seed")  # type: ignore[arg-type]
 

@@ -20,8 +20,11 @@ from starlette.testclient import TestClient
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine import mlx_lm_names
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.settings import load
+from vllm_mlx_harmony.required_names import Name
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
@@ -261,6 +264,13 @@ def test_a_thread_that_has_died_is_shown(model: Path) -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
         answer = client.post("/v1/chat/completions", json=asked, headers=headers)
         assert answer.status_code == 503
+
+
+def test_another_mlx_lm_is_rejected(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = Name("mlx_lm.models.cache:KVCache.missing", "a name of another version")
+    monkeypatch.setattr(mlx_lm_names, "NAMES", (missing,))
+    with pytest.raises(HostError, match=r"KVCache\.missing is missing"):
+        gateway(load({"engines": [f"mlx:{model}"]}, {}))
 
 
 # --- serve, where vllm-mlx is not installed

@@ -13,14 +13,12 @@ from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.deltas import TokenLogprob, Usage
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.server.engine import Engine, Finish, Step, Steps
+from vllm_mlx_harmony.engine_api.engine import Engine, Finish, GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server.host import Deadline, Lease, tenant_of
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 T = TypeVar("T")
@@ -58,14 +56,9 @@ class ScriptedEngine:
     running: int = 0
     most_running: int = 0
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
+    async def generate(self, request: GenerationRequest) -> Steps:
         """The ids of the script, and a pause after each step."""
+        prompt, settings = request.prompt, request.settings
         self.prompts.append(prompt)
         self.running += 1
         self.most_running = max(self.most_running, self.running)
@@ -95,12 +88,12 @@ class ObedientEngine(ScriptedEngine):
 
     ANSWER = "<|channel|>final<|message|>Well.<|return|>"
 
-    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
+    async def generate(self, request: GenerationRequest) -> Steps:
         """The ids of the script, one by one, as far as they may come."""
-        constraint: Constraint | None = request[-1]
+        constraint = request.constraint
         matcher = None if constraint is None else constraint.start(grammar=False)
         watch = None if matcher is None else matcher.reasoning
-        async for step in super().generate(*request):
+        async for step in super().generate(request):
             for token in step.ids:
                 if watch is not None and watch.forced:
                     yield Step((*watch.forced, *ids(self.ANSWER)), "stop")

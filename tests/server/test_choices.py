@@ -29,10 +29,9 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Progress, Usage
 from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.sampling import Settings
 
 T = TypeVar("T")
 
@@ -69,17 +68,12 @@ class Seeded:
     constraints: list[Constraint | None] = field(default_factory=list)
     running: int = 0
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
+    async def generate(self, request: GenerationRequest) -> Steps:
+        prompt, seed = request.prompt, request.settings.seed
         place = len([each for each in self.begun if each != "computed"])
-        self.begun.append(settings.seed)
+        self.begun.append(seed)
         self.prompts.add(prompt)
-        self.constraints.append(constraint)
+        self.constraints.append(request.constraint)
         self.running += 1
         size, cached = len(prompt), size_of_first(place, len(prompt))
         try:
@@ -91,7 +85,7 @@ class Seeded:
                     if processed == size and not place:
                         self.begun.append("computed")
                     yield Step((), progress=Progress(size, cached, processed))
-            at = SEEDS.index(settings.seed) if settings.seed is not None else place
+            at = SEEDS.index(seed) if seed is not None else place
             if self.answers[at] == BREAKS:
                 raise OutputError("the engine failed")
             generated = ids(self.answers[at])

@@ -33,12 +33,11 @@ from vllm_mlx_harmony.core import render, text_limits, vocab
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.engine_api.engine import Engine, GenerationRequest, Step, Steps
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server import answer, enforcement
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Engine, Step, Steps
 from vllm_mlx_harmony.server.responses import store
-from vllm_mlx_harmony.server.sampling import Settings
 
 CALL = (
     "<|channel|>analysis<|message|>They ask for the weather.<|end|>"
@@ -428,9 +427,9 @@ class PredictingEngine(ScriptedEngine):
 
     predicted: tuple[int, ...] = ()
 
-    async def generate(self, prompt: Any, settings: Settings, *others: Any) -> Steps:  # type: ignore[override]
-        self.predicted, tried = settings.prediction, 0
-        async for step in super().generate(prompt, settings, *others):
+    async def generate(self, request: GenerationRequest) -> Steps:
+        self.predicted, tried = request.settings.prediction, 0
+        async for step in super().generate(request):
             tried += len(step.ids)
             yield step._replace(accepted=tried, rejected=2 * tried)
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import body as body_module
 from vllm_mlx_harmony.server import (
     enforcement,
@@ -28,7 +29,6 @@ from vllm_mlx_harmony.server import (
 )
 from vllm_mlx_harmony.server import host as host_module
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.observer import Observed
 
@@ -117,7 +117,7 @@ def test_a_key_is_checked_once(headers: dict[str, Any], status: int) -> None:
 class Slow(ScriptedEngine):
     """Takes ten seconds, and never longer than 0.1 seconds for an id."""
 
-    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
+    async def generate(self, request: GenerationRequest) -> Steps:
         for _ in range(100):
             yield Step(ids("Hm"))
             await asyncio.sleep(0.1)

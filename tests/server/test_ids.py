@@ -21,11 +21,10 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import answer as answers
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.ids import PATH, VARIABLE
-from vllm_mlx_harmony.server.sampling import Settings
 
 SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
 SETTINGS = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0}
@@ -39,7 +38,7 @@ class Waits(ScriptedEngine):
         super().__init__(scripts)
         self._until = until
 
-    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
+    async def generate(self, request: GenerationRequest) -> Steps:
         while not self._until():
             await asyncio.sleep(0.01)
         yield Step(ids("<|return|>"), "stop")
@@ -74,9 +73,9 @@ def test_it_is_off(host: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("asked", [False, True])
 def test_origins_come_with_the_ids(host: Alone, asked: bool) -> None:
     class Reporting(ScriptedEngine):
-        async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
-            async for step in super().generate(prompt, settings, *more):
-                yield step._replace(origins="m" * len(step.ids) if settings.origins else "")
+        async def generate(self, request: GenerationRequest) -> Steps:
+            async for step in super().generate(request):
+                yield step._replace(origins="m" * len(step.ids) if request.settings.origins else "")
 
     host.engine = Reporting({"Hello!": SCRIPT}, at_once=2)
     settings = {**SETTINGS, "origins": True} if asked else SETTINGS
@@ -158,9 +157,9 @@ def test_a_prediction_comes_with_the_prompt_and_counts_with_the_ids(host: Alone)
     taken: list[tuple[int, ...]] = []
 
     class Predicting(ScriptedEngine):
-        async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
-            taken.append(settings.prediction)
-            async for step in super().generate(prompt, settings, *more):
+        async def generate(self, request: GenerationRequest) -> Steps:
+            taken.append(request.settings.prediction)
+            async for step in super().generate(request):
                 yield step._replace(accepted=2, rejected=1)
 
     host.engine = Predicting({"Hello!": SCRIPT}, context_length=131_072)

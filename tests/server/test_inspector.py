@@ -30,15 +30,14 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Progress, Usage
 from vllm_mlx_harmony.core.errors import HostError, OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.inspector import record, routes
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import front_end_of
 from vllm_mlx_harmony.server.observer import Observed
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import ServerSettings
 
 SCRIPT = (
@@ -145,9 +144,9 @@ def test_a_background_response_that_is_not_begun_is_no_request(site: Site) -> No
 class Reporting(ScriptedEngine):
     """It reports that all ids were copied, if it is asked."""
 
-    async def generate(self, prompt: Any, settings: Settings, *more: Any) -> Steps:  # type: ignore[override]
-        async for step in super().generate(prompt, settings, *more):
-            yield step._replace(origins="c" * len(step.ids) if settings.origins else "")
+    async def generate(self, request: GenerationRequest) -> Steps:
+        async for step in super().generate(request):
+            yield step._replace(origins="c" * len(step.ids) if request.settings.origins else "")
 
 
 @pytest.mark.parametrize(("engine", "origin"), [(ScriptedEngine, "?"), (Reporting, "c")])
@@ -232,8 +231,8 @@ def test_the_server(site: Site) -> None:
 
 def test_a_failure_of_the_engine_has_its_reason() -> None:
     class Broken(ScriptedEngine):
-        async def generate(self, *request: Any) -> Any:
-            async for step in super().generate(*request):
+        async def generate(self, request: GenerationRequest) -> Steps:
+            async for step in super().generate(request):
                 yield step
                 raise OutputError("the cable was cut")
 
@@ -377,7 +376,7 @@ async def _ended_from_the_page() -> tuple[Any, Any]:
     import httpx
 
     class Endless(ScriptedEngine):
-        async def generate(self, *request: Any) -> Any:
+        async def generate(self, request: GenerationRequest) -> Steps:
             yield Step(ids("<|channel|>final<|message|>"))
             while True:
                 yield Step(ids("so "))

@@ -32,8 +32,8 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine
 from official_clients import clients
 
 from vllm_mlx_harmony.core.deltas import Progress
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step, Steps
 
 T = TypeVar("T")
 Reports = Sequence[tuple[float, Progress]]
@@ -69,7 +69,7 @@ class Reporting(ScriptedEngine):
     reports: Reports = ()
     late: Progress | None = None
 
-    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
+    async def generate(self, request: GenerationRequest) -> Steps:
         """The reports, and the ids of the script."""
         loop = asyncio.get_running_loop()
         assert isinstance(loop, Loop)
@@ -78,7 +78,7 @@ class Reporting(ScriptedEngine):
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             yield Step((), progress=progress)
-        async for step in super().generate(*request):
+        async for step in super().generate(request):
             yield step
             if self.late is not None:
                 loop.ahead += 10

@@ -26,9 +26,9 @@ from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine_api.engine import Steps
 from vllm_mlx_harmony.server import host as host_module
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Steps
 
 USER = [{"role": "user", "content": "Hello!"}]
 

@@ -11,7 +11,8 @@ import pytest
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import Effort, ReasoningField
-from vllm_mlx_harmony.server.settings import ServerSettings, Use, size, variable
+from vllm_mlx_harmony.server.settings import ServerSettings, Use, variable
+from vllm_mlx_harmony.sizes import size
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "configuration.md"
 

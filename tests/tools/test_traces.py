@@ -29,9 +29,9 @@ from local import weather
 from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import enforcement, traces
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -59,10 +59,10 @@ class Engine(ScriptedEngine):
         default_factory=lambda: {"Hello!": ANSWER, SECRET: CALL, "20 °C": ANSWER}
     )
 
-    async def generate(self, *request: Any) -> Steps:  # type: ignore[override]
+    async def generate(self, request: GenerationRequest) -> Steps:
         for step in self.before:
             yield step
-        async for step in super().generate(*request):
+        async for step in super().generate(request):
             yield step
             if self.fails:
                 raise OutputError("the engine has failed")

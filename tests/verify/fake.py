@@ -21,10 +21,8 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine
 from starlette.exceptions import HTTPException
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.engine import Step, Steps
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.standin import Script, cursor
 from vllm_mlx_harmony.standin.scripts import dump_book
 from vllm_mlx_harmony.verify import checks, trial, wire
@@ -45,17 +43,11 @@ class BookEngine(ScriptedEngine):
         book = dump_book(scripts, lambda text: encode(text, allowed_special="all"))
         self.book = cursor.parse_book(book)
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
-        decode = vocab.encoding().decode
+    async def generate(self, request: GenerationRequest) -> Steps:
+        prompt, decode = request.prompt, vocab.encoding().decode
         entry = cursor._find(list(prompt), self.book, lambda ids: decode(list(ids)))
         cached = max((_common(prompt, each) for each in self.prompts), default=0)
-        said = entry.completion[: settings.max_tokens]
+        said = entry.completion[: request.settings.max_tokens]
         self.prompts.append((*prompt, *entry.completion))
         for at, token in enumerate(said, 1):
             cut = "length" if said[-1] not in vocab.TURN_ENDS else "stop"

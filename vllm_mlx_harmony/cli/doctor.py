@@ -37,7 +37,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host.entry_points import LIBRARIES, versions
 
 if TYPE_CHECKING:
-    from vllm_mlx_harmony.host.patching import Requirement
+    from vllm_mlx_harmony.required_names import Requirement
 
 STARTUP_FILE = "vllm_mlx_harmony_startup.pth"
 PACKAGE = "vllm_mlx"
@@ -435,7 +435,7 @@ def _cache(directory: Path) -> Group:
     """The prefix cache on disk: its content, or why it cannot be used."""
     from vllm_mlx_harmony.engine.disk.cache import DIRECTORY, PIECES
     from vllm_mlx_harmony.engine.disk.index import NAME, contents_of
-    from vllm_mlx_harmony.server.settings import size
+    from vllm_mlx_harmony.sizes import size
 
     home = directory / DIRECTORY
     try:
@@ -463,7 +463,7 @@ def _cache(directory: Path) -> Group:
 
 def _model(name: str) -> Group:
     try:
-        from vllm_mlx_harmony.server.model_files import is_harmony_model
+        from vllm_mlx_harmony.model_files import is_harmony_model
 
         harmony = is_harmony_model(name)
     except Exception as error:
@@ -482,8 +482,8 @@ def _memory(model: str) -> Iterator[Finding]:
     from vllm_mlx_harmony.engine import device
     from vllm_mlx_harmony.engine.engine import Options
     from vllm_mlx_harmony.engine.memory import Budget, layout_of
-    from vllm_mlx_harmony.server.model_files import CONFIG, configuration, length_of, path_of
-    from vllm_mlx_harmony.server.settings import size
+    from vllm_mlx_harmony.model_files import CONFIG, configuration, length_of, path_of
+    from vllm_mlx_harmony.sizes import size
 
     layout = layout_of(configuration(model, CONFIG))
     if layout is None:

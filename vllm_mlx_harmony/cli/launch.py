@@ -30,7 +30,7 @@ from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
 from vllm_mlx_harmony.cli.process import LOCAL
 from vllm_mlx_harmony.cli.stand_in import require_host
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.server.model_files import FILES
+from vllm_mlx_harmony.model_files import FILES
 from vllm_mlx_harmony.standin import Script
 
 LOCAL_KEY = "local"

@@ -40,7 +40,7 @@ from vllm_mlx_harmony.engine.memory import may_be_padded
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, trim
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead, log_probabilities
-from vllm_mlx_harmony.server.engine import COPIED, DRAWN, FORCED
+from vllm_mlx_harmony.engine_api.engine import Origin
 
 EXPECTED_RIGHT = 0.95
 """Assumed share of headers that continue as expected."""
@@ -93,7 +93,7 @@ class Batch:
             found = [(request, token) for request, token in rows if request.joined]
             for request, token in found:
                 mask = request.sampler.processor
-                request.origins += DRAWN if mask is None else mask.origin
+                request.origins += Origin.SAMPLED if mask is None else mask.origin
                 if request.drafts is not None:
                     request.drafts.extend((token,))
                 request.take_logprob(token)
@@ -150,13 +150,13 @@ class Batch:
         run = [self.known]
         ends = request.joined and self.known in vocab.TURN_ENDS
         most = 0 if ends else min(WIDTHS[-1] - 1, request.room)
-        origins = DRAWN
+        origins: str = Origin.SAMPLED
         if mask is not None:
             if request.joined:
                 mask.advance(self.known)
             origins = mask.origin
             run += mask.follow(costs.together(most))
-        origins += FORCED * (len(run) - 1)
+        origins += Origin.FORCED * (len(run) - 1)
         found = run if request.joined else run[1:]
         request.origins += origins if request.joined else origins[1:]
         if drafts is not None:
@@ -182,7 +182,7 @@ class Batch:
             mask.advance(*draft[:right])
         if drafts is not None:
             drafts.extend(draft[:right])
-        request.origins += COPIED * right
+        request.origins += Origin.COPIED * right
         if is_copy:
             request.accepted += right
             request.rejected += len(draft) - right

@@ -23,7 +23,7 @@ from vllm_mlx_harmony.core.files import write_atomically
 from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, trim
 from vllm_mlx_harmony.engine.sampler import Sampler, draw, draw_ahead
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.per
     Includes what a draft costs besides: Python waits for the ids, and the device for Python. Ends
     early where wide steps do not pay, so that a device without a use for them is not kept busy.
     """
-    sampler = Sampler(Settings(max_tokens=1, temperature=1.0, top_p=1.0))
+    sampler = Sampler(GenerationSettings(max_tokens=1, temperature=1.0, top_p=1.0))
     token, seconds = vocab.ENDOFTEXT, list[float]()
     last = mx.array([token], dtype=mx.uint32)
     end, without_gain = clock() + LONGEST, 0

@@ -1,7 +1,7 @@
 """The engine: requests from any event loop, computed on one thread, answered id by id.
 
-`server` has parsed, validated and rendered a request before it gets here: as a prompt of ids, its
-settings, a tenant and a constraint. What it passes through:
+`server` has parsed, validated and rendered a request before it gets here, as a `GenerationRequest`.
+What it passes through:
 
     event loop    generate ─▶ read cached pieces from disk ─▶ wait for steps ─▶ yield
     thread        queued ─▶ admitted: memory, cached prefix ─▶ chunks ─▶ row of a batch ─▶ ended
@@ -32,7 +32,6 @@ from mlx.utils import tree_reduce
 from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import costs, device, pieces
 from vllm_mlx_harmony.engine.batch import Batch
@@ -46,11 +45,9 @@ from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
-from vllm_mlx_harmony.server.engine import Finish, Step, Steps
-from vllm_mlx_harmony.server.model_files import length_of
-from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.server.settings import Speculate
-from vllm_mlx_harmony.server.tasks import wait_until_done
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, Speculate, Step, Steps
+from vllm_mlx_harmony.model_files import length_of
+from vllm_mlx_harmony.tasks import wait_until_done
 
 logger = logging.getLogger(__name__)
 
@@ -84,11 +81,9 @@ Load: TypeAlias = "Callable[[], tuple[Module, Any, PrefixCache]]"
 class Options:
     """How an engine runs. ``utilization``: part of the device's memory that it may use.
 
-    ``interval``: ids of an answer in one ``Step``. ``speculate``: which ids of an answer may be
-    computed along with the next one. ``forced``: ids for which a constraint leaves no alternative;
-    ``auto``: copied ids as well, where that is faster. ``costs``: the file that remembers what
-    steps of several ids cost. ``queue``: requests that may wait to begin. ``memory`` and ``wired``
-    as in ``device``, in bytes.
+    ``interval``: ids of an answer in one ``Step``. ``costs``: the file that remembers what steps of
+    several ids cost. ``queue``: requests that may wait to begin. ``memory`` and ``wired`` as in
+    ``device``, in bytes.
     """
 
     limits: Limits = field(default_factory=Limits)
@@ -135,7 +130,7 @@ class Totals:
 
 
 class MlxEngine:
-    """A model on a thread of its own, as `server.engine.Engine`.
+    """A model on a thread of its own, as `engine_api.engine.Engine`.
 
     Closed for good by ``close``. ``model`` is its directory or the name of its repository.
     ``module`` is the model itself, for the engine's thread alone. Unless it is loaded, ``module``,
@@ -251,24 +246,20 @@ class MlxEngine:
             )
         return found
 
-    def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
-        """See ``server.engine.Engine``. Raises ``HostError`` when too many requests wait, and when
-        the engine has stopped."""
+    def generate(self, request: GenerationRequest) -> Steps:
+        """See ``engine_api.engine.Engine``. Raises ``HostError`` when too many requests wait, and
+        when the engine has stopped."""
         if not self._thread.alive:
             raise HostError(self._stopped)
         waiting = sum(not each.begun for each in list(self._requests.values()))
         if waiting >= self.options.queue:
             problem = f"the queue is full ({waiting} requests are waiting); try again later"
             raise HostError(problem, code="queue_full")
+        prompt, settings, constraint = request.prompt, request.settings, request.constraint
         mask = None if constraint is None else LogitsMask(constraint, origins=settings.origins)
         sampler = Sampler(settings, prompt, mask)
-        return self._generated(Request(next(self._numbers), prompt, settings, tenant, sampler))
+        number = next(self._numbers)
+        return self._generated(Request(number, prompt, settings, request.tenant, sampler))
 
     async def _generated(self, request: Request) -> Steps:
         # Registered before the first wait, so that it ends when the engine does.

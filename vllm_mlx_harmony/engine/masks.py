@@ -21,7 +21,7 @@ import mlx.core as mx
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.grammar import Mask
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
-from vllm_mlx_harmony.server.engine import DRAWN, FORCED, MASKED
+from vllm_mlx_harmony.engine_api.engine import Origin
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class LogitsMask:
     """
 
     def __init__(self, constraint: Constraint, *, origins: bool = False) -> None:
-        self.origin = DRAWN
+        self.origin = Origin.SAMPLED
         self.likeliest: list[mx.array | None] = []
         self._origins = origins
         self._constraint = constraint.start()
@@ -69,11 +69,11 @@ class LogitsMask:
         if self._origins and tokens:
             mask, likeliest = self._next(), self.likeliest[0] if self.likeliest else None
             if mask is not None and self.choices == 1:
-                self.origin = FORCED
+                self.origin = Origin.FORCED
             elif mask is None or likeliest is None or int(likeliest.item()) in mask:
-                self.origin = DRAWN
+                self.origin = Origin.SAMPLED
             else:
-                self.origin = MASKED
+                self.origin = Origin.MASKED
         self.likeliest = self.likeliest[len(tokens) :][:1]
         for token in tokens:
             self._guarded(partial(self._constraint.consume, token))

@@ -3,7 +3,7 @@
 - *Custom code.* `config.json` may name a Python file of the model's directory (``model_file``).
   0.31 always runs it, 0.32 only with ``trust_remote_code``.
 - *Caches.* ``state`` has keys and values in 0.31; in 0.32 it has numbers as well, which
-  ``meta_state`` had before. The engine uses neither: it reads the attributes that `host.contract`
+  ``meta_state`` had before. The engine uses neither: it reads the attributes that `mlx_lm_names`
   lists, and writes four of them: ``keys``, ``values``, ``offset`` and ``_idx`` (`trim`,
   `pieces.join`).
 - *Batches.* What ``BatchGenerator`` takes (``state_machines``, now ``stop_sequences``) and makes

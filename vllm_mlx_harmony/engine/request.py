@@ -17,8 +17,7 @@ from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.prefix_cache import Match
 from vllm_mlx_harmony.engine.sampler import Sampler
-from vllm_mlx_harmony.server.engine import Finish, Step
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationSettings, Step
 
 Item: TypeAlias = "Step | HarmonyFailure"
 
@@ -29,7 +28,7 @@ class Request:
 
     number: int
     prompt: tuple[int, ...]
-    settings: Settings
+    settings: GenerationSettings
     tenant: str
     sampler: Sampler
     since: float = field(default_factory=time.perf_counter)

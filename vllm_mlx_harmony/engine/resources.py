@@ -11,6 +11,7 @@ import logging
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
@@ -20,7 +21,7 @@ from vllm_mlx_harmony.engine.engine import Options
 from vllm_mlx_harmony.engine.pieces import Piece
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.scheduler import Limits
-from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.engine_api.engine import Speculate
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -29,6 +30,22 @@ COSTS = "step-costs.json"
 
 WRITTEN_WITHIN = 5.0
 """Seconds in which the disk cache writes what is pending when the process ends."""
+
+
+class EngineSettings(Protocol):
+    """What operators set for all engines: a part of `server.settings.ServerSettings`."""
+
+    @property
+    def queue(self) -> int: ...
+    @property
+    def pause_ms(self) -> int: ...
+    @property
+    def speculate(self) -> Speculate: ...
+    @property
+    def memory(self) -> int | None: ...
+    @property
+    def wired(self) -> int | None: ...
+
 
 options = Options()
 disk: DiskCache | None = None
@@ -50,7 +67,7 @@ def configure(
     options = replace(options, costs=remembering / COSTS)
 
 
-def configured_options(settings: ServerSettings) -> Options:
+def configured_options(settings: EngineSettings) -> Options:
     """Options of engines by the environment, before any flags."""
     return Options(
         limits=Limits(pause=settings.pause_ms / 1000),

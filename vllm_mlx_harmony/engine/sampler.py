@@ -34,7 +34,7 @@ import mlx.core as mx
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB
 from vllm_mlx_harmony.engine.masks import LogitsMask, Masking
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
 State: TypeAlias = "tuple[int, tuple[Any, ...], mx.array | None, mx.array | None]"
 """What the next draw of a sequence depends on: see ``Sampler.state``."""
@@ -62,7 +62,7 @@ class Sampler:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: GenerationSettings,
         prompt: Sequence[int] = (),
         processor: LogitsMask | None = None,
     ) -> None:

@@ -37,7 +37,7 @@ from vllm_mlx_harmony.server.host import (
 )
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.shutdown import draining
-from vllm_mlx_harmony.server.tasks import cancel_and_wait, prepare_process
+from vllm_mlx_harmony.tasks import cancel_and_wait, prepare_process
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

@@ -22,6 +22,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
+from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.gateway import access_log, limits
 from vllm_mlx_harmony.gateway.access_log import Entry
 from vllm_mlx_harmony.gateway.engines import http as engine_http
@@ -35,7 +36,6 @@ from vllm_mlx_harmony.gateway.shared_limit import Limiter
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import (
     Context,
     Deadline,
@@ -44,10 +44,10 @@ from vllm_mlx_harmony.server.host import (
     tenant_of,
 )
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
-from vllm_mlx_harmony.server.tasks import cancel_and_wait
 from vllm_mlx_harmony.server.tools import config as tools
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
+from vllm_mlx_harmony.tasks import cancel_and_wait
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

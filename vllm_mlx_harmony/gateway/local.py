@@ -27,27 +27,28 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Sampling
-from vllm_mlx_harmony.engine import device, resources, state
+from vllm_mlx_harmony.engine import device, mlx_lm_names, resources, state
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.engine.mlx_lm_compat import load_model
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.gateway.engines.detection import LOCAL
 from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.router import NAMESPACE
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.inspector.routes import Section
-from vllm_mlx_harmony.server import defaults
-from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
-from vllm_mlx_harmony.server.engine import Engine
-from vllm_mlx_harmony.server.host import Deadline
-from vllm_mlx_harmony.server.model_files import (
+from vllm_mlx_harmony.model_files import (
     FILES,
     GENERATION,
     configuration,
     lists_harmony,
 )
-from vllm_mlx_harmony.server.settings import size
+from vllm_mlx_harmony.required_names import check
+from vllm_mlx_harmony.server import defaults
+from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
+from vllm_mlx_harmony.server.host import Deadline
+from vllm_mlx_harmony.sizes import size
 from vllm_mlx_harmony.standin import is_standin
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -157,6 +158,7 @@ async def _only_vllm_mlx(request: Request) -> Response:
 
 def _loaded(source: str) -> MlxEngine:
     """The engine of a model. Raises ``HostError``."""
+    check(mlx_lm_names.NAMES)
     engine = MlxEngine(source, resources.options)
     try:
         directory = _directory(source)

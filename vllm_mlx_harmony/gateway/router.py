@@ -23,8 +23,8 @@ from typing import Any, ClassVar, get_args
 
 from prometheus_client import Counter, Gauge
 
-from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import (
     EngineSilent,
@@ -33,10 +33,8 @@ from vllm_mlx_harmony.gateway.engines.http import (
     reason_of,
 )
 from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, Why, conversation
-from vllm_mlx_harmony.server.engine import Step, Steps
 from vllm_mlx_harmony.server.host import Deadline
-from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.server.tasks import cancel_and_wait
+from vllm_mlx_harmony.tasks import cancel_and_wait
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -319,17 +317,11 @@ class FleetEngine:
         """Always 0: engines report cached tokens only after the prompt."""
         return 0
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
+    async def generate(self, request: GenerationRequest) -> Steps:
         """Raises ``EngineUnavailable`` if no engine accepts the request."""
-        fleet = self.fleet
+        fleet, tokens = self.fleet, len(request.prompt)
         # With one engine there is no choice, and hashing a long prompt takes a while.
-        key = conversation(prompt, tenant) if len(fleet.backends) > 1 else b""
+        key = conversation(request.prompt, request.tenant) if len(fleet.backends) > 1 else b""
         tried: list[Backend] = []
         held_back: list[tuple[Backend, HarmonyFailure]] = []
         accepted = False
@@ -338,12 +330,12 @@ class FleetEngine:
                 backend, engine = fleet.choose(key, tried)
                 tried.append(backend)
                 last = len(tried) >= min(MAX_TRIES, len(fleet.backends))
-                attempt = _Attempt(backend, key, len(prompt), time.monotonic())
+                attempt = _Attempt(backend, key, tokens, time.monotonic())
                 backend.in_flight += 1
                 fleet.requests.labels(backend.name).inc()
-                backend.waiting[attempt] = len(prompt)
+                backend.waiting[attempt] = tokens
                 try:
-                    generated = engine.generate(prompt, settings, tenant, constraint)
+                    generated = engine.generate(request)
                     async with aclosing(generated) as steps:
                         while (step := await self._next(steps, attempt)) is not None:
                             attempt.record(step)

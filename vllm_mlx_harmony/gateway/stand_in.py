@@ -17,15 +17,13 @@ import uvicorn
 from starlette.requests import Request
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, Step, Steps
 from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import ids
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.connections import limited
-from vllm_mlx_harmony.server.engine import Finish, Step, Steps
 from vllm_mlx_harmony.server.host import Deadline, Lease
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.shutdown import draining
 
 TEXT = (
@@ -57,17 +55,12 @@ class StandIn:
         self._text = tuple(encode(TEXT, allowed_special="all"))
         self._endings = tuple(encode(each, allowed_special="all")[0] for each in ENDINGS)
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
+    async def generate(self, request: GenerationRequest) -> Steps:
         """The ids of the text, one by one."""
+        constraint = request.constraint
         matcher = None if constraint is None else constraint.start()
         text = iter(self._text)
-        token, left = 0, settings.max_tokens
+        token, left = 0, request.settings.max_tokens
         while left and token not in vocab.TURN_ENDS:
             await asyncio.sleep(self._pace)
             token, left = next(text, vocab.RETURN), left - 1

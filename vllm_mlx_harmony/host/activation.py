@@ -149,7 +149,7 @@ def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
 
 def _check_flags(args: argparse.Namespace) -> None:
     """Raises HostError for values with which vllm-mlx would fail later, or refuse every request."""
-    from vllm_mlx_harmony.server.model_files import CONFIG, configuration
+    from vllm_mlx_harmony.model_files import CONFIG, configuration
 
     model, port = getattr(args, "model", None), getattr(args, "port", 0)
     if model and Path(model).is_dir():

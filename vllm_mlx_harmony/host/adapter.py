@@ -20,13 +20,19 @@ from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.engine import resources
+from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.host import entry_points, metrics, tools
 from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
+from vllm_mlx_harmony.model_files import (
+    GENERATION,
+    configuration,
+    is_harmony_model,
+    length_of,
+)
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.connections import limited
-from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.host import (
     Context,
     Deadline,
@@ -34,12 +40,6 @@ from vllm_mlx_harmony.server.host import (
     NotHarmony,
     Tracker,
     tenant_of,
-)
-from vllm_mlx_harmony.server.model_files import (
-    GENERATION,
-    configuration,
-    is_harmony_model,
-    length_of,
 )
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox

@@ -1,11 +1,11 @@
-"""The table: every name of vllm-mlx and mlx-lm that is used or replaced, and supported versions.
+"""The table: every name of vllm-mlx that is used or replaced, and supported versions.
 
 vllm-mlx has no interface for what this package does, and none of these names is promised to stay. A
 change must not be noticed in the middle of a request, so every name is a row, with the parameters
 it must take and what it is for, and the whole table is checked before anything is changed. If a
 required row does not fit, nothing is changed and the start ends with an error that names it. An
 optional row that does not fit is left out with a warning. ``vllm-mlx-harmony doctor --verbose``
-prints all rows.
+prints all rows. Those of mlx-lm are the engine's (`engine.mlx_lm_names`).
 
 **Invariants.** Changes are made in order and reverted in reverse, all or none; activating twice
 changes nothing. When they are reverted, every attribute is the very object that it was before.
@@ -26,9 +26,11 @@ from packaging.version import InvalidVersion
 
 from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine import mlx_lm_names
 from vllm_mlx_harmony.host import entry_points, patching, server_globals
 from vllm_mlx_harmony.host.entry_points import FLAGS, Extensions, find
-from vllm_mlx_harmony.host.patching import Name, Patch, Requirement, Undo
+from vllm_mlx_harmony.host.patching import Patch
+from vllm_mlx_harmony.required_names import Name, Requirement, Undo, check
 
 HOST = "vllm-mlx"
 SUPPORTED = SpecifierSet(">=0.6,<0.7")
@@ -109,36 +111,7 @@ NAMES: tuple[Name, ...] = (
         Name(f"vllm_mlx.model_registry:ResolvedModelConfig.{name}", "a setting of one model")
         for name in ("prefill_step_size", "stream_interval", "gpu_memory_utilization")
     ),
-    Name("mlx_lm.utils:load", "loads a model", "path_or_hf_repo tokenizer_config lazy ..."),
-    *(
-        Name(f"mlx_lm.models.cache:{name}", why, parameters)
-        for name, why, parameters in (
-            ("make_prompt_cache", "makes the KV caches of a request", "model ..."),
-            ("RotatingKVCache._temporal_order", "orders the tokens of a window", "self v"),
-            ("KVCache.merge", "makes a batch", "caches"),
-            ("RotatingKVCache.merge", "makes a batch", "caches"),
-            ("BatchKVCache.extend", "adds rows to a batch", "self other"),
-            ("BatchKVCache.filter", "removes rows from a batch", "self batch_indices"),
-            ("BatchKVCache.extract", "reads a row of a batch", "self idx"),
-            ("BatchRotatingKVCache.extend", "adds rows to a batch", "self other"),
-            ("BatchRotatingKVCache.filter", "removes rows from a batch", "self batch_indices"),
-            ("BatchRotatingKVCache.extract", "reads a row of a batch", "self idx"),
-        )
-    ),
-    *(
-        Name(f"mlx_lm.models.cache:{owner}.{name}", why)
-        for owner, why, names in (
-            ("KVCache", "state of a layer with full attention", "keys values offset nbytes"),
-            (
-                "RotatingKVCache",
-                "state of a window",
-                "keys values offset nbytes keep max_size _idx",
-            ),
-            ("BatchKVCache", "state of a batch", "keys values nbytes left_padding _idx"),
-            ("BatchRotatingKVCache", "state of a batch", "keys values nbytes"),
-        )
-        for name in names.split()
-    ),
+    *mlx_lm_names.NAMES,
 )
 """Names that are used as they are, and functions that are replaced. `table` adds what needs these
 to be checked first: tool parsers, the front end, routes."""
@@ -208,7 +181,7 @@ def activate(name: str = FLAGS[0], *, several: bool = False) -> None:
         return
     if reason := unsupported():
         raise HostError(reason, code="host_unsupported")
-    patching.check(NAMES)
+    check(NAMES)
     found = find(name)
     _changes.extend(patching.apply_all(table(found, several=several)))
     entry_points.use(found)

@@ -30,11 +30,12 @@ from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest
 from vllm_mlx_harmony.host import metrics, status_line
-from vllm_mlx_harmony.server.model_files import is_harmony
+from vllm_mlx_harmony.model_files import is_harmony
 from vllm_mlx_harmony.server.sampling import limited_to_context, resolve
-from vllm_mlx_harmony.server.tasks import in_thread, unfreeze, wait_until_done
 from vllm_mlx_harmony.standin import is_standin
+from vllm_mlx_harmony.tasks import in_thread, unfreeze, wait_until_done
 
 NAME = "harmony_prefix_reuse"
 """The name of our counters among vllm-mlx's."""
@@ -183,7 +184,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         settings = limited_to_context(settings, len(ids), self.engine.context_length)
         stops = StopStrings([stop] if isinstance(stop, str) else stop or [])
         decoder, text, tokens = _Decoder("replace"), "", 0
-        async with aclosing(self.engine.generate(ids, settings, "", None)) as steps:
+        async with aclosing(self.engine.generate(GenerationRequest(ids, settings, ""))) as steps:
             async for step in steps:
                 if step.progress is not None:
                     continue

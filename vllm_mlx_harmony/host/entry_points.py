@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony import __version__
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.host.patching import locate
+from vllm_mlx_harmony.required_names import locate
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.core.render import Rendered

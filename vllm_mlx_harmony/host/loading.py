@@ -20,15 +20,15 @@ from typing import TypeAlias
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import entry_points, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
+from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults
-from vllm_mlx_harmony.server.model_files import TOKENIZER, is_harmony_model
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import ServerSettings
-from vllm_mlx_harmony.server.tasks import prepare_process
+from vllm_mlx_harmony.tasks import prepare_process
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ def load_model(original: Callable[..., object]) -> Callable[..., object]:
 
     ``use_batching`` is always set: without it the host would load an engine of its own. The model
     is loaded here, so that one that cannot be loaded ends the start; it is left out of garbage
-    collection from then on (`server.tasks`). Raises ``NotHarmony``, and ``HostError`` for files
+    collection from then on (`tasks`). Raises ``NotHarmony``, and ``HostError`` for files
     that are missing or damaged.
     """
 
@@ -132,11 +132,12 @@ def warm_prefix_cache(original: Warm) -> Warm:
         if ours is None:
             return await original(engine, prompts, max_tokens=max_tokens)
         started, computed, skipped = perf_counter(), 0, 0
-        settings = Settings(max_tokens=0, temperature=0.0, top_p=1.0)
+        settings = GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0)
         for index, messages in enumerate(prompts):
             try:
                 prompt = _beginning(messages)
-                async with aclosing(ours.generate(prompt, settings, EVERYBODY, None)) as steps:
+                request = GenerationRequest(prompt, settings, EVERYBODY)
+                async with aclosing(ours.generate(request)) as steps:
                     async for _ in steps:
                         pass
                 computed += len(prompt)

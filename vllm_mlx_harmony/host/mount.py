@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 from starlette.types import Message, Receive, Scope, Send
 
-from vllm_mlx_harmony.host.patching import Undo, find_problem, locate
+from vllm_mlx_harmony.required_names import Undo, find_problem, locate
 from vllm_mlx_harmony.server import app as server
 from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol, cast, get_type_hints
 
 from starlette.requests import HTTPConnection, Request
 
-from vllm_mlx_harmony.host.patching import OTHERS, Name
+from vllm_mlx_harmony.required_names import OTHERS, Name
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

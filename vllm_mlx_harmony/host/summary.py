@@ -13,8 +13,8 @@ from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.host.entry_points import versions
 from vllm_mlx_harmony.host.server_globals import server
-from vllm_mlx_harmony.server.model_files import length_of
-from vllm_mlx_harmony.server.settings import size
+from vllm_mlx_harmony.model_files import length_of
+from vllm_mlx_harmony.sizes import size
 
 WIDTH = 14
 

@@ -17,10 +17,10 @@ from typing import Any
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Progress, Usage
 from vllm_mlx_harmony.core.turn import ServerCall
+from vllm_mlx_harmony.engine_api.engine import Origin, Step
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.endpoint import failure_of
-from vllm_mlx_harmony.server.engine import UNKNOWN, Step
 from vllm_mlx_harmony.server.observer import Observed
 
 MAX_RECORDS = 200
@@ -102,7 +102,7 @@ class Record:
         if ids := step.ids:
             now = time.perf_counter()
             self.output.extend(ids)
-            self.origins += (step.origins or UNKNOWN * len(ids)).encode()
+            self.origins += (step.origins or Origin.UNKNOWN * len(ids)).encode()
             self.times.extend([now - self._since] * len(ids))
             self._log.generated(len(ids), now)
         self._log.changed(self)
@@ -205,7 +205,7 @@ class Record:
         del self.output[known:], self.times[known:], self.origins[known:]
         if known < len(after):
             self.output.extend(after[known:])
-            self.origins.extend(UNKNOWN.encode() * (len(after) - known))
+            self.origins.extend(Origin.UNKNOWN.encode() * (len(after) - known))
             now = time.perf_counter() - self._since
             self.times.extend([now] * (len(after) - known))
             self.results.append((known, len(after)))

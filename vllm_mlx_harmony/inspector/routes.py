@@ -28,7 +28,7 @@ from vllm_mlx_harmony.protocols.events import Event, encode
 from vllm_mlx_harmony.server.answer import cancel
 from vllm_mlx_harmony.server.host import rejection
 from vllm_mlx_harmony.server.streams import EventStream
-from vllm_mlx_harmony.server.tasks import in_thread
+from vllm_mlx_harmony.tasks import in_thread
 
 PAGE = PATH
 BELOW = f"{PATH}/inspector"

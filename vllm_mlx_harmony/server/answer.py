@@ -31,11 +31,11 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeAlias
 
+from vllm_mlx_harmony import tasks
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
-from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.generation import Deltas, Job, prewritten, run, run_choices
 from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker, rejection

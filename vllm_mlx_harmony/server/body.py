@@ -23,7 +23,7 @@ from starlette.types import Message
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.settings import ServerSettings, variable
-from vllm_mlx_harmony.server.tasks import in_thread
+from vllm_mlx_harmony.tasks import in_thread
 
 MAX_BODY_VARIABLE = variable("max_body")
 MAX_VALUES_VARIABLE = variable("max_values")

@@ -34,14 +34,13 @@ from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.render import answer_ids
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, GenerationSettings, Step
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
 from vllm_mlx_harmony.server.observer import Observer, watched
-from vllm_mlx_harmony.server.sampling import Settings
 from vllm_mlx_harmony.server.settings import ServerSettings
-from vllm_mlx_harmony.server.tasks import wait_until_done
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools
+from vllm_mlx_harmony.tasks import wait_until_done
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -71,7 +70,7 @@ class Job:
 
     lease: Lease
     context: Context
-    settings: Settings
+    settings: GenerationSettings
     emitter: Emitter
     stream: bool
     id_seed: str
@@ -256,7 +255,7 @@ def _appended(job: Job, step: Step) -> list[Delta]:
 async def _output(
     job: Job,
     tracker: Tracker,
-    settings: Settings,
+    settings: GenerationSettings,
     constraint: Constraint | None,
     progress: _Progress,
     *,
@@ -270,7 +269,9 @@ async def _output(
     progress.outputs += 1
     accepted, rejected = progress.accepted, progress.rejected
     try:
-        generated = engine.generate(prompt, settings, job.lease.tenant, constraint)
+        generated = engine.generate(
+            GenerationRequest(prompt, settings, job.lease.tenant, constraint)
+        )
         for observer in observers:
             observer.prompt(prompt, constraint)
         async with aclosing(watched(generated, observers) if observers else generated) as steps:

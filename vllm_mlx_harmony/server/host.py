@@ -24,8 +24,8 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
+from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.server.enforcement import Enforcement
-from vllm_mlx_harmony.server.engine import Engine
 from vllm_mlx_harmony.server.observer import Observe
 from vllm_mlx_harmony.server.settings import ServerSettings
 

@@ -4,13 +4,13 @@ Disabled unless ``VLLM_MLX_HARMONY_ID_ENDPOINT=1`` (``vllm-mlx-harmony serve --i
 clients can send the model any ids, control tokens included, and are trusted to name tenants. The
 server's API key and limits apply as everywhere.
 
-POST takes a JSON object: ``prompt`` (ids), ``settings`` (those of ``server.sampling.Settings``),
+POST takes a JSON object: ``prompt`` (ids), ``settings`` (`engine_api.engine.GenerationSettings`),
 ``model``, ``tenant`` (cached prompts are reused within a tenant only), ``grammar`` (text for
 llguidance, which the output must match from its first id) and ``min_tokens``. It answers with
 server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_tokens": n}``. Events
 before the first id have no ids but ``prompt_progress`` (as llama.cpp's), at most twice a second. An
 event with ``error`` ends a stream that failed. With ``settings.origins``, events have ``origins``:
-a letter for each id (``Step.origins``); with ``settings.top_logprobs``, they have ``logprobs``:
+the ``Origin`` of each id, as a letter; with ``settings.top_logprobs``, they have ``logprobs``:
 ``{"logprob": x, "top": [[id, x], …]}`` for each id. Once ids were tried before they were known,
 events have ``accepted`` and ``rejected``, so far (``Step``). GET returns the version of this
 interface, and the names of the ``settings`` that this server takes.
@@ -39,15 +39,15 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationSettings, Step
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, validate
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
-from vllm_mlx_harmony.server.engine import Finish, Step
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import front_end_of
-from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
+from vllm_mlx_harmony.server.sampling import limited_to_context
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -66,7 +66,7 @@ VERSION = 1
 
 
 class IdSettings(Wire):
-    """``Settings`` on the wire; ``logit_bias`` has pairs of id and bias."""
+    """``GenerationSettings`` on the wire; ``logit_bias`` has pairs of id and bias."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -84,9 +84,11 @@ class IdSettings(Wire):
     top_logprobs: TopLogprobs | None = None
     prediction: list[int] = Field(default_factory=list, max_length=CONTEXT_TOKENS)
 
-    def resolved(self) -> Settings:
+    def resolved(self) -> GenerationSettings:
         bias, prediction = tuple(self.logit_bias), tuple(self.prediction)
-        return Settings(**{**self.model_dump(), "logit_bias": bias, "prediction": prediction})
+        return GenerationSettings(
+            **{**self.model_dump(), "logit_bias": bias, "prediction": prediction}
+        )
 
 
 class IdRequest(Wire):

@@ -18,9 +18,9 @@ from typing import Any, Protocol, TypeAlias
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
+from vllm_mlx_harmony.engine_api.engine import Step, Steps
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.engine import Step, Steps
 
 TRACE_HEADERS = ("traceparent", "tracestate")
 """https://www.w3.org/TR/trace-context/"""

@@ -1,14 +1,15 @@
-"""The sampling settings of a request, with the server's defaults for those that it does not set."""
+"""Resolves the settings of a generation: those of its request, or else the server's defaults."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
 from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -17,35 +18,12 @@ EPSILON = 1e-6
 float32."""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one.
-
-    ``origins`` asks it to report how each id came about (``Step.origins``).
-    ``prediction`` has ids that the answer is likely to repeat. ``top_logprobs`` as in ``Sampling``.
-    """
-
-    max_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    frequency_penalty: float = 0.0
-    seed: int | None = None
-    origins: bool = False
-    prediction: tuple[int, ...] = ()
-    top_logprobs: int | None = None
-
-
 def resolve(
     sampling: Sampling,
     limits: Limits,
     max_tokens: Callable[[int | None], int],
     defaults: Sampling = RECOMMENDED,
-) -> Settings:
+) -> GenerationSettings:
     """The settings of the request, or else the server's ``defaults``, or else neutral ones.
 
     ``max_tokens`` is ``Host.max_tokens``; a larger limit of the request is logged (semantics E3).
@@ -63,7 +41,7 @@ def resolve(
     for token, _ in sampling.logit_bias:
         if not 0 <= token < VOCAB_SIZE:
             raise RequestError(f"token id {token} is out of range", param="logit_bias")
-    return Settings(
+    return GenerationSettings(
         max_tokens=most,
         temperature=0.0 if min(temperature, top_p) < EPSILON else temperature,
         top_p=max(top_p, EPSILON),
@@ -78,7 +56,7 @@ def resolve(
     )
 
 
-def reseeded(settings: Settings, choice: int) -> Settings:
+def reseeded(settings: GenerationSettings, choice: int) -> GenerationSettings:
     """``settings`` for another answer to the same prompt: ``choice`` is added to its seed."""
     if settings.seed is None:
         return settings
@@ -86,8 +64,8 @@ def reseeded(settings: Settings, choice: int) -> Settings:
 
 
 def limited_to_context(
-    settings: Settings, prompt_tokens: int, context_length: int | None
-) -> Settings:
+    settings: GenerationSettings, prompt_tokens: int, context_length: int | None
+) -> GenerationSettings:
     """``settings`` with ``max_tokens`` reduced to what the context can hold after the prompt.
 
     Raises ``PromptTooLong`` if that is nothing (semantics A11).

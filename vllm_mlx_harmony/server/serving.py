@@ -32,6 +32,7 @@ from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive, Replay, ReplayScope
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import sampling
@@ -54,9 +55,9 @@ from vllm_mlx_harmony.server.peers.answers import BEATING
 from vllm_mlx_harmony.server.peers.connection import server_connection
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.streams import EventStream, unless_disconnected
-from vllm_mlx_harmony.server.tasks import in_thread
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
+from vllm_mlx_harmony.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -348,7 +349,7 @@ async def prepare(received: Received) -> Job:
     return replace(job, others=tuple(choices))
 
 
-def check_logprobs(lease: Lease, settings: sampling.Settings, field: str) -> None:
+def check_logprobs(lease: Lease, settings: GenerationSettings, field: str) -> None:
     """Raises ``RequestError`` naming ``field`` if the engine does not return log probabilities."""
     if settings.top_logprobs is not None and not lease.engine.has_logprobs:
         raise unsupported(field, f"{field}: this server's engine does not return log probabilities")

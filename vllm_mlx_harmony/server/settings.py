@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import datetime
 import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, Literal, TypeAlias, TypeVar, cast, get_args, get_type_hints
+from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
 
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.turn import NO_THINKING, Effort, ReasoningField
+from vllm_mlx_harmony.engine_api.engine import Speculate
+from vllm_mlx_harmony.sizes import number
 
 E = TypeVar("E", bound=Enum)
 
@@ -27,8 +28,6 @@ TODAY, NO_DATE = "today", "none"
 
 REDIS = ("redis://", "rediss://", "unix://")
 """The beginnings of a Redis's URL."""
-
-Speculate: TypeAlias = Literal["off", "forced", "auto"]
 
 
 class Use(str, Enum):
@@ -45,17 +44,6 @@ def variable(name: str) -> str:
 
 
 # --- Readers of the text of a variable, which is not empty. They raise ``ValueError``.
-
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_NUMBER = re.compile(r"([0-9]{1,15}(?:\.[0-9]+(?=\s*[KMGT]))?)\s*([KMGT]?)(?:I?B)?")
-
-
-def number(text: str) -> int:
-    """``32``, ``64M`` or ``1.5GiB``; units are powers of 1,024."""
-    found = _NUMBER.fullmatch(text.upper())
-    if found is None:
-        raise ValueError(f"{text!r} is not a number such as 32 or 64M")
-    return int(float(found[1]) * _UNITS[found[2]])
 
 
 def _positive(text: str) -> int:
@@ -168,7 +156,7 @@ class ServerSettings:
     pause_ms: Annotated[int, _positive] = 250
     """Longest pause of an answer while a prompt is computed, in ms."""
     speculate: Annotated[Speculate, _speculate] = "auto"
-    """Whether several ids may be computed at once; see ``engine.Options``."""
+    """Whether several ids may be computed at once; see ``engine_api.engine.Speculate``."""
     cache: Annotated[int | None, number] = None
     """Size of the prefix cache in memory, 0 for none. ``None``: a sixteenth of the memory."""
     ssd_writes: Annotated[int, number] = 100 << 30
@@ -248,11 +236,3 @@ class ServerSettings:
     def has_peers(self) -> bool:
         """Whether the server shares a Redis with others."""
         return self.store.startswith(REDIS)
-
-
-def size(nbytes: int) -> str:
-    """Bytes in the largest of these units that fits, such as ``1.5 GiB``."""
-    for unit in "GMK":
-        if nbytes >= _UNITS[unit]:
-            return f"{nbytes / _UNITS[unit]:.1f} {unit}iB".replace(".0 ", " ")
-    return f"{nbytes} bytes"

@@ -17,8 +17,8 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from vllm_mlx_harmony import tasks
 from vllm_mlx_harmony.protocols.events import Event, frame
-from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.host import Deadline, front_end_of
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
+from vllm_mlx_harmony.engine_api.engine import Step
 from vllm_mlx_harmony.server.endpoint import failure_of
-from vllm_mlx_harmony.server.engine import Step
 from vllm_mlx_harmony.server.observer import Observe, Observed, Observer
 
 if TYPE_CHECKING or find_spec("opentelemetry"):

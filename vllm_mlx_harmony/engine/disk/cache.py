@@ -4,9 +4,11 @@ Threads:
 
 - The engine's thread offers pieces (`DiskCache.offer`): keys and where their bytes are, no copies.
 - The writer writes them, one at a time; slowly (``SHARE``) while the engine computes.
-- A thread reads (`DiskCache.load`) before the engine's turn: it verifies every byte and leaves them
-  in plain memory. If too much read-ahead is unused, the next prompt waits.
-- The event loop waits for none of them. It reads turns, which are rows, on a connection of its own.
+- The reader reads for all event loops (`DiskCache.load`), one prompt at a time, before the engine's
+  turn: it verifies every byte and leaves them in plain memory. If too much read-ahead is unused,
+  the next prompt waits.
+- Event loops wait for none of them. They read turns, which are rows, on a connection that is used
+  for rows by their keys alone.
 
 **No failure here fails a request.** A file that differs from what was written is removed, with all
 pieces that continue it, and computed again. When the disk fails as a whole (full, read-only,
@@ -31,6 +33,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -44,7 +47,7 @@ from vllm_mlx_harmony.core.replay import GeneratedTurn
 from vllm_mlx_harmony.engine.disk.index import NAME, Contents, Index, Row, key_of
 from vllm_mlx_harmony.engine.disk.safetensors import Damaged, Tensors, encoded, verified
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Sized
-from vllm_mlx_harmony.server import settings
+from vllm_mlx_harmony.sizes import size
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -168,7 +171,7 @@ class DiskCache:
         self._closing = False
         self._recent: WeakValueDictionary[bytes, Loaded] = WeakValueDictionary()
         """What was read and is still held by a prompt."""
-        self._reading = asyncio.Lock()
+        self._reader = ThreadPoolExecutor(1, "prefix-cache-reader")
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._index = self._opened()
         self._queue.put(_Job(self._sweep))
@@ -372,7 +375,7 @@ class DiskCache:
             logger.warning(
                 "prefix cache: the daily limit of %s written to %s is reached; new entries stay in "
                 "memory until midnight",
-                *(settings.size(limit), self.directory),
+                *(size(limit), self.directory),
             )
         self._spent = spent
         return not spent
@@ -466,21 +469,31 @@ class DiskCache:
 
         The first may begin before that; what follows one that cannot be read is missing, and so is
         what exceeds ``buffer``. Waits while what was read for other prompts, and not yet used,
-        exceeds ``buffer``; then asks how much is ``known``, on another thread.
+        exceeds ``buffer``; then asks how much is ``known``, on the reader's thread.
         """
         if not rows:
             self._counters.misses += 1
             return ()
-        async with self._reading:
-            while self.read_ahead >= self._buffer:
-                await asyncio.sleep(RETRY)
-            return await asyncio.to_thread(self._load, rows, known)
+        given_up = threading.Event()
+        reading = self._reader.submit(self._load_in_turn, rows, known, given_up)
+        try:
+            return await asyncio.wrap_future(reading)
+        finally:
+            given_up.set()
 
     @property
     def read_ahead(self) -> int:
         """Bytes that were read and wait for the turn of their prompts."""
         pieces = (reference() for reference in self._recent.valuerefs())
         return sum(len(piece.content) for piece in pieces if piece is not None)
+
+    def _load_in_turn(
+        self, rows: Sequence[Row], known: Callable[[], int], given_up: threading.Event
+    ) -> tuple[Loaded, ...]:
+        while self.read_ahead >= self._buffer and not self._closing:
+            if given_up.wait(RETRY):
+                return ()
+        return self._load(rows, known)
 
     def _load(self, rows: Sequence[Row], known: Callable[[], int]) -> tuple[Loaded, ...]:
         found: list[Loaded] = []

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from vllm_mlx_harmony.engine.disk.index import VERSION, key_of
-from vllm_mlx_harmony.server.model_files import CONFIG, path_of
+from vllm_mlx_harmony.model_files import CONFIG, path_of
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.engine.pieces import Windows

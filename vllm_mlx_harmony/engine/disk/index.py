@@ -5,8 +5,8 @@ key before the first piece stands for everything that makes a piece valid (`iden
 layout, tenant. A look-up starts there and proceeds piece by piece. The ids themselves are not
 stored. A turn has a key of its own, and its content is in the index.
 
-The index is a database that several processes may have open (`server.database`). A file is written
-before its row and removed after it, so a row has a file unless another process has just evicted it.
+The index is a `Database`, which several processes may have open. A file is written before its row
+and removed after it, so a row has a file unless another process has just evicted it.
 
 ``used`` counts uses. Using a piece uses everything before it as well, so the least recently used
 pieces are the ends of conversations, and those are evicted first.
@@ -21,8 +21,8 @@ from dataclasses import astuple, dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from vllm_mlx_harmony.database import Database, checked_version
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH
-from vllm_mlx_harmony.server.database import Database, checked_version
 
 VERSION = 4
 """The format of tables and files, as ``PRAGMA user_version``."""
@@ -73,6 +73,10 @@ WITH RECURSIVE below (key) AS (
     UNION SELECT entries.key FROM entries JOIN below ON entries.parent = below.key
 ) DELETE FROM entries WHERE key IN below RETURNING file
 """
+
+_FILES = "SELECT file FROM entries WHERE file IS NOT NULL"
+
+_TURNS = "SELECT key FROM entries WHERE file IS NULL"
 
 # Removes the least recently used rows beyond a number of bytes.
 _EVICT = """
@@ -193,10 +197,10 @@ class Index(Database):
         return None
 
     def turns(self) -> set[bytes]:
-        return {bytes(key) for (key,) in self.read("SELECT key FROM entries WHERE file IS NULL")}
+        return {bytes(key) for (key,) in self._read_all(_TURNS)}
 
     def files(self) -> set[str]:
-        return {name for (name,) in self.read("SELECT file FROM entries WHERE file IS NOT NULL")}
+        return {name for (name,) in self._read_all(_FILES)}
 
     def touch(self, keys: Iterable[bytes]) -> bool:
         """Marks turns, and pieces with all those before them, as used; whether all still exist."""
@@ -227,8 +231,14 @@ class Index(Database):
         return nbytes or 0
 
     def contents(self) -> Contents:
-        with self._lock:  # not on the connection for reading: it reads all rows
-            return Contents(*self.file.execute(_CONTENTS).fetchone())
+        (found,) = self._read_all(_CONTENTS)
+        return Contents(*found)
+
+    def _read_all(self, query: str) -> list[sqlite3.Row]:
+        """The result of a query that reads all rows: not on the connection for reading, which the
+        event loop may wait for."""
+        with self._lock:
+            return self.file.execute(query).fetchall()
 
 
 def contents_of(directory: Path) -> Contents | None:

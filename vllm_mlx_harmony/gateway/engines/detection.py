@@ -20,6 +20,7 @@ from aiohttp import ClientSession
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar.strict import strict_schema
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationSettings
 from vllm_mlx_harmony.gateway.engines.dialect import Capabilities, Dialect, EngineRequest, Json
 from vllm_mlx_harmony.gateway.engines.http import (
     FAILURES,
@@ -35,8 +36,6 @@ from vllm_mlx_harmony.gateway.engines.plugin import PLUGIN, capabilities_of
 from vllm_mlx_harmony.gateway.engines.sglang import SGLANG
 from vllm_mlx_harmony.gateway.engines.vllm import VLLM, VLLM_TOKENS
 from vllm_mlx_harmony.gateway.routing import ASSISTANT
-from vllm_mlx_harmony.server.engine import Finish
-from vllm_mlx_harmony.server.sampling import Settings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -187,7 +186,7 @@ async def _first_id(engine: HttpEngine, grammar: str | None, *, refused: bool = 
     ``None`` if it refuses the request, and may (``refused``). Raises ``EngineUnavailable`` if it
     accepts no request, or loses it.
     """
-    settings = Settings(max_tokens=1, temperature=1.0, top_p=1.0)
+    settings = GenerationSettings(max_tokens=1, temperature=1.0, top_p=1.0)
     trial = EngineRequest(engine.served_name, TRIAL, settings, grammar=grammar)
     first: int | None = None
     finish: Finish | None = None

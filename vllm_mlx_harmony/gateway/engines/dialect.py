@@ -16,8 +16,7 @@ from pydantic_core import from_json
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB, Progress, TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, RequestError
-from vllm_mlx_harmony.server.engine import Finish, Step
-from vllm_mlx_harmony.server.sampling import Settings
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationSettings, Step
 
 TURN_ENDS = sorted(vocab.TURN_ENDS)
 """The stop ids of every request."""
@@ -63,7 +62,7 @@ class EngineRequest:
 
     model: str
     prompt: tuple[int, ...]
-    settings: Settings
+    settings: GenerationSettings
     salt: str = ""
     grammar: str | None = None
     min_tokens: int = 0
@@ -109,7 +108,7 @@ class Dialect:
             raise garbled(data) from error
 
 
-def sampling(settings: Settings) -> Json:
+def sampling(settings: GenerationSettings) -> Json:
     """The sampling fields that have the same names on every engine."""
     return {
         "temperature": settings.temperature,

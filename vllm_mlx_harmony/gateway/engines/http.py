@@ -44,15 +44,21 @@ from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Progress, TokenLogprob
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError, RequestError
 from vllm_mlx_harmony.core.grammar import with_compact_json
+from vllm_mlx_harmony.engine_api.engine import (
+    Finish,
+    GenerationRequest,
+    GenerationSettings,
+    Origin,
+    Step,
+    Steps,
+)
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Dialect,
     EngineRequest,
     message_of,
 )
-from vllm_mlx_harmony.server.engine import FORCED, UNKNOWN, Finish, Step, Steps
-from vllm_mlx_harmony.server.sampling import Settings
-from vllm_mlx_harmony.server.tasks import cancel_and_wait
+from vllm_mlx_harmony.tasks import cancel_and_wait
 
 CONNECT_SECONDS = 5.0
 KEEP_ALIVE_SECONDS = 4.0
@@ -148,26 +154,21 @@ class HttpEngine:
     def capabilities(self) -> Capabilities:
         return self.dialect.capabilities
 
-    async def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
-        """Generates as ``server.engine.Engine`` describes.
+    async def generate(self, request: GenerationRequest) -> Steps:
+        """Generates as ``engine_api.engine.Engine`` describes.
 
         Raises ``EngineUnavailable`` before the first id.
         """
+        prompt, settings, constraint = request.prompt, request.settings, request.constraint
         spec = ConstraintSpec() if constraint is None else constraint.spec
         grammar, min_tokens = self._grammar(spec), spec.min_tokens
         prediction = settings.prediction if self.capabilities.prediction else ()
         at_least_one = max(1, settings.max_tokens)  # engines accept no other number
-        request = EngineRequest(
+        sent = EngineRequest(
             model=self.served_name,
             prompt=prompt,
             settings=replace(settings, max_tokens=at_least_one, prediction=prediction),
-            salt=_salt(tenant) if self.capabilities.tenant_salt else "",
+            salt=_salt(request.tenant) if self.capabilities.tenant_salt else "",
             grammar=grammar,
             min_tokens=min_tokens,
         )
@@ -177,7 +178,7 @@ class HttpEngine:
         for number in range(MAX_CONTINUATIONS):
             finish: Finish | None = None
             taken = ACCEPTED
-            async with aclosing(self.stream(request)) as steps:
+            async with aclosing(self.stream(sent)) as steps:
                 async for step in steps:
                     finish = finish or step.finish
                     taken = turn.take(step)
@@ -202,10 +203,10 @@ class HttpEngine:
                 return
             if grammar is not None and spec.grammar is not None:
                 grammar = self._written(spec.grammar.grammar.without_analysis)
-            request = replace(
-                request,
+            sent = replace(
+                sent,
                 prompt=(*prompt, *turn.ids),
-                settings=replace(request.settings, max_tokens=settings.max_tokens - count),
+                settings=replace(sent.settings, max_tokens=settings.max_tokens - count),
                 grammar=grammar,
                 min_tokens=max(0, min_tokens - count),
             )
@@ -313,7 +314,9 @@ async def _cached_at_end(steps: Steps) -> int:
 class _Turn:
     """One turn: its ids, where it ends, which ids are forced, and the counts of all its streams."""
 
-    def __init__(self, matcher: Constraint | None, settings: Settings, prompt_tokens: int) -> None:
+    def __init__(
+        self, matcher: Constraint | None, settings: GenerationSettings, prompt_tokens: int
+    ) -> None:
         self._matcher, self._settings = matcher, settings
         self._prompt_tokens = prompt_tokens
         self._cached = self._accepted = self._rejected = 0
@@ -373,7 +376,7 @@ class _Turn:
         origins = ""
         logprobs: tuple[TokenLogprob, ...] = ()
         if self._settings.origins:
-            origins = step.origins[: len(ids)].ljust(len(ids), UNKNOWN)
+            origins = step.origins[: len(ids)].ljust(len(ids), Origin.UNKNOWN)
         if (most := self._settings.top_logprobs) is not None:
             if len(step.logprobs) < len(ids):
                 raise OutputError("the engine did not return every log probability")
@@ -393,7 +396,7 @@ class _Turn:
         self.ids += forced
         origins, logprobs = taken.origins, taken.logprobs
         if self._settings.origins:
-            origins += FORCED * len(forced)
+            origins += Origin.FORCED * len(forced)
         if self._settings.top_logprobs is not None:  # no content: they are not shown
             logprobs += tuple(TokenLogprob(token, 0.0) for token in forced)
         return self.step(taken.ids + forced, None, origins, logprobs)

@@ -27,6 +27,7 @@ from dataclasses import replace
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import Finish, Step
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Dialect,
@@ -39,7 +40,6 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     progress_of,
     sampling,
 )
-from vllm_mlx_harmony.server.engine import Finish, Step
 
 FINISHES: dict[str, Finish] = {"eos": "stop", "word": "stop", "limit": "length"}
 

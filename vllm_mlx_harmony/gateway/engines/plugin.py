@@ -1,15 +1,16 @@
 """Another vllm-mlx with this plugin: its own id endpoint, ``POST /harmony/v1/generate``.
 
-The format is this project's own (`server.ids`): the request has the fields of ``Settings``, an
-event has ``ids``, ``finish`` and ``cached_tokens``, and ``origins`` and ``logprobs`` if they are
-requested, or ``prompt_progress`` before the first id. Servers reject settings that they do not
-know, and those after 0.2.0 list those that they do.
+The format is this project's own (`server.ids`): the request has the fields of
+``GenerationSettings``, an event has ``ids``, ``finish`` and ``cached_tokens``, and ``origins`` and
+``logprobs`` if they are requested, or ``prompt_progress`` before the first id. Servers reject
+settings that they do not know, and those after 0.2.0 list those that they do.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 
+from vllm_mlx_harmony.engine_api.engine import Step
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Dialect,
@@ -21,7 +22,6 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     logprobs_of,
     progress_of,
 )
-from vllm_mlx_harmony.server.engine import Step
 
 
 def _body(request: EngineRequest) -> Json:

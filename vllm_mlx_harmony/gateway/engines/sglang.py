@@ -19,6 +19,7 @@ after penalties.
 from __future__ import annotations
 
 from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import Step
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Dialect,
@@ -30,7 +31,6 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     garbled,
     ids_of,
 )
-from vllm_mlx_harmony.server.engine import Step
 
 
 def _body(request: EngineRequest) -> Json:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from vllm_mlx_harmony.engine_api.engine import Step
 from vllm_mlx_harmony.gateway.engines.dialect import (
     Capabilities,
     Dialect,
@@ -40,7 +41,6 @@ from vllm_mlx_harmony.gateway.engines.dialect import (
     ids_of,
     logprobs_of,
 )
-from vllm_mlx_harmony.server.engine import Step
 
 MAX_LOGPROBS = 20
 """The default of ``--max-logprobs``."""

@@ -20,7 +20,7 @@ from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.store import parse_written
-from vllm_mlx_harmony.server.tasks import in_thread
+from vllm_mlx_harmony.tasks import in_thread
 
 MAX_EVENTS = 200_000
 """Maximum events of ended responses in memory. The oldest responses are dropped first."""

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.server.responses.background import AT_ONCE, BACKGROUND, Ru
 from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
 from vllm_mlx_harmony.server.serving import Api
-from vllm_mlx_harmony.server.tasks import in_thread
+from vllm_mlx_harmony.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

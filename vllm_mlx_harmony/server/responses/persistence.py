@@ -17,7 +17,7 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
-from vllm_mlx_harmony.server.tasks import in_thread
+from vllm_mlx_harmony.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

@@ -30,7 +30,7 @@ from vllm_mlx_harmony.server.serving import (
     serve,
 )
 from vllm_mlx_harmony.server.streams import EventStream
-from vllm_mlx_harmony.server.tasks import in_thread
+from vllm_mlx_harmony.tasks import in_thread
 
 
 class _CompactionEmitter:

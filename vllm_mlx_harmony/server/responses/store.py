@@ -34,8 +34,8 @@ from pydantic_core import from_json
 from vllm_mlx_harmony.core.errors import StoreError
 from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.turn import Message
+from vllm_mlx_harmony.database import Database
 from vllm_mlx_harmony.protocols.events import encode, encode_slowly
-from vllm_mlx_harmony.server.database import Database
 from vllm_mlx_harmony.server.peers.connection import (
     STORE_VARIABLE,
     Connection,

@@ -44,7 +44,7 @@ from vllm_mlx_harmony.server.streams import (
     send_with_timeout,
     transport_of,
 )
-from vllm_mlx_harmony.server.tasks import cancel_and_wait
+from vllm_mlx_harmony.tasks import cancel_and_wait
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

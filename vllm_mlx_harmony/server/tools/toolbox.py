@@ -28,11 +28,11 @@ from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
 from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
-from vllm_mlx_harmony.server.tasks import in_thread
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
 from vllm_mlx_harmony.server.tools.tool_server import GROUP, ToolError, ToolServer
+from vllm_mlx_harmony.tasks import in_thread
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily

@@ -11,8 +11,9 @@ from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
 from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.server.enforcement import Enforcement, constraint_for
-from vllm_mlx_harmony.server.sampling import Settings, limited_to_context
+from vllm_mlx_harmony.server.sampling import limited_to_context
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -83,12 +84,12 @@ class TurnTools:
 
     async def continued(
         self,
-        settings: Settings,
+        settings: GenerationSettings,
         constraint: Constraint | None,
         prompt_tokens: int,
         context_length: int | None,
         generated: int,
-    ) -> tuple[Settings, Constraint | None] | None:
+    ) -> tuple[GenerationSettings, Constraint | None] | None:
         """The settings and the constraint of the output that follows a tool's result.
 
         ``settings`` and ``constraint`` belong to the previous output, which has ``generated`` ids.

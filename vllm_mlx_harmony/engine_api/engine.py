@@ -1,19 +1,67 @@
-"""``Engine``: the interface of engines. Token ids in, groups of token ids out."""
+"""``Engine``: the interface of engines. A prompt of token ids in, groups of token ids out."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Progress, TokenLogprob
-from vllm_mlx_harmony.server.sampling import Settings
 
 Finish: TypeAlias = Literal["stop", "length"]
 
-DRAWN, MASKED, FORCED, COPIED, UNKNOWN = ".", "m", "f", "c", "?"
-"""How a token was chosen: sampled; sampled after a constraint masked the likeliest token; forced by
-a constraint; accepted from a draft; unknown."""
+Speculate: TypeAlias = Literal["off", "forced", "auto"]
+"""Which ids of an answer may be computed along with the next one: none; ``forced``: ids for which a
+constraint leaves no alternative; ``auto``: copied ids as well, where that is faster."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationSettings:
+    """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one.
+
+    ``origins`` asks it to report how each id came about (``Step.origins``).
+    ``prediction`` has ids that the answer is likely to repeat. ``top_logprobs`` as in ``Sampling``.
+    """
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    origins: bool = False
+    prediction: tuple[int, ...] = ()
+    top_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A prompt of ids, and how it is continued. What is cached of it is for ``tenant`` alone."""
+
+    prompt: tuple[int, ...]
+    settings: GenerationSettings
+    tenant: str
+    constraint: Constraint | None = None
+
+
+class Origin(str, Enum):
+    """How a token was chosen, as a letter of ``Step.origins``.
+
+    ``MASKED``: sampled after a constraint masked the likeliest token. ``FORCED``: by a constraint.
+    ``COPIED``: accepted from a draft.
+    """
+
+    SAMPLED = "."
+    MASKED = "m"
+    FORCED = "f"
+    COPIED = "c"
+    UNKNOWN = "?"
 
 
 class Step(NamedTuple):
@@ -21,8 +69,8 @@ class Step(NamedTuple):
 
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
     that were cached. ``progress`` is set on steps without ids, before the first id. ``origins`` is
-    empty unless ``Settings.origins`` asks for it. Then it has a letter for each id, such as
-    ``DRAWN``, which says how it was chosen. ``accepted`` and ``rejected`` count the draft tokens of
+    empty unless ``GenerationSettings.origins`` asks for it. Then it has a letter for each id, its
+    ``Origin``. ``accepted`` and ``rejected`` count the draft tokens of
     speculative decoding so far. ``logprobs`` are those of all ``ids``, if the settings ask for
     them. A named tuple, since every token makes several.
     """
@@ -69,31 +117,25 @@ class Engine(Protocol):
 
     @property
     def has_prediction(self) -> bool:
-        """Whether it looks for drafts in ``Settings.prediction``; otherwise it gets none."""
+        """Whether it looks for drafts in a ``prediction``; otherwise it gets none."""
 
-    def generate(
-        self,
-        prompt: tuple[int, ...],
-        settings: Settings,
-        tenant: str,
-        constraint: Constraint | None,
-    ) -> Steps:
-        """Generates from ``prompt``, up to and including the first id that ends the turn.
+    def generate(self, request: GenerationRequest) -> Steps:
+        """Generates from ``request.prompt``, up to and including the first id that ends the turn.
 
-        With ``max_tokens`` 0 only the prompt is computed and cached. The cache is for ``tenant``
-        alone. Closing the iterator (``aclosing``) stops the engine, and returns when it is free.
+        With ``max_tokens`` 0 only the prompt is computed and cached. Closing the iterator
+        (``aclosing``) stops the engine, and returns when it is free.
 
-        Every id must satisfy ``constraint``: call ``constraint.start()`` when the output begins,
-        and ask the matcher for a mask before each id. An engine with its own grammars uses the text
-        in ``constraint.spec.grammar.grammar``, which does not cover forced ids and ``min_tokens``.
+        Every id must satisfy the ``constraint``: call its ``start()`` when the output begins, and
+        ask the matcher for a mask before each id. An engine with its own grammars uses the text in
+        ``constraint.spec.grammar.grammar``, which does not cover forced ids and ``min_tokens``.
 
         Before the first id, an engine that knows its progress with the prompt reports it, in steps
         of their own (``Step.progress``): when it begins, after every chunk, when the prompt is
         computed, and about twice a second while the request waits. The front end decides which
         reports are shown.
 
-        With ``settings.top_logprobs``, the log probabilities are those of the model's own
-        distribution: before temperature, filters, penalties, biases and the constraint.
+        With ``top_logprobs``, the log probabilities are those of the model's own distribution:
+        before temperature, filters, penalties, biases and the constraint.
 
         The last step has a ``finish``; without one the output counts as complete, so an engine
         whose connection breaks must raise. Raises ``OutputError`` when the engine fails, and

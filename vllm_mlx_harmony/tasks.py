@@ -23,8 +23,8 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SWITCH_SECONDS = 0.001
-"""Python's default is 5 ms: `/health` waits 60 to 90 ms while a text of 20 MB is encoded. With 1 ms,
-it waits 10 to 30 ms."""
+"""Python's default is 5 ms, with which `/health` waits 60 to 90 ms while a text of 20 MB is
+encoded; with 1 ms, it waits 10 to 30 ms."""
 
 
 _tasks: set[asyncio.Task[None]] = set()

@@ -1,0 +1,42 @@
+"""The names of mlx-lm that are used, each with its parameters and what it is for.
+
+They are checked before a model is loaded: a version of mlx-lm that changes one must not be noticed
+in the middle of a request.
+"""
+
+from __future__ import annotations
+
+from vllm_mlx_harmony.required_names import Name
+
+NAMES: tuple[Name, ...] = (
+    Name("mlx_lm.utils:load", "loads a model", "path_or_hf_repo tokenizer_config lazy ..."),
+    *(
+        Name(f"mlx_lm.models.cache:{name}", why, parameters)
+        for name, why, parameters in (
+            ("make_prompt_cache", "makes the KV caches of a request", "model ..."),
+            ("RotatingKVCache._temporal_order", "orders the tokens of a window", "self v"),
+            ("KVCache.merge", "makes a batch", "caches"),
+            ("RotatingKVCache.merge", "makes a batch", "caches"),
+            ("BatchKVCache.extend", "adds rows to a batch", "self other"),
+            ("BatchKVCache.filter", "removes rows from a batch", "self batch_indices"),
+            ("BatchKVCache.extract", "reads a row of a batch", "self idx"),
+            ("BatchRotatingKVCache.extend", "adds rows to a batch", "self other"),
+            ("BatchRotatingKVCache.filter", "removes rows from a batch", "self batch_indices"),
+            ("BatchRotatingKVCache.extract", "reads a row of a batch", "self idx"),
+        )
+    ),
+    *(
+        Name(f"mlx_lm.models.cache:{owner}.{name}", why)
+        for owner, why, names in (
+            ("KVCache", "state of a layer with full attention", "keys values offset nbytes"),
+            (
+                "RotatingKVCache",
+                "state of a window",
+                "keys values offset nbytes keep max_size _idx",
+            ),
+            ("BatchKVCache", "state of a batch", "keys values nbytes left_padding _idx"),
+            ("BatchRotatingKVCache", "state of a batch", "keys values nbytes"),
+        )
+        for name in names.split()
+    ),
+)
