@@ -29,7 +29,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
@@ -51,6 +51,14 @@ PIECE = 32 * 1024
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two reports of the progress of a prompt."""
+
+
+class AnswerKey(NamedTuple):
+    """Identifies an answer: the id of a background response, or else the seed of its ids."""
+
+    id: str
+    tenant: str
+
 
 End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 """Writes the last delta of an answer."""
@@ -120,7 +128,7 @@ class Answer:
         self._reader_waiter: asyncio.Future[None] | None = None  # what the reader waits for
         self._task_waiter: asyncio.Future[None] | None = None  # what the task waits for
 
-        self._key = (job.id_seed, job.lease.tenant)
+        self._key = AnswerKey(job.id_seed, job.lease.tenant)
         _running[self._key] = self
         self._buffered = sink is None and job.stream
         if self._buffered:
@@ -425,8 +433,8 @@ class Answer:
 
 # --- All answers of this server. Everything runs on the thread of the event loop.
 
-_running: dict[tuple[str, str], Answer] = {}
-"""The answers that are generated or wait for their engine, by id seed and tenant."""
+_running: dict[AnswerKey, Answer] = {}
+"""The answers that are generated or wait for their engine."""
 
 _being_read: set[object] = set()
 """The answers that have not been read to their ends."""
@@ -434,15 +442,15 @@ _being_read: set[object] = set()
 
 def cancel(id_seed: str, tenant: str) -> bool:
     """Ends the answer with this seed with an error; returns whether ``tenant`` had one."""
-    answer = _running.get((id_seed, tenant))
+    answer = _running.get(AnswerKey(id_seed, tenant))
     if answer is None:
         return False
     answer.end(OutputError("the request was cancelled", status=CLIENT_CLOSED, code="cancelled"))
     return True
 
 
-def running() -> list[tuple[str, str]]:
-    """The id seed and tenant of each answer that is generated or waits for its engine."""
+def running() -> list[AnswerKey]:
+    """The key of each answer that is generated or waits for its engine."""
     return list(_running)
 
 

@@ -50,7 +50,7 @@ from vllm_mlx_harmony.server.host import (
     tenant_of,
 )
 from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
-from vllm_mlx_harmony.server.peers.answers import BEATING
+from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.peers.connection import server_connection
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.streams import EventStream, unless_disconnected
@@ -132,7 +132,7 @@ class Received:
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
         if front_end.settings.has_peers:  # from now on, other servers can cancel it
-            BEATING.begin()
+            heartbeat.begin()
         if front_end.observe:
             request = self.request
             observed = Observed(

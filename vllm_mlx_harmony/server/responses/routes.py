@@ -16,7 +16,7 @@ from vllm_mlx_harmony.protocols.events import Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.host import front_end_of, tenant_of
-from vllm_mlx_harmony.server.peers.answers import BEATING
+from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
@@ -82,7 +82,7 @@ async def _create(received: Received) -> Response:
     except BaseException:
         await lookup.withdraw(emitter)
         raise
-    BEATING.begin(running)
+    heartbeat.begin(running)
     if job.stream:
         return EventStream(received.request, running.follow())
     return JSONResponse(running.document)
