@@ -27,9 +27,9 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
@@ -60,23 +60,18 @@ class AnswerKey(NamedTuple):
     tenant: str
 
 
-End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
-"""Writes the last delta of an answer."""
-
-
 class Answer:
     """The answer to ``job``. Creating it starts the generation, independently of the reader.
 
     ``tracker`` has the metrics of the request. ``observers`` see the answer.
 
-    Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
-    then the iteration. An answer that is not streamed has no events, only the document that
-    ``whole`` returns. After a silence (comments do not count), the reader gets the emitter's
+    Iterating yields the events. There is one reader, which uses either ``document``, or
+    ``first_event`` and then the iteration. An answer that is not streamed has no events, only its
+    document. After a silence (comments do not count), the reader gets the emitter's
     ``keep_alive``: clients give up on a stream in which they find no event (semantics E1).
 
-    ``end`` writes the last delta in place of the emitter, and may take time, for example to store a
-    response. ``announced``: the client already has the id of the answer, so every failure is an
-    event. ``sink`` gets the events instead of the buffer. ``deltas`` replaces the generation.
+    ``announced``: the client already has the id of the answer, so every failure is an event.
+    ``sink`` gets the events instead of the buffer. ``deltas`` replaces the generation.
     """
 
     def __init__(
@@ -85,7 +80,6 @@ class Answer:
         tracker: Tracker,
         observers: Sequence[Observer] = (),
         *,
-        end: End | None = None,
         announced: bool = False,
         sink: Callable[[list[Event]], None] | None = None,
         deltas: Deltas | None = None,
@@ -98,7 +92,7 @@ class Answer:
         elif deltas is None:
             deltas = (run_choices if job.others else run)(job, tracker, observers)
         self._deltas = deltas
-        self._write_last, self._sink = end, sink
+        self._write_last, self._sink = job.write_last, sink
         self._is_remote = job.lease.engine.remote
         self._pings_after = job.server_settings.ping_seconds
         self._ping_timer: asyncio.TimerHandle | None = None
@@ -161,7 +155,7 @@ class Answer:
                 raise StopAsyncIteration
             await self._wait(left if self._pings_after else None)
 
-    def ready(self) -> list[Event]:
+    def readable(self) -> list[Event]:
         """The events that can be read now, at most about ``PIECE`` bytes.
 
         Always empty for an engine in this process, which is never far ahead of its reader.
@@ -173,13 +167,13 @@ class Answer:
             size += len(events[-1].data)
         return events
 
-    async def begun(self) -> None:
+    async def first_event(self) -> None:
         """Waits for the first event. Raises a failure that comes before it."""
         while not (self._announced or self._complete):
             await self._wait()
         self._raise_failure()
 
-    async def whole(self) -> dict[str, Any]:
+    async def document(self) -> dict[str, Any]:
         """The whole answer, after the engine is free. Raises the failure that ended the answer."""
         while not self._complete:
             await self._wait()
@@ -465,8 +459,8 @@ def unread() -> bool:
 
 
 @contextmanager
-def counted_as_unread() -> Iterator[None]:
-    """Counts an answer as unread within the block, even before it is generated."""
+def delays_shutdown() -> Iterator[None]:
+    """Within the block, a shutdown waits, as it does for an answer that is being read."""
     answer = object()
     _being_read.add(answer)
     try:

@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import sampling
-from vllm_mlx_harmony.server.answer import Answer, End
+from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.body import LARGE, Document
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
@@ -411,17 +411,17 @@ def _generated_turns(archive: Archive | None, size: int) -> Replay | None:
     return Replay(size, archive) if size else None
 
 
-async def respond(received: Received, job: Job, end: End | None = None) -> Response:
-    """The response, streamed or whole as requested; ``end`` as in ``Answer``.
+async def respond(received: Received, job: Job) -> Response:
+    """The response, streamed or whole as requested.
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
-    answer = received.answer(job, end=end)
+    answer = received.answer(job)
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:
-            return JSONResponse(await received.unless_disconnected(answer.whole()))
-        await received.unless_disconnected(answer.begun())
+            return JSONResponse(await received.unless_disconnected(answer.document()))
+        await received.unless_disconnected(answer.first_event())
         return EventStream(received.request, answer)
     except BaseException as error:
         # An answer that failed by itself has already recorded its result.

@@ -17,8 +17,10 @@ from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.server import serving
 from vllm_mlx_harmony.server.answer import AnswerKey
 from vllm_mlx_harmony.server.encryption import server_cipher
+from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.peers.answers import (
     EXPIRY_SECONDS,
     HEARTBEAT_SECONDS,
@@ -30,7 +32,7 @@ from vllm_mlx_harmony.server.peers.answers import (
 from vllm_mlx_harmony.server.responses.background import AT_ONCE, BACKGROUND, Running
 from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
-from vllm_mlx_harmony.server.serving import Api
+from vllm_mlx_harmony.server.serving import Api, Received
 from vllm_mlx_harmony.server.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -246,6 +248,17 @@ RESPONSES = Api(
     comments_progress=True,
     logprobs="include",
 )
+
+
+async def prepare(received: Received) -> tuple[Job, StoringEmitter]:
+    """What ``serving.prepare`` makes of a request of ``RESPONSES``, and its emitter.
+
+    The emitter writes the last events, when it has stored the response.
+    """
+    job = await serving.prepare(received)
+    emitter = job.emitter
+    assert isinstance(emitter, StoringEmitter)  # made by ``RESPONSES``
+    return replace(job, write_last=emitter.write_last), emitter
 
 
 def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:
