@@ -86,7 +86,6 @@ class Answer:
     ) -> None:
         self._lease, self._emitter = job.lease, job.emitter
         self._tracker, self._observers = tracker, observers
-        self._lease.taken_over = True
         if deltas is None and job.answer:
             deltas = prewritten(job, observers)
         elif deltas is None:

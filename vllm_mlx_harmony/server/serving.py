@@ -128,7 +128,10 @@ class Received:
         return await unless_disconnected(coming, self.request, self.lease.deadline)
 
     def answer(self, job: Job, **options: Any) -> Answer:
-        """Starts the answer to ``job``, its metrics and observers; ``options`` as in ``Answer``."""
+        """Starts the answer to ``job``, its metrics and observers; ``options`` as in ``Answer``.
+
+        The answer gets the lease.
+        """
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
         if front_end.settings.has_peers:  # from now on, other servers can cancel it
@@ -148,7 +151,9 @@ class Received:
             )
             observers = observers_of(observed, front_end.observe)
         tracker = front_end.host.tracker(self.api.name, stream=job.stream)
-        return Answer(job, tracker, observers, **options)
+        answer = Answer(job, tracker, observers, **options)
+        self.lease.hand_over()
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +218,7 @@ async def leased(
 ) -> AsyncIterator[Lease]:
     """A lease of the engine that ``document`` asks for.
 
-    It is released at the end of the block, unless an ``Answer`` has taken it over. Raises
+    It is released at the end of the block, unless it is handed over to an ``Answer``. Raises
     ``HarmonyFailure``, and what ``Host.acquire`` raises.
     """
     model, timeout = _routing(document.value)
@@ -223,12 +228,8 @@ async def leased(
         raise RequestError("model must be a string", param="model")
     if await host.must_load(own):
         await reject_invalid(api, document, host, tenant_of(request))
-    lease = await host.acquire(request, own, host.deadline(timeout))
-    try:
+    async with await host.acquire(request, own, host.deadline(timeout)) as lease:
         yield lease
-    finally:
-        if not lease.taken_over:
-            await lease.release()
 
 
 def _routing(document: object) -> tuple[str | None, float | None]:
