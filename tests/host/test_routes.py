@@ -542,6 +542,9 @@ class Noted:
         self.deltas.append(delta)
         return []
 
+    def keep_alive(self) -> Event:
+        raise AssertionError("it is not streamed")
+
     def result(self) -> Any:
         return self.deltas
 

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, NamedTuple
@@ -37,17 +36,12 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server import tasks
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
+from vllm_mlx_harmony.server.event_buffer import EventBuffer
 from vllm_mlx_harmony.server.generation import Deltas, Job, prewritten, run, run_choices
 from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker, rejection
 from vllm_mlx_harmony.server.observer import Observer
 
 logger = logging.getLogger(__name__)
-
-HIGH_WATER = 128 * 1024
-"""Unread bytes of an answer above which a remote engine waits, until half of them are read."""
-
-PIECE = 32 * 1024
-"""Approximate bytes of events that are sent together."""
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two reports of the progress of a prompt."""
@@ -93,15 +87,13 @@ class Answer:
         self._deltas = deltas
         self._write_last, self._sink = job.write_last, sink
         self._is_remote = job.lease.engine.remote
-        self._pings_after = job.server_settings.ping_seconds
-        self._ping_timer: asyncio.TimerHandle | None = None
-        self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
         self._progress_at: float | None = None  # when progress was last reported
-        self._max_unread = job.server_settings.stream_bytes
-        # Unread bytes at which the answer is ended. Set after the first group, which does not
-        # count: in Responses it repeats the client's instructions and tools.
-        self._capacity: int | None = None
+        self._buffer = EventBuffer(
+            job.server_settings.stream_bytes,
+            job.server_settings.ping_seconds,
+            job.emitter.keep_alive,
+        )
 
         # waiting -> generating (`_generate`) -> ended (`_write`, `_write_end`) -> complete
         # (`_write_end`, `aclose`). Each transition sets the flag of its state. `_stop` sets
@@ -111,15 +103,8 @@ class Answer:
         self._stopped = False  # nothing more is taken from the engine
         self._ended = False  # the last event is written, or is being written
         self._complete = False  # nothing more is put into the buffer
-        self.read_to_end = False
-        """Whether the reader has reached the end, and there is nothing to close."""
         self._metrics_finished = False
         self._failure: Exception | None = None  # to be raised to the reader
-
-        self._unread: deque[Event] = deque()
-        self._unread_bytes = 0
-        self._reader_waiter: asyncio.Future[None] | None = None  # what the reader waits for
-        self._task_waiter: asyncio.Future[None] | None = None  # what the task waits for
 
         self._key = AnswerKey(job.id_seed, job.lease.tenant)
         _running[self._key] = self
@@ -134,48 +119,34 @@ class Answer:
         return self
 
     async def __anext__(self) -> Event:
-        clock = asyncio.get_running_loop().time
-        if self._silent_since is None:
-            self._silent_since = clock()
-        while True:
-            left = self._silent_since + self._pings_after - clock()
-            # An event that waits has a lower sequence number than one that is made now.
-            silent = all(event.comment for event in self._unread) and not self._complete
-            if self._pings_after and silent and left <= 0:
-                self._silent_since = clock()
-                return self._emitter.keep_alive()
-            if self._unread:
-                event = self._pop()
-                if not event.comment:
-                    self._silent_since = clock()
-                return event
-            if self._complete:
-                self._end_reading()
-                raise StopAsyncIteration
-            await self._wait(left if self._pings_after else None)
+        event = await self._buffer.get()
+        if event is None:
+            _being_read.discard(self)
+            raise StopAsyncIteration
+        return event
 
     def readable(self) -> list[Event]:
-        """The events that can be read now, at most about ``PIECE`` bytes.
+        """The events that can be read now, as in ``EventBuffer``.
 
         Always empty for an engine in this process, which is never far ahead of its reader.
         """
-        events: list[Event] = []
-        size = 0
-        while self._is_remote and self._unread and size < PIECE:
-            events.append(self._pop())
-            size += len(events[-1].data)
-        return events
+        return self._buffer.readable() if self._is_remote else []
+
+    @property
+    def read_to_end(self) -> bool:
+        """Whether the reader has reached the end, and there is nothing to close."""
+        return self._buffer.read_to_end
 
     async def first_event(self) -> None:
         """Waits for the first event. Raises a failure that comes before it."""
         while not (self._announced or self._complete):
-            await self._wait()
+            await self._buffer.changed()
         self._raise_failure()
 
     async def document(self) -> dict[str, Any]:
         """The whole answer, after the engine is free. Raises the failure that ended the answer."""
         while not self._complete:
-            await self._wait()
+            await self._buffer.changed()
         self._raise_failure()
         document = self._emitter.result()
         for observer in self._observers:
@@ -188,61 +159,25 @@ class Answer:
         ``result`` is for the metrics. The engine stops at the end of its current step. Returns when
         it is free and the lease is released; immediately if the answer was read to its end.
         """
-        self._stop_pings()
         _being_read.discard(self)
         self._finish_metrics(result)
-        self._unread.clear()
         self._failure = None
         self._stop()
         self._complete = True
-        self._wake()
+        self._buffer.discard()
         if not self.read_to_end:
             await tasks.wait_until_done(self._task)
-
-    def _pop(self) -> Event:
-        event = self._unread.popleft()
-        self._unread_bytes -= len(event.data)
-        if (
-            self._task_waiter is not None
-            and self._unread_bytes <= HIGH_WATER // 2
-            and not self._task_waiter.done()
-        ):
-            self._task_waiter.set_result(None)
-        return event
-
-    async def _wait(self, seconds: float | None = None) -> None:
-        """Waits until something is put into the buffer, the answer ends, or ``seconds`` pass."""
-        loop = asyncio.get_running_loop()
-        self._reader_waiter = loop.create_future()
-        # An event does not cancel the timer, so it may wake a later wait too early; `__anext__`
-        # checks the clock.
-        if seconds is not None and self._ping_timer is None:
-            self._ping_timer = loop.call_later(seconds, self._ping_due)
-        await self._reader_waiter
-
-    def _ping_due(self) -> None:
-        self._ping_timer = None
-        self._wake()
 
     def _raise_failure(self) -> None:
         """Raises the failure and drops it, because its traceback refers to this answer."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
-                self._end_reading()
+                self._buffer.end_reading()
+                _being_read.discard(self)
                 raise failure
         finally:
             del failure
-
-    def _stop_pings(self) -> None:
-        if self._ping_timer is not None:
-            self._ping_timer.cancel()
-            self._ping_timer = None
-
-    def _end_reading(self) -> None:
-        self._stop_pings()
-        self.read_to_end = True
-        _being_read.discard(self)
 
     # --- For everything else
 
@@ -320,13 +255,9 @@ class Answer:
             self._put(await self._last_events(last))
             return
         if self._is_remote:
-            while self._unread_bytes > HIGH_WATER:
-                self._task_waiter = asyncio.get_running_loop().create_future()
-                await self._task_waiter
-        elif self._capacity is None:
-            self._capacity = self._unread_bytes + self._max_unread
-        elif self._unread_bytes > self._capacity:
-            logger.info("closing a stream: the client has not read %d bytes", self._unread_bytes)
+            await self._buffer.room()
+        elif self._buffer.exceeds_capacity():
+            logger.info("closing a stream: the client has not read %d bytes", self._buffer.bytes)
             problem = "the stream was closed because the client read it too slowly"
             raise HostError(problem, code="reader_too_slow")
 
@@ -374,7 +305,7 @@ class Answer:
             logger.exception("failed to write the end of an answer")
         finally:
             self._complete = True
-            self._wake()
+            self._buffer.close()
 
     def _put(self, events: list[Event]) -> None:
         if self._complete:
@@ -385,9 +316,7 @@ class Answer:
             self._sink(events)
         elif self._buffered:
             self._announced = True
-            self._unread.extend(events)
-            self._unread_bytes += sum(len(event.data) for event in events)
-        self._wake()
+            self._buffer.put(events)
 
     # --- For both sides
 
@@ -418,10 +347,6 @@ class Answer:
         self._tracker.finish(result, usage)
         for observer in self._observers:
             observer.ended(result, usage, failure)
-
-    def _wake(self) -> None:
-        if self._reader_waiter is not None and not self._reader_waiter.done():
-            self._reader_waiter.set_result(None)
 
 
 # --- All answers of this server. Everything runs on the thread of the event loop.
