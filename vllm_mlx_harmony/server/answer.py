@@ -2,7 +2,7 @@
 
 An ``Answer`` owns the lease of the engine, the metrics, the deadline and the cancellation of a
 request. It has one task, which takes groups of deltas from `generation`, writes them as events, and
-puts the events into one buffer. A reader takes them out: a stream of server-sent events, a
+puts the events into an ``EventBuffer``. A reader takes them out: a stream of server-sent events, a
 WebSocket, or a client that waits for the whole answer. (The events of a background response go to
 its log instead.) Readers never drive the engine. An answer ends in one of three ways:
 
@@ -13,13 +13,26 @@ its log instead.) Readers never drive the engine. An answer ends in one of three
   gets the error immediately, and the task releases the lease later.
 - **Its reader disconnects** (``aclose``). The engine is stopped and nothing more is written.
 
-A failure before the first event is raised where the reader waits for that event, so that it becomes
-an HTTP status. A later failure is an event in the API's format.
+The task, the reader and whoever ends the answer act on it independently. What each of them may
+still do depends on the **state** of the answer. As in h11
+(https://github.com/python-hyper/h11/blob/master/h11/_state.py), the states are an enum, and what
+leads from one to another is a table, `TRANSITIONS`. This is the only place that has them; the
+effects are code in ``Answer``:
 
-A slow reader must not delay other requests, so a local engine never waits for readers. The buffer
-is bounded instead: an answer that exceeds it ends with an error, which frees the engine. The events
-in the buffer can still be read. A remote engine (``Engine.remote``), which has one connection per
-request, does wait.
+    WAITING ─BEGIN─▶ GENERATING ─LAST_DELTA─▶ FINISHING ─LEAVE─▶ FINISHED ─WRITTEN─▶ COMPLETE
+                         └─LEAVE─▶ STOPPING ─FAIL─▶ FAILING ─WRITTEN─▶ COMPLETE
+
+- ``end`` is a ``FAIL`` that comes from outside, also in ``WAITING`` and ``GENERATING``. ``aclose``
+  is ``CLOSE``, which leads to ``COMPLETE`` from everywhere. In both cases the task may still be in
+  the generation. It then only leaves it and frees the engine, and writes nothing more.
+- They cancel the task in ``GENERATING`` and ``FINISHING`` only. A task that is cancelled before it
+  has begun would never clean up. Later it frees the engine, which must not be interrupted.
+- ``FINISHED`` and ``STOPPING`` differ in what can still come. Behind the last delta no failure is
+  written, so ``end`` has no effect from ``FINISHING`` on.
+
+A failure before the first event is raised where the reader waits for that event, so that it becomes
+an HTTP status. A later failure is an event in the API's format. Whether the client knows of the
+answer is not a part of the state: for a background response it does from the beginning.
 """
 
 from __future__ import annotations
@@ -28,6 +41,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
+from enum import Enum
 from typing import Any, NamedTuple
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
@@ -45,6 +59,92 @@ logger = logging.getLogger(__name__)
 
 PROGRESS_SECONDS = 0.5
 """Seconds between two reports of the progress of a prompt."""
+
+
+class State(Enum):
+    WAITING = "waiting"
+    """The task has not begun."""
+    GENERATING = "generating"
+    """The task takes deltas from the generation, and writes them."""
+    FINISHING = "finishing"
+    """The generation has given its last delta, whose events are written now."""
+    FINISHED = "finished"
+    """The last events are written, and the engine is being freed."""
+    STOPPING = "stopping"
+    """The generation has ended without a last delta, and the engine is being freed."""
+    FAILING = "failing"
+    """A failure is being written."""
+    COMPLETE = "complete"
+    """Nothing more is written."""
+
+
+class Trigger(Enum):
+    """What leads from one state to another."""
+
+    BEGIN = "begin"
+    """The task begins to generate."""
+    LAST_DELTA = "last_delta"
+    """The generation gives its last delta."""
+    LEAVE = "leave"
+    """The task has left the generation, whether it ended or was cancelled."""
+    FAIL = "fail"
+    """A failure is to be written last."""
+    WRITTEN = "written"
+    """Everything is written."""
+    CLOSE = "close"
+    """The reader has gone."""
+
+
+TRANSITIONS: dict[State, dict[Trigger, State]] = {
+    State.WAITING: {
+        Trigger.BEGIN: State.GENERATING,
+        Trigger.FAIL: State.FAILING,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.GENERATING: {
+        Trigger.LAST_DELTA: State.FINISHING,
+        Trigger.LEAVE: State.STOPPING,
+        Trigger.FAIL: State.FAILING,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.FINISHING: {
+        Trigger.LEAVE: State.FINISHED,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.FINISHED: {
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.STOPPING: {
+        Trigger.FAIL: State.FAILING,
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.FAILING: {
+        Trigger.LEAVE: State.FAILING,
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.COMPLETE: {
+        Trigger.LEAVE: State.COMPLETE,
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+}
+"""The state that each trigger leads to. Those that are missing would be a bug."""
+
+_TAKING = (State.GENERATING, State.FINISHING)
+"""The states in which the task takes deltas from the generation."""
+_LEFT = (State.STOPPING, State.FINISHED)
+"""The states in which the task has left the generation, and writes the end itself."""
+
+
+def after(state: State, trigger: Trigger) -> State:
+    """The state that ``trigger`` leads to. Raises ``RuntimeError`` if there is none."""
+    following = TRANSITIONS[state].get(trigger)
+    if following is None:
+        raise RuntimeError(f"an answer is {state.value}: {trigger.value} is impossible")
+    return following
 
 
 class AnswerKey(NamedTuple):
@@ -95,15 +195,9 @@ class Answer:
             job.emitter.keep_alive,
         )
 
-        # waiting -> generating (`_generate`) -> ended (`_write`, `_write_end`) -> complete
-        # (`_write_end`, `aclose`). Each transition sets the flag of its state. `_stop` sets
-        # `_stopped` in any state. A failure before the first event skips `_ended`.
+        self._state = State.WAITING
         self._announced = announced
-        self._generating = False  # the task can be cancelled, because it is not cleaning up
-        self._stopped = False  # nothing more is taken from the engine
-        self._ended = False  # the last event is written, or is being written
-        self._complete = False  # nothing more is put into the buffer
-        self._metrics_finished = False
+        self._result = ""  # as recorded in the metrics
         self._failure: Exception | None = None  # to be raised to the reader
 
         self._key = AnswerKey(job.id_seed, job.lease.tenant)
@@ -139,13 +233,13 @@ class Answer:
 
     async def first_event(self) -> None:
         """Waits for the first event. Raises a failure that comes before it."""
-        while not (self._announced or self._complete):
+        while not (self._announced or self._state is State.COMPLETE):
             await self._buffer.changed()
         self._raise_failure()
 
     async def document(self) -> dict[str, Any]:
         """The whole answer, after the engine is free. Raises the failure that ended the answer."""
-        while not self._complete:
+        while self._state is not State.COMPLETE:
             await self._buffer.changed()
         self._raise_failure()
         document = self._emitter.result()
@@ -162,8 +256,7 @@ class Answer:
         _being_read.discard(self)
         self._finish_metrics(result)
         self._failure = None
-        self._stop()
-        self._complete = True
+        self._stop(Trigger.CLOSE)
         self._buffer.discard()
         if not self.read_to_end:
             await tasks.wait_until_done(self._task)
@@ -182,10 +275,13 @@ class Answer:
     # --- For everything else
 
     def end(self, failure: HarmonyFailure) -> None:
-        """Ends the answer with ``failure``, which the reader gets immediately."""
-        if not (self._stopped or self._ended):
-            self._stop()
-            tasks.start(self._write_end(failure))
+        """Ends the answer with ``failure``, which the reader gets immediately.
+
+        Has no effect once the last delta, or another failure, is being written.
+        """
+        if Trigger.FAIL in TRANSITIONS[self._state]:
+            self._stop(Trigger.FAIL)
+            tasks.start(self._write_failure(failure))
 
     # --- The task
 
@@ -193,7 +289,7 @@ class Answer:
         failure: Exception | None = None
         try:
             async with aclosing(self._deltas) as groups:
-                if not self._stopped:
+                if self._state is State.WAITING:
                     await self._generate(groups)
         except asyncio.CancelledError:  # not by `_stop`: the engine was shut down
             failure = OutputError("the engine was stopped")
@@ -205,8 +301,8 @@ class Answer:
         except Exception:
             logger.exception("an engine could not be released")
         try:
-            if not self._stopped:
-                await self._write_end(failure)
+            if self._state in _LEFT:
+                await self._conclude(failure)
             elif not (failure is None or isinstance(failure, HarmonyFailure)):
                 logger.error("an engine could not be stopped", exc_info=failure)
         finally:
@@ -218,7 +314,7 @@ class Answer:
         The request's deadline limits the first group (`serving.respond`), including all progress
         of the prompt. Each later group may take as long as the whole request may, as in vllm-mlx.
         """
-        self._generating = True
+        self._move(Trigger.BEGIN)
         deadline = self._lease.deadline
         silence = tasks.Timer(deadline.total, self._time_out)
         try:
@@ -227,7 +323,7 @@ class Answer:
             if not deadline.left:
                 raise deadline.passed()
             async for group in groups:
-                if self._stopped:  # an engine may suppress the cancellation
+                if self._state not in _TAKING:  # an engine may suppress the cancellation
                     return
                 if group and isinstance(group[0], Progress):
                     self._write_progress(group[0])
@@ -236,7 +332,7 @@ class Answer:
                 await self._write(group)
                 silence.start()
         finally:
-            self._generating = False
+            self._move(Trigger.LEAVE)
             silence.close()
 
     def _time_out(self) -> None:
@@ -250,7 +346,7 @@ class Answer:
             group = group[:-1]
         self._put([event for delta in group for event in self._emitter.feed(delta)])
         if isinstance(last, Finished):
-            self._ended = True
+            self._move(Trigger.LAST_DELTA)
             self._finish_metrics("success", last)
             self._put(await self._last_events(last))
             return
@@ -285,30 +381,40 @@ class Answer:
             return await self._write_last(delta)
         return self._emitter.feed(delta)
 
-    async def _write_end(self, failure: Exception | None) -> None:
-        """Writes ``failure``, if there is one and nothing was written last yet."""
+    async def _conclude(self, failure: Exception | None) -> None:
+        """Ends the answer after its generation has ended by itself, maybe with ``failure``."""
+        if failure is not None and self._state is State.STOPPING:
+            self._move(Trigger.FAIL)
+            await self._write_failure(failure)
+            return
+        # Nothing is written behind the last delta, but a reader of the document gets the failure.
+        if not self._announced:
+            self._failure = failure
+        self._complete()
+        self._finish_metrics("success")
+
+    async def _write_failure(self, failure: Exception) -> None:
+        """Writes ``failure`` as the last event, or leaves it for the reader to be raised."""
         try:
-            if failure is None:
-                self._finish_metrics("success")
+            results = {TIMED_OUT: "timeout", CLIENT_CLOSED: "client_closed"}
+            result = results.get(getattr(failure, "status", 0), "error")
+            self._finish_metrics(result, failure=failure)
+            if self._announced:
+                last = Failed(failure_of(failure, "an answer failed"))
+                self._put(await self._last_events(last))
             else:
-                results = {TIMED_OUT: "timeout", CLIENT_CLOSED: "client_closed"}
-                self._finish_metrics(
-                    results.get(getattr(failure, "status", 0), "error"), failure=failure
-                )
-                if not self._announced:
-                    self._failure = failure
-                elif not self._ended:
-                    self._ended = True
-                    last = Failed(failure_of(failure, "an answer failed"))
-                    self._put(await self._last_events(last))
+                self._failure = failure
         except Exception:
             logger.exception("failed to write the end of an answer")
         finally:
-            self._complete = True
-            self._buffer.close()
+            self._complete()
+
+    def _complete(self) -> None:
+        self._move(Trigger.WRITTEN)
+        self._buffer.close()
 
     def _put(self, events: list[Event]) -> None:
-        if self._complete:
+        if self._state is State.COMPLETE:
             return
         for observer in self._observers:
             observer.events(events)
@@ -320,16 +426,15 @@ class Answer:
 
     # --- For both sides
 
-    def _stop(self) -> None:
-        """Takes nothing more from the engine; the task cleans up.
+    def _move(self, trigger: Trigger) -> None:
+        self._state = after(self._state, trigger)
 
-        The task is not cancelled before it generates, because then it would not clean up.
-        """
-        if self._stopped:  # an engine that cleans up must not be interrupted
-            return
-        self._stopped = True
+    def _stop(self, trigger: Trigger) -> None:
+        """Takes nothing more from the engine; the task cleans up."""
+        is_taking = self._state in _TAKING
+        self._move(trigger)
         self._unregister()
-        if self._generating:
+        if is_taking:
             self._task.cancel()
 
     def _unregister(self) -> None:
@@ -340,9 +445,9 @@ class Answer:
         self, result: str, last: Finished | None = None, failure: Exception | None = None
     ) -> None:
         """Ends the metrics of the request, once. ``last`` has the usage."""
-        if self._metrics_finished:
+        if self._result:
             return
-        self._metrics_finished = True
+        self._result = result
         usage = Usage() if last is None else last.usage
         self._tracker.finish(result, usage)
         for observer in self._observers:
