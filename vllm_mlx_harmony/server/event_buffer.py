@@ -99,7 +99,7 @@ class EventBuffer:
     def _pop(self) -> Event:
         event = self._events.popleft()
         self.bytes -= len(event.data)
-        if self.bytes <= HIGH_WATER // 2:
+        if self._writer is not None and self.bytes <= HIGH_WATER // 2:
             _wake(self._writer)
         return event
 
