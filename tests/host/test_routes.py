@@ -541,6 +541,9 @@ class Noted:
         self.deltas.append(delta)
         return []
 
+    def keep_alive(self) -> Event:
+        raise AssertionError("it is not streamed")
+
     def result(self) -> Any:
         return self.deltas
 
@@ -563,7 +566,7 @@ def stubborn(computed: asyncio.Event) -> Generate:
 
 
 async def everything(turn: Job) -> list[Delta]:
-    deltas: Any = await answer_to(turn).whole()
+    deltas: Any = await answer_to(turn).document()
     return deltas
 
 
@@ -576,7 +579,7 @@ async def the_beginning(turn: Job) -> None:
 
 async def nothing(turn: Job) -> None:
     reading = started(replace(turn, emitter=Silence()))
-    await reading.begun()
+    await reading.first_event()
     await reading.aclose()
 
 
@@ -586,7 +589,7 @@ async def at_once(turn: Job) -> None:
 
 async def until_cancelled(turn: Job) -> None:
     answering = answer_to(turn)
-    reading = asyncio.ensure_future(answering.whole())
+    reading = asyncio.ensure_future(answering.document())
     await asyncio.sleep(0.02)
     reading.cancel()
     await asyncio.wait({reading})
@@ -704,7 +707,7 @@ def test_a_reader_that_leaves_waits_for_the_engine_unless_it_has_read_the_failur
         answering.end(HostError("late", status=504))
         if read:
             with pytest.raises(HostError):
-                await answering.whole()
+                await answering.document()
         closing = asyncio.ensure_future(answering.aclose())
         await asyncio.sleep(0.02)
         assert closing.done() is read
@@ -743,7 +746,7 @@ def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
         engine = Engine(two)
         turns = [started(job(engine, emitter=Silence())) for _ in range(3)]
         for turn in turns:
-            await turn.begun()
+            await turn.first_event()
         for turn in turns:
             await turn.aclose()
 
@@ -788,7 +791,7 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
         events = started(replace(turn, emitter=Silence()))
-        await events.begun()
+        await events.first_event()
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):
             await EventStream(request, events)(scope, receive, send)

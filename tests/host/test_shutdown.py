@@ -151,7 +151,7 @@ def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
     read: list[bool] = []
 
     async def reading() -> None:
-        with answers.counted_as_unread():
+        with answers.delays_shutdown():
             await asyncio.sleep(0.4)  # longer than the limit
             read.append(not stopping.seen)
 

@@ -309,7 +309,7 @@ def test_no_ping_overtakes_an_event() -> None:
             yield [Finished("stop", None, Usage(3))]
 
         async with aclosing(answered(deltas(), emitter("responses"), pings_after=0.01)) as answer:
-            await answer.begun()
+            await answer.first_event()
             read = [await anext(answer), await anext(answer), await anext(answer)]
             answer._put([HEARTBEAT])
             engine.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,28 @@ def test_what_fails_as_a_lease_ends_does_not_stop_the_rest() -> None:
         asyncio.run(lease.release())
     asyncio.run(lease.release())
     assert ended == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_a_lease_is_released_at_the_end_of_its_block_or_handed_over(
+    handed_over: bool, fails: bool
+) -> None:
+    releases: list[str] = []
+
+    async def give_back() -> None:
+        releases.append("released")
+
+    async def test() -> None:
+        async with Lease(ScriptedEngine({}), "", Deadline(1.0, 1.0), give_back) as lease:
+            if handed_over:
+                lease.hand_over()
+            if fails:
+                raise KeyError
+
+    with pytest.raises(KeyError) if fails else nullcontext():
+        asyncio.run(test())
+    assert releases == ([] if handed_over else ["released"])
 
 
 def test_a_host_may_wait_for_a_websockets_disconnection() -> None:

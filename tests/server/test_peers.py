@@ -10,20 +10,21 @@ import pytest
 pytest.importorskip("starlette")
 
 from vllm_mlx_harmony.server import answer
+from vllm_mlx_harmony.server.answer import AnswerKey
 from vllm_mlx_harmony.server.peers import answers
-from vllm_mlx_harmony.server.peers.answers import Beat, Command
+from vllm_mlx_harmony.server.peers.answers import Command, Heartbeat
 
-ANSWER = ("abc", "somebody")
+ANSWER = AnswerKey("abc", "somebody")
 
 
-@pytest.mark.parametrize("when", ["during a beat", "after a beat"])
-def test_an_answer_that_begins_at_the_last_beat_can_be_cancelled(
+@pytest.mark.parametrize("when", ["during a heartbeat", "after a heartbeat"])
+def test_an_answer_that_begins_at_the_last_heartbeat_can_be_cancelled(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was prepared just then, and runs at the next beat."""
+    """It was prepared just then, and runs at the next heartbeat."""
     beats = 0
     cancelled: list[tuple[str, ...]] = []
-    beat = Beat()
+    heartbeat = Heartbeat()
 
     class Directory:
         def beat(self, running: list[Any], background: Any) -> dict[Any, Command]:
@@ -32,27 +33,27 @@ def test_an_answer_that_begins_at_the_last_beat_can_be_cancelled(
         def ended(self, name: Any) -> None:
             assert name == ANSWER
 
-    def running() -> list[tuple[str, str]]:
+    def running() -> list[AnswerKey]:
         nonlocal beats
         beats += 1
-        if beats == 2 and when == "during a beat":
-            beat.begin()
+        if beats == 2 and when == "during a heartbeat":
+            heartbeat.begin()
         return [] if beats < 3 else [ANSWER] if not cancelled else []
 
     class Loop(asyncio.SelectorEventLoop):
         """Has something else to do while a thread works."""
 
         def run_in_executor(self, *given: Any) -> Any:  # type: ignore[override]
-            if beats == 2 and when == "after a beat":
-                beat.begin()
+            if beats == 2 and when == "after a heartbeat":
+                heartbeat.begin()
             return super().run_in_executor(*given)
 
     async def test() -> None:
-        beat.begin()
-        assert beat._task is not None
-        await asyncio.wait_for(beat._task, 60)
+        heartbeat.begin()
+        assert heartbeat._task is not None
+        await asyncio.wait_for(heartbeat._task, 60)
 
-    monkeypatch.setattr(answers, "BEAT", 0.001)
+    monkeypatch.setattr(answers, "HEARTBEAT_SECONDS", 0.001)
     monkeypatch.setattr(answers, "directory", Directory)
     monkeypatch.setattr(answer, "running", running)
     monkeypatch.setattr(answer, "cancel", lambda *answer: cancelled.append(answer))

@@ -27,9 +27,10 @@ from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption
+from vllm_mlx_harmony.server.answer import AnswerKey
 from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
-from vllm_mlx_harmony.server.peers.answers import Beat, Command, Directory
+from vllm_mlx_harmony.server.peers.answers import Command, Directory, Heartbeat
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.responses import lookup, store
@@ -84,7 +85,7 @@ def test_unreadable_entry_is_absent(server: RedisServer, entry: bytes) -> None:
 
 
 def test_unreadable_events_and_commands_are_absent(server: RedisServer) -> None:
-    known, name = Directory(Connection(server.url)), ("resp_u", "alice")
+    known, name = Directory(Connection(server.url)), AnswerKey("resp_u", "alice")
     known.beat([], {name: {0: Event("{}", "a"), 1: Event("{}", "b")}})
     server.client.zadd(shared.key_of("log", "alice", "resp_u"), {b"nonsense": 2, b"3": 3})
     assert known.events(name, 0) == [Event("{}", "a"), Event("{}", "b")]
@@ -101,7 +102,7 @@ def test_keys_say_nothing_and_expire(own: RedisServer) -> None:
     connection = Connection(own.url, 3600)
     SharedStore(connection).put(KEPT)
     Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
-    directory, response = Directory(connection), ("resp_1", "alice")
+    directory, response = Directory(connection), AnswerKey("resp_1", "alice")
     directory.beat([], {response: {0: DONE}})
 
     async def while_sending() -> dict[str, int]:
@@ -197,12 +198,12 @@ def test_the_environments_key_comes_first(
 
 def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None:
     here, there = Directory(Connection(server.url)), Directory(Connection(server.url))
-    run, second = ("resp_1", "alice"), ("resp_2", "alice")
-    seed = ("0a1b", "alice")
+    run, second = AnswerKey("resp_1", "alice"), AnswerKey("resp_2", "alice")
+    seed = AnswerKey("0a1b", "alice")
     first = [Event('{"n":0}', "response.created"), Event('{"n":1}', "response.queued")]
     assert not there.runs(run)
     assert here.beat([seed], {run: dict(enumerate(first)), second: {}}) == {}
-    assert there.runs(run) and not there.runs(("resp_1", "bob"))
+    assert there.runs(run) and not there.runs(AnswerKey("resp_1", "bob"))
     assert there.events(run, 0) == first
 
     async def cancelled_and_deleted() -> list[bool]:
@@ -218,7 +219,7 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
         return await asyncio.gather(*sending)
 
     assert asyncio.run(cancelled_and_deleted()) == [True, True]
-    assert not asyncio.run(there.send(("resp_3", "alice"), Command.CANCEL, 0.1))
+    assert not asyncio.run(there.send(AnswerKey("resp_3", "alice"), Command.CANCEL, 0.1))
     assert there.events(run, 1) == [first[1], DONE]
     here.ended(run)
     assert not there.runs(run) and there.events(run, 2) == [DONE]
@@ -242,7 +243,7 @@ class Generated:
 def test_events_are_stored_once_although_a_reply_is_lost(server: RedisServer, lost: str) -> None:
     """Redis carries the command out, but the server does not know."""
     generated: list[Any] = [Generated(f"resp_{n}", done=lost == "ended") for n in range(2)]
-    names = [(each.id, each.tenant) for each in generated]
+    names = [AnswerKey(each.id, each.tenant) for each in generated]
 
     class Lossy(Directory):
         def beat(self, *given: Any) -> Any:
@@ -254,11 +255,11 @@ def test_events_are_stored_once_although_a_reply_is_lost(server: RedisServer, lo
         def ended(self, name: Any) -> None:
             raise PeersError("timed out")
 
-    known, beat = Directory(Connection(server.url)), Beat()
-    beat._sent = dict.fromkeys(generated, 0)
+    known, heartbeat = Directory(Connection(server.url)), Heartbeat()
+    heartbeat._sent = dict.fromkeys(generated, 0)
     with pytest.raises(PeersError):
-        asyncio.run(beat._beat(Lossy(Connection(server.url)), []))
-    asyncio.run(beat._beat(known, []))
+        asyncio.run(heartbeat._beat(Lossy(Connection(server.url)), []))
+    asyncio.run(heartbeat._beat(known, []))
     for each, name in zip(generated, names, strict=True):
         assert known.events(name, 0) == each.events
         assert known.runs(name) == (not each.done)
@@ -280,17 +281,17 @@ def test_who_follows_at_another_server_hears_that_the_response_is_running(
     """With the number of the last event that it got, so that it can reconnect behind that one. And
     while nothing is generated, the response is read for these events alone."""
     known, stored = Directory(Connection(server.url)), CountingStore(Connection(server.url))
-    name = KEPT.id, KEPT.tenant
+    name = AnswerKey(KEPT.id, KEPT.tenant)
     created = Event('{"sequence_number":0}', "response.created")
-    monkeypatch.setattr(peers_answers, "ALIVE", 3600)  # however slow the machine is
+    monkeypatch.setattr(peers_answers, "EXPIRY_SECONDS", 3600)  # however slow the machine is
     monkeypatch.setattr(lookup, "directory", lambda: known)
-    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(name))
+    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(AnswerKey(*name)))
     monkeypatch.setattr(lookup, "server_store", lambda: stored)
     stored.put(replace(KEPT, document={**KEPT.document, "status": "in_progress"}))
 
     async def following() -> list[Event]:
         known.beat([], {name: {0: created}})
-        events = await lookup.follow(replace(KEPT, id=name[0]), 0, seconds)
+        events = await lookup.follow(replace(KEPT, id=name.id), 0, seconds)
         found = [await anext(events)]
         more = asyncio.ensure_future(anext(events))
         for _ in range(8):
@@ -325,19 +326,19 @@ def test_who_follows_what_ended_without_its_last_events(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, status: str | None, last: str | None
 ) -> None:
     known, stored = Directory(Connection(server.url)), SharedStore(Connection(server.url))
-    name = f"resp_{status}", KEPT.tenant
+    name = AnswerKey(f"resp_{status}", KEPT.tenant)
     created = Event('{"sequence_number":0}', "response.created")
     monkeypatch.setattr(lookup, "directory", lambda: known)
-    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(name))
+    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(AnswerKey(*name)))
     monkeypatch.setattr(lookup, "server_store", lambda: stored)
     known.beat([], {name: {0: created}})
     known.ended(name)
     if status:
         document = {**KEPT.document, "status": status}
-        stored.put(replace(KEPT, id=name[0], document=document))
+        stored.put(replace(KEPT, id=name.id, document=document))
 
     async def followed() -> list[Event]:
-        events = await lookup.follow(replace(KEPT, id=name[0]), 0, 5)
+        events = await lookup.follow(replace(KEPT, id=name.id), 0, 5)
         return [event async for event in events]
 
     found = asyncio.run(followed())

@@ -2,7 +2,7 @@
 
 An ``Answer`` owns the lease of the engine, the metrics, the deadline and the cancellation of a
 request. It has one task, which takes groups of deltas from `generation`, writes them as events, and
-puts the events into one buffer. A reader takes them out: a stream of server-sent events, a
+puts the events into an ``EventBuffer``. A reader takes them out: a stream of server-sent events, a
 WebSocket, or a client that waits for the whole answer. (The events of a background response go to
 its log instead.) Readers never drive the engine. An answer ends in one of three ways:
 
@@ -13,23 +13,36 @@ its log instead.) Readers never drive the engine. An answer ends in one of three
   gets the error immediately, and the task releases the lease later.
 - **Its reader disconnects** (``aclose``). The engine is stopped and nothing more is written.
 
-A failure before the first event is raised where the reader waits for that event, so that it becomes
-an HTTP status. A later failure is an event in the API's format.
+The task, the reader and whoever ends the answer act on it independently. What each of them may
+still do depends on the **state** of the answer. As in h11
+(https://github.com/python-hyper/h11/blob/master/h11/_state.py), the states are an enum, and what
+leads from one to another is a table, `TRANSITIONS`. This is the only place that has them; the
+effects are code in ``Answer``:
 
-A slow reader must not delay other requests, so a local engine never waits for readers. The buffer
-is bounded instead: an answer that exceeds it ends with an error, which frees the engine. The events
-in the buffer can still be read. A remote engine (``Engine.remote``), which has one connection per
-request, does wait.
+    WAITING ─BEGIN─▶ GENERATING ─LAST_DELTA─▶ FINISHING ─LEAVE─▶ FINISHED ─WRITTEN─▶ COMPLETE
+                         └─LEAVE─▶ STOPPING ─FAIL─▶ FAILING ─WRITTEN─▶ COMPLETE
+
+- ``end`` is a ``FAIL`` that comes from outside, also in ``WAITING`` and ``GENERATING``. ``aclose``
+  is ``CLOSE``, which leads to ``COMPLETE`` from everywhere. In both cases the task may still be in
+  the generation. It then only leaves it and frees the engine, and writes nothing more.
+- They cancel the task in ``GENERATING`` and ``FINISHING`` only. A task that is cancelled before it
+  has begun would never clean up. Later it frees the engine, which must not be interrupted.
+- ``FINISHED`` and ``STOPPING`` differ in what can still come. Behind the last delta no failure is
+  written, so ``end`` has no effect from ``FINISHING`` on.
+
+A failure before the first event is raised where the reader waits for that event, so that it becomes
+an HTTP status. A later failure is an event in the API's format. Whether the client knows of the
+answer is not a part of the state: for a background response it does from the beginning.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any, TypeAlias
+from enum import Enum
+from typing import Any, NamedTuple
 
 from vllm_mlx_harmony import tasks
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
@@ -37,23 +50,108 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
+from vllm_mlx_harmony.server.event_buffer import EventBuffer
 from vllm_mlx_harmony.server.generation import Deltas, Job, prewritten, run, run_choices
 from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker, rejection
 from vllm_mlx_harmony.server.observer import Observer
 
 logger = logging.getLogger(__name__)
 
-HIGH_WATER = 128 * 1024
-"""Unread bytes of an answer above which a remote engine waits, until half of them are read."""
-
-PIECE = 32 * 1024
-"""Approximate bytes of events that are sent together."""
-
 PROGRESS_SECONDS = 0.5
 """Seconds between two reports of the progress of a prompt."""
 
-End: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
-"""Writes the last delta of an answer."""
+
+class State(Enum):
+    WAITING = "waiting"
+    """The task has not begun."""
+    GENERATING = "generating"
+    """The task takes deltas from the generation, and writes them."""
+    FINISHING = "finishing"
+    """The generation has given its last delta, whose events are written now."""
+    FINISHED = "finished"
+    """The last events are written, and the engine is being freed."""
+    STOPPING = "stopping"
+    """The generation has ended without a last delta, and the engine is being freed."""
+    FAILING = "failing"
+    """A failure is being written."""
+    COMPLETE = "complete"
+    """Nothing more is written."""
+
+
+class Trigger(Enum):
+    """What leads from one state to another."""
+
+    BEGIN = "begin"
+    """The task begins to generate."""
+    LAST_DELTA = "last_delta"
+    """The generation gives its last delta."""
+    LEAVE = "leave"
+    """The task has left the generation, whether it ended or was cancelled."""
+    FAIL = "fail"
+    """A failure is to be written last."""
+    WRITTEN = "written"
+    """Everything is written."""
+    CLOSE = "close"
+    """The reader has gone."""
+
+
+TRANSITIONS: dict[State, dict[Trigger, State]] = {
+    State.WAITING: {
+        Trigger.BEGIN: State.GENERATING,
+        Trigger.FAIL: State.FAILING,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.GENERATING: {
+        Trigger.LAST_DELTA: State.FINISHING,
+        Trigger.LEAVE: State.STOPPING,
+        Trigger.FAIL: State.FAILING,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.FINISHING: {
+        Trigger.LEAVE: State.FINISHED,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.FINISHED: {
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.STOPPING: {
+        Trigger.FAIL: State.FAILING,
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.FAILING: {
+        Trigger.LEAVE: State.FAILING,
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+    State.COMPLETE: {
+        Trigger.LEAVE: State.COMPLETE,
+        Trigger.WRITTEN: State.COMPLETE,
+        Trigger.CLOSE: State.COMPLETE,
+    },
+}
+"""The state that each trigger leads to. Those that are missing would be a bug."""
+
+_TAKING = (State.GENERATING, State.FINISHING)
+"""The states in which the task takes deltas from the generation."""
+_LEFT = (State.STOPPING, State.FINISHED)
+"""The states in which the task has left the generation, and writes the end itself."""
+
+
+def after(state: State, trigger: Trigger) -> State:
+    """The state that ``trigger`` leads to. Raises ``RuntimeError`` if there is none."""
+    following = TRANSITIONS[state].get(trigger)
+    if following is None:
+        raise RuntimeError(f"an answer is {state.value}: {trigger.value} is impossible")
+    return following
+
+
+class AnswerKey(NamedTuple):
+    """Identifies an answer: the id of a background response, or else the seed of its ids."""
+
+    id: str
+    tenant: str
 
 
 class Answer:
@@ -61,14 +159,13 @@ class Answer:
 
     ``tracker`` has the metrics of the request. ``observers`` see the answer.
 
-    Iterating yields the events. There is one reader, which uses either ``whole``, or ``begun`` and
-    then the iteration. An answer that is not streamed has no events, only the document that
-    ``whole`` returns. After a silence (comments do not count), the reader gets the emitter's
+    Iterating yields the events. There is one reader, which uses either ``document``, or
+    ``first_event`` and then the iteration. An answer that is not streamed has no events, only its
+    document. After a silence (comments do not count), the reader gets the emitter's
     ``keep_alive``: clients give up on a stream in which they find no event (semantics E1).
 
-    ``end`` writes the last delta in place of the emitter, and may take time, for example to store a
-    response. ``announced``: the client already has the id of the answer, so every failure is an
-    event. ``sink`` gets the events instead of the buffer. ``deltas`` replaces the generation.
+    ``announced``: the client already has the id of the answer, so every failure is an event.
+    ``sink`` gets the events instead of the buffer. ``deltas`` replaces the generation.
     """
 
     def __init__(
@@ -77,50 +174,33 @@ class Answer:
         tracker: Tracker,
         observers: Sequence[Observer] = (),
         *,
-        end: End | None = None,
         announced: bool = False,
         sink: Callable[[list[Event]], None] | None = None,
         deltas: Deltas | None = None,
     ) -> None:
         self._lease, self._emitter = job.lease, job.emitter
         self._tracker, self._observers = tracker, observers
-        self._lease.taken_over = True
         if deltas is None and job.answer:
             deltas = prewritten(job, observers)
         elif deltas is None:
             deltas = (run_choices if job.others else run)(job, tracker, observers)
         self._deltas = deltas
-        self._write_last, self._sink = end, sink
+        self._write_last, self._sink = job.write_last, sink
         self._is_remote = job.lease.engine.remote
-        self._pings_after = job.server_settings.ping_seconds
-        self._ping_timer: asyncio.TimerHandle | None = None
-        self._silent_since: float | None = None  # on the loop's clock, as the reader sees it
         self._comments_progress = job.comments_progress
         self._progress_at: float | None = None  # when progress was last reported
-        self._max_unread = job.server_settings.stream_bytes
-        # Unread bytes at which the answer is ended. Set after the first group, which does not
-        # count: in Responses it repeats the client's instructions and tools.
-        self._capacity: int | None = None
+        self._buffer = EventBuffer(
+            job.server_settings.stream_bytes,
+            job.server_settings.ping_seconds,
+            job.emitter.keep_alive,
+        )
 
-        # waiting -> generating (`_generate`) -> ended (`_write`, `_write_end`) -> complete
-        # (`_write_end`, `aclose`). Each transition sets the flag of its state. `_stop` sets
-        # `_stopped` in any state. A failure before the first event skips `_ended`.
+        self._state = State.WAITING
         self._announced = announced
-        self._generating = False  # the task can be cancelled, because it is not cleaning up
-        self._stopped = False  # nothing more is taken from the engine
-        self._ended = False  # the last event is written, or is being written
-        self._complete = False  # nothing more is put into the buffer
-        self.read_to_end = False
-        """Whether the reader has reached the end, and there is nothing to close."""
-        self._metrics_finished = False
+        self._result = ""  # as recorded in the metrics
         self._failure: Exception | None = None  # to be raised to the reader
 
-        self._unread: deque[Event] = deque()
-        self._unread_bytes = 0
-        self._reader_waiter: asyncio.Future[None] | None = None  # what the reader waits for
-        self._task_waiter: asyncio.Future[None] | None = None  # what the task waits for
-
-        self._key = (job.id_seed, job.lease.tenant)
+        self._key = AnswerKey(job.id_seed, job.lease.tenant)
         _running[self._key] = self
         self._buffered = sink is None and job.stream
         if self._buffered:
@@ -133,48 +213,34 @@ class Answer:
         return self
 
     async def __anext__(self) -> Event:
-        clock = asyncio.get_running_loop().time
-        if self._silent_since is None:
-            self._silent_since = clock()
-        while True:
-            left = self._silent_since + self._pings_after - clock()
-            # An event that waits has a lower sequence number than one that is made now.
-            silent = all(event.comment for event in self._unread) and not self._complete
-            if self._pings_after and silent and left <= 0:
-                self._silent_since = clock()
-                return self._emitter.keep_alive()
-            if self._unread:
-                event = self._pop()
-                if not event.comment:
-                    self._silent_since = clock()
-                return event
-            if self._complete:
-                self._end_reading()
-                raise StopAsyncIteration
-            await self._wait(left if self._pings_after else None)
+        event = await self._buffer.get()
+        if event is None:
+            _being_read.discard(self)
+            raise StopAsyncIteration
+        return event
 
-    def ready(self) -> list[Event]:
-        """The events that can be read now, at most about ``PIECE`` bytes.
+    def readable(self) -> list[Event]:
+        """The events that can be read now, as in ``EventBuffer``.
 
         Always empty for an engine in this process, which is never far ahead of its reader.
         """
-        events: list[Event] = []
-        size = 0
-        while self._is_remote and self._unread and size < PIECE:
-            events.append(self._pop())
-            size += len(events[-1].data)
-        return events
+        return self._buffer.readable() if self._is_remote else []
 
-    async def begun(self) -> None:
+    @property
+    def read_to_end(self) -> bool:
+        """Whether the reader has reached the end, and there is nothing to close."""
+        return self._buffer.read_to_end
+
+    async def first_event(self) -> None:
         """Waits for the first event. Raises a failure that comes before it."""
-        while not (self._announced or self._complete):
-            await self._wait()
+        while not (self._announced or self._state is State.COMPLETE):
+            await self._buffer.changed()
         self._raise_failure()
 
-    async def whole(self) -> dict[str, Any]:
+    async def document(self) -> dict[str, Any]:
         """The whole answer, after the engine is free. Raises the failure that ended the answer."""
-        while not self._complete:
-            await self._wait()
+        while self._state is not State.COMPLETE:
+            await self._buffer.changed()
         self._raise_failure()
         document = self._emitter.result()
         for observer in self._observers:
@@ -187,69 +253,35 @@ class Answer:
         ``result`` is for the metrics. The engine stops at the end of its current step. Returns when
         it is free and the lease is released; immediately if the answer was read to its end.
         """
-        self._stop_pings()
         _being_read.discard(self)
         self._finish_metrics(result)
-        self._unread.clear()
         self._failure = None
-        self._stop()
-        self._complete = True
-        self._wake()
+        self._stop(Trigger.CLOSE)
+        self._buffer.discard()
         if not self.read_to_end:
             await tasks.wait_until_done(self._task)
-
-    def _pop(self) -> Event:
-        event = self._unread.popleft()
-        self._unread_bytes -= len(event.data)
-        if (
-            self._task_waiter is not None
-            and self._unread_bytes <= HIGH_WATER // 2
-            and not self._task_waiter.done()
-        ):
-            self._task_waiter.set_result(None)
-        return event
-
-    async def _wait(self, seconds: float | None = None) -> None:
-        """Waits until something is put into the buffer, the answer ends, or ``seconds`` pass."""
-        loop = asyncio.get_running_loop()
-        self._reader_waiter = loop.create_future()
-        # An event does not cancel the timer, so it may wake a later wait too early; `__anext__`
-        # checks the clock.
-        if seconds is not None and self._ping_timer is None:
-            self._ping_timer = loop.call_later(seconds, self._ping_due)
-        await self._reader_waiter
-
-    def _ping_due(self) -> None:
-        self._ping_timer = None
-        self._wake()
 
     def _raise_failure(self) -> None:
         """Raises the failure and drops it, because its traceback refers to this answer."""
         failure, self._failure = self._failure, None
         try:
             if failure is not None:
-                self._end_reading()
+                self._buffer.end_reading()
+                _being_read.discard(self)
                 raise failure
         finally:
             del failure
 
-    def _stop_pings(self) -> None:
-        if self._ping_timer is not None:
-            self._ping_timer.cancel()
-            self._ping_timer = None
-
-    def _end_reading(self) -> None:
-        self._stop_pings()
-        self.read_to_end = True
-        _being_read.discard(self)
-
     # --- For everything else
 
     def end(self, failure: HarmonyFailure) -> None:
-        """Ends the answer with ``failure``, which the reader gets immediately."""
-        if not (self._stopped or self._ended):
-            self._stop()
-            tasks.start(self._write_end(failure))
+        """Ends the answer with ``failure``, which the reader gets immediately.
+
+        Has no effect once the last delta, or another failure, is being written.
+        """
+        if Trigger.FAIL in TRANSITIONS[self._state]:
+            self._stop(Trigger.FAIL)
+            tasks.start(self._write_failure(failure))
 
     # --- The task
 
@@ -257,7 +289,7 @@ class Answer:
         failure: Exception | None = None
         try:
             async with aclosing(self._deltas) as groups:
-                if not self._stopped:
+                if self._state is State.WAITING:
                     await self._generate(groups)
         except asyncio.CancelledError:  # not by `_stop`: the engine was shut down
             failure = OutputError("the engine was stopped")
@@ -269,8 +301,8 @@ class Answer:
         except Exception:
             logger.exception("an engine could not be released")
         try:
-            if not self._stopped:
-                await self._write_end(failure)
+            if self._state in _LEFT:
+                await self._conclude(failure)
             elif not (failure is None or isinstance(failure, HarmonyFailure)):
                 logger.error("an engine could not be stopped", exc_info=failure)
         finally:
@@ -282,7 +314,7 @@ class Answer:
         The request's deadline limits the first group (`serving.respond`), including all progress
         of the prompt. Each later group may take as long as the whole request may, as in vllm-mlx.
         """
-        self._generating = True
+        self._move(Trigger.BEGIN)
         deadline = self._lease.deadline
         silence = tasks.Timer(deadline.total, self._time_out)
         try:
@@ -291,7 +323,7 @@ class Answer:
             if not deadline.left:
                 raise deadline.passed()
             async for group in groups:
-                if self._stopped:  # an engine may suppress the cancellation
+                if self._state not in _TAKING:  # an engine may suppress the cancellation
                     return
                 if group and isinstance(group[0], Progress):
                     self._write_progress(group[0])
@@ -300,7 +332,7 @@ class Answer:
                 await self._write(group)
                 silence.start()
         finally:
-            self._generating = False
+            self._move(Trigger.LEAVE)
             silence.close()
 
     def _time_out(self) -> None:
@@ -314,18 +346,14 @@ class Answer:
             group = group[:-1]
         self._put([event for delta in group for event in self._emitter.feed(delta)])
         if isinstance(last, Finished):
-            self._ended = True
+            self._move(Trigger.LAST_DELTA)
             self._finish_metrics("success", last)
             self._put(await self._last_events(last))
             return
         if self._is_remote:
-            while self._unread_bytes > HIGH_WATER:
-                self._task_waiter = asyncio.get_running_loop().create_future()
-                await self._task_waiter
-        elif self._capacity is None:
-            self._capacity = self._unread_bytes + self._max_unread
-        elif self._unread_bytes > self._capacity:
-            logger.info("closing a stream: the client has not read %d bytes", self._unread_bytes)
+            await self._buffer.room()
+        elif self._buffer.exceeds_capacity():
+            logger.info("closing a stream: the client has not read %d bytes", self._buffer.bytes)
             problem = "the stream was closed because the client read it too slowly"
             raise HostError(problem, code="reader_too_slow")
 
@@ -353,30 +381,40 @@ class Answer:
             return await self._write_last(delta)
         return self._emitter.feed(delta)
 
-    async def _write_end(self, failure: Exception | None) -> None:
-        """Writes ``failure``, if there is one and nothing was written last yet."""
+    async def _conclude(self, failure: Exception | None) -> None:
+        """Ends the answer after its generation has ended by itself, maybe with ``failure``."""
+        if failure is not None and self._state is State.STOPPING:
+            self._move(Trigger.FAIL)
+            await self._write_failure(failure)
+            return
+        # Nothing is written behind the last delta, but a reader of the document gets the failure.
+        if not self._announced:
+            self._failure = failure
+        self._complete()
+        self._finish_metrics("success")
+
+    async def _write_failure(self, failure: Exception) -> None:
+        """Writes ``failure`` as the last event, or leaves it for the reader to be raised."""
         try:
-            if failure is None:
-                self._finish_metrics("success")
+            results = {TIMED_OUT: "timeout", CLIENT_CLOSED: "client_closed"}
+            result = results.get(getattr(failure, "status", 0), "error")
+            self._finish_metrics(result, failure=failure)
+            if self._announced:
+                last = Failed(failure_of(failure, "an answer failed"))
+                self._put(await self._last_events(last))
             else:
-                results = {TIMED_OUT: "timeout", CLIENT_CLOSED: "client_closed"}
-                self._finish_metrics(
-                    results.get(getattr(failure, "status", 0), "error"), failure=failure
-                )
-                if not self._announced:
-                    self._failure = failure
-                elif not self._ended:
-                    self._ended = True
-                    last = Failed(failure_of(failure, "an answer failed"))
-                    self._put(await self._last_events(last))
+                self._failure = failure
         except Exception:
             logger.exception("failed to write the end of an answer")
         finally:
-            self._complete = True
-            self._wake()
+            self._complete()
+
+    def _complete(self) -> None:
+        self._move(Trigger.WRITTEN)
+        self._buffer.close()
 
     def _put(self, events: list[Event]) -> None:
-        if self._complete:
+        if self._state is State.COMPLETE:
             return
         for observer in self._observers:
             observer.events(events)
@@ -384,22 +422,19 @@ class Answer:
             self._sink(events)
         elif self._buffered:
             self._announced = True
-            self._unread.extend(events)
-            self._unread_bytes += sum(len(event.data) for event in events)
-        self._wake()
+            self._buffer.put(events)
 
     # --- For both sides
 
-    def _stop(self) -> None:
-        """Takes nothing more from the engine; the task cleans up.
+    def _move(self, trigger: Trigger) -> None:
+        self._state = after(self._state, trigger)
 
-        The task is not cancelled before it generates, because then it would not clean up.
-        """
-        if self._stopped:  # an engine that cleans up must not be interrupted
-            return
-        self._stopped = True
+    def _stop(self, trigger: Trigger) -> None:
+        """Takes nothing more from the engine; the task cleans up."""
+        is_taking = self._state in _TAKING
+        self._move(trigger)
         self._unregister()
-        if self._generating:
+        if is_taking:
             self._task.cancel()
 
     def _unregister(self) -> None:
@@ -410,23 +445,19 @@ class Answer:
         self, result: str, last: Finished | None = None, failure: Exception | None = None
     ) -> None:
         """Ends the metrics of the request, once. ``last`` has the usage."""
-        if self._metrics_finished:
+        if self._result:
             return
-        self._metrics_finished = True
+        self._result = result
         usage = Usage() if last is None else last.usage
         self._tracker.finish(result, usage)
         for observer in self._observers:
             observer.ended(result, usage, failure)
 
-    def _wake(self) -> None:
-        if self._reader_waiter is not None and not self._reader_waiter.done():
-            self._reader_waiter.set_result(None)
-
 
 # --- All answers of this server. Everything runs on the thread of the event loop.
 
-_running: dict[tuple[str, str], Answer] = {}
-"""The answers that are generated or wait for their engine, by id seed and tenant."""
+_running: dict[AnswerKey, Answer] = {}
+"""The answers that are generated or wait for their engine."""
 
 _being_read: set[object] = set()
 """The answers that have not been read to their ends."""
@@ -434,15 +465,15 @@ _being_read: set[object] = set()
 
 def cancel(id_seed: str, tenant: str) -> bool:
     """Ends the answer with this seed with an error; returns whether ``tenant`` had one."""
-    answer = _running.get((id_seed, tenant))
+    answer = _running.get(AnswerKey(id_seed, tenant))
     if answer is None:
         return False
     answer.end(OutputError("the request was cancelled", status=CLIENT_CLOSED, code="cancelled"))
     return True
 
 
-def running() -> list[tuple[str, str]]:
-    """The id seed and tenant of each answer that is generated or waits for its engine."""
+def running() -> list[AnswerKey]:
+    """The key of each answer that is generated or waits for its engine."""
     return list(_running)
 
 
@@ -457,8 +488,8 @@ def unread() -> bool:
 
 
 @contextmanager
-def counted_as_unread() -> Iterator[None]:
-    """Counts an answer as unread within the block, even before it is generated."""
+def delays_shutdown() -> Iterator[None]:
+    """Within the block, a shutdown waits, as it does for an answer that is being read."""
     answer = object()
     _being_read.add(answer)
     try:

@@ -41,7 +41,7 @@ CLIENT_CLOSED = 499
 RETRY_SECONDS = 5
 """``Retry-After`` in seconds, if the error does not set one."""
 
-LATER = (429, 503)
+RETRYABLE_STATUSES = (429, 503)
 """Statuses of requests that may succeed later. The SDKs of OpenAI and Anthropic wait as long as
 ``Retry-After`` asks, up to a minute."""
 
@@ -55,7 +55,7 @@ _CODES: dict[int, tuple[str | None, str | None]] = {
 def retry_headers(failure: HarmonyFailure) -> dict[str, str]:
     """The header ``Retry-After``, if the request may succeed later."""
     seconds = failure.retry_after
-    if seconds is None and failure.status in LATER:
+    if seconds is None and failure.status in RETRYABLE_STATUSES:
         seconds = RETRY_SECONDS
     return {} if seconds is None else {"Retry-After": str(seconds)}
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
@@ -22,6 +22,7 @@ from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import (
     ChoiceDelta,
     Delta,
+    Failed,
     Finished,
     Progress,
     ReasoningCut,
@@ -60,6 +61,10 @@ class Emitter(Protocol):
         """The whole answer, if it is not streamed."""
 
 
+FinalWriter: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
+"""Writes the last events of an answer, which may take time."""
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A turn to generate, and how its answer is written.
@@ -91,6 +96,8 @@ class Job:
     """Further answers to the same prompt, with the lease, emitter and metrics of this one."""
     append: Callable[[Step], list[Delta]] | None = None
     """Takes the engine's steps in place of the context, for an output that is not parsed."""
+    write_last: FinalWriter | None = None
+    """Writes the last delta in place of the emitter, for example to store a response first."""
 
 
 async def _reusable_tokens(job: Job) -> int | None:

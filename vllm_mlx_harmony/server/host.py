@@ -59,18 +59,29 @@ class Deadline:
 class Lease:
     """An engine in use by a request of ``tenant``. It is not unloaded until the lease is released.
 
-    The lease is released at the end of ``serving.leased``, unless an ``Answer`` has ``taken_over``,
-    which releases it when the engine has stopped. Later releases have no effect.
+    Used as a context manager, it is released at the end of the block, unless ``hand_over`` was
+    called: then whoever took it over releases it. Later releases have no effect.
     """
 
     engine: Engine
     tenant: str
     deadline: Deadline
     _give_back: Callable[[], Awaitable[None]]
-    taken_over: bool = field(default=False, init=False)
     endings: AsyncExitStack = field(default_factory=AsyncExitStack, init=False)
     """Callbacks that run after the engine is released."""
+    _handed_over: bool = field(default=False, init=False)
     _released: bool = field(default=False, init=False)
+
+    async def __aenter__(self) -> Lease:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if not self._handed_over:
+            await self.release()
+
+    def hand_over(self) -> None:
+        """Leaves the release to the caller, as ``ExitStack.pop_all`` does."""
+        self._handed_over = True
 
     async def release(self) -> None:
         if not self._released:

@@ -36,7 +36,7 @@ from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import sampling
-from vllm_mlx_harmony.server.answer import Answer, End
+from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.body import LARGE, Document
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
@@ -51,7 +51,7 @@ from vllm_mlx_harmony.server.host import (
     tenant_of,
 )
 from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
-from vllm_mlx_harmony.server.peers.answers import BEATING
+from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.peers.connection import server_connection
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.streams import EventStream, unless_disconnected
@@ -129,11 +129,14 @@ class Received:
         return await unless_disconnected(coming, self.request, self.lease.deadline)
 
     def answer(self, job: Job, **options: Any) -> Answer:
-        """Starts the answer to ``job``, its metrics and observers; ``options`` as in ``Answer``."""
+        """Starts the answer to ``job``, its metrics and observers; ``options`` as in ``Answer``.
+
+        The answer gets the lease.
+        """
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
         if front_end.settings.has_peers:  # from now on, other servers can cancel it
-            BEATING.begin()
+            heartbeat.begin()
         if front_end.observe:
             request = self.request
             observed = Observed(
@@ -149,7 +152,9 @@ class Received:
             )
             observers = observers_of(observed, front_end.observe)
         tracker = front_end.host.tracker(self.api.name, stream=job.stream)
-        return Answer(job, tracker, observers, **options)
+        answer = Answer(job, tracker, observers, **options)
+        self.lease.hand_over()
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +219,7 @@ async def leased(
 ) -> AsyncIterator[Lease]:
     """A lease of the engine that ``document`` asks for.
 
-    It is released at the end of the block, unless an ``Answer`` has taken it over. Raises
+    It is released at the end of the block, unless it is handed over to an ``Answer``. Raises
     ``HarmonyFailure``, and what ``Host.acquire`` raises.
     """
     model, timeout = _routing(document.value)
@@ -224,12 +229,8 @@ async def leased(
         raise RequestError("model must be a string", param="model")
     if await host.must_load(own):
         await reject_invalid(api, document, host, tenant_of(request))
-    lease = await host.acquire(request, own, host.deadline(timeout))
-    try:
+    async with await host.acquire(request, own, host.deadline(timeout)) as lease:
         yield lease
-    finally:
-        if not lease.taken_over:
-            await lease.release()
 
 
 def _routing(document: object) -> tuple[str | None, float | None]:
@@ -412,17 +413,17 @@ def _generated_turns(archive: Archive | None, size: int) -> Replay | None:
     return Replay(size, archive) if size else None
 
 
-async def respond(received: Received, job: Job, end: End | None = None) -> Response:
-    """The response, streamed or whole as requested; ``end`` as in ``Answer``.
+async def respond(received: Received, job: Job) -> Response:
+    """The response, streamed or whole as requested.
 
     The headers of a stream are sent with the first event. Errors before that have an HTTP status.
     """
-    answer = received.answer(job, end=end)
+    answer = received.answer(job)
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:
-            return JSONResponse(await received.unless_disconnected(answer.whole()))
-        await received.unless_disconnected(answer.begun())
+            return JSONResponse(await received.unless_disconnected(answer.document()))
+        await received.unless_disconnected(answer.first_event())
         return EventStream(received.request, answer)
     except BaseException as error:
         # An answer that failed by itself has already recorded its result.

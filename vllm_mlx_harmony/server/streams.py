@@ -67,7 +67,7 @@ class EventStream(StreamingResponse):
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         async for event in self._events:
-            more = self._events.ready() if isinstance(self._events, Answer) else ()
+            more = self._events.readable() if isinstance(self._events, Answer) else ()
             data = "".join(map(frame, (event, *more))).encode()
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -120,7 +120,7 @@ async def events_of(
 
 def answered(kept: StoringEmitter, source: Any, **options: Any) -> answers.Answer:
     """What reads the deltas of ``source`` for a client that streams."""
-    return begin(job(kept), deltas=source, end=kept.end, **options)
+    return begin(job(kept), deltas=source, **options)
 
 
 # --- StoredResponse before anybody is told.
@@ -236,8 +236,8 @@ def test_a_failed_answer_is_kept_if_a_client_knows_it(
             announced=known,
         )
         if not stream:
-            await given.whole()
-        await given.begun()
+            await given.document()
+        await given.first_event()
         events = [event async for event in given]
         assert check(events)["status"] == "failed"
 
@@ -253,8 +253,8 @@ def test_the_last_delta_is_written_once() -> None:
     async def test() -> tuple[list[Event], list[Event]]:
         kept = answer()
         kept.feed(Started(3))
-        last = await kept.end(Failed(OutputError("first")))
-        return last, await kept.end(Failed(OutputError("second")))
+        last = await kept.write_last(Failed(OutputError("first")))
+        return last, await kept.write_last(Failed(OutputError("second")))
 
     first, second = asyncio.run(test())
     assert first is second
@@ -321,7 +321,13 @@ def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     given: Any = (Lent(seconds), None, None)
     settings = ServerSettings.read()
     stream = emitter.request.stream
-    return Job(*given, emitter, stream=stream, id_seed=KEY, server_settings=settings)
+    job = Job(*given, emitter, stream=stream, id_seed=KEY, server_settings=settings)
+    return replace(job, write_last=emitter.write_last)
+
+
+async def running_in(background: Background, job: Job) -> Running:
+    emitter: Any = job.emitter
+    return await background.start(job, emitter, begin)
 
 
 def begin(job: Job, **options: Any) -> answers.Answer:
@@ -378,7 +384,7 @@ def test_replays_leave_the_event_loop_to_others(turns: Callable[[Any], None]) ->
     turns(no_turn)
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)), begin)
+        running = await running_in(Background(), job(answer(background=True)))
         running.events += [Event(str(number)) for number in range(500)] + [DONE]
         reads = 0
         longest = 0
@@ -404,7 +410,7 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     turns(slowly)
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)), begin)
+        running = await running_in(Background(), job(answer(background=True)))
         live = await collected(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collected(running, start) == running.events[start:]
@@ -426,7 +432,7 @@ def test_silence_is_broken(
         given = replace(given, server_settings=ServerSettings(ping_seconds=0.01))
 
     async def test() -> None:
-        running = await Background().start(given, begin)
+        running = await running_in(Background(), given)
         for start in (0, 2):
             events = running.follow(start)
             read: list[Event] = []
@@ -449,7 +455,7 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = await Background().start(given, begin)
+        running = await running_in(Background(), given)
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
@@ -469,7 +475,7 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = await Background().start(given, begin)
+        running = await running_in(Background(), given)
         assert running.document["status"] == "queued"
         await running.cancel()
         assert given.lease.released
@@ -482,7 +488,7 @@ def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
     turns(no_turn)
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)), begin)
+        running = await running_in(Background(), job(answer(background=True)))
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -498,7 +504,7 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
 
     async def test() -> None:
         given = job(answer(background=True), 0.05)
-        running = await Background().start(given, begin)
+        running = await running_in(Background(), given)
         await collected(running)
         assert not given.lease.released
         await running.cancel()
@@ -529,7 +535,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 async def while_it_is_kept() -> Running:
-    running = await routes.BACKGROUND.start(job(answer(background=True)), begin)
+    running = await running_in(routes.BACKGROUND, job(answer(background=True)))
     await asyncio.sleep(0.05)
     return running
 
@@ -589,7 +595,7 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
-        running = await Background().start(job(answer(background=True)), begin)
+        running = await running_in(Background(), job(answer(background=True)))
         await collected(running)
         await running.cancel()
         assert running.document["status"] == "completed"
@@ -609,7 +615,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            await collected(await background.start(job(kept), begin))
+            await collected(await running_in(background, job(kept)))
         remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
         assert await background.forget(f"resp_{3:020x}", TENANT) is True
@@ -626,7 +632,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            running = await background.start(job(kept), begin)
+            running = await running_in(background, job(kept))
             await collected(running)
             assert 130_000 < running.bytes < 150_000
         remembered = [there(background, number) for number in range(4)]
@@ -645,7 +651,7 @@ def test_what_has_ended_holds_its_documents_only(
         kept = answer(background=True)
         given = job(kept)
         held = [weakref.ref(given.lease), weakref.ref(kept)]
-        running = await Background().start(given, begin)
+        running = await running_in(Background(), given)
         del given, kept
         await asyncio.sleep(0.01)
         await running.cancel()
@@ -1029,7 +1035,7 @@ def test_answers_in_the_background_are_bounded_in_all(
         async def another(number: int) -> Running:
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            return await background.start(job(kept), begin)
+            return await running_in(background, job(kept))
 
         background = Background()
         first = await another(1)

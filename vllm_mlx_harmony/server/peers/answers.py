@@ -1,11 +1,12 @@
 """Answers on other servers: cancelled from here, and background responses watched from here.
 
 Only the server that generates an answer can stop it. Another server leaves a command for it in
-Redis, and waits until the command is gone. Every ``BEAT`` seconds each server reads the commands
-for its running answers. It deletes a command when it has carried it out.
+Redis, and waits until the command is gone. Each server has a heartbeat: every
+``HEARTBEAT_SECONDS`` it reads the commands for its running answers. It deletes a command when it
+has carried it out.
 
-With the same beat a server renews the entry of each background response that it generates, and
-adds the new events. If the entry expires, after ``ALIVE`` seconds, the response is lost: its
+With the same heartbeat a server renews the entry of each background response that it generates,
+and adds the new events. If the entry expires, after ``EXPIRY_SECONDS``, the response is lost: its
 server has died.
 """
 
@@ -18,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import Enum
 from json import dumps, loads
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server.answer import AnswerKey
 from vllm_mlx_harmony.server.peers.connection import (
     Connection,
     PeersError,
@@ -34,22 +36,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
-BEAT = 0.5
-"""Seconds between two beats."""
+HEARTBEAT_SECONDS = 0.5
+"""Seconds between two heartbeats."""
 
-ALIVE = 10
-"""Seconds after the last beat at which a background response is lost."""
+EXPIRY_SECONDS = 10
+"""Seconds after the last heartbeat at which a background response is lost."""
 
-PATIENCE = 3 * BEAT
+PATIENCE = 3 * HEARTBEAT_SECONDS
 """If no server confirms a cancellation within this many seconds, none has the answer."""
 
 EVENTS_SECONDS = 600
 """Seconds for which events are stored after the last one."""
 
 TICK = 0.05
-
-Name: TypeAlias = "tuple[str, str]"
-"""An answer: the id of a background response, or else the seed of the ids; and the tenant."""
 
 
 class Command(str, Enum):
@@ -66,81 +65,84 @@ class Directory:
         self._call = connection.call
 
     def beat(
-        self, running: Sequence[Name], background: Mapping[Name, Mapping[int, Event]]
-    ) -> dict[Name, Command]:
+        self, running: Sequence[AnswerKey], background: Mapping[AnswerKey, Mapping[int, Event]]
+    ) -> dict[AnswerKey, Command]:
         """The commands for ``running`` answers and ``background`` responses.
 
         Renews the entries of the latter, and adds their new events, by their numbers: if Redis
-        received them but its reply was lost, the next beat sends them again.
+        received them but its reply was lost, the next heartbeat sends them again.
         """
-        names = [*running, *background]
-        if not names:
+        keys = [*running, *background]
+        if not keys:
             return {}
 
         def exchanged(redis: Any) -> list[bytes | None]:
             pipe = redis.pipeline(transaction=False)
-            for name, events in background.items():
-                pipe.set(_key("run", name), b"1", ex=ALIVE)
+            for key, events in background.items():
+                pipe.set(_redis_key("run", key), b"1", ex=EXPIRY_SECONDS)
                 if events:
                     log = {dumps((number, *event)): number for number, event in events.items()}
-                    pipe.zadd(_key("log", name), log)
-                    pipe.expire(_key("log", name), EVENTS_SECONDS)
-            pipe.mget([_key("command", name) for name in names])
+                    pipe.zadd(_redis_key("log", key), log)
+                    pipe.expire(_redis_key("log", key), EVENTS_SECONDS)
+            pipe.mget([_redis_key("command", key) for key in keys])
             commands: list[bytes | None] = pipe.execute()[-1]
             return commands
 
-        found = zip(names, self._call(exchanged), strict=True)
+        found = zip(keys, self._call(exchanged), strict=True)
         known = {command.value.encode(): command for command in Command}
-        return {name: known[command] for name, command in found if command in known}
+        return {key: known[command] for key, command in found if command in known}
 
-    def ended(self, name: Name) -> None:
+    def ended(self, key: AnswerKey) -> None:
         """Removes the entry of an answer, and the command for it, but not its events."""
-        self._call(lambda redis: redis.delete(_key("run", name), _key("command", name)))
+        self._call(lambda redis: redis.delete(_redis_key("run", key), _redis_key("command", key)))
 
-    def forget(self, name: Name) -> None:
+    def forget(self, key: AnswerKey) -> None:
         """Removes everything about an answer."""
         self._call(
-            lambda redis: redis.delete(*(_key(kind, name) for kind in ("run", "command", "log")))
+            lambda redis: redis.delete(
+                *(_redis_key(kind, key) for kind in ("run", "command", "log"))
+            )
         )
 
-    def runs(self, name: Name) -> bool:
+    def runs(self, key: AnswerKey) -> bool:
         """Whether any server generates the background response."""
-        return bool(self._call(lambda redis: redis.exists(_key("run", name))))
+        return bool(self._call(lambda redis: redis.exists(_redis_key("run", key))))
 
-    def has(self, name: Name) -> bool:
+    def has(self, key: AnswerKey) -> bool:
         """Whether any server generates the background response, or its events are stored."""
-        return bool(self._call(lambda redis: redis.exists(_key("run", name), _key("log", name))))
+        return bool(
+            self._call(lambda redis: redis.exists(_redis_key("run", key), _redis_key("log", key)))
+        )
 
-    def events(self, name: Name, start: int) -> list[Event]:
+    def events(self, key: AnswerKey, start: int) -> list[Event]:
         """The stored events of the background response from number ``start`` on, up to one that
         cannot be read."""
-        found = self._call(lambda redis: redis.zrangebyscore(_key("log", name), start, "+inf"))
+        found = self._call(lambda redis: redis.zrangebyscore(_redis_key("log", key), start, "+inf"))
         events: list[Event] = []
         with suppress(ValueError, TypeError):
             events.extend(Event(*loads(event)[1:]) for event in found)
         return events
 
-    async def send(self, name: Name, command: Command, patience: float) -> bool:
+    async def send(self, key: AnswerKey, command: Command, patience: float) -> bool:
         """Whether a server has carried out ``command`` within ``patience`` seconds."""
-        key = _key("command", name)
+        name = _redis_key("command", key)
         lifetime = 2 * int(patience + 1)
 
         async def call(request: Any) -> Any:
             return await asyncio.to_thread(self._call, request)
 
-        await call(lambda redis: redis.set(key, command.value, ex=lifetime))
+        await call(lambda redis: redis.set(name, command.value, ex=lifetime))
         until = time.monotonic() + patience
         while time.monotonic() < until:
             await asyncio.sleep(TICK)
-            if not await call(lambda redis: redis.exists(key)):
+            if not await call(lambda redis: redis.exists(name)):
                 return True
         # If we delete it ourselves, no server took it.
-        return not await call(lambda redis: redis.delete(key))
+        return not await call(lambda redis: redis.delete(name))
 
 
-def _key(kind: str, name: Name) -> str:
-    answer, tenant = name
-    return key_of(kind, tenant, answer)
+def _redis_key(kind: str, key: AnswerKey) -> str:
+    return key_of(kind, key.tenant, key.id)
 
 
 def directory() -> Directory | None:
@@ -156,7 +158,7 @@ def runs_elsewhere(response_id: str, tenant: str) -> bool:
     """
     known = directory()
     try:
-        return known is not None and known.runs((response_id, tenant))
+        return known is not None and known.runs(AnswerKey(response_id, tenant))
     except PeersError:
         return True
 
@@ -167,17 +169,19 @@ async def cancel(id_seed: str, tenant: str) -> bool:
     Raises ``PeersError``.
     """
     known = directory()
-    return known is not None and await known.send((id_seed, tenant), Command.CANCEL, PATIENCE)
+    return known is not None and await known.send(
+        AnswerKey(id_seed, tenant), Command.CANCEL, PATIENCE
+    )
 
 
-class Beat:
+class Heartbeat:
     """The heartbeat task of this server; runs while there are answers."""
 
     def __init__(self) -> None:
         self._sent: dict[Running, int] = {}  # the number of events in Redis
-        self._executing: dict[Name, asyncio.Future[None]] = {}
+        self._executing: dict[AnswerKey, asyncio.Future[None]] = {}
         self._task: asyncio.Future[None] | None = None
-        self._idle = 0  # beats without an answer, since the last one began
+        self._idle = 0  # heartbeats without an answer, since the last one began
 
     def begin(self, background: Running | None = None) -> None:
         """An answer begins, maybe that of a ``background`` response."""
@@ -201,38 +205,38 @@ class Beat:
                     del self._sent[ended]
             except Exception:
                 logger.exception("the heartbeat to the other servers failed")
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _beat(self, known: Directory, running: Sequence[Name]) -> None:
-        background = {(each.id, each.tenant): each for each in self._sent}
+    async def _beat(self, known: Directory, running: Sequence[AnswerKey]) -> None:
+        background = {AnswerKey(each.id, each.tenant): each for each in self._sent}
         new = {
-            name: dict(enumerate(each.events[(sent := self._sent[each]) :], sent))
-            for name, each in background.items()
+            key: dict(enumerate(each.events[(sent := self._sent[each]) :], sent))
+            for key, each in background.items()
         }
         commands = await asyncio.to_thread(known.beat, running, new)
-        for name, command in commands.items():
-            if name not in self._executing:
-                work = self._execute(known, name, background.get(name), command)
-                self._executing[name] = asyncio.ensure_future(work)
-        for name, each in background.items():
-            self._sent[each] += len(new[name])
-        for name, each in background.items():
+        for key, command in commands.items():
+            if key not in self._executing:
+                work = self._execute(known, key, background.get(key), command)
+                self._executing[key] = asyncio.ensure_future(work)
+        for key, each in background.items():
+            self._sent[each] += len(new[key])
+        for key, each in background.items():
             if each.deleted or (each.done and self._sent[each] == len(each.events)):
-                await asyncio.to_thread(known.forget if each.deleted else known.ended, name)
+                await asyncio.to_thread(known.forget if each.deleted else known.ended, key)
                 del self._sent[each]
 
     async def _execute(
         self,
         known: Directory,
-        name: Name,
+        key: AnswerKey,
         background: Running | None,
         command: Command,
     ) -> None:
-        """Carries out ``command``. For a background response the next beat removes it."""
+        """Carries out ``command``. For a background response the next heartbeat removes it."""
         try:
             if background is None:
-                answers.cancel(*name)
-                await asyncio.to_thread(known.ended, name)
+                answers.cancel(*key)
+                await asyncio.to_thread(known.ended, key)
             elif command is Command.CANCEL:
                 await background.cancel()
             else:
@@ -240,8 +244,8 @@ class Beat:
         except PeersError:
             pass  # the command expires
         finally:
-            del self._executing[name]
+            del self._executing[key]
 
 
-BEATING = Beat()
+heartbeat = Heartbeat()
 """The heartbeat of this process."""

@@ -58,7 +58,7 @@ class Running:
         self._generating: tuple[Answer, StoringEmitter] | None = None
         self._append(emitter.create())
         self._pings_after = job.server_settings.ping_seconds
-        answer = begin(job, end=emitter.end, announced=True, sink=self._append)
+        answer = begin(job, announced=True, sink=self._append)
         self._generating = answer, emitter
 
     @property
@@ -104,7 +104,7 @@ class Running:
             return
         answer, emitter = self._generating
         await answer.aclose()
-        last = await emitter.end(None)
+        last = await emitter.write_last(None)
         if not self.done:  # it may have been cancelled twice
             self._append(last)
 
@@ -137,13 +137,13 @@ class Background:
         self._max_events, self._max_bytes = max_events, max_bytes
         self._all: OrderedDict[str, Running] = OrderedDict()
 
-    async def start(self, job: Job, begin: Callable[..., Answer]) -> Running:
-        """Starts a response, whose answer ``begin`` makes (``Received.answer``).
+    async def start(
+        self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
+    ) -> Running:
+        """Starts the response of ``emitter``, whose answer ``begin`` makes (``Received.answer``).
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
-        emitter = job.emitter
-        assert isinstance(emitter, StoringEmitter)
         # The input as JSON, which may have megabytes.
         written_input = await in_thread(lambda: encode_slowly(emitter.input_items()))
         events = size = 0

@@ -17,10 +17,13 @@ from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.server import serving
+from vllm_mlx_harmony.server.answer import AnswerKey
 from vllm_mlx_harmony.server.encryption import server_cipher
+from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.peers.answers import (
-    ALIVE,
-    BEAT,
+    EXPIRY_SECONDS,
+    HEARTBEAT_SECONDS,
     Command,
     Directory,
     directory,
@@ -29,7 +32,7 @@ from vllm_mlx_harmony.server.peers.answers import (
 from vllm_mlx_harmony.server.responses.background import AT_ONCE, BACKGROUND, Running
 from vllm_mlx_harmony.server.responses.persistence import SEED_BYTES, StoringEmitter
 from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
-from vllm_mlx_harmony.server.serving import Api
+from vllm_mlx_harmony.server.serving import Api, Received
 from vllm_mlx_harmony.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -46,7 +49,7 @@ async def announce(response: StoringEmitter) -> None:
     running = replace(stored, document={**stored.document, "status": "in_progress"})
     with suppress(StoreError):  # then only this server can find it until it ends
         await in_thread(server_store().put, running)
-        await asyncio.to_thread(known.beat, [], {(stored.id, stored.tenant): {}})
+        await asyncio.to_thread(known.beat, [], {AnswerKey(stored.id, stored.tenant): {}})
 
 
 async def withdraw(response: StoringEmitter) -> None:
@@ -55,7 +58,7 @@ async def withdraw(response: StoringEmitter) -> None:
     if known is not None:
         with suppress(StoreError):
             await asyncio.to_thread(server_store().delete, response.id, response.tenant)
-            await asyncio.to_thread(known.forget, (response.id, response.tenant))
+            await asyncio.to_thread(known.forget, AnswerKey(response.id, response.tenant))
 
 
 # --- For any server
@@ -77,7 +80,7 @@ async def find(key: str, tenant: str) -> Running | StoredResponse:
 
 async def _stored(key: str, tenant: str) -> StoredResponse:
     """The stored response. It is returned as failed if the server that generated it has died."""
-    for pause in (0, 2 * BEAT):  # it may have just ended, or its beat may be late
+    for pause in (0, 2 * HEARTBEAT_SECONDS):  # it may have just ended, or its heartbeat may be late
         await asyncio.sleep(pause)
         stored = await _read(key, tenant)
         if not resource.is_running(stored.document) or await _runs(key, tenant):
@@ -106,13 +109,13 @@ async def follow(
     """
     if isinstance(found, Running):
         return found.follow(start)
-    known, name = directory(), (found.id, found.tenant)
+    known, answer = directory(), AnswerKey(found.id, found.tenant)
     if known is not None and (
-        await asyncio.to_thread(known.has, name)
+        await asyncio.to_thread(known.has, answer)
         # Its server may have died before the first event.
-        or resource.is_running((await _read(*name)).document)
+        or resource.is_running((await _read(*answer)).document)
     ):
-        return _events(known, *name, start, pings_after)
+        return _events(known, answer, start, pings_after)
     raise RequestError(
         "the events of this response are not available: they are stored for a limited time "
         "and only for responses created with background=true",
@@ -121,13 +124,13 @@ async def follow(
 
 
 async def _events(
-    known: Directory, key: str, tenant: str, start: int, pings_after: float
+    known: Directory, answer: AnswerKey, start: int, pings_after: float
 ) -> AsyncGenerator[Event, None]:
     silent_since = time.monotonic()
     try:
         while True:
-            runs = await _runs(key, tenant)  # asked first: if it has ended, these are all events
-            events = await asyncio.to_thread(known.events, (key, tenant), start)
+            runs = await _runs(*answer)  # asked first: if it has ended, these are all events
+            events = await asyncio.to_thread(known.events, answer, start)
             for event in events:
                 yield event
                 start += 1
@@ -138,16 +141,16 @@ async def _events(
             if events or runs:
                 silent_since = time.monotonic() if events else silent_since
                 if pings_after and time.monotonic() - silent_since >= pings_after:
-                    yield await _ping(key, tenant, start - 1)
+                    yield await _ping(*answer, start - 1)
                     silent_since = time.monotonic()
             else:
-                stored = await _stored(key, tenant)
+                stored = await _stored(*answer)
                 if stored.document.get("status") == "failed":
                     yield resource.failed_event(stored.document, start)
                     break
                 if not resource.is_running(stored.document):
                     break  # its last events were never sent
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(HEARTBEAT_SECONDS)
     except HarmonyFailure as failure:
         yield resource.error_event(failure, start)
     yield DONE
@@ -168,7 +171,7 @@ async def cancel(found: Running | StoredResponse) -> Running | StoredResponse:
     known = directory()
     if known is None or not resource.is_running(found.document):
         return found
-    await known.send((found.id, found.tenant), Command.CANCEL, ALIVE)
+    await known.send(AnswerKey(found.id, found.tenant), Command.CANCEL, EXPIRY_SECONDS)
     return await _stored(found.id, found.tenant)
 
 
@@ -176,10 +179,10 @@ async def delete(key: str, tenant: str) -> bool:
     """Deletes the response on all servers; returns whether it existed."""
     known = directory()
     if known is not None and await _runs(key, tenant):
-        await known.send((key, tenant), Command.DELETE, ALIVE)
+        await known.send(AnswerKey(key, tenant), Command.DELETE, EXPIRY_SECONDS)
     deleted = await asyncio.to_thread(server_store().delete, key, tenant)
     if known is not None:
-        await asyncio.to_thread(known.forget, (key, tenant))
+        await asyncio.to_thread(known.forget, AnswerKey(key, tenant))
     return deleted
 
 
@@ -245,6 +248,17 @@ RESPONSES = Api(
     comments_progress=True,
     logprobs="include",
 )
+
+
+async def prepare(received: Received) -> tuple[Job, StoringEmitter]:
+    """What ``serving.prepare`` makes of a request of ``RESPONSES``, and its emitter.
+
+    The emitter writes the last events, when it has stored the response.
+    """
+    job = await serving.prepare(received)
+    emitter = job.emitter
+    assert isinstance(emitter, StoringEmitter)  # made by ``RESPONSES``
+    return replace(job, write_last=emitter.write_last), emitter
 
 
 def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:

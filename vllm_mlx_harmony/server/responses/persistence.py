@@ -57,13 +57,13 @@ class StoringEmitter:
         return self._emitter.create()
 
     def feed(self, delta: Delta) -> list[Event]:
-        """The events for any ``delta`` but the last, for which there is ``end``."""
+        """The events for any ``delta`` but the last, for which there is ``write_last``."""
         return self._emitter.feed(delta)
 
     def keep_alive(self) -> Event:
         return self._emitter.keep_alive()
 
-    async def end(self, delta: Finished | Failed | None) -> list[Event]:
+    async def write_last(self, delta: Finished | Failed | None) -> list[Event]:
         """The last events of the response, when it is stored. ``None``: it was cancelled."""
         if self._last is None:
             self._before = self._emitter.document()

@@ -16,16 +16,15 @@ from vllm_mlx_harmony.protocols.events import Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.host import front_end_of, tenant_of
-from vllm_mlx_harmony.server.peers.answers import BEATING
+from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
-from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget, new_id_seed
+from vllm_mlx_harmony.server.responses.persistence import forget, new_id_seed
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
     count,
-    prepare,
     respond,
     serve,
 )
@@ -71,18 +70,16 @@ async def create_response(request: Request) -> Response:
 
 
 async def _create(received: Received) -> Response:
-    job = await prepare(received)
-    emitter = job.emitter
-    assert isinstance(emitter, StoringEmitter)
+    job, emitter = await lookup.prepare(received)
     if not emitter.request.background:
-        return await respond(received, job, emitter.end)
+        return await respond(received, job)
     try:
         await lookup.announce(emitter)
-        running = await BACKGROUND.start(job, received.answer)
+        running = await BACKGROUND.start(job, emitter, received.answer)
     except BaseException:
         await lookup.withdraw(emitter)
         raise
-    BEATING.begin(running)
+    heartbeat.begin(running)
     if job.stream:
         return EventStream(received.request, running.follow())
     return JSONResponse(running.document)

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.answer import counted_as_unread
+from vllm_mlx_harmony.server.answer import delays_shutdown
 from vllm_mlx_harmony.server.body import Document, parse
 from vllm_mlx_harmony.server.endpoint import (
     failure_of,
@@ -36,9 +36,9 @@ from vllm_mlx_harmony.server.endpoint import (
 )
 from vllm_mlx_harmony.server.generation import Deltas, Job
 from vllm_mlx_harmony.server.host import NotHarmony, front_end_of, host_of, rejection
-from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
+from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, prepare, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
-from vllm_mlx_harmony.server.serving import Received, leased, prepare
+from vllm_mlx_harmony.server.serving import Received, leased
 from vllm_mlx_harmony.server.streams import (
     abort_connection,
     send_with_timeout,
@@ -148,7 +148,7 @@ class Conversation:
                 if waiting.cancelled_caught:
                     break
                 self._waiting_bytes -= sys.getsizeof(text)
-                with counted_as_unread():  # a shutdown waits for the response
+                with delays_shutdown():
                     await self._answer(text)
             await self._send_error(_OVER)
             await self._socket.close()
@@ -185,12 +185,10 @@ class Conversation:
         request = Request(scope, _empty_body())
         async with leased(self._api, request, body, self._front_end.host) as lease:
             received = Received(self._api, self._front_end, request, body, lease, new_id_seed())
-            job = await prepare(received)
-            emitter = job.emitter
-            assert isinstance(emitter, StoringEmitter)
+            job, emitter = await prepare(received)
             deltas = None if generates else _no_output(job)
-            async with aclosing(received.answer(job, end=emitter.end, deltas=deltas)) as events:
-                await events.begun()  # earlier errors have a status, as over HTTP
+            async with aclosing(received.answer(job, deltas=deltas)) as events:
+                await events.first_event()  # earlier errors have a status, as over HTTP
                 async for event in events:
                     if not (event is DONE or event.comment):
                         await self._send(event.data)
