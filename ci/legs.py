@@ -12,7 +12,7 @@ PYTEST = ("python", "-m", "pytest", "--durations=10", "--durations-min=2")
 MARKDOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "docs")
 
 PLUGIN = "packaging/vllm-mlx-harmony"
-"""The distribution that brings vllm-mlx. All files of the package are in that of this directory."""
+"""The directory of the distribution that requires vllm-mlx. `.` is the one with the package."""
 
 FRAMEWORKS = (
     "instructor>=1.14",
