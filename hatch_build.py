@@ -1,13 +1,13 @@
-"""Project URLs and the links in README on PyPI: the repository in which a distribution is built.
+"""Metadata of both distributions: README and project URLs on PyPI, and requirements of one version.
 
-Read by hatchling. A build outside of a repository with a remote has no URLs. A wheel that is built
-from an sdist has those of the sdist.
+Read by hatchling. URLs and the links in README lead to the repository in which a distribution is
+built. A build outside of a repository with a remote has no URLs. A wheel that is built from an
+sdist has those of the sdist.
 """
 
 from __future__ import annotations
 
 import os
-import posixpath
 import re
 import subprocess
 from pathlib import Path
@@ -43,27 +43,38 @@ def repository() -> str:
     return web_address(found.strip())
 
 
-def linked(text: str, address: str, version: str, directory: str = ".") -> str:
-    """The text of a page in ``directory``, its relative links to a version of the repository."""
+def linked(text: str, address: str, version: str) -> str:
+    """The text of a page, its relative links to a version of the repository."""
 
     def absolute(link: re.Match[str]) -> str:
-        mark, name, target = link.groups()
-        path = posixpath.normpath(posixpath.join(directory, target))
+        mark, name, path = link.groups()
         return f"{mark}[{name}]({address}/{'raw' if mark else 'blob'}/v{version}/{path})"
 
     return re.sub(r"(!?)\[([^]]*)\]\((?!https?:|#)([^)]+)\)", absolute, text)
 
 
 class Metadata(MetadataHookInterface):
-    """Sets ``urls`` and ``readme``, unless they are in the metadata of an sdist."""
+    """Sets ``urls`` and ``readme``, unless they are in the metadata of an sdist.
+
+    If the hook's configuration has requirements, it sets those, with the version for ``{version}``.
+    """
 
     def update(self, metadata: dict[str, Any]) -> None:
-        address, root = repository(), Path(self.root)
+        address, version = repository(), metadata["version"]
         if "urls" not in metadata:
             metadata["urls"] = {name: address + page for name, page in PAGES.items() if address}
         if "readme" not in metadata:
-            text = (root / "README.md").read_text("utf-8")
+            text = (ROOT / "README.md").read_text("utf-8")
             if address:
-                place = root.resolve().relative_to(ROOT.resolve()).as_posix()
-                text = linked(text, address, metadata["version"], place)
+                text = linked(text, address, version)
             metadata["readme"] = {"content-type": "text/markdown", "text": text}
+        if "dependencies" in self.config:
+            metadata["dependencies"] = _of(version, self.config["dependencies"])
+            metadata["optional-dependencies"] = {
+                extra: _of(version, requirements)
+                for extra, requirements in self.config["optional-dependencies"].items()
+            }
+
+
+def _of(version: str, requirements: list[str]) -> list[str]:
+    return [each.format(version=version) for each in requirements]

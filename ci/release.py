@@ -30,6 +30,7 @@ else:
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DIST = REPOSITORY / "dist"
+PLUGIN = "packaging/vllm-mlx-harmony"
 
 PYTHON = (3, 12)
 MACOS = (14, 0)
@@ -81,16 +82,17 @@ def main() -> int:
     """Builds and checks. The exit code is 0 only if all of it succeeded."""
     shutil.rmtree(DIST, ignore_errors=True)
     run("uv", "build", "--quiet", "--out-dir", str(DIST))
-    run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), "gateway")
+    run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), PLUGIN)
     files = sorted(DIST.glob("vllm_mlx_harmony*"))
     run("twine", "check", "--strict", *map(str, files))
-    wheel = next(DIST.glob("vllm_mlx_harmony-*.whl"))
-    version = wheel.name.split("-")[1]
+    plugin = next(DIST.glob("vllm_mlx_harmony-*.whl"))
+    server = next(DIST.glob("vllm_mlx_harmony_server-*.whl"))
+    version = plugin.name.split("-")[1]
     if not is_dated((REPOSITORY / "CHANGELOG.md").read_text("utf-8"), version):
         print(f"CHANGELOG.md has no heading `## [{version}]` with a date", file=sys.stderr)
         return 1
     tap = DIST / "vllm-mlx-harmony.rb"
-    tap.write_text(formula(wheel, locked()), "utf-8")
+    tap.write_text(formula(plugin, server, locked()), "utf-8")
     for path in (*files, tap):
         print(f"{path.relative_to(REPOSITORY)}: {path.stat().st_size:,} bytes")
     return 0
@@ -110,11 +112,11 @@ def is_dated(changelog: str, version: str) -> bool:
 
 
 def locked() -> list[dict[str, Any]]:
-    """All packages that an installation on a Mac has beside this one, as in a `pylock.toml`."""
+    """All packages that an installation on a Mac has beside ours, as in a `pylock.toml`."""
     target = ["--python-platform", "aarch64-apple-darwin", "--python-version", dotted(PYTHON)]
     command = ["uv", "pip", "compile", "--quiet", "--format", "pylock.toml", *target]
     ended = subprocess.run(
-        [*command, "pyproject.toml"],
+        [*command, "--find-links", str(DIST), f"{PLUGIN}/pyproject.toml"],
         cwd=REPOSITORY,
         env={**os.environ, "MACOSX_DEPLOYMENT_TARGET": dotted(MACOS)},
         stdout=subprocess.PIPE,
@@ -122,28 +124,40 @@ def locked() -> list[dict[str, Any]]:
         check=True,
     )
     packages: list[dict[str, Any]] = tomllib.loads(ended.stdout)["packages"]
-    return packages
+    return [each for each in packages if each["name"] != "vllm-mlx-harmony-server"]
 
 
-def formula(wheel: Path, packages: Iterable[Mapping[str, Any]]) -> str:
-    """The formula of a wheel that will be on PyPI, and of the packages that it needs."""
+def formula(wheel: Path, server: Path, packages: Iterable[Mapping[str, Any]]) -> str:
+    """The formula of two wheels that will be on PyPI, and of the packages that they need."""
     with zipfile.ZipFile(wheel) as opened:
         (name,) = (each for each in opened.namelist() if each.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(opened.read(name).decode())
     urls = dict(each.split(", ", 1) for each in metadata.get_all("Project-URL", []))
     project = metadata["Name"]
-    resources = []
+    ours = {"url": published(server), "sha256": digest(server)}
+    resources = [RESOURCE.format(name=f"{project}-server", **ours)]
     for package in packages:
         chosen = best(package["wheels"])
         values = {"url": chosen["url"], "sha256": chosen["hashes"]["sha256"]}
         resources.append(RESOURCE.format(name=package["name"], **values))
     return FORMULA.format(
         homepage=urls.get("Homepage", f"https://pypi.org/project/{project}/"),
-        url=f"https://files.pythonhosted.org/packages/py3/{project[0]}/{project}/{wheel.name}",
-        sha256=hashlib.sha256(wheel.read_bytes()).hexdigest(),
+        url=published(wheel),
+        sha256=digest(wheel),
         python=dotted(PYTHON),
         resources="\n".join(resources),
     )
+
+
+def published(wheel: Path) -> str:
+    """The address of a wheel on PyPI."""
+    project = wheel.name.partition("-")[0].replace("_", "-")
+    return f"https://files.pythonhosted.org/packages/py3/{project[0]}/{project}/{wheel.name}"
+
+
+def digest(file: Path) -> str:
+    """SHA-256, in hexadecimal."""
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 def best(wheels: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from importlib.util import find_spec
 
 from vllm_mlx_harmony import __version__
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -55,13 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, HarmonyFailure) as error:
         return _fail(error)
     except ImportError as error:
-        plugin_is_missing = command != "gateway" and find_spec(f"{__package__}.host") is None
-        if plugin_is_missing or (error.name or "").partition(".")[0] == __package__:
-            return _fail(
-                UsageError(
-                    "only the gateway is installed; for this command: pip install vllm-mlx-harmony"
-                )
-            )
         if error.name != "openai_harmony":
             raise
         return _fail(UsageError("openai-harmony is not installed: pip install openai-harmony"))

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,8 @@ THROUGH_THE_HOST = {
     "tokenizers",
     "transformers",
     "yaml",
-    "uvicorn",
 }
-"""What `vllm-mlx` itself depends on: whichever version it wants is the right one."""
+"""What `vllm-mlx` or `mlx-lm` itself depends on: whichever version it wants is the right one."""
 
 DISTRIBUTIONS = {
     "typing_extensions": "typing-extensions",
@@ -69,18 +69,33 @@ EXTRAS = {
 }
 """What an extra brings: imported where it is asked for."""
 
-LOADED_BY_OTHERS = {"websockets"}
-"""uvicorn speaks WebSocket only where it finds a library that does."""
+LOADED_BY_OTHERS = {"httptools", "uvloop", "websockets"}
+"""uvicorn uses them where it finds them."""
+
+WITH_A_MODEL = {"mlx-lm", "tqdm"}
+"""What runs a model in this process: the server's extra `mlx`, and the plugin."""
 
 
 def test_what_is_imported_is_declared() -> None:
-    project = (REPOSITORY / "pyproject.toml").read_text("utf-8")
+    server, plugin = _declared("."), _declared("packaging/vllm-mlx-harmony")
+    host = [path for path in MODULES if PACKAGE / "host" in path.parents]
+    needed = _needed(path for path in MODULES if path not in host) | LOADED_BY_OTHERS
+    assert needed == server | WITH_A_MODEL
+    assert (needed | _needed(host)) - server == plugin - {"vllm-mlx-harmony-server"}
+
+
+def _declared(directory: str) -> set[str]:
+    """Names of the distributions that the one in this directory requires."""
+    project = (REPOSITORY / directory / "pyproject.toml").read_text("utf-8")
     (listed,) = re.findall(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
-    declared = set(re.findall(r'"([a-z0-9-]+)', listed))
+    return set(re.findall(r'"([a-z0-9-]+)', listed))
+
+
+def _needed(paths: Iterable[Path]) -> set[str]:
+    """Names of the distributions that these files import, without those of extras."""
     own = {*sys.stdlib_module_names, "tomllib", PACKAGE.name} | THROUGH_THE_HOST | EXTRAS
-    imported = {name for path in MODULES for name in _imports(path)} - own
-    needed = {DISTRIBUTIONS.get(name, name) for name in imported} | LOADED_BY_OTHERS
-    assert needed == declared
+    imported = {name for path in paths for name in _imports(path)} - own
+    return {DISTRIBUTIONS.get(name, name) for name in imported}
 
 
 def _imports(path: Path) -> set[str]:

@@ -387,11 +387,6 @@ def pyproject() -> dict[str, Any]:
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
 
 
-def test_the_test_tools_are_the_extra() -> None:
-    extras = pyproject()["project"]["optional-dependencies"]
-    assert sorted(legs.TEST_TOOLS) == sorted(extras["test"])
-
-
 def test_every_extra_has_a_leg_with_it_and_one_without() -> None:
     for extra in pyproject()["project"]["optional-dependencies"]:
         given = [any(_asks_for(extra, item) for item in one.install) for one in legs.LEGS]

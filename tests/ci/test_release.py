@@ -54,12 +54,10 @@ def test_the_web_address_of_a_remote(hook: Any, remote: str, expected: str) -> N
         ("[a](docs/a.md#b)", "[a](https://h/o/n/blob/v1.0/docs/a.md#b)"),
         ("![a b](docs/a.svg)", "![a b](https://h/o/n/raw/v1.0/docs/a.svg)"),
         ("[a](https://b/c) [d](#e)", "[a](https://b/c) [d](#e)"),
-        ("[`a`](../a.md)", "[`a`](https://h/o/n/blob/v1.0/a.md)"),
     ],
 )
 def test_links_of_a_page(hook: Any, text: str, expected: str) -> None:
-    place = "gateway" if ".." in text else "."
-    assert hook.linked(text, "https://h/o/n", "1.0", place) == expected
+    assert hook.linked(text, "https://h/o/n", "1.0") == expected
 
 
 @pytest.fixture
@@ -125,8 +123,12 @@ def test_the_formula(release: Any, tmp_path: Path) -> None:
     with zipfile.ZipFile(built, "w") as opened:
         opened.writestr("a_b-1.0.dist-info/METADATA", "Name: a-b\nVersion: 1.0\n\nReadme")
     package = {"name": "rich", "wheels": [wheel("rich-1-py3-none-any.whl")]}
-    text = release.formula(built, [package])
+    server = tmp_path / "a_b_server-1.0-py3-none-any.whl"
+    server.write_bytes(b"")
+    text = release.formula(built, server, [package])
     assert "/packages/py3/a/a-b/a_b-1.0-py3-none-any.whl" in text
+    assert 'resource "a-b-server"' in text
+    assert "/packages/py3/a/a-b-server/a_b_server-1.0-py3-none-any.whl" in text
     assert 'homepage "https://pypi.org/project/a-b/"' in text
     assert 'sha256 "digest of rich-1-py3-none-any.whl"' in text
     assert 'shell_output("#{bin}/vllm-mlx-harmony' in text

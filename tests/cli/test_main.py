@@ -287,4 +287,4 @@ def test_demo_without_mlx_names_the_fix(
     monkeypatch.setitem(sys.modules, "mlx.core", None)
     monkeypatch.setattr(sys, "platform", "linux")
     assert main(["demo"]) == 2
-    assert "pip install 'vllm-mlx-harmony[cpu]'" in capsys.readouterr().err
+    assert "pip install 'vllm-mlx-harmony-server[cpu]'" in capsys.readouterr().err

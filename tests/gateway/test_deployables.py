@@ -65,7 +65,7 @@ def test_compose_is_valid_and_pinned() -> None:
     images = {name: each["image"] for name, each in COMPOSE["services"].items()}
     for name, image in images.items():
         assert re.search(r":v?\d+\.\d+", image), f"{name} is not pinned: {image}"
-    assert images["gateway"] == f"vllm-mlx-harmony-gateway:{__version__}"
+    assert images["gateway"] == f"vllm-mlx-harmony-server:{__version__}"
     folder = EXAMPLES / "compose"
     for service in COMPOSE["services"].values():
         for mount in service.get("volumes", ()):
@@ -128,7 +128,7 @@ def test_a_pod_ends_after_its_answers(tmp_path: Path) -> None:
     settings = load({}, {}, str(file))
     _, wait = container["lifecycle"]["preStop"]["exec"]["command"]
     assert pod["terminationGracePeriodSeconds"] > settings.shutdown_grace + int(wait)
-    assert container["image"].endswith(f"vllm-mlx-harmony-gateway:{__version__}")
+    assert container["image"].endswith(f"vllm-mlx-harmony-server:{__version__}")
     assert f"USER {pod['securityContext']['runAsUser']}\n" in DOCKERFILE.read_text()
     paths = [container[f"{name}Probe"]["httpGet"]["path"] for name in ("liveness", "readiness")]
     assert paths == ["/health", "/ready"]

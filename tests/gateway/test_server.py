@@ -537,7 +537,7 @@ def test_a_model_in_this_process_has_the_name_of_its_directory(source: str) -> N
 
 def test_a_model_in_this_process_requires_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_mlx_harmony.gateway.local", None)
-    with pytest.raises(HostError, match=re.escape("pip install 'vllm-mlx-harmony-gateway[mlx]'")):
+    with pytest.raises(HostError, match=re.escape("pip install 'vllm-mlx-harmony-server[mlx]'")):
         gateway(load({"engines": ["mlx:/models/gpt-oss-20b"]}, {}))
 
 

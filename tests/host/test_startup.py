@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2]
+STARTUP = PACKAGE / "packaging/vllm-mlx-harmony/startup"
 
 CLI = '''\
 """The host's command line."""
@@ -315,7 +316,7 @@ def test_starting_imports_nothing(site: Path) -> None:
 
 
 def test_the_startup_files_call_arm() -> None:
-    (line,) = (PACKAGE / "startup" / "vllm_mlx_harmony_startup.pth").read_text().splitlines()
+    (line,) = (STARTUP / "vllm_mlx_harmony_startup.pth").read_text().splitlines()
     assert line == "import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()"
-    (start,) = (PACKAGE / "startup" / "vllm_mlx_harmony_startup.start").read_text().splitlines()
+    (start,) = (STARTUP / "vllm_mlx_harmony_startup.start").read_text().splitlines()
     assert start == "vllm_mlx_harmony._startup:register"

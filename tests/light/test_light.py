@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import shutil
 import signal
+import socket
 import subprocess
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -325,3 +327,14 @@ def test_parser_of_another_model_is_rejected(capsys: pytest.CaptureFixture[str])
     with pytest.raises(SystemExit):
         main(["serve", "MODEL", "--tool-call-parser", "qwen"])
     assert "choose from" in capsys.readouterr().err
+
+
+def test_the_doctor_asks_for_no_plugin() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm_mlx_harmony", "doctor", "--verbose", "--port", str(port)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    assert "vllm-mlx " not in ended.stdout and "startup file" not in ended.stdout
+    assert not list(Path(sysconfig.get_path("purelib")).glob("vllm_mlx_harmony_startup*"))

@@ -30,7 +30,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_demo_names_the_extra() -> None:
     ended = run("demo")
     assert ended.returncode == 2
-    assert "pip install 'vllm-mlx-harmony[cpu]'" in ended.stderr
+    assert "pip install 'vllm-mlx-harmony-server[cpu]'" in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
@@ -54,4 +54,4 @@ def test_doctor_has_one_problem_and_its_remedy() -> None:
     assert "Traceback" not in ended.stderr
     wrong = [line for line in ended.stdout.splitlines() if line.startswith("✗")]
     assert len(wrong) == 1 and "mlx cannot be imported" in wrong[0], ended.stdout
-    assert "→ pip install 'vllm-mlx-harmony[cpu]'" in ended.stdout
+    assert "→ pip install 'vllm-mlx-harmony-server[cpu]'" in ended.stdout

@@ -45,7 +45,7 @@ def test_the_steps_make_a_gateway_that_serves_and_is_checked(tmp_path: Path) -> 
     environment = {**clean, "PATH": f"{program}:/usr/bin:/bin", "VIRTUAL_ENV": ""}
 
     def here(text: str) -> str:
-        return text.replace("/src/", f"{ROOT}/").replace("/wheels", f"{tmp_path}/wheels")
+        return re.sub(r"/src\b", str(ROOT), text).replace("/wheels", f"{tmp_path}/wheels")
 
     for copied in steps("COPY"):
         *source, _ = copied.split(" ")

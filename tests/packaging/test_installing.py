@@ -6,6 +6,7 @@ environment takes a second to make; the last rows use the real one from where th
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import re
@@ -16,6 +17,8 @@ import sysconfig
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from email.message import Message
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,8 @@ import pytest
 pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).parents[2]
+PLUGIN = ROOT / "packaging/vllm-mlx-harmony"
+NAMES = ("vllm-mlx-harmony", "vllm-mlx-harmony-server")
 BIN = "Scripts" if os.name == "nt" else "bin"
 
 HOST_PROJECT = """\
@@ -95,8 +100,15 @@ def build(uv: str, project: Path, out: Path) -> Path:
 
 
 @pytest.fixture(scope="session")
-def wheel(uv: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(uv, ROOT, tmp_path_factory.mktemp("wheel"))
+def server(uv: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with the package."""
+    return build(uv, ROOT, tmp_path_factory.mktemp("server"))
+
+
+@pytest.fixture(scope="session")
+def plugin(uv: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel with the startup files."""
+    return build(uv, PLUGIN, tmp_path_factory.mktemp("plugin"))
 
 
 @pytest.fixture(scope="session")
@@ -155,8 +167,8 @@ class Uv:
     def install(self, *what: str | Path) -> None:
         succeed(self._uv, "pip", "install", "--no-deps", "--python", self._python, *what)
 
-    def uninstall(self) -> None:
-        succeed(self._uv, "pip", "uninstall", "--python", self._python, "vllm-mlx-harmony")
+    def uninstall(self, *names: str) -> None:
+        succeed(self._uv, "pip", "uninstall", "--python", self._python, *names)
 
 
 class Pip:
@@ -168,19 +180,29 @@ class Pip:
     def install(self, *what: str | Path) -> None:
         succeed(*self._pip, "install", "--no-deps", *what)
 
-    def uninstall(self) -> None:
-        succeed(*self._pip, "uninstall", "--yes", "vllm-mlx-harmony")
+    def uninstall(self, *names: str) -> None:
+        succeed(*self._pip, "uninstall", "--yes", *names)
+
+
+def installable(kind: str, project: Path, wheel: Path) -> tuple[str | Path, ...]:
+    """The arguments that install a project in this way."""
+    return (wheel,) if kind == "wheel" else ("--editable", project)
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("installer", [Uv, Pip])
 def test_installing_registers_and_uninstalling_leaves_nothing(
-    uv: str, environment: Environment, wheel: Path, installer: type[Uv | Pip], kind: str
+    uv: str,
+    environment: Environment,
+    server: Path,
+    plugin: Path,
+    installer: type[Uv | Pip],
+    kind: str,
 ) -> None:
     tool = installer(uv, environment)
     environment.serve()  # whatever the first start of an interpreter writes, it has written
     before = environment.files()
-    tool.install(*([wheel] if kind == "wheel" else ["--editable", ROOT]))
+    tool.install(*installable(kind, ROOT, server), *installable(kind, PLUGIN, plugin))
 
     asked = environment.serve("--tool-call-parser", "harmony")
     assert asked.stdout == "host serves harmony\n"
@@ -199,18 +221,70 @@ def test_installing_registers_and_uninstalling_leaves_nothing(
         assert quiet.stdout.startswith("host serves")
         assert quiet.stderr == ""
 
-    tool.uninstall()
+    tool.uninstall(*NAMES)
     assert environment.files() - before == set()
     after = environment.serve("--tool-call-parser", "harmony")
     assert (after.stdout, after.stderr) == ("host serves harmony\n", "")
 
 
+VERSIONS = """\
+import sys
+from importlib import metadata
+import vllm_mlx_harmony
+for name in sys.argv[1:]:
+    print(metadata.version(name) == vllm_mlx_harmony.__version__, end=" ")
+"""
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+@pytest.mark.parametrize("installer", [Uv, Pip])
+def test_the_plugin_comes_and_goes_and_the_server_stays(
+    uv: str, tmp_path: Path, server: Path, plugin: Path, installer: type[Uv | Pip], kind: str
+) -> None:
+    succeed(uv, "venv", "--seed", "--python", sys.executable, tmp_path / "venv")
+    environment = Environment(tmp_path / "venv")
+    tool = installer(uv, environment)
+    tool.install(*installable(kind, ROOT, server))
+
+    def works_alone() -> None:
+        program = environment.directory / BIN / "vllm-mlx-harmony"
+        assert succeed(program, "--version").startswith("vllm-mlx-harmony ")
+        python = (environment.python, "-c", VERSIONS)
+        assert succeed(*python, "vllm-mlx-harmony-server").split() == ["True"]
+        assert "PackageNotFoundError" in run(*python, "vllm-mlx-harmony").stderr
+        assert not list(environment.site.glob("vllm_mlx_harmony_startup*"))
+        assert not (environment.site / "vllm_mlx").exists()
+
+    works_alone()
+    alone = {file for file in environment.files() if "__pycache__" not in file}
+    tool.install(*installable(kind, PLUGIN, plugin))
+    assert succeed(environment.python, "-c", VERSIONS, *NAMES).split() == ["True", "True"]
+    assert (environment.site / "vllm_mlx_harmony_startup.pth").exists()
+    first, second = (recorded(environment, name) for name in NAMES)
+    assert first & second == set()
+
+    tool.uninstall("vllm-mlx-harmony")
+    assert {file for file in environment.files() if "__pycache__" not in file} == alone
+    works_alone()
+
+
+def recorded(environment: Environment, name: str) -> set[str]:
+    """The files that a distribution owns."""
+    (record,) = environment.site.glob(f"{name.replace('-', '_')}-[0-9]*.dist-info/RECORD")
+    return {row[0] for row in csv.reader(record.read_text("utf-8").splitlines())}
+
+
 def test_tool_installs_are_registered(
-    uv: str, tmp_path: Path, wheel: Path, host_wheel: Path
+    uv: str, tmp_path: Path, server: Path, plugin: Path, host_wheel: Path
 ) -> None:
     tools = {"UV_TOOL_DIR": str(tmp_path / "tools"), "UV_TOOL_BIN_DIR": str(tmp_path / "bin")}
-    arguments = ("--python", sys.executable, "--with", wheel, host_wheel)
-    succeed(uv, "tool", "install", *arguments, **tools)
+    wheels = ("--with", plugin, "--find-links", server.parent)
+    programs = ("--with-executables-from", "vllm-mlx-harmony-server")
+    succeed(
+        uv, "tool", "install", "--python", sys.executable, *wheels, *programs, host_wheel, **tools
+    )
+    version = succeed(tmp_path / "bin" / "vllm-mlx-harmony", "--version")
+    assert version.startswith("vllm-mlx-harmony ")
     asked = run(tmp_path / "bin" / "vllm-mlx", "serve", "--tool-call-parser", "harmony")
     # openai-harmony is there as a dependency, so it gets as far as checking this small host.
     assert asked.returncode == 2
@@ -219,8 +293,10 @@ def test_tool_installs_are_registered(
     assert run(tmp_path / "bin" / "vllm-mlx", "serve").stdout == "host serves None\n"
 
 
-def test_half_removed_python_still_starts(uv: str, environment: Environment, wheel: Path) -> None:
-    Uv(uv, environment).install(wheel)
+def test_half_removed_python_still_starts(
+    uv: str, environment: Environment, server: Path, plugin: Path
+) -> None:
+    Uv(uv, environment).install(server, plugin)
     shutil.rmtree(environment.site / "vllm_mlx_harmony")
     assert environment.serve("--tool-call-parser", "harmony").stdout == "host serves harmony\n"
 
@@ -230,53 +306,89 @@ def names(archive: Path) -> Iterator[str]:
         yield from opened.namelist()
 
 
-def test_the_wheel_holds_what_it_needs_and_nothing_else(wheel: Path) -> None:
-    held = set(names(wheel))
+def contents(wheel: Path) -> set[str]:
+    """What a wheel installs, without its metadata."""
+    return {name for name in names(wheel) if ".dist-info/" not in name}
+
+
+def metadata_of(wheel: Path) -> Message:
+    (name,) = (each for each in names(wheel) if each.endswith(".dist-info/METADATA"))
+    with zipfile.ZipFile(wheel) as opened:
+        return Parser().parsestr(opened.read(name).decode())
+
+
+def test_the_wheels_hold_what_they_need_and_nothing_else(server: Path, plugin: Path) -> None:
+    held = contents(server)
     package = ROOT / "vllm_mlx_harmony"
     sources = {
         str(path.relative_to(ROOT))
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
+    assert held == sources
     startup = {"vllm_mlx_harmony_startup.pth", "vllm_mlx_harmony_startup.start"}
-    assert {name for name in held if ".dist-info/" not in name} == sources | startup
+    assert contents(plugin) == startup
     assert "vllm_mlx_harmony/py.typed" in held
     assert "vllm_mlx_harmony/data/o200k_base.xz" in held
 
 
-def test_its_links_lead_to_the_repository(wheel: Path) -> None:
-    (name,) = (each for each in names(wheel) if each.endswith(".dist-info/METADATA"))
-    metadata = zipfile.ZipFile(wheel).read(name).decode()
-    assert "\nProject-URL: Issues, https://example.com/owner/name/issues\n" in metadata
-    links = re.findall(r"\]\(([^)]+)\)", metadata)
+def test_the_sdist_builds_both_wheels(uv: str, tmp_path: Path, server: Path, plugin: Path) -> None:
+    succeed(uv, "build", "--sdist", "--out-dir", tmp_path, ROOT)
+    (archive,) = tmp_path.glob("vllm_mlx_harmony_server-*.tar.gz")
+    shutil.unpack_archive(archive, tmp_path)
+    unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
+    assert contents(build(uv, unpacked, tmp_path / "server")) == contents(server)
+    again = build(uv, unpacked / PLUGIN.relative_to(ROOT), tmp_path / "plugin")
+    assert contents(again) == contents(plugin)
+    requirements = [metadata_of(each).get_all("Requires-Dist") for each in (again, plugin)]
+    assert requirements[0] == requirements[1]
+
+
+def test_the_plugin_requires_the_server_of_its_version(server: Path, plugin: Path) -> None:
+    own, other = metadata_of(plugin), metadata_of(server)
+    asked = [each for each in own.get_all("Requires-Dist", []) if each.startswith(NAMES[1])]
+    extras = own.get_all("Provides-Extra", [])
+    assert asked == [
+        f"{NAMES[1]}=={other['Version']}",
+        *(f"{NAMES[1]}[{extra}]=={other['Version']}; extra == '{extra}'" for extra in extras),
+    ]
+    assert set(extras) == set(other.get_all("Provides-Extra", [])) - {"mlx", "test"}
+
+
+@pytest.mark.parametrize("name", ["server", "plugin"])
+def test_its_links_lead_to_the_repository(name: str, request: pytest.FixtureRequest) -> None:
+    metadata = metadata_of(request.getfixturevalue(name))
+    assert "Issues, https://example.com/owner/name/issues" in metadata.get_all("Project-URL", [])
+    links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
     assert "https://example.com/owner/name/blob/main/docs/README.md" not in links, "a version's own"
     assert any(link.endswith("/docs/mac.md") for link in links)
     assert [link for link in links if not link.startswith("https://")] == []
 
 
-def test_every_entry_point_can_be_loaded(wheel: Path) -> None:
+def test_every_entry_point_can_be_loaded(server: Path, plugin: Path) -> None:
     pytest.importorskip("vllm_mlx")
     source = (
-        "import sys; sys.path.insert(0, sys.argv[1])\n"
+        "import sys; sys.path[:0] = sys.argv[1:]\n"
         "from importlib import metadata\n"
-        "(dist,) = metadata.distributions(name='vllm-mlx-harmony', path=[sys.argv[1]])\n"
-        "for entry in dist.entry_points: entry.load()\n"
-        "print(len(dist.entry_points))"
+        "dists = metadata.distributions(path=sys.argv[1:])\n"
+        "entries = [entry for dist in dists for entry in dist.entry_points]\n"
+        "for entry in entries: entry.load()\n"
+        "print(len(entries))"
     )
     # A wheel is importable as it is, as long as it is pure.
-    assert succeed(sys.executable, "-c", source, wheel) == "8\n"
+    assert succeed(sys.executable, "-c", source, server, plugin) == "8\n"
 
 
 # --- the real host ----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def beside_the_host(uv: str, tmp_path: Path, wheel: Path) -> Environment:
-    """The wheel, installed; the real host and the rest from the environment the tests run in."""
+def beside_the_host(uv: str, tmp_path: Path, server: Path, plugin: Path) -> Environment:
+    """The wheels, installed; the real host and the rest from the environment the tests run in."""
     pytest.importorskip("vllm_mlx")
     succeed(uv, "venv", "--python", sys.executable, tmp_path / "venv")
     made = Environment(tmp_path / "venv")
-    Uv(uv, made).install(wheel)
+    Uv(uv, made).install(server, plugin)
     (made.site / "zz_host.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return made
 

@@ -49,7 +49,9 @@ TOOLS = [{"type": "mcp", "server_label": "calculator", "require_approval": "neve
 def run(*, batched: bool = False) -> int:
     """Shows the answer item by item. Returns 0 if it is as expected, otherwise 1."""
     if find_spec("mcp") is None:
-        raise UsageError("tool servers need a package: pip install 'vllm-mlx-harmony[tools]'")
+        raise UsageError(
+            "tool servers need a package: pip install 'vllm-mlx-harmony-server[tools]'"
+        )
     console = Console(highlight=False)
     console.print(
         "[bold]vllm-mlx-harmony demo --tools[/]: the real server, a real MCP server, and in place "

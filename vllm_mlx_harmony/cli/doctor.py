@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_mlx_harmony import _startup
-from vllm_mlx_harmony.cli import errors
+from vllm_mlx_harmony.cli import errors, light
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS
 from vllm_mlx_harmony.cli.process import LOCAL, is_free, send
 from vllm_mlx_harmony.core.errors import HostError
@@ -137,8 +137,10 @@ def doctor(
     python = _one("python", True, f"{platform.python_version()} ({sys.executable})")
     listening = _port(port)
     mlx, settings = _mlx(), tuple(_settings())
-    groups = [python, *settings, *_machine(), _packages(), mlx, _loading(), _vocabulary()]
-    groups += [*(_host() if mlx.ok and not settings else ()), listening]
+    has_host = light.is_installed(PACKAGE)
+    loading = [_loading()] if has_host else []
+    groups = [python, *settings, *_machine(), _packages(), mlx, *loading, _vocabulary()]
+    groups += [*(_host() if has_host and mlx.ok and not settings else ()), listening]
     if mlx.ok and listening.findings[0].ok:  # a running server would distort the measurement
         groups += _prefill()
     if cache is not None:
@@ -268,10 +270,11 @@ def _machine() -> Iterator[Group]:
 def _packages() -> Group:
     found = versions()
     findings = [Finding(None, name, version) for name, version in found.items()]
-    for names in (("vllm-mlx",), LIBRARIES):
-        if found.keys().isdisjoint(names):
-            fix = f"pip install {names[0]}"
-            findings.append(Finding(False, names[0], f"not installed: {fix}", fix))
+    if "vllm-mlx" not in found and not light.replaces_host():
+        findings.append(Finding(False, "vllm-mlx", "not installed", light.INSTALL))
+    if found.keys().isdisjoint(LIBRARIES):
+        fix = f"pip install {LIBRARIES[0]}"
+        findings.append(Finding(False, LIBRARIES[0], "not installed", fix))
     findings.extend(_clashes())
     summary = ", ".join(f"{name} {version}" for name, version in found.items())
     return Group("packages", tuple(findings), summary)
@@ -283,7 +286,7 @@ def _mlx() -> Group:
         import mlx.core  # noqa: F401
     except ImportError as error:
         linux = sys.platform == "linux"
-        wanted = "'vllm-mlx-harmony[cpu]'" if linux else "--force-reinstall mlx mlx-metal"
+        wanted = "'vllm-mlx-harmony-server[cpu]'" if linux else "--force-reinstall mlx mlx-metal"
         return _one("mlx", False, f"mlx cannot be imported ({error})", f"pip install {wanted}")
     return Group("mlx", (Finding(True, "mlx", "can be imported"),), internal=True)
 
@@ -340,8 +343,9 @@ def _loading() -> Group:
     paths = [path for name in directories if (path := Path(name) / STARTUP_FILE).is_file()]
     # Python does not read `.pth` files that have macOS's hidden flag.
     files = [path for path in paths if not getattr(path.stat(), "st_flags", 0) & stat.UF_HIDDEN]
+    fix = f"pip install --force-reinstall --no-deps vllm-mlx-harmony, or {explicit}"
     file = str(files[0]) if files else f"no {STARTUP_FILE} in a site directory"
-    findings.append(Finding(bool(files), "startup file", file, f"reinstall, or {explicit}"))
+    findings.append(Finding(bool(files), "startup file", file, fix))
     waits = _startup.registered()
     if waits or not _startup.switched_off():
         message = f"{'waits' if waits else 'does not wait'} for {_startup.HOST} in this process"
@@ -355,7 +359,7 @@ def _vocabulary() -> Group:
 
         vocab.encoding()
     except Exception as error:
-        fix = "pip install --force-reinstall vllm-mlx-harmony openai-harmony"
+        fix = "pip install --force-reinstall vllm-mlx-harmony-server openai-harmony"
         return _one("vocabulary", False, _message(error), fix)
     pointed, cached = os.environ.get(vocab.BASE_VARIABLE), vocab.cache_dir()
     where = f"not cached: {cached} cannot be written"

@@ -33,12 +33,17 @@ PARSERS = {
 """The parsers of vllm-mlx that mean what is always so here."""
 
 
+INSTALL = "pip install vllm-mlx-harmony, or for gpt-oss alone 'vllm-mlx-harmony-server[mlx]'"
+"""What to do where neither vllm-mlx nor mlx-lm is installed."""
+
+
 def replaces_host() -> bool:
     """Whether vllm-mlx is not installed, but mlx-lm is."""
-    return not _is_installed("vllm_mlx") and _is_installed("mlx_lm")
+    return not is_installed("vllm_mlx") and is_installed("mlx_lm")
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported, as far as can be told without importing it."""
     return module in sys.modules or find_spec(module) is not None
 
 

@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         host.install()
     except ImportError as error:
-        raise UsageError(f"vllm-mlx cannot be imported ({error}): pip install vllm-mlx") from error
+        raise UsageError(f"vllm-mlx cannot be imported ({error}): {light.INSTALL}") from error
     sys.argv = ["vllm-mlx", "serve", "--tool-call-parser", "harmony", *arguments]
     try:
         importlib.import_module(_startup.HOST).main()

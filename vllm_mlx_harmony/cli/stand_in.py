@@ -18,16 +18,15 @@ from vllm_mlx_harmony.standin import Script
 
 def require_host(what: str) -> None:
     """Raises ``UsageError`` if the server that ``what`` runs cannot be imported."""
-    host = () if light.replaces_host() else (("vllm_mlx", "vllm-mlx-harmony"),)
-    for module, fix in (*host, ("mlx.core", "mlx")):
+    linux = sys.platform == "linux"
+    mlx = "pip install 'vllm-mlx-harmony-server[cpu]'" if linux else "pip install mlx"
+    host = () if light.replaces_host() else (("vllm_mlx", light.INSTALL),)
+    for module, fix in (*host, ("mlx.core", mlx)):
         try:
             importlib.import_module(module)
         except ImportError as error:
-            linux = sys.platform == "linux" and fix == "mlx"
-            wanted = "'vllm-mlx-harmony[cpu]'" if linux else fix
             raise UsageError(
-                f"{what} runs the real server, but {module} cannot be imported ({error}): "
-                f"pip install {wanted}"
+                f"{what} runs the real server, but {module} cannot be imported ({error}): {fix}"
             ) from error
 
 

@@ -162,7 +162,7 @@ def add_server(
 def require(command: str, packages: Sequence[str]) -> None:
     """Raises ``UsageError`` if a package that the command needs is not installed."""
     if missing := [name for name in packages if not find_spec(name)]:
-        fix = "pip install 'vllm-mlx-harmony[verify]'"
+        fix = "pip install 'vllm-mlx-harmony-server[verify]'"
         raise UsageError(f"{command} needs {', '.join(missing)}: {fix}")
 
 

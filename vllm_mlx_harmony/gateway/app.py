@@ -67,7 +67,7 @@ def _host(settings: GatewaySettings) -> Gateway:
     except ImportError as error:
         raise HostError(
             f"a model in this process requires mlx-lm, which cannot be imported ({error}): "
-            "pip install 'vllm-mlx-harmony-gateway[mlx]'"
+            "pip install 'vllm-mlx-harmony-server[mlx]'"
         ) from error
     return LocalGateway(settings)
 

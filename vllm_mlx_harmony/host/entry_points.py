@@ -36,7 +36,7 @@ OWN = {
     PROMPT_RENDERERS: "vllm_mlx_harmony.core.render:render",
     STREAMING_CONTEXTS: "vllm_mlx_harmony.core.context:StreamingHarmonyContext",
 }
-"""In the order of `Extensions`, as in `pyproject.toml`.
+"""In the order of `Extensions`, as in the `pyproject.toml` of the plugin.
 
 Used if this package is not installed (a checkout on the path).
 """

@@ -53,7 +53,7 @@ def machine() -> dict[str, str]:
         "processor": f"{name.strip()}, {os.cpu_count()} cores",
         "memory": f"{memory:.0f} GiB",
         "system": f"{platform.system()} {platform.release()}",
-        **versions("vllm-mlx-harmony", "vllm-mlx", "mlx", "mlx-lm"),
+        **versions("vllm-mlx-harmony-server", "vllm-mlx", "mlx", "mlx-lm"),
     }
 
 

@@ -147,7 +147,7 @@ def document(model: str, repeat: int, outcomes: Sequence[Outcome]) -> Document:
     """The results file: ``--json``."""
     return {
         "kind": "vllm-mlx-harmony verify",
-        "versions": versions("vllm-mlx-harmony", "openai", "anthropic"),
+        "versions": versions("vllm-mlx-harmony-server", "openai", "anthropic"),
         "model": model,
         "repeat": repeat,
         "checks": [

@@ -65,7 +65,8 @@ def check_package() -> None:
         found = "none"
     if found.partition(".")[0] != "2":
         needed = "tool servers need the package mcp 2.x"
-        raise HostError(f"{needed} ({found} is installed): pip install 'vllm-mlx-harmony[tools]'")
+        fix = "pip install 'vllm-mlx-harmony-server[tools]'"
+        raise HostError(f"{needed} ({found} is installed): {fix}")
 
 
 class McpServer:

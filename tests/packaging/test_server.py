@@ -1,4 +1,4 @@
-"""The gateway's own distribution: small, without vllm-mlx, mlx and torch, and it serves."""
+"""The server without the plugin: small, without vllm-mlx, mlx and torch, and it serves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.packaging
 ROOT = Path(__file__).parents[2]
 MOST_MEGABYTES = 150
 HEAVY = {"vllm_mlx", "mlx", "mlx_lm", "torch", "transformers", "vllm", "fastapi"}
-PLUGIN_ONLY = {"host", "_loading.py"}
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +27,9 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment with the wheel and nothing else."""
     uv = shutil.which("uv")
     assert uv is not None
-    folder = tmp_path_factory.mktemp("gateway")
+    folder = tmp_path_factory.mktemp("server")
     # hatchling writes nothing into the tree, and the wheel only to where it is told to.
-    run(uv, "build", "--wheel", "--out-dir", folder / "dist", ROOT / "gateway")
+    run(uv, "build", "--wheel", "--out-dir", folder / "dist", ROOT)
     (wheel,) = (folder / "dist").glob("*.whl")
     run(uv, "venv", "-q", folder / "env")
     run(uv, "pip", "install", "-q", "--python", folder / "env" / "bin" / "python", wheel)
@@ -58,20 +57,19 @@ def test_it_is_small_and_brings_no_model_library(
     packages = site(environment)
     size = sum(file.stat().st_size for file in packages.rglob("*") if file.is_file()) / 1e6
     with capsys.disabled():
-        print(f"\nvllm-mlx-harmony-gateway, installed with all it needs: {size:.0f} MB")
+        print(f"\nvllm-mlx-harmony-server, installed with all it needs: {size:.0f} MB")
     assert size < MOST_MEGABYTES
     there = {path.name for path in packages.iterdir()}
     assert there & HEAVY == set()
-    assert {path.name for path in (packages / "vllm_mlx_harmony").iterdir()} & PLUGIN_ONLY == set()
     assert not list(packages.glob("vllm_mlx_harmony_startup*")), "nothing runs at Python's start"
 
 
-def test_a_command_of_the_plugin_says_where_it_is(environment: Path) -> None:
+def test_a_command_that_runs_a_model_says_what_to_install(environment: Path) -> None:
     program = environment / "bin" / "vllm-mlx-harmony"
-    for command in ("serve", "doctor", "demo"):
+    for command, code in {"serve": 2, "demo": 2, "doctor": 1}.items():
         done = subprocess.run([program, command], capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert "pip install vllm-mlx-harmony" in done.stderr
+        assert done.returncode == code
+        assert "'vllm-mlx-harmony-server[mlx]'" in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
 
 
