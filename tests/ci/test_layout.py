@@ -69,8 +69,8 @@ EXTRAS = {
 }
 """What an extra brings: imported where it is asked for."""
 
-LOADED_BY_OTHERS = {"httptools", "uvloop", "websockets"}
-"""uvicorn uses them where it finds them."""
+LOADED_BY_OTHERS = {"websockets"}
+"""uvicorn uses it where it finds it."""
 
 WITH_A_MODEL = {"mlx-lm", "tqdm"}
 """What runs a model in this process: the server's extra `mlx`, and the plugin."""
