@@ -1,4 +1,4 @@
-"""Names of another program: what is used of it, and whether the installed version has it."""
+"""Names that are used of another distribution, and whether the installed version has them."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ OTHERS = "..."
 
 
 class Requirement(Protocol):
-    """A row of the table: something that vllm-mlx must have.
+    """A row of a table: something that a distribution must have.
 
-    `label` is its name in reports, `why` what it is needed for. Without a `required` one nothing
-    is changed; one that is not required is left out with a warning.
+    `label` is its name in reports, `why` what it is needed for. Without a `required` one the server
+    does not start; one that is not required is left out with a warning.
     """
 
     @property
@@ -32,7 +32,7 @@ class Requirement(Protocol):
     def required(self) -> bool: ...
 
     def problem(self) -> str | None:
-        """Why this host does not meet the requirement, or None."""
+        """Why the installed version does not meet the requirement, or None."""
 
     def apply(self) -> Undo | None:
         """Makes the row's change, if any; returns a function that restores the same objects."""

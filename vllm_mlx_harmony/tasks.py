@@ -7,9 +7,9 @@ starts (``gc.freeze``), and collections visit newer objects only. Work that crea
 objects, such as parsing 20,000 messages, runs without collections: each of them would visit these
 objects again and free nothing.
 
-Another thread that computes gives the interpreter lock back only when it has been asked for it for
-the switch interval, and the event loop asks several times for one request. So this interval is
-shorter than Python's (``SWITCH_SECONDS``).
+A thread that computes releases the interpreter lock only after another thread has waited for it for
+the switch interval, and the event loop needs the lock several times per request. So the interval is
+shorter than Python's default (``SWITCH_SECONDS``).
 """
 
 from __future__ import annotations
@@ -109,10 +109,9 @@ _frozen = False
 
 
 def prepare_process() -> None:
-    """Prepares the process for serving, when what it needs has been loaded.
+    """Prepares the process for serving. Called once its modules and models are loaded.
 
-    Rather not during requests: what belongs to them is never collected afterwards, if it contains
-    reference cycles.
+    If requests are running, those of their objects that form reference cycles are never freed.
     """
     global _frozen
     _frozen = True

@@ -36,20 +36,7 @@ from vllm_mlx_harmony.standin import Script
 
 pytestmark = pytest.mark.served
 
-
-def _one_call_ms() -> float:
-    """Milliseconds for which a library call holds the interpreter lock for the longest text of
-    `inputs`, here: no server can be faster than that."""
-    text = "a" * (30 * inputs.MIB)
-    times = []
-    for _ in range(5):
-        began = time.perf_counter()
-        marshal.dumps([text])
-        times.append(time.perf_counter() - began)
-    return 1e3 * statistics.median(times)
-
-
-LIMIT_MS = max(50.0, 1.5 * _one_call_ms()) if sys.platform == "linux" else 400.0
+LIMIT_MS = 50.0 if sys.platform == "linux" else 400.0
 """Elsewhere there is no telling what the machine has to do with it (`observer`)."""
 
 ATTEMPTS = 3
@@ -107,13 +94,26 @@ def _ready(server: served.Server) -> str:
     return model
 
 
+@pytest.fixture(scope="module")
+def limit_ms() -> float:
+    """A library call that writes the longest text of `inputs` holds the interpreter lock: on a slow
+    machine, that alone may take longer than ``LIMIT_MS``."""
+    text = "a" * (30 * inputs.MIB)
+    times = []
+    for _ in range(5):
+        began = time.perf_counter()
+        marshal.dumps([text])
+        times.append(time.perf_counter() - began)
+    return max(LIMIT_MS, 1.5e3 * statistics.median(times))
+
+
 @pytest.mark.parametrize("row", size([*inputs.ROWS], inputs.WORST))
-def test_others_are_answered_meanwhile(observed: Observed, row: str) -> None:
+def test_others_are_answered_meanwhile(observed: Observed, limit_ms: float, row: str) -> None:
     over = {}
     for way in WAYS:
         body = inputs.encoded(row, "responses" if way == WEBSOCKET else way, observed.model)
         held = []
-        while len(held) < ATTEMPTS and min(held, default=LIMIT_MS + 1) > LIMIT_MS:
+        while len(held) < ATTEMPTS and min(held, default=limit_ms + 1) > limit_ms:
             observed.observer.waits()
             if way == WEBSOCKET:
                 _converse(observed.server, body)
@@ -122,7 +122,7 @@ def test_others_are_answered_meanwhile(observed: Observed, row: str) -> None:
             waits = observed.observer.waits()
             _report(row, way, waits)
             held.append(waits.health.held)
-        if min(held) > LIMIT_MS:
+        if min(held) > limit_ms:
             over[way] = held
     assert not over
 

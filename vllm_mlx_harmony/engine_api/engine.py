@@ -69,10 +69,10 @@ class Step(NamedTuple):
 
     ``finish`` is set on the last step of a turn. ``cached_tokens`` counts the ids of the prompt
     that were cached. ``progress`` is set on steps without ids, before the first id. ``origins`` is
-    empty unless ``GenerationSettings.origins`` asks for it. Then it has a letter for each id, its
-    ``Origin``. ``accepted`` and ``rejected`` count the draft tokens of
-    speculative decoding so far. ``logprobs`` are those of all ``ids``, if the settings ask for
-    them. A named tuple, since every token makes several.
+    empty unless ``GenerationSettings.origins`` asks for it; then it has the letter of an ``Origin``
+    for each id. ``accepted`` and ``rejected`` count the draft tokens of speculative decoding so
+    far. ``logprobs`` are those of all ``ids``, if the settings ask for them. A named tuple, since
+    every token makes several.
     """
 
     ids: tuple[int, ...]

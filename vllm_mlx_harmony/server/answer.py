@@ -15,19 +15,19 @@ its log instead.) Readers never drive the engine. An answer ends in one of three
 
 The task, the reader and whoever ends the answer act on it independently. What each of them may
 still do depends on the **state** of the answer. As in h11
-(https://github.com/python-hyper/h11/blob/master/h11/_state.py), the states are an enum, and what
-leads from one to another is a table, `TRANSITIONS`. This is the only place that has them; the
-effects are code in ``Answer``:
+(https://github.com/python-hyper/h11/blob/master/h11/_state.py), the states are an enum and the
+transitions are a table, `TRANSITIONS`. They are here and nowhere else; what a transition does is
+code in ``Answer``:
 
     WAITING ─BEGIN─▶ GENERATING ─LAST_DELTA─▶ FINISHING ─LEAVE─▶ FINISHED ─WRITTEN─▶ COMPLETE
                          └─LEAVE─▶ STOPPING ─FAIL─▶ FAILING ─WRITTEN─▶ COMPLETE
 
 - ``end`` is a ``FAIL`` that comes from outside, also in ``WAITING`` and ``GENERATING``. ``aclose``
-  is ``CLOSE``, which leads to ``COMPLETE`` from everywhere. In both cases the task may still be in
-  the generation. It then only leaves it and frees the engine, and writes nothing more.
+  is ``CLOSE``, which leads to ``COMPLETE`` from every state. In both cases the task may still be
+  generating. It then stops, frees the engine, and writes nothing more.
 - They cancel the task in ``GENERATING`` and ``FINISHING`` only. A task that is cancelled before it
   has begun would never clean up. Later it frees the engine, which must not be interrupted.
-- ``FINISHED`` and ``STOPPING`` differ in what can still come. Behind the last delta no failure is
+- ``FINISHED`` and ``STOPPING`` differ in what may follow. After the last delta no failure is
   written, so ``end`` has no effect from ``FINISHING`` on.
 
 A failure before the first event is raised where the reader waits for that event, so that it becomes
@@ -79,7 +79,7 @@ class State(Enum):
 
 
 class Trigger(Enum):
-    """What leads from one state to another."""
+    """Causes a transition."""
 
     BEGIN = "begin"
     """The task begins to generate."""
@@ -131,7 +131,7 @@ TRANSITIONS: dict[State, dict[Trigger, State]] = {
         Trigger.CLOSE: State.COMPLETE,
     },
 }
-"""The state that each trigger leads to. Those that are missing would be a bug."""
+"""The state that each trigger leads to. Any other trigger is a bug."""
 
 _TAKING = (State.GENERATING, State.FINISHING)
 """The states in which the task takes deltas from the generation."""
@@ -387,7 +387,7 @@ class Answer:
             self._move(Trigger.FAIL)
             await self._write_failure(failure)
             return
-        # Nothing is written behind the last delta, but a reader of the document gets the failure.
+        # Nothing is written after the last delta, but a reader of the document gets the failure.
         if not self._announced:
             self._failure = failure
         self._complete()

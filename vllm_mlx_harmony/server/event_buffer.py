@@ -1,8 +1,8 @@
 """``EventBuffer``: the events of an answer that are written, but not read yet.
 
 A reader may be slower than an engine, and must not delay other requests. So a local engine never
-waits: after each group of events its writer asks ``exceeds_capacity``, and ends the answer if it
-does. A remote engine has one connection per request, so its writer can wait for ``room``.
+waits: after each group of events its writer checks ``exceeds_capacity``, and ends the answer if too
+much is unread. A remote engine has one connection per request, so its writer can wait for ``room``.
 
 Clients give up on a stream in which they find no event for a while (semantics E1). After a silence,
 in which there were only comments, the reader gets a keep-alive event.

@@ -85,7 +85,7 @@ class Conversation:
         self._waiting: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING)
         self._waiting_bytes = 0
         self._previous: StoringEmitter | None = None
-        self._send: Callable[[str], Awaitable[None]]  # while `serve` runs
+        self._send: Callable[[str], Awaitable[None]] = self._write
         self._api = replace(RESPONSES, read=self._read, comments_progress=False)
 
     async def serve(self) -> None:
@@ -107,10 +107,9 @@ class Conversation:
                     error = None if task.cancelled() else task.exception()
                     if error and not isinstance(error, WebSocketDisconnect):
                         logger.error("a WebSocket failed", exc_info=error)
-                # `_api` refers to this object, so the response, and the answer in the frames of
-                # the task that `_send` refers to, would live until a garbage collection.
+                # `_api` refers to this object, so the response would live until a garbage
+                # collection.
                 self._previous = None
-                del self._send
 
     async def _write(self, text: str) -> None:
         """Returns when the operating system has all of ``text``. Raises ``WebSocketDisconnect``.
