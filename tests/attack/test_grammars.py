@@ -1,10 +1,10 @@
 """Schemas, regular expressions and grammars that are made to be deep, large or slow.
 
 Several clients send them, each over all APIs, and some are gone before the answer. Meanwhile
-another client has ordinary tools, new ones each time. The server lives; no request takes longer
-than `LONGEST`, the server's memory grows by no more than `GROWTH_MIB`, and the other client waits
-for the first token no more than `WAIT` seconds longer than beside as many clients that send
-harmless requests.
+another client has ordinary tools, new ones each time. The server lives, and its memory grows by no
+more than `GROWTH_MIB`. As many clients that send harmless requests are measured first: beside them,
+a hard request takes at most `CHECK` seconds longer than the slowest harmless one, and the other
+client waits for its first token at most `WAIT` seconds longer.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from apis import PATHS
 from grammar_texts import LARK, SCHEMAS, chain, multiple_of, pattern, rules, terminals
 from size import SEED, size
 
+from vllm_mlx_harmony.server.grammar_checks import PATIENCE as REQUEST_WAIT
+from vllm_mlx_harmony.server.grammar_checks import PROCESSOR
+
 if TYPE_CHECKING:
     from target import Target
 
@@ -34,7 +37,10 @@ pytestmark = pytest.mark.served
 
 SECONDS = size(100.0, 8.0)
 ATTACKERS = size(8, 3)
-LONGEST, WAIT = size(3.0, 20.0), size(0.5, 10.0)
+CHECK = size(REQUEST_WAIT + PROCESSOR, 20.0)
+"""Seconds: what a request waits for its verdicts, and what the server may compile."""
+
+WAIT = size(0.5, 10.0)
 """Seconds. Thinned, the machine may have anything else to do."""
 
 GROWTH_MIB = 300.0
@@ -251,6 +257,7 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
     attackers = [Client(target) for _ in range(ATTACKERS)]
     memory = most = process.memory_info().rss
     numbers = count()
+    slowest_harmless = 0.0
     written = (random_request(SEED, index, target.model) for index in range(REQUESTS))
     requests = [(path, json.dumps(body).encode()) for path, body in written]
 
@@ -270,12 +277,14 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
         return waits
 
     def harmless(number: int) -> None:
+        nonlocal slowest_harmless
         ends = time.monotonic() + SECONDS / 4
         one = Client(target)
         with httpx.Client(base_url=url, timeout=120) as own:
             while time.monotonic() < ends:
                 ordinary(one, own, next(numbers))
         assert [*one.statuses] == [200], number
+        slowest_harmless = max(slowest_harmless, one.longest)
 
     def attack(number: int) -> None:
         ends = time.monotonic() + SECONDS
@@ -306,8 +315,8 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
     figures.report(
         "grammar",
         f"{sum(statuses.values())} hard requests of {ATTACKERS} clients (seed {SEED}), the last "
-        f"answer after {worst.longest:.1f} s ({worst.slowest}); {len(waits)} requests with new "
-        f"tools meanwhile, the first token after {max(waits):.2f} s at most ({max(before):.2f} s "
+        f"answer after {worst.longest:.1f} s ({worst.slowest}; {slowest_harmless:.1f} s at most "
+        f"for harmless ones); {len(waits)} requests with new tools meanwhile, the first token after {max(waits):.2f} s at most ({max(before):.2f} s "
         f"beside harmless requests, {after:.2f} s afterwards), all 8 after {user.longest:.2f} s; "
         f"memory +{grown:.0f} MiB; by status (0: gone): "
         + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
@@ -316,7 +325,7 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
     assert not problems, "\n".join(problems[:20])
     assert target.server.process.poll() is None
     assert user.statuses == Counter({200: sum(user.statuses.values())})
-    assert worst.longest <= LONGEST, worst.slowest
+    assert worst.longest <= slowest_harmless + CHECK, worst.slowest
     assert max(waits) <= max(before) + WAIT
     assert grown <= GROWTH_MIB
     assert time.monotonic() < until, "helper processes go on when all clients have gone"
