@@ -316,7 +316,8 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
         "grammar",
         f"{sum(statuses.values())} hard requests of {ATTACKERS} clients (seed {SEED}), the last "
         f"answer after {worst.longest:.1f} s ({worst.slowest}; {slowest_harmless:.1f} s at most "
-        f"for harmless ones); {len(waits)} requests with new tools meanwhile, the first token after {max(waits):.2f} s at most ({max(before):.2f} s "
+        f"for harmless ones); {len(waits)} requests with new tools meanwhile, "
+        f"the first token after {max(waits):.2f} s at most ({max(before):.2f} s "
         f"beside harmless requests, {after:.2f} s afterwards), all 8 after {user.longest:.2f} s; "
         f"memory +{grown:.0f} MiB; by status (0: gone): "
         + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
