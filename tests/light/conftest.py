@@ -21,6 +21,8 @@ from vllm_mlx_harmony import standin
 STARTING = 120.0
 """Seconds within which a server is ready."""
 
+PROGRAM = ("-m", "vllm_mlx_harmony")
+
 
 @dataclass(frozen=True)
 class Server:
@@ -51,16 +53,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
-    """``start(*arguments, options=())`` starts a command of ``vllm-mlx-harmony`` that serves, and
-    waits until it does. ``options`` are those of Python."""
+    """``start(*arguments, options=(), program=PROGRAM)`` starts a command of ``vllm-mlx-harmony``
+    that serves, and waits until it does. ``options`` are those of Python."""
     running: list[Server] = []
 
-    def started(*arguments: str, options: tuple[str, ...] = ()) -> Server:
+    def started(
+        *arguments: str, options: tuple[str, ...] = (), program: tuple[str, ...] = PROGRAM
+    ) -> Server:
         home = tmp_path_factory.mktemp("home")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = str(free.getsockname()[1])
-        command = [sys.executable, *options, "-m", "vllm_mlx_harmony", *arguments, "--port", port]
+        command = [sys.executable, *options, *program, *arguments, "--port", port]
         environment = {**os.environ, "HOME": str(home), "HF_HUB_OFFLINE": "1"}
         environment |= {"XDG_CACHE_HOME": str(home / ".cache")}
         log = home / "server.log"

@@ -13,6 +13,8 @@ to send an error. So the following comes first:
    after the limit the process ends in any case.
 
 A second signal ends the process immediately.
+
+If a native library aborts the process, the answers end with an error, too (`abort`).
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from socket import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server import answer, host
+from vllm_mlx_harmony.server.abort import before_abort
 
 if TYPE_CHECKING:
     import uvicorn
@@ -43,6 +47,9 @@ ERROR_SECONDS = 0.8
 
 GRACE = 0.7
 """Seconds after the limit at which the process ends in any case."""
+
+ABORT_SECONDS = 2.0
+"""Seconds for which a process that is aborted waits until the errors are sent."""
 
 TICK = 0.05
 
@@ -59,6 +66,11 @@ def draining(
 
     class Draining(server):  # type: ignore[misc]  # no stubs are read for uvicorn
         _signalled: float | None = None
+        _restore_abort: Callable[[], None] | None = None
+
+        async def startup(self, sockets: list[socket] | None = None) -> None:
+            await super().startup(sockets)
+            self._restore_abort = before_abort(_fail_answers, ABORT_SECONDS)
 
         async def shutdown(self, sockets: list[socket] | None = None) -> None:
             now = time.monotonic()
@@ -81,6 +93,8 @@ def draining(
                 await asyncio.to_thread(finish)
             finally:
                 host.reject_new(False)
+                if self._restore_abort is not None:
+                    self._restore_abort()
 
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             if self._signalled is not None:
@@ -97,6 +111,15 @@ async def _answers_end(until: float) -> None:
     """Waits for the end of all answers, until that time at most."""
     while (answer.running() or answer.unread()) and time.monotonic() < until:
         await asyncio.sleep(TICK)
+
+
+async def _fail_answers() -> None:
+    """Ends all answers because the process is being aborted."""
+    logger.error("a native library has aborted the process: ending the running answers")
+    host.reject_new(True)
+    problem = "the engine failed and the server is restarting: send the request again"
+    answer.end_all(HostError(problem, code="engine_failed"))
+    await _answers_end(time.monotonic() + ABORT_SECONDS)
 
 
 def _end_process() -> None:
