@@ -71,8 +71,8 @@ def serve() -> int:
 def _figures(number: int) -> dict[str, object]:
     import psutil
 
-    from vllm_mlx_harmony.server import answer as answers
     from vllm_mlx_harmony.server.answer import Answer
+    from vllm_mlx_harmony.server.front_end import FrontEnd
     from vllm_mlx_harmony.server.generation import Job
     from vllm_mlx_harmony.server.responses.background import Running
     from vllm_mlx_harmony.server.responses.persistence import StoringEmitter
@@ -80,7 +80,10 @@ def _figures(number: int) -> dict[str, object]:
 
     kinds = {Answer, Job, Conversation, StoringEmitter, Running}
     gc.collect()
-    names = Counter(type(one).__name__ for one in gc.get_objects() if type(one) in kinds)
+    objects = gc.get_objects()
+    names = Counter(type(one).__name__ for one in objects if type(one) in kinds)
+    answers = [one.answers for one in objects if type(one) is FrontEnd]
+    del objects
     process = psutil.Process()
     try:
         tasks = len(asyncio.all_tasks())
@@ -92,7 +95,7 @@ def _figures(number: int) -> dict[str, object]:
         "files": process.num_fds(),
         "threads": threading.active_count(),
         "tasks": tasks,
-        "busy": answers.running() or answers.unread(),
+        "busy": any(each.running or each.unread for each in answers),
         "objects": {kind.__name__: names[kind.__name__] for kind in kinds},
     }
 

@@ -17,7 +17,7 @@ from vllm_mlx import server
 from vllm_mlx_harmony.host import contract
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED
-from vllm_mlx_harmony.server.host import ModelNames
+from vllm_mlx_harmony.server.model_names import ModelNames
 from vllm_mlx_harmony.server.settings import ServerSettings
 
 NAMES_VARIABLE = "VLLM_MLX_HARMONY_MODEL_NAMES"
@@ -54,23 +54,23 @@ ROWS = [
 ]
 
 
-@pytest.mark.parametrize(("setting", "name", "other"), ROWS)
-def test_a_model_answers_to_other_names(
-    setting: str, name: str, other: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("setting", "name", "is_alias"), ROWS)
+def test_a_model_answers_to_its_aliases(
+    setting: str, name: str, is_alias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAMES_VARIABLE, setting)
     names = ModelNames("gpt-oss-20b", ServerSettings.read().model_names)
-    assert names.is_other(name) is other
-    assert names.own(name) == ("gpt-oss-20b" if other else name)
-    assert names.response(name) == (name if other else "gpt-oss-20b")
+    assert names.is_alias(name) is is_alias
+    assert names.canonical_name(name) == ("gpt-oss-20b" if is_alias else name)
+    assert names.echoed_name(name) == (name if is_alias else "gpt-oss-20b")
 
 
 def test_with_several_models_a_name_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_model_manager", object())
     assert VllmMlx().model_name is None
     several = ModelNames(None, ("*",))
-    assert several.others == ()
-    assert several.own("gpt-4o") == several.response("gpt-4o") == "gpt-4o"
+    assert several.aliases == ()
+    assert several.canonical_name("gpt-4o") == several.echoed_name("gpt-4o") == "gpt-4o"
 
 
 def get(path: str) -> httpx.Response:
@@ -105,7 +105,7 @@ def test_a_name_that_matches_is_found(name: str, activate: Activate) -> None:
     assert get("/v1/models/gpt-4o").status_code == 404
 
 
-def test_the_engine_is_lent_under_other_names(
+def test_the_engine_is_leased_under_aliases(
     activate: Activate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host is asked for its own name, and refuses those that are nobody's."""

@@ -22,7 +22,7 @@ from vllm_mlx import server
 
 from vllm_mlx_harmony.host import mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.server.host import install
+from vllm_mlx_harmony.server.front_end import install
 from vllm_mlx_harmony.server.middleware import HOSTS_VARIABLE, ORIGINS_VARIABLE, Admission
 from vllm_mlx_harmony.server.settings import ServerSettings
 

@@ -31,14 +31,17 @@ from vllm_mlx_harmony.engine_api.engine import GenerationSettings, Step
 from vllm_mlx_harmony.host import adapter, contract
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event
-from vllm_mlx_harmony.server import answer, serving
+from vllm_mlx_harmony.server import serving
 from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, error_response, failure_of
+from vllm_mlx_harmony.server.front_end import install
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.host import Deadline, install
+from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.server.streams import EventStream
 
 PATH = "/v1/chat/completions"
+ANSWERS = Answers()
 
 
 class Foreign:
@@ -482,7 +485,7 @@ def job(engine: Engine, total: float = NEVER, emitter: Any = None) -> Job:
 
 
 def started(turn: Job) -> Answer:
-    return Answer(turn, turn.lease.tracker)  # type: ignore[attr-defined]
+    return Answer(turn, turn.lease.tracker, ANSWERS)  # type: ignore[attr-defined]
 
 
 async def two(*_: Any) -> AsyncIterator[Step]:
@@ -678,11 +681,11 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
         reading = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
         if how == "cancelled":
-            assert answer.cancel("a", turn.lease.tenant)
+            assert ANSWERS.cancel(AnswerKey("a", turn.lease.tenant))
         elif how == "the server ends":
-            answer.end_all(HostError("the server is shutting down", code="shutting_down"))
+            ANSWERS.end_all(HostError("the server is shutting down", code="shutting_down"))
         done, _ = await asyncio.wait({reading}, timeout=30)
-        left = answer.running(), turn.lease.released  # type: ignore[attr-defined]
+        left = ANSWERS.running, turn.lease.released  # type: ignore[attr-defined]
         computed.set()  # before anything fails, because it must end first
         assert done and left == ([], 0)
         with pytest.raises((HostError, OutputError)):
@@ -728,7 +731,7 @@ def test_a_request_that_waits_for_its_first_step_can_be_cancelled() -> None:
         turn = replace(job(Engine(queued)), id_seed="a")
         waiting = asyncio.ensure_future(everything(turn))
         await asyncio.sleep(0.02)
-        assert answer.cancel("a", turn.lease.tenant)
+        assert ANSWERS.cancel(AnswerKey("a", turn.lease.tenant))
         with pytest.raises(OutputError):
             await asyncio.wait_for(waiting, 60)
         assert turn.lease.released == 1  # type: ignore[attr-defined]

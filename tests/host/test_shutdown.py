@@ -7,6 +7,7 @@ import importlib
 import signal
 import threading
 import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,18 +22,40 @@ from vllm_mlx import server
 from vllm_mlx_harmony.core.errors import HarmonyFailure
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.host import adapter, contract
-from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server import host, shutdown
+from vllm_mlx_harmony.server import shutdown
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
+from vllm_mlx_harmony.server.front_end import installed_in
+
+KEY = AnswerKey("a", "t")
 
 
 @pytest.fixture(autouse=True)
-def killed(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Whether the process would have ended. The limit is short."""
     event = threading.Event()
     monkeypatch.setattr(shutdown, "_end_process", event.set)
     monkeypatch.setattr(server, "_default_timeout", 0.3)
-    monkeypatch.setattr(answers, "_running", {})
-    return event
+    contract.activate()
+    yield event
+    contract.deactivate()
+
+
+def answers() -> Answers:
+    return installed_in(server.app).answers
+
+
+class Running:
+    """An answer that waits to be ended."""
+
+    def __init__(self) -> None:
+        self.failure: asyncio.Future[HarmonyFailure] = asyncio.get_running_loop().create_future()
+        answers().add(KEY, self)
+
+    def end(self, failure: HarmonyFailure) -> None:
+        self.failure.set_result(failure)
+
+    def leave(self) -> None:
+        answers().remove(KEY, self)
 
 
 class Uvicorn:
@@ -44,7 +67,7 @@ class Uvicorn:
         self.seen: list[Any] = []
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self.seen.append((dict(answers._running), self.config.timeout_graceful_shutdown))
+        self.seen.append((answers().running, self.config.timeout_graceful_shutdown))
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.should_exit = True
@@ -60,7 +83,7 @@ def end(uvicorns: Any, during: Any = None) -> list[Any]:
         beside = asyncio.ensure_future(during()) if during else None
         await asyncio.sleep(0.05)
         await uvicorns.shutdown()
-        assert host.rejection() is None
+        assert answers().rejection() is None
         if beside is not None:
             await beside
 
@@ -89,29 +112,27 @@ def test_an_answer_that_ends_in_time_is_not_ended() -> None:
     ended: list[bool] = []
 
     async def answering() -> None:
-        future = asyncio.get_running_loop().create_future()
-        answers._running["a", "t"] = SimpleNamespace(end=future.set_result)  # type: ignore[assignment]
+        answer = Running()
         await asyncio.sleep(0.2)
-        ended.append(future.done())
-        del answers._running["a", "t"]
+        ended.append(answer.failure.done())
+        answer.leave()
 
     seen = end(Draining(), answering)
     assert ended == [False]
-    assert seen[0][0] == {}
+    assert seen[0][0] == []
 
 
 def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
     failures: list[HarmonyFailure] = []
 
     async def answering() -> None:
-        future = asyncio.get_running_loop().create_future()
-        answers._running["a", "t"] = SimpleNamespace(end=future.set_result)  # type: ignore[assignment]
-        failures.append(await future)
-        del answers._running["a", "t"]
+        answer = Running()
+        failures.append(await answer.failure)
+        answer.leave()
 
     seen = end(Draining(), answering)
     assert [(failure.status, failure.code) for failure in failures] == [(503, "shutting_down")]
-    assert seen[0][0] == {}
+    assert seen[0][0] == []
 
 
 def test_the_limit_counts_from_the_signal() -> None:
@@ -121,13 +142,12 @@ def test_the_limit_counts_from_the_signal() -> None:
     stopping.handle_exit(signal.SIGTERM, None)
 
     async def answering() -> None:
-        future = asyncio.get_running_loop().create_future()
-        answers._running["a", "t"] = SimpleNamespace(end=future.set_result)  # type: ignore[assignment]
+        answer = Running()
         time.sleep(0.3)
         began = time.monotonic()
-        failures.append(await future)
+        failures.append(await answer.failure)
         assert time.monotonic() - began < 0.15
-        del answers._running["a", "t"]
+        answer.leave()
 
     end(stopping, answering)
     assert len(failures) == 1
@@ -151,7 +171,7 @@ def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
     read: list[bool] = []
 
     async def reading() -> None:
-        with answers.delays_shutdown():
+        with answers().delays_shutdown():
             await asyncio.sleep(0.4)  # longer than the limit
             read.append(not stopping.seen)
 
@@ -172,19 +192,12 @@ def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
 )
 def test_new_requests_get_503(path: str, kind: str) -> None:
     async def test() -> httpx.Response:
-        host.reject_new(True)
-        try:
-            transport = httpx.ASGITransport(server.app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
-                return await client.post(path, json={})
-        finally:
-            host.reject_new(False)
+        answers().reject_new(True)
+        transport = httpx.ASGITransport(server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
+            return await client.post(path, json={})
 
-    contract.activate()
-    try:
-        response = asyncio.run(test())
-    finally:
-        contract.deactivate()
+    response = asyncio.run(test())
     assert response.status_code == 503
     assert set(response.json()) >= {kind} and ("type" in response.json()) == (kind == "type")
     assert "shutting down" in response.text

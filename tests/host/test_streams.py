@@ -34,7 +34,8 @@ from vllm_mlx_harmony.core.deltas import (
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo
 from vllm_mlx_harmony.protocols import chat, messages, responses
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
-from vllm_mlx_harmony.server.answer import Answer, unread
+from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline
@@ -59,6 +60,7 @@ APIS: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     ),
 }
 WORD = "word " * 20
+ANSWERS = Answers()
 
 
 class Engine:
@@ -132,7 +134,7 @@ def answered(
     if pings_after is not None:
         settings = replace(settings, ping_seconds=pings_after)
     job = Job(*given, emitter, stream=True, id_seed="s", server_settings=settings)
-    return Answer(job, tracker, deltas=deltas)
+    return Answer(job, tracker, ANSWERS, deltas=deltas)
 
 
 class Plain:
@@ -165,7 +167,7 @@ def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
         assert "the client read it too slowly" in data[-1]
         numbers = [json.loads(each).get("sequence_number") for each in data]
         assert numbers[0] is None or numbers == list(range(len(data)))
-        assert not unread()
+        assert not ANSWERS.unread
 
     run(test)
 
@@ -276,7 +278,7 @@ def test_closed_at_any_moment_it_frees_the_engine(steps: int) -> None:
         await events.aclose()
         assert not engine.busy
         assert [event async for event in events] == []
-        assert not unread()
+        assert not ANSWERS.unread
 
     run(test)
 

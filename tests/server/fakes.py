@@ -6,8 +6,10 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeVar
 
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
@@ -18,6 +20,9 @@ from vllm_mlx_harmony.core.deltas import TokenLogprob, Usage
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.engine_api.engine import Engine, Finish, GenerationRequest, Step, Steps
+from vllm_mlx_harmony.server.answers import Answers
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.host import Deadline, Lease, tenant_of
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
@@ -137,6 +142,16 @@ class Alone:
         self.seconds = seconds
         self.lent = 0
         self.trackers: list[Tracker] = []
+
+    @cached_property
+    def app(self) -> Starlette:
+        """The application that it serves, with the settings in the environment."""
+        return application(self)
+
+    @property
+    def answers(self) -> Answers:
+        """All answers of the application."""
+        return installed_in(self.app).answers
 
     async def models(self) -> dict[str, Any]:
         """One."""

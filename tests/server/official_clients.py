@@ -9,24 +9,21 @@ import anthropic
 import openai
 from fakes import KEY, Alone
 
-from vllm_mlx_harmony.server.app import application
-
 
 def clients(host: Alone, key: str = KEY) -> tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]:
     """Those of OpenAI and of Anthropic for the front end on ``host``."""
-    app = application(host)
     return (
         openai.AsyncOpenAI(
             base_url="http://localhost/v1",
             api_key=key,
             max_retries=0,
-            http_client=in_process(openai.DefaultAsyncHttpxClient, app),
+            http_client=in_process(openai.DefaultAsyncHttpxClient, host.app),
         ),
         anthropic.AsyncAnthropic(
             base_url="http://localhost",
             auth_token=key,
             max_retries=0,
-            http_client=in_process(anthropic.DefaultAsyncHttpxClient, app),
+            http_client=in_process(anthropic.DefaultAsyncHttpxClient, host.app),
         ),
     )
 

@@ -17,6 +17,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answer import TRANSITIONS, Answer, State, Trigger, after
+from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline
 
@@ -76,7 +77,7 @@ class Held:
         tracker: Any = SimpleNamespace(finish=lambda result, _: self.results.append(result))
         job = Job(lease, None, None, self, stream=True, id_seed="s")  # type: ignore[arg-type]
         job = replace(job, write_last=self._write_last)
-        self.answer = Answer(job, tracker, announced=True, deltas=self._deltas())
+        self.answer = Answer(job, tracker, Answers(), announced=True, deltas=self._deltas())
 
     def feed(self, delta: Delta) -> list[Event]:
         return [Event(type(delta).__name__)]

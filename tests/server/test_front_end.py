@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.engine_api.engine import Engine, GenerationRequest, Step, Steps
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server import answer, enforcement
+from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.responses import store
 
@@ -664,10 +664,10 @@ def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
         )
         await computing.wait()
         if how == "cancelled":
-            ((seed, tenant),) = answer.running()
-            assert answer.cancel(seed, tenant)
+            (key,) = host.answers.running
+            assert host.answers.cancel(key)
         else:
-            answer.end_all(HostError("the server is shutting down", code="shutting_down"))
+            host.answers.end_all(HostError("the server is shutting down", code="shutting_down"))
         done, _ = await asyncio.wait({asked}, timeout=60)
         lent = host.lent
         computed.set()  # before anything fails, because it must end first

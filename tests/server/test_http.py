@@ -24,12 +24,12 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import body as body_module
 from vllm_mlx_harmony.server import (
     enforcement,
-    middleware,
     serving,
     streams,
 )
-from vllm_mlx_harmony.server import host as host_module
+from vllm_mlx_harmony.server.answers import SHUTTING_DOWN
 from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.front_end import front_end_of, installed_in
 from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.observer import Observed
 
@@ -45,7 +45,7 @@ def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client(host: Alone, **headers: str) -> TestClient:
     headers = headers or {"Authorization": f"Bearer {KEY}"}
-    return TestClient(application(host), base_url="http://localhost", headers=headers)
+    return TestClient(host.app, base_url="http://localhost", headers=headers)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ RIGHT, WRONG, ODD = f"Bearer {KEY}", "Bearer wrong", "Bearer sécret".encode()
 def test_a_key_is_checked_once(headers: dict[str, Any], status: int) -> None:
     """A host counts and logs what it rejects."""
     host = Counts(ScriptedEngine(SCRIPTS))
-    asking = TestClient(application(host), base_url="http://localhost", headers=headers)
+    asking = TestClient(host.app, base_url="http://localhost", headers=headers)
     assert asking.post("/v1/messages", json=MESSAGES).status_code == status
     assert host.authenticated == 1
 
@@ -243,14 +243,17 @@ def test_a_prompt_that_is_too_long_costs_no_grammar(monkeypatch: pytest.MonkeyPa
     assert (got.status_code, got.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_an_answer_that_begins_during_a_shutdown_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(middleware, "rejection", lambda: None)  # the request came before it
-    host_module.reject_new(True)
-    try:
-        got = client(Alone(ScriptedEngine(SCRIPTS))).post("/v1/chat/completions", json=CHAT)
-    finally:
-        host_module.reject_new(False)
+def test_an_answer_that_begins_during_a_shutdown_fails() -> None:
+    class Slow(Alone):
+        """The shutdown begins while the engine is leased."""
+
+        async def acquire(self, request: Request, *more: Any) -> Lease:
+            front_end_of(request).answers.reject_new(True)
+            return await super().acquire(request, *more)
+
+    got = client(Slow(ScriptedEngine(SCRIPTS))).post("/v1/chat/completions", json=CHAT)
     assert got.status_code == 503
+    assert got.json()["error"]["code"] == SHUTTING_DOWN
 
 
 class Transport:
@@ -312,7 +315,7 @@ def test_an_observer_that_fails_changes_no_answer(method: str, stream: bool) -> 
         return Fails(method)
 
     asked = {**CHAT, "stream": stream}
-    asking.app.state.vllm_mlx_harmony.observe.append(make)  # type: ignore[attr-defined]
+    installed_in(host.app).observe.append(make)
     got = asking.post("/v1/chat/completions", json=asked)
     assert got.status_code == 200
     assert "Good" in got.text and ("[DONE]" in got.text) is stream

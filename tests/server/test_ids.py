@@ -22,8 +22,6 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
-from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.ids import PATH, VARIABLE
 
 SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
@@ -52,7 +50,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Alone:
 
 
 def client(host: Alone) -> TestClient:
-    asking = TestClient(application(host), base_url="http://localhost")
+    asking = TestClient(host.app, base_url="http://localhost")
     asking.headers["Authorization"] = f"Bearer {KEY}"
     return asking
 
@@ -130,7 +128,7 @@ def test_what_is_wrong_is_named(host: Alone, fields: dict[str, Any], param: str)
 
 def test_it_asks_for_a_key_and_says_who_it_is(host: Alone) -> None:
     assert "harmony" in client(host).get(PATH).json()
-    without = TestClient(application(host), base_url="http://localhost")
+    without = TestClient(host.app, base_url="http://localhost")
     assert without.get(PATH).status_code == 401
     assert without.post(PATH, json={}).status_code == 401
 
@@ -189,13 +187,13 @@ def test_each_answer_can_be_ended(host: Alone) -> None:
         body = {"prompt": PROMPT, "settings": SETTINGS}
         sent = asyncio.ensure_future(asking.post(PATH, json=body))
         await asyncio.sleep(0.1)
-        running.append(len(answers.running()))
+        running.append(len(host.answers.running))
         await sent
 
     async def test() -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(application(host)),
+            transport=httpx.ASGITransport(host.app),
             base_url="http://localhost",
             headers=headers,
         ) as asking:

@@ -7,7 +7,7 @@ import json
 import re
 import sys
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from json import dumps
 from pathlib import Path
 from typing import Any
@@ -29,14 +29,15 @@ from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.deltas import Progress, Usage
-from vllm_mlx_harmony.core.errors import HostError, OutputError
+from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.inspector import record, routes
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server.answers import shutting_down
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.host import front_end_of
+from vllm_mlx_harmony.server.front_end import front_end_of, installed_in
 from vllm_mlx_harmony.server.observer import Observed
 from vllm_mlx_harmony.server.settings import ServerSettings
 
@@ -96,6 +97,13 @@ class Site:
     def log_in(self, key: str = KEY, **headers: str) -> Any:
         return self.browser.post("/harmony/inspector/login", json={"key": key}, headers=headers)
 
+    def shut_down_after(self, monkeypatch: pytest.MonkeyPatch, checks: int) -> None:
+        """The shutdown begins after this many checks for one by the inspector, not by the
+        middleware."""
+        answers = installed_in(self.app).answers
+        results = iter([None] * (1 + checks))
+        monkeypatch.setattr(answers, "rejection", lambda: next(results, shutting_down()))
+
     @property
     def rows(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.get("requests").json()["requests"]
@@ -134,8 +142,7 @@ def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bo
 
 def test_a_background_response_that_is_not_begun_is_no_request(site: Site) -> None:
     """Only requests that have ended are dropped, so it would be there for ever."""
-    full = ServerSettings(background_bytes=-1)
-    site.app.state.vllm_mlx_harmony = replace(site.app.state.vllm_mlx_harmony, settings=full)
+    installed_in(site.app).settings = ServerSettings(background_bytes=-1)
     assert site.ask("responses", background=True).status_code == 503
     assert site.rows == []
 
@@ -170,15 +177,7 @@ def test_what_a_client_has_is_not_sent_again(site: Site) -> None:
 
 def test_changes_come_as_events(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.ask()
-    looks = iter([None, None, None])
-
-    def rejection() -> object:
-        look = next(looks, "down")
-        if look is None:
-            return None
-        return HostError(look)
-
-    monkeypatch.setattr(routes, "rejection", rejection)
+    site.shut_down_after(monkeypatch, 3)
     monkeypatch.setattr(routes, "SECONDS", 0)
     answer = site.get("events")
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -188,8 +187,7 @@ def test_changes_come_as_events(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_silent_stream_has_comments(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = iter([None] * 5)
-    monkeypatch.setattr(routes, "rejection", lambda: next(looks, "down"))
+    site.shut_down_after(monkeypatch, 5)
     monkeypatch.setattr(routes, "SECONDS", 0.01)
     monkeypatch.setattr(routes, "MAX_SILENCE", 0.02)
     assert site.get("events").text == "event: all\ndata: []\n\n" + ": \n\n" * 2

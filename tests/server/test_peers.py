@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from vllm_mlx_harmony.server import answer
-from vllm_mlx_harmony.server.answer import AnswerKey
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.peers import answers
 from vllm_mlx_harmony.server.peers.answers import Command, Heartbeat
 
@@ -23,7 +22,7 @@ def test_an_answer_that_begins_at_the_last_heartbeat_can_be_cancelled(
 ) -> None:
     """It was prepared just then, and runs at the next heartbeat."""
     beats = 0
-    cancelled: list[tuple[str, ...]] = []
+    cancelled: list[AnswerKey] = []
     heartbeat = Heartbeat()
 
     class Directory:
@@ -33,30 +32,36 @@ def test_an_answer_that_begins_at_the_last_heartbeat_can_be_cancelled(
         def ended(self, name: Any) -> None:
             assert name == ANSWER
 
-    def running() -> list[AnswerKey]:
-        nonlocal beats
-        beats += 1
-        if beats == 2 and when == "during a heartbeat":
-            heartbeat.begin()
-        return [] if beats < 3 else [ANSWER] if not cancelled else []
+    class Observed(Answers):
+        @property
+        def running(self) -> list[AnswerKey]:
+            nonlocal beats
+            beats += 1
+            if beats == 2 and when == "during a heartbeat":
+                heartbeat.begin(self)
+            return [] if beats < 3 else [ANSWER] if not cancelled else []
+
+        def cancel(self, key: AnswerKey) -> bool:
+            cancelled.append(key)
+            return True
+
+    observed = Observed()
 
     class Loop(asyncio.SelectorEventLoop):
         """Has something else to do while a thread works."""
 
         def run_in_executor(self, *given: Any) -> Any:  # type: ignore[override]
             if beats == 2 and when == "after a heartbeat":
-                heartbeat.begin()
+                heartbeat.begin(observed)
             return super().run_in_executor(*given)
 
     async def test() -> None:
-        heartbeat.begin()
+        heartbeat.begin(observed)
         assert heartbeat._task is not None
         await asyncio.wait_for(heartbeat._task, 60)
 
     monkeypatch.setattr(answers, "HEARTBEAT_SECONDS", 0.001)
     monkeypatch.setattr(answers, "directory", Directory)
-    monkeypatch.setattr(answer, "running", running)
-    monkeypatch.setattr(answer, "cancel", lambda *answer: cancelled.append(answer))
     loop = Loop()
     try:
         loop.run_until_complete(test())

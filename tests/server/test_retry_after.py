@@ -27,8 +27,6 @@ from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine_api.engine import Steps
-from vllm_mlx_harmony.server import host as host_module
-from vllm_mlx_harmony.server.app import application
 
 USER = [{"role": "user", "content": "Hello!"}]
 
@@ -64,11 +62,9 @@ async def full() -> AsyncIterator[Alone]:
 @asynccontextmanager
 async def ending() -> AsyncIterator[Alone]:
     """The server shuts down."""
-    host_module.reject_new(True)
-    try:
-        yield Alone(ScriptedEngine({}))
-    finally:
-        host_module.reject_new(False)
+    host = Alone(ScriptedEngine({}))
+    host.answers.reject_new(True)
+    yield host
 
 
 CAUSES: dict[str, tuple[Callable[[], Any], int, str | None]] = {
@@ -135,6 +131,6 @@ def test_an_error_event_of_a_websocket_has_the_same_header(
 def _first_event(host: Alone) -> Any:
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     create = {"type": "response.create", "model": MODEL, "input": "Hello!"}
-    with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
+    with TestClient(host.app).websocket_connect("/v1/responses", headers=bearer) as socket:
         socket.send_json(create)
         return socket.receive_json()

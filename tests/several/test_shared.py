@@ -27,7 +27,7 @@ from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import encryption
-from vllm_mlx_harmony.server.answer import AnswerKey
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
 from vllm_mlx_harmony.server.peers.answers import Command, Directory, Heartbeat
@@ -258,8 +258,8 @@ def test_events_are_stored_once_although_a_reply_is_lost(server: RedisServer, lo
     known, heartbeat = Directory(Connection(server.url)), Heartbeat()
     heartbeat._sent = dict.fromkeys(generated, 0)
     with pytest.raises(PeersError):
-        asyncio.run(heartbeat._beat(Lossy(Connection(server.url)), []))
-    asyncio.run(heartbeat._beat(known, []))
+        asyncio.run(heartbeat._beat(Lossy(Connection(server.url)), Answers(), []))
+    asyncio.run(heartbeat._beat(known, Answers(), []))
     for each, name in zip(generated, names, strict=True):
         assert known.events(name, 0) == each.events
         assert known.runs(name) == (not each.done)

@@ -19,7 +19,7 @@ from socket import socket
 import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.errors import HostError
@@ -32,9 +32,7 @@ from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.connections import limited
 from vllm_mlx_harmony.server.endpoint import guarded
-from vllm_mlx_harmony.server.host import (
-    rejection,
-)
+from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.shutdown import draining
 from vllm_mlx_harmony.tasks import cancel_and_wait, prepare_process
@@ -44,7 +42,7 @@ logger = logging.getLogger("vllm_mlx_harmony")
 # --- The application
 
 
-def gateway(settings: GatewaySettings, reload: Reload | None = None) -> ASGIApp:
+def gateway(settings: GatewaySettings, reload: Reload | None = None) -> _GatewayApp:
     """The gateway as an ASGI application, whose lifespan starts and ends everything.
 
     Loads the model if that is in this process. Raises ``HostError`` if it cannot.
@@ -79,13 +77,14 @@ class _GatewayApp:
         self.host = host
         self._reload = reload
         self._app = app
+        self.front_end = installed_in(app)
         app.router.lifespan_context = self._lifespan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
         elif scope["path"] in ENDPOINTS and scope["method"] in ("GET", "HEAD"):
-            await ENDPOINTS[scope["path"]](self.host)(scope, receive, send)
+            await ENDPOINTS[scope["path"]](self)(scope, receive, send)
         else:
             await logged(self.host.access(scope), self._app, scope, receive, send)
 
@@ -119,26 +118,27 @@ class _GatewayApp:
             logger.error("the settings were not reloaded: %s", error.message)
 
 
-def health(host: Gateway) -> Response:
+def health(app: _GatewayApp) -> Response:
+    host = app.host
     server = "vllm-mlx-harmony gateway"
     status = "ok" if host.healthy else "unhealthy"
     content = {"status": status, "server": server, "model": host.settings.model}
     return JSONResponse(content, 200 if host.healthy else 503)
 
 
-def ready(host: Gateway) -> Response:
-    engines = host.states()
-    ending = rejection() is not None
+def ready(app: _GatewayApp) -> Response:
+    engines = app.host.states()
+    ending = app.front_end.answers.rejection() is not None
     is_ready = not ending and any(each["up"] for each in engines)
     status = "draining" if ending else "ready" if is_ready else "no engine is up"
     return JSONResponse({"status": status, "engines": engines}, 200 if is_ready else 503)
 
 
-def metrics(host: Gateway) -> Response:
-    return Response(host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+def metrics(app: _GatewayApp) -> Response:
+    return Response(app.host.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-ENDPOINTS: dict[str, Callable[[Gateway], Response]] = {
+ENDPOINTS: dict[str, Callable[[_GatewayApp], Response]] = {
     "/health": health,
     "/ready": ready,
     "/metrics": metrics,
@@ -170,8 +170,9 @@ def serve(
 ) -> int:
     """Serves in this process; as a worker, on ``listener`` until ``ending`` is closed."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    app = gateway(settings, reload)
     config = uvicorn.Config(
-        gateway(settings, reload),
+        app,
         host=settings.host,
         port=settings.port,
         log_level=settings.log_level,
@@ -181,7 +182,10 @@ def serve(
     )
     logging.getLogger("vllm_mlx_harmony").setLevel(settings.log_level.upper())
     access_log.to_standard_output()
-    server = draining(limited(uvicorn.Server), lambda: settings.shutdown_grace)(config)
+    draining_server = draining(
+        limited(uvicorn.Server), lambda: app.front_end.answers, lambda: settings.shutdown_grace
+    )
+    server = draining_server(config)
     if ending is not None:
         workers.stop_with(ending, server)
     server.run(None if listener is None else [listener])

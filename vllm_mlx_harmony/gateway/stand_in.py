@@ -23,6 +23,7 @@ from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server import ids
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.connections import limited
+from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.shutdown import draining
 
@@ -99,13 +100,19 @@ class Host(Gateway):
 def serve(settings: GatewaySettings, pace: float) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
     os.environ[ids.VARIABLE] = "1"
+    app = application(Host(settings, StandIn(settings.model, pace)))
     config = uvicorn.Config(
-        application(Host(settings, StandIn(settings.model, pace))),
+        app,
         host=settings.host,
         port=settings.port,
         log_level="warning",
     )
-    server = draining(limited(uvicorn.Server), lambda: settings.shutdown_grace)(config)
+    draining_server = draining(
+        limited(uvicorn.Server),
+        lambda: installed_in(app).answers,
+        lambda: settings.shutdown_grace,
+    )
+    server = draining_server(config)
     logging.getLogger("uvicorn.error").setLevel("INFO")
     server.run()
     return 0 if server.started else 1

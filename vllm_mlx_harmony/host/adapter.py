@@ -23,7 +23,7 @@ from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.host import entry_points, metrics, tools
 from vllm_mlx_harmony.host.engine import engine_of
-from vllm_mlx_harmony.host.mount import forward_to_host, reject_non_ascii_key
+from vllm_mlx_harmony.host.mount import APP, forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
 from vllm_mlx_harmony.model_files import (
     GENERATION,
@@ -31,8 +31,10 @@ from vllm_mlx_harmony.model_files import (
     is_harmony_model,
     length_of,
 )
+from vllm_mlx_harmony.required_names import locate
 from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.connections import limited
+from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.host import (
     Context,
     Deadline,
@@ -198,6 +200,7 @@ def draining(original: type[uvicorn.Server]) -> type[uvicorn.Server]:
     connections are limited, and the prefix cache on disk is written to its end."""
     return shutdown.draining(
         limited(original),
+        lambda: installed_in(locate(APP)).answers,
         lambda: min(shutdown.MAX_GRACE, float(server()._default_timeout)),
         resources.close,
     )

@@ -24,7 +24,8 @@ from vllm_mlx_harmony.required_names import Undo, find_problem, locate
 from vllm_mlx_harmony.server import app as server
 from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.endpoint import Endpoint, EndpointRoute
-from vllm_mlx_harmony.server.host import Host, host_of, install, uninstall
+from vllm_mlx_harmony.server.front_end import host_of, install, uninstall
+from vllm_mlx_harmony.server.host import Host
 from vllm_mlx_harmony.server.responses.websocket import UVICORN, without_traceback
 from vllm_mlx_harmony.server.settings import ServerSettings
 

@@ -17,6 +17,7 @@ from starlette.middleware import Middleware
 from vllm_mlx_harmony.inspector.failures import Failures
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.inspector.routes import PAGE, Pages, Status
+from vllm_mlx_harmony.server.front_end import installed_in
 
 __all__ = ["PAGE", "install"]
 
@@ -29,7 +30,7 @@ def install(app: Starlette, status: Status) -> Callable[[], None]:
     log = Log()
     routes = Pages(log, status).routes
     failures = Middleware(Failures, log=log)
-    observe = app.state.vllm_mlx_harmony.observe
+    observe = installed_in(app).observe
     observe.append(log.observe)
     app.router.routes.extend(routes)
     app.user_middleware.insert(0, failures)

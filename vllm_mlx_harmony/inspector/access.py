@@ -23,7 +23,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
-from vllm_mlx_harmony.server.host import host_of, tenant_of
+from vllm_mlx_harmony.server.front_end import host_of
+from vllm_mlx_harmony.server.host import tenant_of
 
 SECONDS = 12 * 3600
 MAX_SESSIONS = 100

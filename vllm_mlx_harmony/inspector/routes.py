@@ -25,8 +25,8 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.inspector.access import PATH, SECURITY, Sessions, check_origin
 from vllm_mlx_harmony.inspector.record import Log, Record
 from vllm_mlx_harmony.protocols.events import Event, encode
-from vllm_mlx_harmony.server.answer import cancel
-from vllm_mlx_harmony.server.host import rejection
+from vllm_mlx_harmony.server.answers import AnswerKey
+from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.tasks import in_thread
 
@@ -120,10 +120,11 @@ class Pages:
     async def _changes(self, request: Request, owner: str | None) -> AsyncIterator[Event]:
         """All rows, then those that have changed, until the server shuts down, or the key of the
         request is revoked or has expired."""
+        answers = front_end_of(request).answers
         seen, silent = -1, 0.0
         self._streams += 1
         try:
-            while rejection() is None and await self._sessions.is_valid(request):
+            while answers.rejection() is None and await self._sessions.is_valid(request):
                 version = self._log.version
                 if version > seen:
                     changed = [each for each in self._log.of(owner) if each.version > seen]
@@ -157,7 +158,8 @@ class Pages:
 
     async def _end(self, request: Request) -> Response:
         observed = (await self._found(request)).observed
-        return JSONResponse({"ended": cancel(observed.id_seed, observed.tenant)})
+        key = AnswerKey(observed.id_seed, observed.tenant)
+        return JSONResponse({"ended": front_end_of(request).answers.cancel(key)})
 
     # --- The server
 

@@ -39,20 +39,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_mlx_harmony import tasks
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished, Progress, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.progress import progress_comment
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED, failure_of
 from vllm_mlx_harmony.server.event_buffer import EventBuffer
 from vllm_mlx_harmony.server.generation import Deltas, Job, prewritten, run, run_choices
-from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker, rejection
+from vllm_mlx_harmony.server.host import TIMED_OUT, Tracker
 from vllm_mlx_harmony.server.observer import Observer
 
 logger = logging.getLogger(__name__)
@@ -147,17 +148,11 @@ def after(state: State, trigger: Trigger) -> State:
     return following
 
 
-class AnswerKey(NamedTuple):
-    """Identifies an answer: the id of a background response, or else the seed of its ids."""
-
-    id: str
-    tenant: str
-
-
 class Answer:
     """The answer to ``job``. Creating it starts the generation, independently of the reader.
 
-    ``tracker`` has the metrics of the request. ``observers`` see the answer.
+    ``tracker`` has the metrics of the request. ``answers`` are all answers of the front end, which
+    it is one of until it ends. ``observers`` see the answer.
 
     Iterating yields the events. There is one reader, which uses either ``document``, or
     ``first_event`` and then the iteration. An answer that is not streamed has no events, only its
@@ -172,6 +167,7 @@ class Answer:
         self,
         job: Job,
         tracker: Tracker,
+        answers: Answers,
         observers: Sequence[Observer] = (),
         *,
         announced: bool = False,
@@ -179,7 +175,7 @@ class Answer:
         deltas: Deltas | None = None,
     ) -> None:
         self._lease, self._emitter = job.lease, job.emitter
-        self._tracker, self._observers = tracker, observers
+        self._tracker, self._answers, self._observers = tracker, answers, observers
         if deltas is None and job.answer:
             deltas = prewritten(job, observers)
         elif deltas is None:
@@ -201,10 +197,10 @@ class Answer:
         self._failure: Exception | None = None  # to be raised to the reader
 
         self._key = AnswerKey(job.id_seed, job.lease.tenant)
-        _running[self._key] = self
+        answers.add(self._key, self)
         self._buffered = sink is None and job.stream
         if self._buffered:
-            _being_read.add(self)
+            answers.begin_reading(self)
         self._task = tasks.start(self._run())
 
     # --- For the reader
@@ -215,7 +211,7 @@ class Answer:
     async def __anext__(self) -> Event:
         event = await self._buffer.get()
         if event is None:
-            _being_read.discard(self)
+            self._answers.end_reading(self)
             raise StopAsyncIteration
         return event
 
@@ -253,7 +249,7 @@ class Answer:
         ``result`` is for the metrics. The engine stops at the end of its current step. Returns when
         it is free and the lease is released; immediately if the answer was read to its end.
         """
-        _being_read.discard(self)
+        self._answers.end_reading(self)
         self._finish_metrics(result)
         self._failure = None
         self._stop(Trigger.CLOSE)
@@ -267,7 +263,7 @@ class Answer:
         try:
             if failure is not None:
                 self._buffer.end_reading()
-                _being_read.discard(self)
+                self._answers.end_reading(self)
                 raise failure
         finally:
             del failure
@@ -296,7 +292,7 @@ class Answer:
         except Exception as error:  # noqa: BLE001 - the reader gets every error
             failure = error
         try:
-            self._unregister()
+            self._answers.remove(self._key, self)
             await self._lease.release()
         except Exception:
             logger.exception("an engine could not be released")
@@ -318,7 +314,7 @@ class Answer:
         deadline = self._lease.deadline
         silence = tasks.Timer(deadline.total, self._time_out)
         try:
-            if failure := rejection():
+            if failure := self._answers.rejection():
                 raise failure
             if not deadline.left:
                 raise deadline.passed()
@@ -433,13 +429,9 @@ class Answer:
         """Takes nothing more from the engine; the task cleans up."""
         is_taking = self._state in _TAKING
         self._move(trigger)
-        self._unregister()
+        self._answers.remove(self._key, self)
         if is_taking:
             self._task.cancel()
-
-    def _unregister(self) -> None:
-        if _running.get(self._key) is self:
-            del _running[self._key]
 
     def _finish_metrics(
         self, result: str, last: Finished | None = None, failure: Exception | None = None
@@ -452,47 +444,3 @@ class Answer:
         self._tracker.finish(result, usage)
         for observer in self._observers:
             observer.ended(result, usage, failure)
-
-
-# --- All answers of this server. Everything runs on the thread of the event loop.
-
-_running: dict[AnswerKey, Answer] = {}
-"""The answers that are generated or wait for their engine."""
-
-_being_read: set[object] = set()
-"""The answers that have not been read to their ends."""
-
-
-def cancel(id_seed: str, tenant: str) -> bool:
-    """Ends the answer with this seed with an error; returns whether ``tenant`` had one."""
-    answer = _running.get(AnswerKey(id_seed, tenant))
-    if answer is None:
-        return False
-    answer.end(OutputError("the request was cancelled", status=CLIENT_CLOSED, code="cancelled"))
-    return True
-
-
-def running() -> list[AnswerKey]:
-    """The key of each answer that is generated or waits for its engine."""
-    return list(_running)
-
-
-def end_all(failure: HarmonyFailure) -> None:
-    for answer in list(_running.values()):
-        answer.end(failure)
-
-
-def unread() -> bool:
-    """Whether there are answers that have not been read to their ends."""
-    return bool(_being_read)
-
-
-@contextmanager
-def delays_shutdown() -> Iterator[None]:
-    """Within the block, a shutdown waits, as it does for an answer that is being read."""
-    answer = object()
-    _being_read.add(answer)
-    try:
-        yield
-    finally:
-        _being_read.discard(answer)

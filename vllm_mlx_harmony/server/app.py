@@ -14,9 +14,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server import answer, chat, ids, messages, traces
+from vllm_mlx_harmony.server import chat, ids, messages, traces
+from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
-from vllm_mlx_harmony.server.host import Host, host_of, install, tenant_of
+from vllm_mlx_harmony.server.front_end import front_end_of, host_of, install
+from vllm_mlx_harmony.server.host import Host, tenant_of
 from vllm_mlx_harmony.server.middleware import Admission, error_at
 from vllm_mlx_harmony.server.peers import answers as peers
 from vllm_mlx_harmony.server.responses import routes as responses
@@ -45,8 +47,8 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     if background is not None and cancelled:
         await background.cancel()
     elif match is not None:
-        seed = match["seed"]
-        cancelled = answer.cancel(seed, tenant) or await peers.cancel(seed, tenant)
+        key = AnswerKey(match["seed"], tenant)
+        cancelled = front_end_of(request).answers.cancel(key) or await peers.cancel(*key)
     if not cancelled:
         try:
             return await host_of(request).forward(request)

@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
-from vllm_mlx_harmony.server.host import front_end_of
+from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.serving import Api, serve
 
 CHAT = Api("chat_completions", lambda body, defaults, tenant: chat.read(body, defaults))
@@ -25,18 +25,18 @@ async def retrieve_model(request: Request, model_id: str) -> Response:
     listed, names = await front_end.host.models(), front_end.names
     entries = listed["data"]
     if not model_id:  # the `:path` converter also matches /v1/models/
-        others = [{**entries[0], "id": name} for name in names.others]
-        return JSONResponse({**listed, "data": entries + others})
-    own = names.own(model_id)
+        aliases = [{**entries[0], "id": name} for name in names.aliases]
+        return JSONResponse({**listed, "data": entries + aliases})
+    name = names.canonical_name(model_id)
     for entry in entries:
-        if entry["id"] == own:
+        if entry["id"] == name:
             return JSONResponse({**entry, "id": model_id})
     problem = f"the model {model_id!r} does not exist"
     raise RequestError(problem, param="model", code="model_not_found", status=404)
 
 
 async def list_models(request: Request) -> Response:
-    """``GET /v1/models``: the host's list, extended by the other names of its model."""
+    """``GET /v1/models``: the host's list, extended by the aliases of its model."""
     return await retrieve_model(request, "")
 
 

@@ -1,7 +1,7 @@
 """``Host``: the interface of the server that the front end is a part of.
 
 It provides engines, checks API keys and rate limits, and has the defaults for what requests do not
-set. A server implements ``Host`` and makes it available to every request with ``install``.
+set. A server implements ``Host``, and makes a `front_end.FrontEnd` with it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from starlette.applications import Starlette
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 
@@ -25,9 +23,6 @@ from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
 from vllm_mlx_harmony.engine_api.engine import Engine
-from vllm_mlx_harmony.server.enforcement import Enforcement
-from vllm_mlx_harmony.server.observer import Observe
-from vllm_mlx_harmony.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
@@ -228,45 +223,6 @@ class Host(Protocol):
         """Makes a ``Context`` (`core.context.StreamingHarmonyContext`)."""
 
 
-# --- What all requests to an application share
-
-
-@dataclass(frozen=True, slots=True)
-class FrontEnd:
-    """The front end of an application.
-
-    ``observe`` has the functions that make the observers of each answer; others may be added.
-    """
-
-    host: Host
-    settings: ServerSettings
-    enforcement: Enforcement
-    observe: list[Observe]
-
-    @property
-    def names(self) -> ModelNames:
-        return ModelNames(self.host.model_name, self.settings.model_names)
-
-
-def install(app: Starlette, host: Host, observe: Iterable[Observe] = ()) -> None:
-    """Makes ``host`` available to all requests to ``app``, with the settings in the environment."""
-    settings = ServerSettings.read()
-    app.state.vllm_mlx_harmony = FrontEnd(host, settings, Enforcement.of(settings), [*observe])
-
-
-def uninstall(app: Starlette) -> None:
-    del app.state.vllm_mlx_harmony
-
-
-def front_end_of(connection: HTTPConnection) -> FrontEnd:
-    front_end: FrontEnd = connection.app.state.vllm_mlx_harmony
-    return front_end
-
-
-def host_of(connection: HTTPConnection) -> Host:
-    return front_end_of(connection).host
-
-
 def tenant_of(connection: HTTPConnection) -> str:
     """A digest of the API key of ``connection``: the same key, the same tenant.
 
@@ -276,62 +232,3 @@ def tenant_of(connection: HTTPConnection) -> str:
     # Without a key, all clients are one tenant.
     key = connection.headers.get("authorization") or connection.headers.get("x-api-key") or ""
     return sha256(re.sub(r"(?i)^bearer\s+", "", key).strip().encode()).hexdigest()
-
-
-# --- Shutdown
-
-SHUTTING_DOWN = "shutting_down"
-
-_rejecting = False
-"""Whether the server shuts down, so that answers that have not begun fail."""
-
-
-def reject_new(rejecting: bool) -> None:
-    """Sets whether answers that have not begun fail with 503."""
-    global _rejecting
-    _rejecting = rejecting
-
-
-def rejection() -> HostError | None:
-    """The failure of new answers during a shutdown; otherwise ``None``."""
-    return shutting_down() if _rejecting else None
-
-
-def shutting_down() -> HostError:
-    """A new error each time, as raising one adds to its traceback."""
-    return HostError("the server is shutting down", code=SHUTTING_DOWN)
-
-
-# --- Names of the model
-#
-# Agents come with built-in model names (``claude-…``, ``gpt-…``). A server with one model can have
-# them as other names of it, in all APIs. On a server with several models a name always means one
-# of them.
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNames:
-    """The names of the only ``model``, ``None`` if there are several: its own and those that are
-    ``configured``, which may be patterns."""
-
-    model: str | None
-    configured: tuple[str, ...]
-
-    @property
-    def others(self) -> tuple[str, ...]:
-        """The other names and patterns; empty if there are several models."""
-        if not self.model:
-            return ()
-        return tuple(dict.fromkeys(name for name in self.configured if name != self.model))
-
-    def is_other(self, name: str) -> bool:
-        """Whether ``name`` is another name of the model."""
-        return name != self.model and any(fnmatchcase(name, each) for each in self.others)
-
-    def own(self, name: str) -> str:
-        """The server's name for the model that a request calls ``name``."""
-        return str(self.model) if self.is_other(name) else name
-
-    def response(self, name: str) -> str:
-        """The model's name in a response: as in the request, because clients compare them."""
-        return name if self.is_other(name) else self.model or name

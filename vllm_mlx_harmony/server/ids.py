@@ -45,8 +45,8 @@ from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, validate
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
+from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.host import front_end_of
 from vllm_mlx_harmony.server.sampling import limited_to_context
 from vllm_mlx_harmony.server.serving import (
     Api,

@@ -14,7 +14,7 @@ from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import messages
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
-from vllm_mlx_harmony.server.host import host_of
+from vllm_mlx_harmony.server.front_end import host_of
 from vllm_mlx_harmony.server.serving import Api, count, serve
 
 REQUEST_ID = "request-id"

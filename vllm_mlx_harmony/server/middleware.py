@@ -40,8 +40,9 @@ from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.server import messages
+from vllm_mlx_harmony.server.answers import SHUTTING_DOWN
 from vllm_mlx_harmony.server.endpoint import ErrorResponse, openai_error
-from vllm_mlx_harmony.server.host import SHUTTING_DOWN, host_of, rejection
+from vllm_mlx_harmony.server.front_end import front_end_of, host_of
 from vllm_mlx_harmony.server.settings import variable
 from vllm_mlx_harmony.server.streams import TRANSPORT
 
@@ -162,7 +163,7 @@ class Admission:
             await self._unless_shutting_down(scope, receive, send)
 
     async def _unless_shutting_down(self, scope: Scope, receive: Receive, send: Send) -> None:
-        failure = rejection()
+        failure = front_end_of(HTTPConnection(scope)).answers.rejection()
         if failure is None:
             await self._app(scope, receive, send)
         else:

@@ -40,16 +40,9 @@ from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.body import LARGE, Document
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
+from vllm_mlx_harmony.server.front_end import FrontEnd, front_end_of
 from vllm_mlx_harmony.server.generation import Emitter, Job
-from vllm_mlx_harmony.server.host import (
-    Context,
-    FrontEnd,
-    Host,
-    Lease,
-    NotHarmony,
-    front_end_of,
-    tenant_of,
-)
+from vllm_mlx_harmony.server.host import Context, Host, Lease, NotHarmony, tenant_of
 from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
 from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.peers.connection import server_connection
@@ -136,7 +129,7 @@ class Received:
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
         if front_end.settings.has_peers:  # from now on, other servers can cancel it
-            heartbeat.begin()
+            heartbeat.begin(front_end.answers)
         if front_end.observe:
             request = self.request
             observed = Observed(
@@ -152,7 +145,7 @@ class Received:
             )
             observers = observers_of(observed, front_end.observe)
         tracker = front_end.host.tracker(self.api.name, stream=job.stream)
-        answer = Answer(job, tracker, observers, **options)
+        answer = Answer(job, tracker, front_end.answers, observers, **options)
         self.lease.hand_over()
         return answer
 
@@ -223,13 +216,13 @@ async def leased(
     ``HarmonyFailure``, and what ``Host.acquire`` raises.
     """
     model, timeout = _routing(document.value)
-    own = None if model is None else front_end_of(request).names.own(model)
-    if own is None and host.model_name is None:  # there are several models
+    name = None if model is None else front_end_of(request).names.canonical_name(model)
+    if name is None and host.model_name is None:  # there are several models
         await reject_invalid(api, document, host, tenant_of(request))
         raise RequestError("model must be a string", param="model")
-    if await host.must_load(own):
+    if await host.must_load(name):
         await reject_invalid(api, document, host, tenant_of(request))
-    async with await host.acquire(request, own, host.deadline(timeout)) as lease:
+    async with await host.acquire(request, name, host.deadline(timeout)) as lease:
         yield lease
 
 
@@ -301,7 +294,7 @@ async def prepare(received: Received) -> Job:
     if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:CONTEXT_TOKENS])
         settings = replace(settings, prediction=tuple(predicted[:CONTEXT_TOKENS]))
-    name = received.front_end.names.response(request.model)
+    name = received.front_end.names.echoed_name(request.model)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = _reusable_turns(received)
     context, *others = await _contexts(parsed, info, turns)

@@ -26,13 +26,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from socket import socket
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.server import answer, host
 from vllm_mlx_harmony.server.abort import before_abort
+from vllm_mlx_harmony.server.answers import Answers, shutting_down
 
 if TYPE_CHECKING:
     import uvicorn
@@ -56,10 +57,12 @@ TICK = 0.05
 
 def draining(
     server: type[uvicorn.Server],
+    find_answers: Callable[[], Answers],
     limit: Callable[[], float],
     finish: Callable[[], object] = lambda: None,
 ) -> type[uvicorn.Server]:
-    """uvicorn's ``server`` class, which shuts down after our answers, in ``limit()`` seconds.
+    """uvicorn's ``server`` class, which shuts down after the answers of the front end that it
+    serves, in ``limit()`` seconds.
 
     At the end, ``finish`` is called in a thread.
     """
@@ -70,7 +73,7 @@ def draining(
 
         async def startup(self, sockets: list[socket] | None = None) -> None:
             await super().startup(sockets)
-            self._restore_abort = before_abort(_fail_answers, ABORT_SECONDS)
+            self._restore_abort = before_abort(partial(_fail, find_answers()), ABORT_SECONDS)
 
         async def shutdown(self, sockets: list[socket] | None = None) -> None:
             now = time.monotonic()
@@ -79,20 +82,21 @@ def draining(
                 timer = threading.Timer(until + GRACE - now, _end_process)
                 timer.daemon = True
                 timer.start()
-            host.reject_new(True)
+            answers = find_answers()
+            answers.reject_new(True)
             try:
-                await _answers_end(until - min(ERROR_SECONDS, limit() / 4))
-                if answer.running():
+                await _wait_for(answers, until - min(ERROR_SECONDS, limit() / 4))
+                if answers.running:
                     logger.warning("shutting down: ending the remaining answers")
-                    answer.end_all(host.shutting_down())
-                await _answers_end(until + GRACE / 2)
+                    answers.end_all(shutting_down())
+                await _wait_for(answers, until + GRACE / 2)
                 left = max(until - time.monotonic(), GRACE / 4)
                 given = self.config.timeout_graceful_shutdown
                 self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
                 await super().shutdown(sockets)
                 await asyncio.to_thread(finish)
             finally:
-                host.reject_new(False)
+                answers.reject_new(False)
                 if self._restore_abort is not None:
                     self._restore_abort()
 
@@ -107,19 +111,19 @@ def draining(
     return Draining
 
 
-async def _answers_end(until: float) -> None:
+async def _wait_for(answers: Answers, until: float) -> None:
     """Waits for the end of all answers, until that time at most."""
-    while (answer.running() or answer.unread()) and time.monotonic() < until:
+    while (answers.running or answers.unread) and time.monotonic() < until:
         await asyncio.sleep(TICK)
 
 
-async def _fail_answers() -> None:
+async def _fail(answers: Answers) -> None:
     """Ends all answers because the process is being aborted."""
     logger.error("a native library has aborted the process: ending the running answers")
-    host.reject_new(True)
+    answers.reject_new(True)
     problem = "the engine failed and the server is restarting: send the request again"
-    answer.end_all(HostError(problem, code="engine_failed"))
-    await _answers_end(time.monotonic() + ABORT_SECONDS)
+    answers.end_all(HostError(problem, code="engine_failed"))
+    await _wait_for(answers, time.monotonic() + ABORT_SECONDS)
 
 
 def _end_process() -> None:

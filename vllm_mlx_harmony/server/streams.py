@@ -20,7 +20,8 @@ from starlette.types import Receive, Scope, Send
 from vllm_mlx_harmony import tasks
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.host import Deadline, front_end_of
+from vllm_mlx_harmony.server.front_end import front_end_of
+from vllm_mlx_harmony.server.host import Deadline
 
 logger = logging.getLogger(__name__)
 

@@ -56,6 +56,8 @@ from vllm_mlx_harmony.host import contract, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
+from vllm_mlx_harmony.server.answers import Answers
+from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import routes
@@ -332,7 +334,7 @@ async def running_in(background: Background, job: Job) -> Running:
 
 def begin(job: Job, **options: Any) -> answers.Answer:
     tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
-    return answers.Answer(job, tracker, **options)
+    return answers.Answer(job, tracker, Answers(), **options)
 
 
 @pytest.fixture
@@ -845,8 +847,7 @@ def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
 
 def limited(**limits: Any) -> None:
     """The application has these limits, as long as it is active."""
-    state = server.app.state
-    state.vllm_mlx_harmony = replace(state.vllm_mlx_harmony, settings=ServerSettings(**limits))
+    installed_in(server.app).settings = ServerSettings(**limits)
 
 
 class Socket:
@@ -971,7 +972,7 @@ def test_who_takes_nothing_is_hung_up_on() -> None:
         socket: Any = Full("{}")
         await Conversation(socket).serve()
         assert aborted == [True]
-        assert not answers.unread()
+        assert not installed_in(server.app).answers.unread
 
     asynchronous(test)
 

@@ -22,8 +22,7 @@ from json import dumps, loads
 from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server.answer import AnswerKey
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.peers.connection import (
     Connection,
     PeersError,
@@ -183,8 +182,8 @@ class Heartbeat:
         self._task: asyncio.Future[None] | None = None
         self._idle = 0  # heartbeats without an answer, since the last one began
 
-    def begin(self, background: Running | None = None) -> None:
-        """An answer begins, maybe that of a ``background`` response."""
+    def begin(self, answers: Answers, background: Running | None = None) -> None:
+        """One of ``answers`` begins, maybe that of a ``background`` response."""
         known = directory()
         if known is None:
             return
@@ -192,14 +191,14 @@ class Heartbeat:
             self._sent[background] = 0
         self._idle = 0  # the task may be about to end
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._run(known))
+            self._task = asyncio.ensure_future(self._run(known, answers))
 
-    async def _run(self, known: Directory) -> None:
+    async def _run(self, known: Directory, answers: Answers) -> None:
         while self._idle < 2:  # noqa: PLR2004 - an answer that is about to run is found by the next
-            running = answers.running()
+            running = answers.running
             self._idle = 0 if running or self._sent else self._idle + 1
             try:
-                await self._beat(known, running)
+                await self._beat(known, answers, running)
             except PeersError:  # the last events of an ended response can then be read only here
                 for ended in [each for each in self._sent if each.done]:
                     del self._sent[ended]
@@ -207,7 +206,7 @@ class Heartbeat:
                 logger.exception("the heartbeat to the other servers failed")
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    async def _beat(self, known: Directory, running: Sequence[AnswerKey]) -> None:
+    async def _beat(self, known: Directory, answers: Answers, running: Sequence[AnswerKey]) -> None:
         background = {AnswerKey(each.id, each.tenant): each for each in self._sent}
         new = {
             key: dict(enumerate(each.events[(sent := self._sent[each]) :], sent))
@@ -216,7 +215,7 @@ class Heartbeat:
         commands = await asyncio.to_thread(known.beat, running, new)
         for key, command in commands.items():
             if key not in self._executing:
-                work = self._execute(known, key, background.get(key), command)
+                work = self._execute(known, answers, key, background.get(key), command)
                 self._executing[key] = asyncio.ensure_future(work)
         for key, each in background.items():
             self._sent[each] += len(new[key])
@@ -228,6 +227,7 @@ class Heartbeat:
     async def _execute(
         self,
         known: Directory,
+        answers: Answers,
         key: AnswerKey,
         background: Running | None,
         command: Command,
@@ -235,7 +235,7 @@ class Heartbeat:
         """Carries out ``command``. For a background response the next heartbeat removes it."""
         try:
             if background is None:
-                answers.cancel(*key)
+                answers.cancel(key)
                 await asyncio.to_thread(known.ended, key)
             elif command is Command.CANCEL:
                 await background.cancel()

@@ -18,7 +18,7 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server import serving
-from vllm_mlx_harmony.server.answer import AnswerKey
+from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.peers.answers import (

@@ -15,7 +15,8 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
-from vllm_mlx_harmony.server.host import front_end_of, tenant_of
+from vllm_mlx_harmony.server.front_end import front_end_of
+from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.responses import lookup
 from vllm_mlx_harmony.server.responses.background import BACKGROUND
@@ -79,7 +80,7 @@ async def _create(received: Received) -> Response:
     except BaseException:
         await lookup.withdraw(emitter)
         raise
-    heartbeat.begin(running)
+    heartbeat.begin(received.front_end.answers, running)
     if job.stream:
         return EventStream(received.request, running.follow())
     return JSONResponse(running.document)

@@ -27,15 +27,15 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.answer import delays_shutdown
 from vllm_mlx_harmony.server.body import Document, parse
 from vllm_mlx_harmony.server.endpoint import (
     failure_of,
     openai_error,
     retry_headers,
 )
+from vllm_mlx_harmony.server.front_end import front_end_of, host_of
 from vllm_mlx_harmony.server.generation import Deltas, Job
-from vllm_mlx_harmony.server.host import NotHarmony, front_end_of, host_of, rejection
+from vllm_mlx_harmony.server.host import NotHarmony
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, prepare, read
 from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.serving import Received, leased
@@ -147,7 +147,7 @@ class Conversation:
                 if waiting.cancelled_caught:
                     break
                 self._waiting_bytes -= sys.getsizeof(text)
-                with delays_shutdown():
+                with self._front_end.answers.delays_shutdown():
                     await self._answer(text)
             await self._send_error(_OVER)
             await self._socket.close()
@@ -164,7 +164,7 @@ class Conversation:
                 raise RequestError("a message must be of type 'response.create'", param="type")
             document = message.value
             await self._front_end.host.check_rate_limit(self._socket)
-            if failure := rejection():
+            if failure := self._front_end.answers.rejection():
                 raise failure
             fields = {key: value for key, value in document.items() if key not in _TRANSPORT}
             body = replace(message, value={**fields, "stream": True})
