@@ -1,4 +1,4 @@
-"""Metadata of both distributions: README and project URLs on PyPI, and requirements of one version.
+"""Metadata of all distributions: README and project URLs on PyPI, and requirements of one version.
 
 Read by hatchling. URLs and the links in README lead to the repository in which a distribution is
 built. A build outside of a repository with a remote has no URLs. A wheel that is built from an

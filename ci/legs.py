@@ -456,7 +456,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="release",
-        what="both distributions and a Homebrew formula are built and checked, below dist",
+        what="all distributions and a Homebrew formula are built and checked, below dist",
         install=("packaging", "twine", "uv>=0.9"),
         absent=HOST,
         commands=(("python", "ci/release.py"),),

@@ -1,4 +1,4 @@
-"""Builds and checks what is published, below `dist`: both distributions, and a Homebrew formula.
+"""Builds and checks what is published, below `dist`: all distributions, and a Homebrew formula.
 
 Run by the leg `release`, whose environment has what this needs. The formula is for a tap. Its
 resources are wheels, since neither mlx nor torch can be built from source there, and they are
@@ -31,6 +31,7 @@ else:
 REPOSITORY = Path(__file__).resolve().parents[1]
 DIST = REPOSITORY / "dist"
 PLUGIN = "packaging/vllm-mlx-harmony"
+VERIFY = "packaging/harmony-verify"
 
 PYTHON = (3, 12)
 MACOS = (14, 0)
@@ -82,8 +83,9 @@ def main() -> int:
     """Builds and checks. The exit code is 0 only if all of it succeeded."""
     shutil.rmtree(DIST, ignore_errors=True)
     run("uv", "build", "--quiet", "--out-dir", str(DIST))
-    run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), PLUGIN)
-    files = sorted(DIST.glob("vllm_mlx_harmony*"))
+    for wheel in (PLUGIN, VERIFY):
+        run("uv", "build", "--quiet", "--wheel", "--out-dir", str(DIST), wheel)
+    files = sorted(DIST.glob("*harmony*"))
     run("twine", "check", "--strict", *map(str, files))
     plugin = next(DIST.glob("vllm_mlx_harmony-*.whl"))
     server = next(DIST.glob("vllm_mlx_harmony_server-*.whl"))

@@ -48,8 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, about in COMMANDS.items():
         commands.add_parser(name, help=about)
     command = top.parse_args(arguments[:1]).command
+    return _run(command, arguments[1:])
+
+
+def verify() -> int:
+    """The command of the distribution `harmony-verify`."""
+    return _run("verify", sys.argv[1:], prog="harmony-verify")
+
+
+def _run(command: str, arguments: Sequence[str], **options: str) -> int:
     try:
-        code: int = import_module(f"{__package__}.cli.{command}").main(arguments[1:])
+        code: int = import_module(f"{__package__}.cli.{command}").main(arguments, **options)
         return code
     except (UsageError, HarmonyFailure) as error:
         return _fail(error)

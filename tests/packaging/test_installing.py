@@ -27,6 +27,7 @@ pytestmark = pytest.mark.packaging
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "packaging/vllm-mlx-harmony"
+VERIFY = ROOT / "packaging/harmony-verify"
 NAMES = ("vllm-mlx-harmony", "vllm-mlx-harmony-server")
 BIN = "Scripts" if os.name == "nt" else "bin"
 
@@ -299,6 +300,28 @@ def test_half_removed_python_still_starts(
     Uv(uv, environment).install(server, plugin)
     shutil.rmtree(environment.site / "vllm_mlx_harmony")
     assert environment.serve("--tool-call-parser", "harmony").stdout == "host serves harmony\n"
+
+
+def test_verify_runs_without_a_host_and_mlx(uv: str, tmp_path: Path, server: Path) -> None:
+    """As by `uvx harmony-verify`: its command, without a server, and the model for any other."""
+    wheel = build(uv, VERIFY, tmp_path / "wheel")
+    assert contents(wheel) == set()
+    succeed(uv, "venv", "--python", sys.executable, tmp_path / "venv")
+    made = Environment(tmp_path / "venv")
+    links = ("--find-links", server.parent)
+    succeed(uv, "pip", "install", *links, "--python", made.python, wheel)
+    for module in ("torch", "mlx", "numpy", "vllm_mlx", "tokenizers", "safetensors"):
+        assert not (made.site / module).exists()
+    command = tmp_path / "venv" / BIN / "harmony-verify"
+    asked = run(command, "http://127.0.0.1:9")
+    assert asked.returncode == 2
+    assert "no server answers at http://127.0.0.1:9" in asked.stderr
+    assert succeed(command, "--help").startswith("usage: harmony-verify ")
+    model = tmp_path / "gpt-oss-20b-stand-in"
+    assert str(model) in succeed(command, "--write-stand-in", model)
+    assert {"config.json", "tokenizer.json", "standin_model.py"} <= {
+        path.name for path in model.iterdir()
+    }
 
 
 def names(archive: Path) -> Iterator[str]:

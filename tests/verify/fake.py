@@ -32,13 +32,24 @@ Request = dict[str, Any]
 App = Callable[[Any, Any, Any], Any]
 
 CONTEXT = 8192
+CHUNK = 256
+SLOW = 5.0
+TIMES = {"QUIET": 2.5, "BEGUN": 2.5}
+"""Of `wire`, for a prompt that takes `SLOW` seconds."""
 
 
 class BookEngine(ScriptedEngine):
-    """Follows the stand-in's scripts. What an earlier prompt begins with, too, is cached."""
+    """Follows the stand-in's scripts. What an earlier prompt begins with, too, is cached.
 
-    def __init__(self, scripts: Sequence[Script] = SCRIPTS) -> None:
+    With ``slow``, a long prompt takes `SLOW` seconds; otherwise its script's delay does not count.
+    With ``forgets``, a prompt that is cancelled meanwhile is not cached.
+    """
+
+    def __init__(
+        self, scripts: Sequence[Script] = SCRIPTS, *, slow: bool = False, forgets: bool = False
+    ) -> None:
         super().__init__({}, context_length=CONTEXT)
+        self.slow, self.forgets = slow, forgets
         encode = vocab.encoding().encode
         book = dump_book(scripts, lambda text: encode(text, allowed_special="all"))
         self.book = cursor.parse_book(book)
@@ -47,6 +58,11 @@ class BookEngine(ScriptedEngine):
         prompt, decode = request.prompt, vocab.encoding().decode
         entry = cursor._find(list(prompt), self.book, lambda ids: decode(list(ids)))
         cached = max((_common(prompt, each) for each in self.prompts), default=0)
+        if self.slow and entry.prompt_ms:
+            for done in range(cached, len(prompt), CHUNK):
+                if not self.forgets:
+                    self.prompts.append(prompt[:done])
+                await asyncio.sleep(SLOW * CHUNK / len(prompt))
         said = entry.completion[: request.settings.max_tokens]
         self.prompts.append((*prompt, *entry.completion))
         for at, token in enumerate(said, 1):

@@ -13,7 +13,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fake import Deaf, Fault, Reply, Request, outcomes, serving, stream
+from fake import TIMES, BookEngine, Deaf, Fault, Reply, Request, outcomes, serving, stream
 
 from vllm_mlx_harmony.verify import wire
 from vllm_mlx_harmony.verify.values import Ask
@@ -144,6 +144,20 @@ FAULTS: dict[str, Fault | type[Deaf]] = {
         lambda method, path, body: 16 in (body.get("max_tokens"), body.get("max_output_tokens")),
         request=forget("max_tokens", "max_output_tokens"),
     ),
+    "limit-above": Fault(
+        lambda method, path, body: (
+            wire.MOST in (body.get("max_tokens"), body.get("max_output_tokens"))
+        ),
+        reply=failed,
+    ),
+    "thinking-once": Fault(
+        asked(wire.THINK, streamed=False),
+        reply=swapped("It orbits", "Sunlight falls on half of it. It"),
+    ),
+    "thinking-once, twice": Fault(
+        asked(wire.THINK, streamed=False),
+        reply=swapped(r"(Sunlight falls on half of it\.)", r"\1 \1"),
+    ),
     "cancel": Deaf,
     "cancel, metrics": Fault(at("GET", "/metrics"), reply=running),
     "at-once": Fault(
@@ -206,15 +220,25 @@ ALL = {
 }
 
 
+@pytest.fixture
+def _times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a prompt that takes seconds."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "1")
+    for name, seconds in TIMES.items():
+        monkeypatch.setattr(wire, name, seconds)
+
+
+@pytest.mark.usefixtures("_times")
 def test_the_fake_server_passes_everything() -> None:
-    with serving() as url:
+    with serving(engine=BookEngine(slow=True)) as url:
         found = outcomes(url)
     assert {name: each.problem for name, each in found.items() if each.state != "passed"} == {}
 
 
 def test_each_check_has_a_fault() -> None:
     checks = {check.name.partition(".")[2] for check in wire.CHECKS}
-    assert checks == {name.partition(",")[0] for name in ALL}
+    slow = {f"{api}.{name}" for api in APIS for name in ("waiting", "kept")}  # have tests below
+    assert checks == {name.partition(",")[0] for name in ALL} | slow
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -223,5 +247,32 @@ def test_exactly_the_check_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     check = f"wire.{name.partition(',')[0]}"
     with serving(ALL[name]) as url:
         found = outcomes(url, check.rpartition(".")[0])
-    assert [each.name for each in found.values() if each.state != "passed"] == [check], found
+    fast = {f"wire.{api}.kept" for api in APIS}  # unsupported where a prompt takes no time
+    bad = [each.name for each in found.values() if each.state != "passed" and each.name not in fast]
+    assert bad == [check], found
     assert found[check].state == "failed" and found[check].problem and found[check].sent
+
+
+@pytest.mark.usefixtures("_times")
+def test_comments_are_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pings, a stream has comments with the progress of the prompt, and nothing else."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "0")
+    with serving(engine=BookEngine(slow=True)) as url:
+        found = outcomes(url, "*.waiting", "*.kept")
+    states = {name: each.state for name, each in found.items()}
+    assert states == {
+        **{f"wire.{api}.waiting": "failed" for api in APIS},
+        **{f"wire.{api}.kept": "passed" for api in APIS},
+    }
+    assert "no event for " in found["wire.messages.waiting"].problem
+
+
+@pytest.mark.usefixtures("_times")
+def test_a_cancelled_prompt_that_is_forgotten() -> None:
+    with serving(engine=BookEngine(slow=True, forgets=True)) as url:
+        found = outcomes(url, "*.waiting", "*.kept")
+    states = {name: each.state for name, each in found.items()}
+    assert states == {
+        **{f"wire.{api}.waiting": "passed" for api in APIS},
+        **{f"wire.{api}.kept": "failed" for api in APIS},
+    }

@@ -28,10 +28,10 @@ KEY = "stand-in"
 PACKAGES = ("anthropic", "httpx", "httpx_sse", "jsonschema", "openai")
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(arguments: Sequence[str], prog: str = "vllm-mlx-harmony verify") -> int:
     """Prints what a server does right and wrong. Returns 0 if all that it supports passed."""
     parser = argparse.ArgumentParser(
-        prog="vllm-mlx-harmony verify",
+        prog=prog,
         description="Checks any server of OpenAI's or Anthropic's APIs. The exit code is 0 only if "
         "everything that it supports passed; with --compare, if no check that passed now fails.",
     )
@@ -61,6 +61,11 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="check this package's own server, with a scripted stand-in model",
     )
+    parser.add_argument(
+        "--write-stand-in",
+        metavar="DIR",
+        help="write the scripted stand-in model to DIR, for any server of mlx-lm's models",
+    )
     given = parser.parse_args(arguments)
     require("verify", PACKAGES)
     from vllm_mlx_harmony.verify import report, suite
@@ -71,6 +76,12 @@ def main(arguments: Sequence[str]) -> int:
         shown, right = report.compared(*(read_results(name, "verify") for name in given.compare))
         console.print(shown)
         return int(not right)
+    if given.write_stand_in:
+        from vllm_mlx_harmony import standin
+        from vllm_mlx_harmony.verify.samples import SCRIPTS
+
+        console.print(f"serve {standin.write(Path(given.write_stand_in), SCRIPTS)}", soft_wrap=True)
+        return 0
     if given.stand_in == (given.url is not None):
         raise UsageError("give the URL of a server, or --stand-in")
     cases = tuple(_case(name) for name in given.case)

@@ -43,6 +43,7 @@ class Entry:
     whole_prompt: bool = False
     delay_ms: float = 0
     fail_at: int | None = None
+    prompt_ms: float = 0
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,13 @@ def next_step(history: Sequence[int], book: Book, decode: Decode) -> Step:
             return _step(entry, len(history) - start, book)
     entry = _find(history[:usual], book, decode)
     return Step(_step(entry, len(history) - usual, book).token)
+
+
+def prompt_ms(history: Sequence[int], book: Book, decode: Decode) -> float:
+    """Milliseconds for each token at the end of ``history``, which is the beginning of a prompt."""
+    if not any(entry.prompt_ms for entry in book.entries):
+        return 0
+    return _find(list(history), book, decode).prompt_ms
 
 
 def _starts(history: list[int], book: Book) -> Iterator[int]:

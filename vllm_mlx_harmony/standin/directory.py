@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
@@ -62,20 +63,23 @@ written by vllm-mlx-harmony for tests.
 def write(directory: Path, scripts: Iterable[Script] = ()) -> Path:
     """Writes a model that `vllm-mlx serve` loads, and that answers with ``scripts``.
 
-    Creates ``directory`` if needed and returns it. Takes about two seconds. Raises ``ValueError``
+    Creates ``directory`` if needed and returns it. Needs neither mlx nor other packages
+    than openai-harmony, and takes about two seconds. Raises ``ValueError``
     for an invalid script (see `dump_book`).
     """
-    import numpy
-    from safetensors.numpy import save
-
     _write_shared(directory, {**_CONFIG, **_IDS}, {**_IDS, **_GREEDY}, _STANDIN_CARD)
     write_atomically(directory / cursor.TABLE, token_table())
-    # The stand-in's only parameter; mlx-lm loads no model without one.
-    weight = numpy.array([90.0], numpy.float32)
-    write_atomically(directory / "model.safetensors", save({"weight": weight}, {"format": "mlx"}))
+    write_atomically(directory / "model.safetensors", _weights())
     for name in _CODE:
         write_atomically(directory / f"standin_{name}.py", _source(f"{name}.py"))
     return rescript(directory, scripts)
+
+
+def _weights() -> bytes:
+    """A safetensors file with the stand-in's only parameter; mlx-lm loads no model without one."""
+    entry = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
+    header = json.dumps({"__metadata__": {"format": "mlx"}, "weight": entry}).encode()
+    return struct.pack("<Q", len(header)) + header + struct.pack("<f", 90.0)
 
 
 def is_standin(directory: Path) -> bool:

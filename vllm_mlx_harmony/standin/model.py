@@ -105,13 +105,15 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
             ends = range(len(history) - exact + 1, len(history) + 1)
             steps = [self._cursor.next_step(history[:end], book, self._decode) for end in ends]
             if length == 1 or (length == exact and self._answers(history[: ends[0]], book)):
-                for place, step in enumerate(steps):  # a prefill neither fails nor waits
+                for place, step in enumerate(steps):  # a prefill does not fail
                     if step.fails:
                         raise RuntimeError("the stand-in's script says: fail here")
                     if step.delay_ms:
                         time.sleep(step.delay_ms / 1000)
                     if row[len(row) - length + place + 1 :][:1] != [step.token]:
                         break  # what follows was tried, and is wrong
+            elif slow := self._cursor.prompt_ms(history, book, self._decode):
+                time.sleep(length * slow / 1000)
             scripted.append([0] * (length - exact) + [step.token for step in steps])
         tokens = mx.array(scripted)[..., None]
         logits = mx.broadcast_to(self._instead, (*tokens.shape[:2], self.args.vocab_size))

@@ -26,7 +26,8 @@ class Script:
     text cannot express, such as half a character.
 
     Each token is delayed by ``delay_ms`` milliseconds. In place of token ``fail_at`` (from 0) the
-    model raises an error.
+    model raises an error. Each token of the prompt is delayed by ``prompt_ms`` from where the
+    script's message begins, which its pattern must recognise by its first words.
     """
 
     pattern: str | re.Pattern[str]
@@ -34,6 +35,7 @@ class Script:
     delay_ms: float = 0
     fail_at: int | None = None
     whole_prompt: bool = False
+    prompt_ms: float = 0
 
 
 FALLBACK = Script(
@@ -60,8 +62,8 @@ def dump_book(scripts: Iterable[Script], encode: Encode) -> str:
             raise ValueError(f"not an id of the model in the completion for {pattern!r}")
         if script.fail_at is not None and not 0 <= script.fail_at <= len(ids):
             raise ValueError(f"script {pattern!r} does not have token {script.fail_at}")
-        if script.delay_ms < 0:
-            raise ValueError(f"a token of script {pattern!r} cannot take {script.delay_ms} ms")
+        if (least := min(script.delay_ms, script.prompt_ms)) < 0:
+            raise ValueError(f"a token of script {pattern!r} cannot take {least} ms")
         compiled = re.compile(re.escape(pattern)) if isinstance(pattern, str) else pattern
         written = {"pattern": compiled.pattern, "flags": compiled.flags, "completion": ids}
         entries.append({**asdict(script), **written})

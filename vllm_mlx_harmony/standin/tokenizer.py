@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from collections.abc import Mapping
 from functools import lru_cache
 
@@ -69,10 +70,8 @@ def tokenizer_json() -> str:
 
     tiktoken merges any two neighbours that make a token, lowest rank first. So every way to cut a
     token in two known tokens is a merge with that token's rank. Like tiktoken, the tokenizer takes
-    a piece that is a token as it is.
+    a piece that is a token as it is. Written as it is read, so that no such package is needed.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-
     ranks = shipped_ranks()
     merges = []
     for token in sorted(ranks, key=ranks.__getitem__):
@@ -80,16 +79,41 @@ def tokenizer_json() -> str:
         known = [cut for cut in cuts if cut[0] in ranks and cut[1] in ranks]
         known.sort(key=lambda cut: (ranks[cut[0]], ranks[cut[1]]))
         merges += [(spell(left), spell(right)) for left, right in known]
-    vocabulary = {spell(token): rank for token, rank in ranks.items()}
-    made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
-    split = pre_tokenizers.Split(Regex(_SPLIT), "isolated")
-    spelled = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.pre_tokenizer = pre_tokenizers.Sequence([split, spelled])
-    made.decoder = decoders.ByteLevel()
-    names = (control_name(token) for token in range(len(ranks), VOCAB_SIZE))
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    text: str = made.to_str()
-    return text
+    split = {"type": "Split", "pattern": {"Regex": _SPLIT}, "behavior": "Isolated", "invert": False}
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [
+        {"id": token, "content": control_name(token), **plain, "special": True}
+        for token in range(len(ranks), VOCAB_SIZE)
+    ]
+    model = {
+        "type": "BPE",
+        **dict.fromkeys(("dropout", "unk_token"), None),
+        **dict.fromkeys(("continuing_subword_prefix", "end_of_word_suffix"), None),
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": True,
+        "vocab": {spell(token): rank for token, rank in ranks.items()},
+        "merges": merges,
+    }
+    written = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [split, _byte_level(use_regex=False, add_prefix_space=False)],
+        },
+        "post_processor": None,
+        "decoder": _byte_level(use_regex=True, add_prefix_space=True),
+        "model": model,
+    }
+    return json.dumps(written, ensure_ascii=False)
+
+
+def _byte_level(**flags: bool) -> dict[str, object]:
+    return {"type": "ByteLevel", "trim_offsets": True, **flags}
 
 
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

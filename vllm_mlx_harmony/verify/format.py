@@ -24,7 +24,7 @@ from vllm_mlx_harmony.verify.values import (
     Tool,
     require,
 )
-from vllm_mlx_harmony.verify.wire import HARMONY
+from vllm_mlx_harmony.verify.wire import HARMONY, RAW_COT
 
 TURNS = 6
 """Most requests of a case with several calls."""
@@ -193,7 +193,6 @@ async def beside(trial: Trial) -> None:
 
 
 COMPATIBILITY = "https://cookbook.openai.com/articles/gpt-oss/verifying-implementations"
-RAW_COT = "https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot"
 CHOICE = "https://platform.openai.com/docs/guides/function-calling#tool-choice"
 STRICT = "https://platform.openai.com/docs/guides/structured-outputs"
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from vllm_mlx_harmony.verify.apis import APIS
 from vllm_mlx_harmony.verify.cases import schema
 from vllm_mlx_harmony.verify.checks import Check
-from vllm_mlx_harmony.verify.format import RAW_COT
 from vllm_mlx_harmony.verify.trial import Trial
 from vllm_mlx_harmony.verify.values import Answer, Ask, Result, Tool, Unsupported, Usage, require
+from vllm_mlx_harmony.verify.wire import CACHING, RAW_COT
 
 TURNS = 20
 PAGE = Tool("read_page", "The text of a page.", schema(page="integer"))
@@ -59,8 +59,6 @@ async def cached(trial: Trial) -> None:
     few = ratio <= AGAIN
     require(few, f"{computed} tokens were computed for a last prompt of {usages[-1].prompt}")
 
-
-CACHING = "https://platform.openai.com/docs/guides/prompt-caching"
 
 ROWS = (
     ("remembers", "after a tool loop of 20 turns, the model knows all results", RAW_COT, remembers),

@@ -24,6 +24,9 @@ def _to(ask: Ask | str) -> str:
     return f"<|start|>user<|message|>{text}<|end|>"
 
 
+PROMPT_MS = 0.75
+"""Milliseconds for each token of a long prompt, which then takes longer than ``wire.QUIET``."""
+
 WIRE = (
     Script(_to(checks.PROBE), _said("Hello.")),
     Script(_to(wire.PLAIN), _said("Rivers bring salt to it.", "Salt comes from rocks.")),
@@ -31,6 +34,11 @@ WIRE = (
     # Without reasoning, which a small limit leaves no room for.
     Script(_to(wire.COUNT), _said(" ".join(map(str, range(1, 31))))),
     Script(_to(wire.LONG), _said("one and one\n" * 1000), delay_ms=3),
+    Script(_to(wire.THINK), _said("It orbits the Earth.", "Sunlight falls on half of it.")),
+    *(
+        Script(f"<|start|>user<|message|>{task}", _said("done"), prompt_ms=PROMPT_MS)
+        for task in (wire.REPORT, wire.DRAFT)
+    ),
     Script(_to(wire.EMOJI), _said("🌞 é 中 🇫🇷 ß", "🌞 é 中 🇫🇷 ß: five.")),
     Script(
         _to(wire.TIME),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from http import HTTPStatus
+from uuid import uuid4
 
 from httpx import Response
 
@@ -32,10 +33,29 @@ CLOCK = Tool(
 TIME = Ask(("What time is it in Lima?",), tools=(CLOCK,))
 SEARCH = Ask(("Search the web: which mountain is the highest of Norway? Name the page.",))
 EDIT = Ask(("Reply with the word ready.",))
+THINK = Ask(("Why does the moon have phases? Think first, then answer in one sentence.",))
+REPORT = "Here is a long report. Read it, and reply with the word done."
+DRAFT = "Here is a long draft. Read it, and reply with the word done."
 FIRST, SECOND = "Remember this number: 4711. Reply with OK.", "Which number was it?"
 
 FEW = 16
 """The least that OpenAI accepts as a maximum of output tokens."""
+
+MOST = 1_000_000
+"""More output tokens than a model can write."""
+
+PROMPT = 24_000
+"""Tokens of a long prompt, if the context has twice as many."""
+
+QUIET = 15.0
+"""Seconds without an event that a client may have to wait. Proxies and clients give up after some
+60 seconds; prompts of agents become five times as long as ours."""
+
+BEGUN = 8.0
+"""Seconds after which a prompt is cancelled."""
+
+REUSED = 0.2
+"""The least share of a cancelled prompt that is not computed again."""
 
 MISSING = "no-such-model-9f2c"
 PATIENCE = 5.0
@@ -209,6 +229,53 @@ async def at_once(trial: Trial) -> None:
     require(one.id != other.id, f"two answers with the id {one.id}")
 
 
+def lengthy(trial: Trial, task: str) -> Ask:
+    """A task with a long prompt that no cache has; the limit leaves room for reasoning."""
+    size = min(PROMPT, (trial.server.context or PROMPT * 2) // 2)
+    text = f"{task} Its number is {uuid4().hex}.{' The sea was calm.' * (size // 5)}"
+    return Ask((text,), limit=FEW * 16)
+
+
+async def waiting(trial: Trial) -> None:
+    """Only what a client parses counts: comments in a stream do not reach it."""
+    asked, before, longest = lengthy(trial, REPORT), time.monotonic(), 0.0
+    async with aclosing(trial.events(asked)) as events:
+        async for _ in events:
+            now = time.monotonic()
+            longest, before = max(longest, now - before), now
+    require(longest <= QUIET, f"no event for {longest:.1f} s while the prompt was computed")
+
+
+async def kept(trial: Trial) -> None:
+    """Cancels a prompt before the first text, as clients do that have a timeout and try again."""
+    asked = lengthy(trial, DRAFT)
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(trial.collected(asked), BEGUN)
+        raise Unsupported("the prompt was computed before it could be cancelled")
+    used = (await trial.answer(asked)).usage
+    if used.cached is None:
+        raise Unsupported("usage does not count cached tokens")
+    enough = used.cached >= used.prompt * REUSED
+    require(enough, f"{used.cached} of {used.prompt} tokens were not computed again")
+
+
+async def bound(trial: Trial) -> None:
+    answer = await trial.answer(replace(PLAIN, limit=MOST))
+    require(answer.text, "the answer has no text")
+
+
+async def thinking_once(trial: Trial) -> None:
+    for answer, way in zip(await both(trial, THINK), ("whole", "streamed"), strict=True):
+        thought = " ".join(answer.reasoning.split())
+        if not thought:
+            raise Unsupported("no reasoning is returned")
+        half = len(thought) // 2
+        twice = thought[:half] == thought[-half:]
+        require(not twice, f"the same reasoning twice ({way}): {thought!r:.200}")
+        shown = " ".join(answer.text.split())
+        require(thought not in shown, f"the reasoning is in the text, too ({way}): {shown!r:.200}")
+
+
 async def control_tokens(trial: Trial) -> None:
     for asked in (PLAIN, TIME):
         for answer in await both(trial, asked):
@@ -338,6 +405,8 @@ TOOLS = {
     "messages": f"{ANTHROPIC}/agents-and-tools/tool-use/overview",
 }
 HARMONY = "https://cookbook.openai.com/articles/openai-harmony"
+RAW_COT = "https://cookbook.openai.com/articles/gpt-oss/handle-raw-cot"
+CACHING = f"{OPENAI}/guides/prompt-caching"
 ALL = tuple(api.name for api in APIS)
 
 ROWS: tuple[tuple[str, tuple[str, ...], str, dict[str, str] | str, Run], ...] = (
@@ -346,8 +415,18 @@ ROWS: tuple[tuple[str, tuple[str, ...], str, dict[str, str] | str, Run], ...] = 
     ("same", ALL, "a request has the same answer, streamed and not", STREAMS, same),
     ("usage", ALL, "usage counts tokens and adds up, the same when streamed", "", usage),
     ("limit", ALL, "an answer ends at the limit of output tokens and says so", "", limit),
+    ("limit-above", ALL, "a limit beyond the context is an upper bound, not an error", "", bound),
     ("stop", ("chat", "messages"), "an answer ends before a stop string", "", stop),
     ("cancel", ALL, "closing the connection ends the answer and frees the server", STREAMS, cancel),
+    ("waiting", ALL, "while a prompt is computed, events come at intervals", STREAMS, waiting),
+    ("kept", ALL, "what was computed of a cancelled prompt is not computed again", CACHING, kept),
+    (
+        "thinking-once",
+        ALL,
+        "reasoning is returned once, not in the text",
+        RAW_COT,
+        thinking_once,
+    ),
     ("at-once", ALL, "two requests at once each get their own answer", "", at_once),
     ("control-tokens", ALL, "no text contains control tokens or headers", HARMONY, control_tokens),
     ("characters", ALL, "characters that span several tokens arrive whole", STREAMS, characters),
