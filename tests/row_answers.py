@@ -5,12 +5,15 @@ Used in process, for every row, and on sockets, for some (`served_rows`).
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from typing import Any
 
 from anthropic_checker import prompt_tokens
 from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row, can_be_generated, ids
+
+from vllm_mlx_harmony.protocols.partial_json import ObjectText
 
 GENERATED = [row for row in ROWS if can_be_generated(row)]
 
@@ -176,3 +179,50 @@ def check_messages(row: Row, whole: Any, *streamed: Any) -> None:
     assert names == [part[1] for part in row.said if part[0] == CALL]
     stopped = "stop_sequence" if row.stopped_by else _STOPPED[row.finish]
     assert (document["stop_reason"], document.get("stop_sequence")) == (stopped, row.stopped_by)
+
+
+# --- Ollama's API.
+
+
+def ollama_request(row: Row, model: str) -> dict[str, Any]:
+    """The request whose answer is ``row.output``. The API cannot limit a turn to one call."""
+    options: dict[str, Any] = {"stop": list(row.stop), "temperature": 0}
+    if row.cut:
+        options["num_predict"] = len(ids(row.output))
+    tools = [{"function": {"name": name}} for name in row.tools]
+    messages = [{"role": "user", "content": row.id}]
+    return {"model": model, "messages": messages, "tools": tools, "options": options}
+
+
+def ollama_answer(lines: list[Any]) -> dict[str, Any]:
+    """What the lines of a stream say, or the only document."""
+    last = lines[-1]
+    assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
+    assert 0 <= last.prompt_eval_duration + last.eval_duration <= last.total_duration
+    said = [line.message for line in lines]
+    return {
+        "reasoning": "".join(each.thinking or "" for each in said),
+        "content": "".join(each.content or "" for each in said),
+        "calls": [call.function for each in said for call in each.tool_calls or ()],
+        "finish": last.done_reason,
+        "usage": (last.prompt_eval_count, last.eval_count),
+    }
+
+
+def check_ollama(row: Row, *answers: list[Any]) -> None:
+    """Of one document, and of streams."""
+    answer, *others = map(ollama_answer, answers)
+    assert all(each == answer for each in others)
+    assert answer["reasoning"] == joined(row, REASONING)
+    assert answer["content"] == joined(row, PREAMBLE, ANSWER)
+    called = [part[1:] for part in row.said if part[0] == CALL]
+    assert [call.name for call in answer["calls"]] == [name for name, _ in called]
+    for call, (_, arguments) in zip(answer["calls"], called, strict=True):
+        assert call.arguments == read_arguments(arguments)
+    assert answer["finish"] == ("length" if row.finish == "length" else "stop")
+
+
+def read_arguments(text: str) -> Any:
+    """The object in a call's arguments; if they are none, the text is a member of it."""
+    reader = ObjectText()
+    return json.loads(reader.feed(text) + reader.close() or "{}")

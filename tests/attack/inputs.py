@@ -1,4 +1,4 @@
-"""What one client may send to be felt by all others: one row for each way, for all three APIs.
+"""What one client may send to be felt by all others: one row for each way, for all APIs.
 
 A row is plain data, so that a test that checks a served answer and one that only measures what
 else is held up meanwhile can use the same.
@@ -17,6 +17,7 @@ PATHS = {
     "chat": "/v1/chat/completions",
     "responses": "/v1/responses",
     "messages": "/v1/messages",
+    "ollama": "/api/chat",
 }
 APIS = tuple(PATHS)
 
@@ -40,7 +41,10 @@ class AttackRequest:
         messages = [{"role": "user", "content": self.text}] * self.repeated
         key = "input" if api == "responses" else "messages"
         limit = "max_output_tokens" if api == "responses" else "max_tokens"
-        body: Body = {"model": model, key: messages, limit: 1, **dict(self.fields)}
+        limits: Body = {limit: 1}
+        if api == "ollama":
+            limits = {"options": {"num_predict": 1}, "stream": False}
+        body: Body = {"model": model, key: messages, **limits, **dict(self.fields)}
         if self.tools:
             body["tools"] = [_tool(api, *tool) for tool in self.tools]
         if self.schema is not None:
@@ -59,6 +63,8 @@ def _format(api: str, schema: Body) -> Body:
     named = {"type": "json_schema", "name": "n", "schema": schema}
     if api == "responses":
         return {"text": {"format": named}}
+    if api == "ollama":
+        return {"format": schema}
     if api == "messages":
         return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
     return {"response_format": {"type": "json_schema", "json_schema": named}}

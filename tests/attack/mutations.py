@@ -23,6 +23,8 @@ STORED = "resp_00000000000000000000"
 """Stands for the id of an answer that is stored."""
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+OLLAMA = "/api/chat"
+APIS = (CHAT, RESPONSES, MESSAGES, OLLAMA)
 WEBSOCKET = "websocket"
 """In place of a method: the body is a message on a connection; of bytes, where it has no type."""
 
@@ -162,6 +164,28 @@ OPTIONS: dict[str, Body] = {
         "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
         "mcp_servers": [],
     },
+    OLLAMA: {
+        "timeout": 30,
+        "stream": False,
+        "think": "low",
+        "format": ANSWER_SCHEMA,
+        "keep_alive": "5m",
+        "logprobs": True,
+        "top_logprobs": 2,
+        "prompt": "Hi.",
+        "system": "Be brief.",
+        "images": ["iVBORw0KGgo="],
+        "options": {
+            "num_predict": 24,
+            "stop": ["STOP"],
+            "temperature": 0.5,
+            "top_k": 20,
+            "seed": 7,
+            "repeat_penalty": 1.1,
+            "mirostat": 0,
+        },
+        "tools": [{"type": "function", "function": FUNCTION}],
+    },
 }
 
 TURNS: dict[str, list[list[Body]]] = {
@@ -258,14 +282,28 @@ TURNS: dict[str, list[list[Body]]] = {
         ],
         [{"role": "assistant", "content": "Hi."}],
     ],
+    OLLAMA: [
+        [{"role": "system", "content": "Be brief."}],
+        [{"role": "user", "content": "Hi.", "images": ["iVBORw0KGgo="]}],
+        [
+            {
+                "role": "assistant",
+                "content": "Wait.",
+                "thinking": "Hm.",
+                "tool_calls": [{"function": {"name": "step", "arguments": {"path": "é"}}}],
+            },
+            {"role": "tool", "tool_name": "step", "content": "ok"},
+        ],
+    ],
 }
 
 LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
-SAID = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages"}
+SAID = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", OLLAMA: "messages"}
 BESIDE = {
     CHAT: (CHAT,),
     RESPONSES: (RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),
     MESSAGES: (MESSAGES, f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"),
+    OLLAMA: (OLLAMA, OLLAMA, "/api/generate", "/api/show"),
 }
 WITHOUT_BODY = (
     ("GET", f"{RESPONSES}/{STORED}"),
@@ -277,6 +315,11 @@ WITHOUT_BODY = (
     ("DELETE", "/v1/requests/resp_0123456789abcdef"),
     ("GET", "/v1/models"),
     ("GET", "/v1/models/m"),
+    ("GET", "/api/v0/models"),
+    ("GET", "/api/v0/models/m"),
+    ("GET", "/api/tags"),
+    ("GET", "/api/ps"),
+    ("GET", "/api/version"),
     ("HEAD", "/"),
 )
 
@@ -297,13 +340,14 @@ def drawn(chance: random.Random) -> tuple[str, Body]:
     if chance.random() < 0.4:
         api, body = chance.choice(recorded())
         return api, deepcopy(body)
-    api = chance.choice((CHAT, RESPONSES, MESSAGES))
+    api = chance.choice(APIS)
     turns = chance.sample(TURNS[api], chance.randint(0, 3))
     said = [deepcopy(each) for turn in turns for each in turn]
     names = [name for name in OPTIONS[api] if chance.random() < 0.15]
     options = {name: deepcopy(OPTIONS[api][name]) for name in names}
     last = {"role": "user", "content": "Hi."}
-    return api, {"model": "m", SAID[api]: [*said, last], LIMIT[api]: 24, **options}
+    limit: Body = {LIMIT[api]: 24} if api in LIMIT else {"options": {"num_predict": 24}}
+    return api, {"model": "m", SAID[api]: [*said, last], **limit, **options}
 
 
 # --- how
@@ -473,7 +517,7 @@ OPERATIONS: tuple[Callable[[random.Random, Any, Any], None], ...] = (
 
 def _another_field(chance: random.Random, body: Body) -> None:
     """One that means something, perhaps to another API."""
-    options = OPTIONS[chance.choice((CHAT, RESPONSES, MESSAGES))]
+    options = OPTIONS[chance.choice(APIS)]
     name = chance.choice(list(options))
     body[name] = deepcopy(options[name])
 

@@ -44,7 +44,8 @@ UNAVAILABLE = (503, 504)
 
 OURS = re.compile(
     r"(/v1/(chat/completions|messages(/count_tokens)?|models(/.*)?|responses(/compact|/input_tokens"
-    r"|/[^/]+(/input_items|/cancel)?)?))(\?.*)?"
+    r"|/[^/]+(/input_items|/cancel)?)?)|/api/(chat|generate|show|tags|ps|version|v0/models(/.*)?))"
+    r"(\?.*)?"
 )
 """Paths that this plugin answers itself, whatever the request."""
 
@@ -152,17 +153,22 @@ def problem_of(sent: Sent, answer: Answer) -> str:
     if answer.status >= 400:
         return wrong_shape(sent, answer)
     try:
-        if answer.kind == "text/event-stream":
-            lines = answer.body.decode().split("\n")
-            data = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
-            for each in data:
-                if each != "[DONE]":
-                    strict(each)
-        elif answer.body:
-            strict(answer.body)
+        for each in documents(answer):
+            strict(each)
     except ValueError as error:
         return f"not JSON ({error}): {answer.body[:500]!r}"
     return ""
+
+
+def documents(answer: Answer) -> list[str]:
+    """The documents of a stream, or the only one."""
+    text = answer.body.decode()
+    if answer.kind == "application/x-ndjson":
+        return text.splitlines()
+    if answer.kind != "text/event-stream":
+        return [text] if text else []
+    data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+    return [each for each in data if each != "[DONE]"]
 
 
 def wrong_shape(sent: Sent, answer: Answer) -> str:
@@ -172,6 +178,8 @@ def wrong_shape(sent: Sent, answer: Answer) -> str:
     try:
         document = strict(answer.body)
         error = document["error"]
+        if re.match(r"/api/(?!v0/)", sent.path):
+            error = {"message": error, **dict.fromkeys(("type", "param", "code"))}
         if sent.path.startswith(MESSAGES):
             right = document["type"] == "error" and {"type", "message"} <= set(error)
         else:

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 pytest.importorskip("openai")
 pytest.importorskip("anthropic")
+pytest.importorskip("ollama")
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 sys.path.insert(0, str(Path(__file__).parents[1] / "server"))

@@ -19,10 +19,13 @@ import pytest
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
-from vllm_mlx_harmony.protocols import chat, messages, responses
+from vllm_mlx_harmony.protocols import chat, messages, ollama, responses
 from vllm_mlx_harmony.protocols.chat.schema import UNSUPPORTED_FIELDS as CHAT_UNSUPPORTED
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody
 from vllm_mlx_harmony.protocols.messages.schema import MessagesBody
+from vllm_mlx_harmony.protocols.ollama.schema import UNSUPPORTED_FIELDS as OLLAMA_UNSUPPORTED
+from vllm_mlx_harmony.protocols.ollama.schema import ChatBody as OllamaChatBody
+from vllm_mlx_harmony.protocols.ollama.schema import GenerateBody
 from vllm_mlx_harmony.protocols.responses.schema import UNSUPPORTED_FIELDS as RESPONSES_UNSUPPORTED
 from vllm_mlx_harmony.protocols.responses.schema import ResponsesBody
 from vllm_mlx_harmony.protocols.validation import Wire
@@ -85,6 +88,22 @@ TEMPLATE: dict[str, Any] = {
     "chat_template_kwargs.builtin_tools": ["python"],
 }
 GRAMMAR = {"syntax": "regex", "definition": "[0-9]+"}
+
+
+class OllamaBody(OllamaChatBody, GenerateBody):
+    """The fields of both kinds of requests."""
+
+
+OF_GENERATE = {*GenerateBody.model_fields} | {field for field, *_ in OLLAMA_UNSUPPORTED}
+OF_GENERATE -= {*OllamaChatBody.model_fields}
+
+
+def read_ollama(body: Any) -> Any:
+    """The request of a chat, or of one prompt if only that has one of the fields."""
+    if not OF_GENERATE & {*body}:
+        return ollama.read_chat(body, Defaults())
+    return ollama.read_generate({"prompt": "Hello", **body}, Defaults())
+
 
 APIS = {
     "Chat Completions": Api(
@@ -331,6 +350,54 @@ APIS = {
         },
         {"thread": {}, "compaction": {}},
     ),
+    "Ollama": Api(
+        read_ollama,
+        {"model": "m", "messages": [{"role": "user", "content": "Hello"}], "options": {}},
+        OllamaBody,
+        ("ollama._types:ChatRequest", "ollama._types:GenerateRequest"),
+        {
+            "model": "other",
+            "messages": [{"role": "user", "content": "Bye"}],
+            "tools": [{"type": "function", "function": {"name": "f"}}],
+            "prompt": "Bye",
+            "system": "Be short.",
+            "images": ["AAAA"],
+            "stream": False,
+            "format": "json",
+            "think": "high",
+            "logprobs": True,
+            "top_logprobs": 2,
+            "timeout": 5,
+            "options.num_predict": 5,
+            "options.stop": ["a"],
+            **{f"options.{name}": value for name, value in DRAWN.items() if "repe" not in name},
+            "options.repeat_penalty": 1.5,
+        },
+        {
+            "suffix": "x",
+            "template": "x",
+            "raw": True,
+            "context": [1],
+            "width": 1,
+            "height": 1,
+            "steps": 1,
+            "options.mirostat": 1,
+            "options.tfs_z": 0.5,
+            "options.typical_p": 0.5,
+        },
+        accepted={
+            "suffix": ("",),
+            "template": ("",),
+            "raw": (False,),
+            "context": ([],),
+            "width": (0,),
+            "height": (0,),
+            "steps": (0,),
+            "options.mirostat": (0,),
+            "options.tfs_z": (1,),
+            "options.typical_p": (1.0,),
+        },
+    ),
 }
 
 
@@ -377,7 +444,7 @@ def without(api: Api, path: str) -> dict[str, Any]:
     body = deepcopy(api.body)
     if path.startswith(("guided_", "structured_outputs", "json_schema", "regex", "grammar")):
         body.pop("response_format", None)  # there can be one format only
-    if path == "top_logprobs" and api.model is ChatBody:
+    if path == "top_logprobs" and api.model in (ChatBody, OllamaBody):
         body["logprobs"] = True
     return body
 
@@ -400,7 +467,8 @@ def test_every_parameter_of_the_official_clients_has_a_row(name: str) -> None:
     for each in APIS[name].clients:
         module, _, params = each.partition(":")
         pytest.importorskip(module.partition(".")[0])
-        known = set(get_type_hints(getattr(import_module(module), params)))
+        found = getattr(import_module(module), params)
+        known = set(getattr(found, "model_fields", ()) or get_type_hints(found))
         assert known - listed == set(), each
 
 
@@ -411,7 +479,11 @@ def test_every_field_that_is_read_has_a_row(name: str) -> None:
     assert {field for field, *_ in UNSUPPORTED_FIELDS.get(name, ())} - listed == set()
 
 
-UNSUPPORTED_FIELDS = {"Chat Completions": CHAT_UNSUPPORTED, "Responses": RESPONSES_UNSUPPORTED}
+UNSUPPORTED_FIELDS = {
+    "Chat Completions": CHAT_UNSUPPORTED,
+    "Responses": RESPONSES_UNSUPPORTED,
+    "Ollama": OLLAMA_UNSUPPORTED,
+}
 
 
 @pytest.mark.parametrize("name", APIS)
@@ -527,6 +599,17 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
             ("min_tokens", -1),
         )
     ),
+    ("Ollama", "format", "yaml", INVALID),
+    ("Ollama", "format", "", None),
+    ("Ollama", "stream", True, None),
+    ("Ollama", "options.num_predict", -1, None),
+    ("Ollama", "options.num_predict", -2, None),
+    ("Ollama", "options.num_predict", 0, INVALID),
+    ("Ollama", "options.seed", -1, None),
+    ("Ollama", "options.stop", ["a"] * 65, INVALID),
+    ("Ollama", "options.temperature", 2.1, INVALID),
+    ("Ollama", "top_logprobs", 21, INVALID),
+    ("Ollama", "top_logprobs", 2, INVALID),  # without logprobs
     *(("Messages", path, value, INVALID) for path, value in (("temperature", 2.1), ("top_k", -2))),
 )
 """Of the words in the rows: a field, a value, and the code it is refused with, or none."""

@@ -19,7 +19,7 @@ from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import ResponseInfo, Tool, Turn
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.messages import Display, Emitter
-from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
+from vllm_mlx_harmony.protocols.partial_json import INVALID_JSON
 
 pytest.importorskip("anthropic")
 

@@ -6,6 +6,8 @@ import sys
 from typing import Any
 
 import anthropic
+import httpx
+import ollama
 import openai
 from fakes import KEY, Alone
 
@@ -32,3 +34,10 @@ def in_process(client: type[Any], app: Any) -> Any:
     """An HTTP client of the library an SDK is built on (httpx, or httpx2), without a socket."""
     library = sys.modules[client.__mro__[1].__module__.partition(".")[0]]
     return client(transport=library.ASGITransport(app))
+
+
+def ollama_client(host: Alone, key: str = KEY) -> ollama.AsyncClient:
+    """That of Ollama for the front end on ``host``."""
+    transport = httpx.ASGITransport(host.app)
+    headers = {"Authorization": f"Bearer {key}"}
+    return ollama.AsyncClient("http://localhost", headers=headers, transport=transport)

@@ -1,4 +1,4 @@
-"""The three APIs over a fake engine, in process, through the official clients: no host at all."""
+"""The APIs over a fake engine, in process, through the official clients: no host at all."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("anthropic")
+pytest.importorskip("ollama")
 
 import anthropic
+import ollama
 import openai
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from starlette.testclient import TestClient
@@ -27,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test direc
 
 from event_checker import check_documents
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
-from official_clients import clients
+from official_clients import clients, ollama_client
 
 from vllm_mlx_harmony.core import render, text_limits, vocab
 from vllm_mlx_harmony.core.attachments import Attachments
@@ -142,11 +144,36 @@ async def by_messages(host: Alone, stream: bool, name: str = "weather") -> tuple
     return call.name, json.dumps(call.input, separators=(",", ":")), second.content[-1].text
 
 
+async def by_ollama(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
+    client = ollama_client(host)
+    function = {"name": name, "description": "Tells the weather.", "parameters": CITY}
+    messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+
+    async def turn() -> Any:
+        asked: Any = {"model": MODEL, "messages": messages, "tools": [{"function": function}]}
+        if not stream:
+            return (await client.chat(**asked)).message
+        lines = [line.message async for line in await client.chat(**asked, stream=True)]
+        calls = [call for line in lines for call in line.tool_calls or ()]
+        texts = {
+            field: "".join(getattr(line, field) or "" for line in lines)
+            for field in ("content", "thinking")
+        }
+        return ollama.Message(role="assistant", tool_calls=calls, **texts)
+
+    first = await turn()
+    (call,) = first.tool_calls
+    messages += [first, {"role": "tool", "tool_name": name, "content": "18 degrees"}]
+    second = await turn()
+    arguments = json.dumps(call.function.arguments, separators=(",", ":"))
+    return call.function.name, arguments, second.content
+
+
 Loop = Callable[..., Awaitable[tuple[str, str, str]]]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages])
+@pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
 def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
     found = asyncio.run(asyncio.wait_for(loop(host, stream), 30))
     assert found == ("weather", '{"city":"Paris"}', SAID)
@@ -160,7 +187,7 @@ def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages])
+@pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
 @pytest.mark.parametrize(
     ("name", "alias"),
     [("python", "python_tool"), ("browser_search", "browser_search"), ("bash", "bash_tool")],
@@ -396,6 +423,13 @@ async def look(host: Alone, path: str, stream: bool) -> str:
     openai_client, anthropic_client = clients(host)
     url = "data:image/png;base64,AAAA"
     asked: dict[str, Any] = {"model": MODEL}
+    if path == "ollama":
+        asked["messages"] = [{"role": "user", "images": ["AAAA"]}]
+        client = ollama_client(host)
+        if not stream:
+            return str((await client.chat(**asked)).message.content)
+        lines = await client.chat(**asked, stream=True)
+        return "".join([line.message.content or "" async for line in lines])
     if path == "chat":
         image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
         asked["messages"] = [{"role": "user", "content": [image]}]
@@ -495,7 +529,7 @@ def test_an_answer_without_predictions_counts_none() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("path", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("path", ["chat", "responses", "messages", "ollama"])
 def test_the_model_can_say_that_it_got_no_picture(path: str, stream: bool) -> None:
     said = "<|channel|>final<|message|>I cannot see pictures.<|return|>"
     host = Alone(ScriptedEngine({LINE: said}, 3, False))
@@ -509,6 +543,7 @@ def test_the_model_can_say_that_it_got_no_picture(path: str, stream: bool) -> No
         ("chat", "messages[0].content[0]"),
         ("responses", "input[0].content[0]"),
         ("messages", "messages[0].content[0]"),
+        ("ollama", "messages[0].images[0]"),
     ],
 )
 def test_a_server_may_refuse_pictures(path: str, where: str, stream: bool) -> None:
@@ -516,7 +551,7 @@ def test_a_server_may_refuse_pictures(path: str, where: str, stream: bool) -> No
         def defaults(self, engine: Engine | None) -> Defaults:
             return Defaults(date=None, attachments=Attachments.REFUSE)
 
-    refused = (openai.BadRequestError, anthropic.BadRequestError)
+    refused = (openai.BadRequestError, anthropic.BadRequestError, ollama.ResponseError)
     with pytest.raises(refused, match=re.escape(f"{where} is of type")):
         asyncio.run(look(Refusing(ScriptedEngine(SCRIPTS, 3, False)), path, stream))
 

@@ -17,21 +17,24 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("openai")
 pytest.importorskip("anthropic")
+pytest.importorskip("ollama")
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from anthropic_checker import checked
 from event_checker import check, from_wire
 from fakes import KEY, MODEL, Alone, ScriptedEngine
-from official_clients import clients
+from official_clients import clients, ollama_client
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from row_answers import (
     GENERATED,
     chat_request,
     check_chat,
     check_messages,
+    check_ollama,
     check_responses,
     messages_request,
+    ollama_request,
     responses_request,
 )
 from rows import Row
@@ -53,6 +56,7 @@ class Front:
         self._loop = asyncio.new_event_loop()
         hosts = {size: Alone(ScriptedEngine(SCRIPTS, size)) for size in (*AT_ONCE, 1000)}
         self.clients = {size: clients(host) for size, host in hosts.items()}
+        self.ollama = {size: ollama_client(host) for size, host in hosts.items()}
         self.wire = {}
         for size, host in hosts.items():
             self.wire[size] = TestClient(application(host), base_url="http://localhost")
@@ -67,6 +71,8 @@ class Front:
         for several in self.clients.values():
             for client in several:
                 self._loop.run_until_complete(client.close())
+        for client in self.ollama.values():
+            self._loop.run_until_complete(client.close())
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
 
@@ -137,5 +143,21 @@ def test_messages(front: Front, row: Row) -> None:
             async with front.clients[size][1].messages.stream(**asked) as stream:
                 streamed.append(await stream.get_final_message())
         check_messages(row, whole, *streamed)
+
+    front.run(test())
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in GENERATED if not row.one_call], ids=lambda row: row.id
+)
+def test_ollama(front: Front, row: Row) -> None:
+    asked = ollama_request(row, MODEL)
+
+    async def test() -> None:
+        answers = [[await front.ollama[1000].chat(**asked)]]
+        for size in AT_ONCE:
+            lines = await front.ollama[size].chat(**asked, stream=True)
+            answers.append([line async for line in lines])
+        check_ollama(row, *answers)
 
     front.run(test())

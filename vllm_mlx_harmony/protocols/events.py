@@ -93,3 +93,8 @@ def frame(event: Event) -> str:
     if event.name:
         return f"event: {event.name}\ndata: {event.data}\n\n"
     return f"data: {event.data}\n\n"
+
+
+def line(event: Event) -> str:
+    """The event as a line, for APIs whose streams are lines of JSON. They have no comments."""
+    return "" if event.comment else f"{event.data}\n"

@@ -39,7 +39,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
-from vllm_mlx_harmony.server import messages
+from vllm_mlx_harmony.server import messages, ollama
 from vllm_mlx_harmony.server.answers import SHUTTING_DOWN
 from vllm_mlx_harmony.server.endpoint import ErrorResponse, openai_error
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of
@@ -50,8 +50,12 @@ logger = logging.getLogger("vllm_mlx_harmony")
 
 
 def error_at(path: str) -> ErrorResponse:
-    """The error format of ``path``: Anthropic's for Messages, otherwise OpenAI's."""
-    return messages.error if f"{path}/".startswith("/v1/messages/") else openai_error
+    """The error format of ``path``: Anthropic's for Messages, Ollama's for its API, otherwise
+    OpenAI's, which LM Studio's is."""
+    if f"{path}/".startswith("/v1/messages/"):
+        return messages.error
+    is_ollama = path.startswith("/api/") and not f"{path}/".startswith("/api/v0/")
+    return ollama.error if is_ollama else openai_error
 
 
 async def reject(failure: HarmonyFailure, scope: Scope, receive: Receive, send: Send) -> None:

@@ -47,7 +47,12 @@ from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, 
 from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.peers.connection import server_connection
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
-from vllm_mlx_harmony.server.streams import EventStream, unless_disconnected
+from vllm_mlx_harmony.server.streams import (
+    SERVER_SENT_EVENTS,
+    EventStream,
+    Framing,
+    unless_disconnected,
+)
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.turn_tools import TurnTools, with_tools
 from vllm_mlx_harmony.tasks import in_thread
@@ -103,6 +108,7 @@ class Api:
     """JSON values that a body may have beyond the limit (`body`)."""
     logprobs: str = "logprobs"
     """The field that requests log probabilities."""
+    framing: Framing = SERVER_SENT_EVENTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,7 +423,7 @@ async def respond(received: Received, job: Job) -> Response:
         if not job.stream:
             return JSONResponse(await received.unless_disconnected(answer.document()))
         await received.unless_disconnected(answer.first_event())
-        return EventStream(received.request, answer)
+        return EventStream(received.request, answer, received.api.framing)
     except BaseException as error:
         # An answer that failed by itself has already recorded its result.
         await answer.aclose("timeout" if isinstance(error, HostError) else "client_closed")

@@ -1,4 +1,4 @@
-"""Server-sent events over HTTP, and clients that disconnect.
+"""Streams over HTTP, and clients that disconnect.
 
 A client may stop reading without closing its connection. So every write has a time limit
 (``send_with_timeout``), after which the connection is aborted.
@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,7 +19,7 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from vllm_mlx_harmony import tasks
-from vllm_mlx_harmony.protocols.events import Event, frame
+from vllm_mlx_harmony.protocols.events import Event, frame, line
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.host import Deadline
@@ -26,6 +27,18 @@ from vllm_mlx_harmony.server.host import Deadline
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How events are written in the body of a response."""
+
+    media_type: str
+    frame: Callable[[Event], str]
+
+
+SERVER_SENT_EVENTS = Framing("text/event-stream", frame)
+LINES = Framing("application/x-ndjson", line)
 
 
 class EventStream(StreamingResponse):
@@ -36,8 +49,14 @@ class EventStream(StreamingResponse):
     much as ``unless_disconnected``.
     """
 
-    def __init__(self, request: Request, events: AsyncIterator[Event]) -> None:
-        super().__init__((), media_type="text/event-stream")
+    def __init__(
+        self,
+        request: Request,
+        events: AsyncIterator[Event],
+        framing: Framing = SERVER_SENT_EVENTS,
+    ) -> None:
+        super().__init__((), media_type=framing.media_type)
+        self._frame = framing.frame
         self._request, self._events = request, events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,7 +88,7 @@ class EventStream(StreamingResponse):
         await send({**start, "headers": self.raw_headers})
         async for event in self._events:
             more = self._events.readable() if isinstance(self._events, Answer) else ()
-            data = "".join(map(frame, (event, *more))).encode()
+            data = "".join(map(self._frame, (event, *more))).encode()
             await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

@@ -16,9 +16,9 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError, PromptTooL
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Document, Event, encode, quote
-from vllm_mlx_harmony.protocols.messages.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
 from vllm_mlx_harmony.protocols.messages.tool_types import SERVER_TOOLS
+from vllm_mlx_harmony.protocols.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments, label_and_name
 from vllm_mlx_harmony.protocols.unavailable import NONE, Unavailable
 

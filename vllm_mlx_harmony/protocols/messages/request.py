@@ -38,7 +38,6 @@ from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.messages import schema
 from vllm_mlx_harmony.protocols.messages.content import FILES, TextReader, lines, unreadable
 from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
-from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.messages.schema import Block, MessagesBody
 from vllm_mlx_harmony.protocols.messages.server_tools import (
     found_tools,
@@ -49,6 +48,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     unavailable_tools,
 )
 from vllm_mlx_harmony.protocols.messages.tool_types import client_tool
+from vllm_mlx_harmony.protocols.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.request_body import sampling
 from vllm_mlx_harmony.protocols.server_calls import (
     last_call,

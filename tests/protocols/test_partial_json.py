@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from vllm_mlx_harmony.protocols.messages.partial_json import INVALID_JSON, MAX_DEPTH, ObjectText
+from vllm_mlx_harmony.protocols.partial_json import INVALID_JSON, MAX_DEPTH, ObjectText
 
 
 def sent(pieces: Iterable[str]) -> list[str]:

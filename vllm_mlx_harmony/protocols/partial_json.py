@@ -1,7 +1,8 @@
 """Turns a call's arguments, as they arrive, into the text of an object that every client can parse.
 
 **Why.** In Chat Completions, arguments are a string; only at its end does a client find out whether
-it is JSON. In Messages they are an object, which is streamed as pieces of its text
+it is JSON. In Ollama's API they are an object, and so they are in Messages, which streams its text
+in pieces
 (https://docs.claude.com/en/docs/build-with-claude/streaming), and the official clients parse all
 that they have after every piece. A piece that cannot be part of an object raises an error in the
 client in the middle of the stream, and the whole answer is lost. Models do write such pieces: a
