@@ -19,8 +19,9 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import pieces
 from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY, Match, PrefixCache
+from vllm_mlx_harmony.engine.prefix_cache import Match, PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree, pack
+from vllm_mlx_harmony.engine_api.engine import SHARED_TENANT
 
 PLENTY = 1 << 30
 IDS = list(range(1000, 1600))
@@ -85,7 +86,7 @@ def test_tenants_and_models_are_apart(model: Any, disk: DiskCache) -> None:
         assert [known(cache, [*IDS, 1], name) for name in ("alice", "bob", "")] == [600, 0, 0]
         assert restored(cache, [*IDS, 1], "bob")[1] == 0
     assert known(other, [*IDS, 1], "alice") == 0
-    compute(model, other, IDS, EVERYBODY)
+    compute(model, other, IDS, SHARED_TENANT)
     assert flushed(disk)
     for cache in (other, PrefixCache(model, PrefixTree(PLENTY), disk, b"other")):
         assert [restored(cache, [*IDS, 1], name)[1] for name in ("alice", "bob")] == [600, 600]

@@ -52,7 +52,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
     def started(
         *flags: str,
         model: Path | None = None,
-        command: Sequence[str] = served.HOST,
+        command: Sequence[str] = served.HARMONY if served.IS_LIGHT else served.HOST,
         env: Mapping[str, str] | None = None,
         ready: bool = True,
         preloaded: bool = True,

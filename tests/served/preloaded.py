@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from multiprocessing import forkserver, get_context, parent_process
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -25,7 +26,7 @@ from unittest.mock import patch
 
 import read_tokenizer
 
-POSSIBLE = sys.platform == "linux"
+POSSIBLE = sys.platform == "linux" and find_spec("vllm_mlx") is not None
 
 LIBRARIES = (
     *("torch", "torch.nn", "transformers", "transformers.tokenization_utils_fast"),

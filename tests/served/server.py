@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -38,6 +39,9 @@ MODULE = (sys.executable, "-m", "vllm_mlx.cli", "serve")
 
 EXPLICIT = (sys.executable, "-m", "vllm_mlx_harmony", "serve")
 """The plugin's own command, for an environment where it is on the path but not installed."""
+
+IS_LIGHT = find_spec("vllm_mlx") is None
+"""Whether the server is the light one here, without vllm-mlx."""
 
 HARMONY = HOST if INSTALLED else EXPLICIT
 """The command that has the plugin in it, here."""
@@ -125,7 +129,7 @@ def start(
     model: Path,
     *flags: str,
     home: Path,
-    command: Sequence[str] = HOST,
+    command: Sequence[str] = HARMONY if IS_LIGHT else HOST,
     env: Mapping[str, str] | None = None,
     ready: bool = True,
     preloaded: bool = True,

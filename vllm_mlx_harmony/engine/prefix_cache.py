@@ -37,12 +37,10 @@ from vllm_mlx_harmony.engine.disk.index import Row
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.pieces import Misaligned, Piece
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Counters, PrefixTree, pack
+from vllm_mlx_harmony.engine_api.engine import SHARED_TENANT
 
 logger = logging.getLogger(__name__)
 
-EVERYBODY = "*"
-"""The tenant whose prompts all others may continue: prompts that the operator warmed up at start
-(`--warm-prompts`)."""
 
 SHORTEST = 32
 """Fewest ids of a piece, as a rule: each piece costs a pass of its own."""
@@ -153,7 +151,7 @@ class PrefixCache:
             with _logged("a prompt could not be looked up"):
                 match = replace(match, in_memory=self._tree.reach(match.owners, match.sequence))
                 if self._disk is not None:
-                    roots = [self._root(whose) for whose in (tenant, EVERYBODY)]
+                    roots = [self._root(whose) for whose in (tenant, SHARED_TENANT)]
                     match = replace(match, on_disk=self._disk.chain(roots, match.sequence))
         return match
 
@@ -255,7 +253,7 @@ class PrefixCache:
         return Status(**asdict(self._tree.counters()), **self._reused, disk=disk)
 
     def _owners(self, tenant: str) -> Sequence[Hashable]:
-        return (self._id, tenant), (self._id, EVERYBODY)
+        return (self._id, tenant), (self._id, SHARED_TENANT)
 
 
 @contextmanager

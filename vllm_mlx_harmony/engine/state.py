@@ -42,6 +42,16 @@ def document(models: Models) -> dict[str, Any]:
     return {"models": listed}
 
 
+CACHE = "harmony_prefix_reuse"
+"""The name of the prefix cache's counters, among those of vllm-mlx's caches."""
+
+
+def cache_stats(engine: MlxEngine) -> dict[str, Any]:
+    """The prefix cache of ``engine``, as in the ``engine_cache`` of ``GET /v1/cache/stats``."""
+    counters = asdict(engine.cache.status())
+    return {CACHE: {name: value for name, value in counters.items() if value is not None}}
+
+
 def sections(models: Models) -> list[tuple[str, Sequence[Row]]]:
     """For the inspector: memory and the queue of each model, and what the prefix cache holds."""
     found: list[tuple[str, Sequence[Row]]] = []

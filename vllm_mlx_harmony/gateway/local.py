@@ -27,7 +27,7 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Sampling
-from vllm_mlx_harmony.engine import device, mlx_lm_names, resources, state
+from vllm_mlx_harmony.engine import device, mlx_lm_names, resources, state, status_line
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.engine.mlx_lm_compat import load_model
@@ -45,7 +45,7 @@ from vllm_mlx_harmony.model_files import (
     lists_harmony,
 )
 from vllm_mlx_harmony.required_names import check
-from vllm_mlx_harmony.server import defaults
+from vllm_mlx_harmony.server import defaults, warm_up
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.sizes import size
@@ -80,11 +80,15 @@ class LocalGateway(Gateway):
             self.server_settings.ssd_writes,
         )
         self.archive: Archive | None = resources.disk
+        self._warm_prompts = (
+            [] if settings.warm_prompts is None else warm_up.read(settings.warm_prompts)
+        )
         self.model = _loaded(self._source)
         self.metrics.registry.register(_Metrics(self))
         self.endpoints = (
             OpenAIEndpoint("/harmony/status", ("GET",), self._status, "lists the requests"),
             OpenAIEndpoint("/v1/cache", ("DELETE",), self._clear, "empties the prefix cache"),
+            OpenAIEndpoint("/v1/cache/stats", ("GET",), self._cache_stats, "counts reuse"),
             *(OpenAIEndpoint(path, ("POST",), _only_vllm_mlx) for path in ONLY_VLLM_MLX),
         )
 
@@ -99,7 +103,16 @@ class LocalGateway(Gateway):
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         logger.info("engine %s", start_line(self._source, self.model))
+        status_line.start(
+            lambda: [(name, engine.status()) for name, engine in self._models],
+            enabled=self.server_settings.status_line,
+        )
         try:
+            if self._warm_prompts:
+                done = await warm_up.warm_up(
+                    self.model, self._warm_prompts, self.defaults(self.model), self.renderer
+                )
+                logger.info("warm prompts: %d tokens in %.1f s", done.tokens, done.seconds)
             yield
         finally:
             await asyncio.to_thread(self.model.close)
@@ -128,6 +141,9 @@ class LocalGateway(Gateway):
 
     async def _status(self, _: Request) -> Response:
         return JSONResponse(state.document(self._models))
+
+    async def _cache_stats(self, _: Request) -> Response:
+        return JSONResponse({"engine_cache": state.cache_stats(self.model)})
 
     async def _clear(self, _: Request) -> Response:
         await resources.clear()

@@ -284,6 +284,29 @@ class GatewaySettings:
     gpu_memory_utilization: Annotated[
         Number, Field(gt=0, le=1), Help("PART", "part of the device's memory that it may use")
     ] = 0.9
+    max_num_seqs: Annotated[
+        Count | None, Field(ge=1), Help("REQUESTS", "maximum requests that run at once")
+    ] = None
+    prefill_batch_size: Annotated[
+        Count | None, Field(ge=1), Help("PROMPTS", "maximum prompts that are computed in turns")
+    ] = None
+    completion_batch_size: Annotated[
+        Count | None, Field(ge=1), Help("ANSWERS", "maximum answers that are generated at once")
+    ] = None
+    prefill_step_size: Annotated[
+        Count | None, Field(ge=1), Help("TOKENS", "maximum prompt tokens per step")
+    ] = None
+    chunked_prefill_tokens: Annotated[
+        Count | None,
+        Help("TOKENS", "maximum prompt tokens per step while answers are generated (0: by cost)"),
+    ] = None
+    stream_interval: Annotated[
+        Count | None, Field(ge=1), Help("TOKENS", "tokens that a stream sends at once")
+    ] = None
+    warm_prompts: Annotated[
+        str | None,
+        Help("FILE", "JSON list of lists of messages whose prompts are computed at the start"),
+    ] = None
     host: Annotated[str, Help("HOST", "address to listen on")] = "127.0.0.1"
     port: Annotated[Count, Field(le=65_535), Help("PORT", "port to listen on")] = 8000
     workers: Annotated[
@@ -414,6 +437,8 @@ AT_THE_START = (
     *("model", "host", "port", "workers", "mcp_config", "shutdown_grace", "inspect"),
     *("metrics_by_key", "log_level"),
     *("cache_memory_mb", "ssd_cache_dir", "ssd_cache_max_gb", "gpu_memory_utilization"),
+    *("max_num_seqs", "prefill_batch_size", "completion_batch_size", "prefill_step_size"),
+    *("chunked_prefill_tokens", "stream_interval", "warm_prompts"),
 )
 """Settings that change only with a restart."""
 

@@ -25,22 +25,20 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.engine import device, resources
+from vllm_mlx_harmony.engine import device, resources, state, status_line
 from vllm_mlx_harmony.engine.disk import identity
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import load
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest
-from vllm_mlx_harmony.host import metrics, status_line
+from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.model_files import is_harmony
 from vllm_mlx_harmony.server.sampling import limited_to_context, resolve
+from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import is_standin
 from vllm_mlx_harmony.tasks import in_thread, unfreeze, wait_until_done
 
-NAME = "harmony_prefix_reuse"
-"""The name of our counters among vllm-mlx's."""
-
-CLEARED = {NAME: True}
+CLEARED = {state.CACHE: True}
 """What vllm-mlx returns after caches were cleared."""
 
 _GB = 1e9
@@ -120,7 +118,10 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             self.engine = engine
             _loaded[id(self)] = self.model_name, engine
         metrics.show()
-        status_line.start(lambda: [(name, engine.status()) for name, engine in serving()])
+        status_line.start(
+            lambda: [(name, engine.status()) for name, engine in serving()],
+            enabled=ServerSettings.read().status_line,
+        )
 
     def _load(self) -> tuple[Any, Any, PrefixCache]:
         trusted = self._trust_remote_code or is_standin(Path(self.path))
@@ -249,8 +250,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         }
 
     def get_cache_stats(self) -> dict[str, object]:
-        counters = {} if self.engine is None else asdict(self.engine.cache.status())
-        return {NAME: {name: value for name, value in counters.items() if value is not None}}
+        return {state.CACHE: {}} if self.engine is None else state.cache_stats(self.engine)
 
     async def clear_runtime_caches(self) -> dict[str, bool]:
         """Empties the prefix cache, in memory and on disk."""

@@ -22,7 +22,6 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from vllm_mlx_harmony.engine.engine import RequestStatus
-from vllm_mlx_harmony.server.settings import ServerSettings
 
 SECONDS = 0.5
 """Seconds between two updates."""
@@ -100,10 +99,11 @@ def _logs_json() -> bool:
 _started = threading.Lock()
 
 
-def start(status: Status) -> None:
-    """Shows what waits from now on, where there is a terminal to show it on. Once for a process."""
+def start(status: Status, *, enabled: bool) -> None:
+    """Shows what waits from now on, if ``enabled`` and where there is a terminal to show it on.
+    Once for a process."""
     terminal = sys.stderr
-    off = not ServerSettings.read().status_line or os.environ.get("TERM") == "dumb"
+    off = not enabled or os.environ.get("TERM") == "dumb"
     if off or terminal is None or not terminal.isatty() or not _started.acquire(blocking=False):
         return
     line = StatusLine(terminal)
