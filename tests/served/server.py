@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -100,9 +101,20 @@ class Server:
 
     def requests(self) -> tuple[int, int]:
         """How many requests run, and how many wait."""
+        places = [each["place"] for model in self.models() for each in model["requests"]]
+        return places.count(0), sum(place > 0 for place in places)
+
+    def finished(self) -> int:
+        """How many requests the engines have finished. One may begin and end between two looks at
+        those that run."""
+        return sum(model["finished_requests"] for model in self.models())
+
+    def models(self) -> list[dict[str, Any]]:
+        """The models that are loaded, as ``GET /harmony/status`` lists them."""
         headers = {"Authorization": f"Bearer {KEY}"}
-        status = httpx.get(f"{self.base_url}/v1/status", headers=headers, timeout=60).json()
-        return status["num_running"], status["num_waiting"]
+        status = httpx.get(f"{self.base_url}/harmony/status", headers=headers, timeout=60)
+        models: list[dict[str, Any]] = status.json()["models"]
+        return models
 
     @contextmanager
     def sent(self, path: str, document: object) -> Iterator[None]:

@@ -93,10 +93,6 @@ def events(response: httpx.Response) -> list[Any]:
     return [json.loads(one) for one in data]
 
 
-def processed(client: httpx.Client) -> int:
-    return int(client.get("/v1/status").json()["total_requests_processed"])
-
-
 # --- Requests that are not right.
 
 USER = {"role": "user", "content": "Hi."}
@@ -134,14 +130,14 @@ BAD = [
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), BAD)
 def test_a_bad_request_names_the_field_and_generates_nothing(
-    client: httpx.Client, fields: dict[str, Any], param: str, stream: bool
+    server: Server, client: httpx.Client, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
-    before = processed(client)
+    before = server.finished()
     response = ask(client, "Hi.", **{"stream": stream, **fields})
     assert response.status_code == 400, response.text
     assert error(response)["param"] == param
     assert error(response)["type"] == "invalid_request_error"
-    assert processed(client) == before
+    assert server.finished() == before
 
 
 @pytest.mark.parametrize(

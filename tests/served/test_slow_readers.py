@@ -75,10 +75,6 @@ runpy.run_module("vllm_mlx_harmony", run_name="__main__")
 
 GIVEN_UP = "has read nothing for"
 
-ENDED = "total_requests_processed"
-"""Of ``/v1/status``: the requests that the engine has ended. One may begin and end between two
-looks at those that run."""
-
 PATIENCE = 300
 """Seconds that what has to happen may take: hundreds of steps of the engine, on a busy machine."""
 
@@ -162,14 +158,8 @@ def wait_until(happens: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def status(server: Server) -> dict[str, Any]:
-    with server.client() as client:
-        found: dict[str, Any] = client.get("/v1/status").json()
-        return found
-
-
 def is_free(server: Server) -> bool:
-    return bool(status(server)["num_running"] == 0)
+    return server.requests()[0] == 0
 
 
 def resident(server: Server) -> int:
@@ -216,9 +206,9 @@ LATE = {**WITHOUT_END, "/v1/responses": body("/v1/responses", "Without end.")}
 @pytest.mark.parametrize("path", LATE)
 def test_who_reads_too_late_is_told_why_it_ended(server: Server, model: str, path: str) -> None:
     """The engine is free long before; the end of what can still be read says so, in words."""
-    before = status(server)[ENDED]
+    before = server.finished()
     with ask(server, path, {"model": model, **LATE[path]}) as connection:
-        wait_until(lambda: status(server)[ENDED] > before)  # and nothing has been read
+        wait_until(lambda: server.finished() > before)  # and nothing has been read
         read = read_to_the_end(connection)
     assert b"the stream was closed because the client read it too slowly" in read
     assert len(read) < UNREAD

@@ -38,7 +38,15 @@ def document(models: Models) -> dict[str, Any]:
             "rejected_prediction_tokens": engine.totals.drafts_rejected,
         }
         requests = [asdict(each) for each in engine.status()]
-        listed.append({"model": name, "memory": memory, "steps": steps, "requests": requests})
+        listed.append(
+            {
+                "model": name,
+                "memory": memory,
+                "steps": steps,
+                "finished_requests": engine.totals.requests,
+                "requests": requests,
+            }
+        )
     return {"models": listed}
 
 
