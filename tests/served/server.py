@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 from preloaded import POSSIBLE, Forked, Process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,13 +45,15 @@ EXPLICIT = (sys.executable, "-m", "vllm_mlx_harmony", "serve")
 IS_LIGHT = find_spec("vllm_mlx") is None
 """Whether the server is the light one here, without vllm-mlx."""
 
+of_vllm_mlx = pytest.mark.skipif(IS_LIGHT, reason="only vllm-mlx has it")
+
 HARMONY = HOST if INSTALLED else EXPLICIT
 """The command that has the plugin in it, here."""
 
 FLAG = ("--tool-call-parser", "harmony")
 """What switches it on."""
 
-KEY = "secret"
+KEY = "a-secret-key"
 """The API key of servers that have one."""
 
 STARTING = 300.0

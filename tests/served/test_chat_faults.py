@@ -308,13 +308,13 @@ def test_the_hosts_own_routes_and_ours_share_the_engine(
 
 # --- API key and rate limit, on every route of ours.
 
-KEY = {"Authorization": "Bearer sesame"}
+KEY = {"Authorization": "Bearer open-sesame"}
 
 
 @pytest.fixture(scope="module")
 def guarded(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, "--api-key", "sesame", "--rate-limit", "2", command=HARMONY)
+    server = start(*FLAG, "--api-key", "open-sesame", "--rate-limit", "2", command=HARMONY)
     yield server
     server.stop()
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from server import KEY
 
 if TYPE_CHECKING:
     import httpx
@@ -110,7 +111,7 @@ def test_the_status_is_behind_the_key(keyed_server: Server) -> None:
 
     url = f"{keyed_server.base_url}/harmony/status"
     assert httpx.get(url, timeout=60).status_code == 401
-    headers = {"authorization": "Bearer secret"}
+    headers = {"authorization": f"Bearer {KEY}"}
     found = httpx.get(url, headers=headers, timeout=60)
     assert found.status_code == 200
     (model,) = found.json()["models"]
