@@ -18,6 +18,7 @@ PATHS = {
     "responses": "/v1/responses",
     "messages": "/v1/messages",
     "ollama": "/api/chat",
+    "tokenize": "/tokenize",
 }
 APIS = tuple(PATHS)
 

@@ -114,6 +114,8 @@ OPTIONS: dict[str, Body] = {
         "functions": [FUNCTION],
         "modalities": ["text"],
         "prediction": {"type": "content", "content": "Hi."},
+        "tokens": [200006, 17],
+        "return_token_strs": True,
     },
     RESPONSES: {
         **COMMON,
@@ -300,7 +302,7 @@ TURNS: dict[str, list[list[Body]]] = {
 LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
 SAID = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", OLLAMA: "messages"}
 BESIDE = {
-    CHAT: (CHAT,),
+    CHAT: (CHAT, CHAT, "/tokenize", "/detokenize"),
     RESPONSES: (RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),
     MESSAGES: (MESSAGES, f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"),
     OLLAMA: (OLLAMA, OLLAMA, "/api/generate", "/api/show"),
@@ -320,6 +322,7 @@ WITHOUT_BODY = (
     ("GET", "/api/tags"),
     ("GET", "/api/ps"),
     ("GET", "/api/version"),
+    ("GET", "/props"),
     ("HEAD", "/"),
 )
 

@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server import chat, ids, messages, models, ollama, traces
+from vllm_mlx_harmony.server import chat, ids, messages, models, ollama, tokens, traces
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of, install
@@ -71,6 +71,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *responses.ENDPOINTS,
     *ollama.ENDPOINTS,
     *models.ENDPOINTS,
+    *tokens.ENDPOINTS,
     *(
         OpenAIEndpoint(path, (method,), cancel_request, "cancels answers of this front end")
         for path, method in (

@@ -14,7 +14,7 @@ from vllm_mlx_harmony.server.front_end import FrontEnd, front_end_of
 
 async def entries(front_end: FrontEnd) -> list[dict[str, Any]]:
     """The entries of ``GET /v1/models``: the host's, and one for each alias of its model."""
-    listed: list[dict[str, Any]] = (await front_end.host.models())["data"]
+    listed = [*map(_with_lengths, (await front_end.host.models())["data"])]
     aliases = ({**listed[0], "id": name} for name in front_end.names.aliases)
     return [*listed, *aliases]
 
@@ -24,9 +24,22 @@ async def entry(front_end: FrontEnd, name: str) -> dict[str, Any]:
     canonical = front_end.names.canonical_name(name)
     for each in (await front_end.host.models())["data"]:
         if each["id"] == canonical:
-            return {**each, "id": name}
+            return {**_with_lengths(each), "id": name}
     problem = f"the model {name!r} does not exist"
     raise RequestError(problem, param="model", code="model_not_found", status=404)
+
+
+LENGTHS = ("max_model_len", "context_length", "context_window", "max_context_length")
+"""The fields in which clients look for the context length: those of vLLM and SGLang, OpenRouter,
+Groq, and LM Studio. llama.cpp has it as ``n_ctx`` of ``meta``."""
+
+
+def _with_lengths(entry: dict[str, Any]) -> dict[str, Any]:
+    """``entry`` with the context length in all of these fields, if it is known."""
+    length = entry.get("max_model_len")
+    if length is None:
+        return entry
+    return {**entry, **dict.fromkeys(LENGTHS, length), "meta": {"n_ctx": length}}
 
 
 async def list_models(request: Request) -> Response:

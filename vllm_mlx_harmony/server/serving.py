@@ -203,13 +203,18 @@ async def count(api: Api, request: Request, body: Callable[[int], dict[str, Any]
     """The response to a request that counts the tokens of a prompt; ``body`` makes its JSON."""
 
     async def counted(received: Received) -> Response:
-        parsed = await parse(received)
-        turns = _reusable_turns(received)
-        await received.lease.release()  # rendering may take long, and needs no engine
-        (context,) = await _contexts(parsed, ResponseInfo("", 0, ""), turns)
-        return JSONResponse(body(len(context.render_for_completion())))
+        return JSONResponse(body(len(await rendered_prompt(received))))
 
     return await serve(api, request, counted)
+
+
+async def rendered_prompt(received: Received) -> tuple[int, ...]:
+    """The prompt of a request that is not generated from. Releases the lease."""
+    parsed = await parse(received)
+    turns = _reusable_turns(received)
+    await received.lease.release()  # rendering may take long, and needs no engine
+    context, *_ = await _contexts(parsed, ResponseInfo("", 0, ""), turns)
+    return context.render_for_completion()
 
 
 @asynccontextmanager

@@ -269,6 +269,8 @@ async def _kind(http: ClientSession, spec: Spec) -> tuple[Dialect, Json]:
     statuses = set()
     for kind, path, field in _SIGNS:
         status, about = await get(http, spec, path)
+        if str(about.get("build_info")).startswith("vllm-mlx-harmony"):
+            raise HostError(NO_ENDPOINT)
         if field in about:
             return KINDS[kind], about
         statuses.add(status)
