@@ -43,7 +43,7 @@ from legs import LEGS, Leg, environment_of
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD = REPOSITORY / "build" / "legs"
-OLDEST = (3, 10)
+OLDEST = (3, 11)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
 RETRIED = 3

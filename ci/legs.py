@@ -38,7 +38,7 @@ CHECKERS = (
 
 HOST_PYTHON = "3.11"
 FORK_PYTHON = "3.12"
-OLDEST, NEWEST = "3.10", "3.13"
+OLDEST, NEWEST = "3.11", "3.14"
 HOST = ("vllm-mlx", "vllm-mlx-harmony", "mlx", "mlx-lm")
 HARMONY = ("openai-harmony", "oss-harmony")
 
@@ -155,7 +155,7 @@ EVERYTHING = tuple(
         group="everything",
     )
     for harmony, python in (
-        *((HARMONY[0], f"3.{minor}") for minor in range(10, 14)),
+        *((HARMONY[0], f"3.{minor}") for minor in range(11, 15)),
         (HARMONY[1], FORK_PYTHON),
     )
 )

@@ -34,10 +34,6 @@ def register() -> None:
         _loading.install_hook(vars(sys.modules[HOST]))
 
 
-arm = register
-"""The name in `.pth` files of earlier versions, which editable installs may still have."""
-
-
 def registered() -> bool:
     """Whether this process waits for the import of vllm-mlx's command line."""
     return any(isinstance(finder, Finder) for finder in sys.meta_path)

@@ -32,7 +32,6 @@ THROUGH_THE_HOST = {
 """What `vllm-mlx` or `mlx-lm` itself depends on: whichever version it wants is the right one."""
 
 DISTRIBUTIONS = {
-    "typing_extensions": "typing-extensions",
     "openai_harmony": "openai-harmony",
     "prometheus_client": "prometheus-client",
     "pydantic_core": "pydantic",

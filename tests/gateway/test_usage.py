@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import sys
-from datetime import datetime, timedelta, timezone
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client")
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.gateway.access_log import Entry
 
-TODAY = datetime.now(timezone.utc).date()
+TODAY = datetime.now(UTC).date()
 YESTERDAY, BEFORE = TODAY - timedelta(days=1), TODAY - timedelta(days=2)
 
 

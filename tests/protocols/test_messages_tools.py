@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from anthropic_checker import checked
 from rows import ids as ids_of
-from typing_extensions import get_type_hints  # typing's leaves `Required` on Python 3.10
 
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
 from vllm_mlx_harmony.core.errors import RequestError

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from event_checker import check
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import ids as ids_of
-from typing_extensions import get_type_hints  # typing's leaves `Required` on Python 3.10
 
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext

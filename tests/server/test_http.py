@@ -155,7 +155,7 @@ class Watches(Alone):
 async def _for(seconds: float, waiting: Awaitable[None]) -> None:
     try:
         await asyncio.wait_for(waiting, seconds)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         return
 
 

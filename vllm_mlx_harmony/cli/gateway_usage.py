@@ -13,7 +13,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import date, datetime, timedelta, timezone
+from datetime import UTC, date, datetime, timedelta
 
 from vllm_mlx_harmony.cli.errors import STDIN, UsageError, called
 
@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def day(word: str) -> str:
-    today = datetime.now(timezone.utc).date()
+    today = datetime.now(UTC).date()
     named = {"today": today, "yesterday": today - timedelta(days=1)}
     return str(named.get(word) or date.fromisoformat(word))
 

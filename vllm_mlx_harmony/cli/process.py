@@ -52,16 +52,7 @@ class Running:
 def python(module: str, *arguments: str) -> list[str]:
     """The command that runs ``module`` with this Python. Nothing is imported from the directory in
     which it is started, as ``-m`` alone does (semantics E6)."""
-    if sys.version_info >= (3, 11):
-        return [sys.executable, "-P", "-m", module, *arguments]
-    return [sys.executable, "-c", _WITHOUT_DIRECTORY, module, *arguments]
-
-
-_WITHOUT_DIRECTORY = (
-    "import sys; del sys.path[0], sys.argv[0]; import runpy; "
-    "runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)"
-)
-"""What ``-P`` does; drop with Python 3.10."""
+    return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def command(model: Path, port: int, flags: Sequence[str]) -> list[str]:

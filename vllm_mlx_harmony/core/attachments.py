@@ -6,7 +6,7 @@ sends its whole history again with every request, is not stuck.
 
 from __future__ import annotations
 
-from enum import Enum
+from enum import StrEnum
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 
@@ -19,7 +19,7 @@ def placeholder(kind: str) -> str:
     return f"[{part} left out: this model reads text only]"
 
 
-class Attachments(str, Enum):
+class Attachments(StrEnum):
     """What a server does with attachments."""
 
     OMIT = "omit"

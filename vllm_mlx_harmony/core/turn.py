@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 from typing import Any, Literal, TypeAlias, get_args
 
 from vllm_mlx_harmony.core.attachments import Attachments
@@ -20,7 +20,7 @@ VOCAB_SIZE = 201_088
 encoding has one more (`vocab.SIZE`)."""
 
 
-class Effort(str, Enum):
+class Effort(StrEnum):
     """The reasoning effort. The value is the word in the system message."""
 
     LOW = "low"
@@ -409,7 +409,7 @@ class Turn:
         return total
 
 
-class ReasoningField(str, Enum):
+class ReasoningField(StrEnum):
     """The field in which Chat Completions sends reasoning, for which that API has none."""
 
     BOTH = "both"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from vllm_mlx_harmony.core.constraint import Constraint
@@ -55,7 +55,7 @@ class GenerationRequest:
     constraint: Constraint | None = None
 
 
-class Origin(str, Enum):
+class Origin(StrEnum):
     """How a token was chosen, as a letter of ``Step.origins``.
 
     ``MASKED``: sampled after a constraint masked the likeliest token. ``FORCED``: by a constraint.

@@ -19,7 +19,7 @@ import sys
 import time
 from contextvars import ContextVar
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Literal
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -62,7 +62,7 @@ class Entry:
     def ended(self) -> None:
         """Writes the line if both halves have ended."""
         if self.form != "off" and self.exchanged and not self.generating:
-            now = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+            now = datetime.now(UTC).isoformat(timespec="milliseconds")
             logger.info("%s", self.line(now, time.monotonic() - self.begun))
 
     def line(self, now: str, seconds: float) -> str:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-import sys
+import tomllib
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
@@ -55,11 +55,6 @@ from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, EFFORTS
 from vllm_mlx_harmony.gateway.access_log import FORMATS, Format
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, LOCAL, Spec
 from vllm_mlx_harmony.gateway.limits import Limits, digest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

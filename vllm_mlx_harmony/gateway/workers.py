@@ -106,7 +106,7 @@ class _Workers:
         self._reload = reload
         self._serve = serve
         # A new interpreter would look for modules in the working directory first (semantics E6).
-        os.environ["PYTHONSAFEPATH"] = "1"  # Python 3.11
+        os.environ["PYTHONSAFEPATH"] = "1"
         self._context = multiprocessing.get_context("spawn")
         self._ending, self._alive = self._context.Pipe(duplex=False)
         config = uvicorn.Config("", host=settings.host, port=settings.port)

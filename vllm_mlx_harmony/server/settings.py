@@ -10,7 +10,7 @@ import datetime
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
 
 from vllm_mlx_harmony.core.attachments import Attachments
@@ -30,7 +30,7 @@ REDIS = ("redis://", "rediss://", "unix://")
 """The beginnings of a Redis's URL."""
 
 
-class Use(str, Enum):
+class Use(StrEnum):
     """The requests for which the server runs tools."""
 
     OFF = "off"

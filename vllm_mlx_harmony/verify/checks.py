@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -115,7 +114,7 @@ async def _once(server: Server, check: Check) -> Outcome:
         return replace(outcome, state="unsupported", problem=str(error))
     except (Failed, SSEError) as error:
         problem = str(error)
-    except (httpx.HTTPError, asyncio.TimeoutError) as error:
+    except (TimeoutError, httpx.HTTPError) as error:
         problem = f"{type(error).__name__}: {error}"
     except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
         problem = f"the response is not as expected: {error!r}"

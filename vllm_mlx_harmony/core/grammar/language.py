@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import StrEnum
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -27,7 +27,7 @@ MAX_SCHEMAS = 500_000
 """Characters of the rules of all schemas in it."""
 
 
-class Policy(str, Enum):
+class Policy(StrEnum):
     """How much is enforced; the value is the word in the server's setting.
 
     ``AUTO`` enforces schemas as far as possible, and strict ones completely or not at all.

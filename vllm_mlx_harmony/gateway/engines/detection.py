@@ -175,7 +175,7 @@ async def first_id(engine: HttpEngine, seconds: float) -> None:
     """Makes the engine generate an id. Raises ``EngineUnavailable`` if it does not."""
     try:
         await asyncio.wait_for(_first_id(engine, None, refused=False), seconds)
-    except asyncio.TimeoutError as error:
+    except TimeoutError as error:
         problem = f"it generates nothing: no id came within {seconds:.0f} seconds of a trial"
         raise EngineSilent(problem) from error
 

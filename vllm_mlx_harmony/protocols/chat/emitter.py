@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-
-from typing_extensions import assert_never
+from typing import assert_never
 
 from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, FinishReason, Kind, Usage

@@ -6,9 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
 from json import loads
-from typing import Literal, TypeAlias
-
-from typing_extensions import assert_never
+from typing import Literal, TypeAlias, assert_never
 
 from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, FinishReason, Kind, Usage

@@ -6,10 +6,9 @@ https://github.com/ollama/ollama/blob/main/docs/api.md
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from json import loads
-
-from typing_extensions import assert_never
+from typing import assert_never
 
 from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, Kind
@@ -39,7 +38,7 @@ def loaded(model: str, created: int, *, chat: bool) -> Document:
 
 def timestamp(seconds: int) -> str:
     """A Unix time as in RFC 3339."""
-    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 _THINKING, _CONTENT = "thinking", "content"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
-
-from typing_extensions import assert_never
+from typing import assert_never
 
 from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, Kind, Usage

@@ -17,7 +17,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from enum import Enum
+from enum import StrEnum
 from json import dumps, loads
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +50,7 @@ EVENTS_SECONDS = 600
 TICK = 0.05
 
 
-class Command(str, Enum):
+class Command(StrEnum):
     """A command for the server that generates an answer."""
 
     CANCEL = "cancel"

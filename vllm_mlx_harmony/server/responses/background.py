@@ -95,7 +95,7 @@ class Running:
                 return
             try:
                 await asyncio.wait_for(self._more.wait(), self._pings_after or None)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 yield resource.running_event(self.document, start - 1)
 
     async def cancel(self) -> None:

@@ -226,7 +226,7 @@ class Toolbox:
 
         try:
             return await asyncio.wait_for(running(), limit)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             text = f"the tool did not answer within {limit:.0f} seconds"
         except ToolError as error:
             text = str(error) or "the tool failed"

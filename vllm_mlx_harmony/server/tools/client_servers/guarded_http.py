@@ -198,7 +198,7 @@ async def _addresses(host: str, port: int, *, private: bool) -> list[str]:
         found = await asyncio.wait_for(
             loop.getaddrinfo(host, port, type=socket.SOCK_STREAM), CONNECTING
         )
-    except (OSError, UnicodeError, asyncio.TimeoutError) as error:
+    except (TimeoutError, OSError, UnicodeError) as error:
         raise httpx2.ConnectError("its host name cannot be resolved") from error
     every = list(dict.fromkeys(str(each[4][0]) for each in found))
     allowed = [each for each in every if private or is_public(each)]
