@@ -27,8 +27,7 @@ from apis import PATHS
 from grammar_texts import LARK, SCHEMAS, chain, multiple_of, pattern, rules, terminals
 from size import SEED, size
 
-from vllm_mlx_harmony.server.grammar_checks import PATIENCE as REQUEST_WAIT
-from vllm_mlx_harmony.server.grammar_checks import PROCESSOR
+from vllm_mlx_harmony.server.grammar_checks import CPU_SECONDS, REQUEST_WAIT_SECONDS
 
 if TYPE_CHECKING:
     from target import Target
@@ -37,7 +36,7 @@ pytestmark = pytest.mark.served
 
 SECONDS = size(100.0, 8.0)
 ATTACKERS = size(8, 3)
-CHECK = size(REQUEST_WAIT + PROCESSOR, 20.0)
+CHECK = size(REQUEST_WAIT_SECONDS + CPU_SECONDS, 20.0)
 """Seconds: what a request waits for its verdicts, and what the server may compile."""
 
 WAIT = size(0.5, 10.0)

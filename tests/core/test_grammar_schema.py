@@ -27,7 +27,8 @@ from vllm_mlx_harmony.core.grammar import (
     any_order,
     compile_grammar,
     grammar_of,
-    grammars_of,
+    language,
+    weakenings,
 )
 from vllm_mlx_harmony.core.grammar.any_order import rules_of
 from vllm_mlx_harmony.core.grammar.strict import rewrite, strict_schema
@@ -478,7 +479,7 @@ def test_keyword_is_left_to_the_caller(keyword: str) -> None:
     assert rules_of(schema).dropped == ()
     assert taken(schema, invalid)
     asked = answering(schema)
-    assert [grammar.untrusted for grammar in grammars_of(asked, Names.of(asked))][:1] == [False]
+    assert [grammar.untrusted for grammar in weakenings(asked, Names.of(asked))][:1] == [False]
 
 
 @pytest.mark.parametrize("text", ['"\\ud83d"', '"\\udc00\\ud83dx"', '"\\/"', '"\x7f"', '"\u2028"'])
@@ -832,15 +833,17 @@ def test_many_tools_are_not_refused(make: Callable[[int], Tool], count: int) -> 
     assert (taken_calls > 0) == bool(grammar.notes)
 
 
-def test_largest_schemas_are_weakened_first() -> None:
-    """Half of the rest at a time; then all of them."""
+def test_largest_schemas_are_weakened_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are too large together; then all of them."""
+    monkeypatch.setattr(language, "MAX_SCHEMAS", 2_000)
     properties = [{f"p{n}_{at}": {} for at in range(9 - n)} for n in range(6)]
     tools = tuple(Tool(f"t{n}", parameters=of(**each)) for n, each in enumerate(properties))
     asked = Turn((User("Hi."),), tools=tools)
-    ladder = [*grammars_of(asked, Names.of(asked))]
+    ladder = [*weakenings(asked, Names.of(asked))]
     noted = [[note.split(":")[0].split("'")[1] for note in grammar.notes] for grammar in ladder]
     six = [f"t{n}" for n in range(6)]
-    assert noted == [[], six[:3], six[:5], six, six]
+    assert noted == [six[: len(noted[0])], six, six]
+    assert 0 < len(noted[0]) < 6
     assert all("any JSON object" in note for grammar in ladder[:-1] for note in grammar.notes)
     assert all("(anything is accepted)" in note for note in ladder[-1].notes)
     for grammar in ladder:

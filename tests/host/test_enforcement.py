@@ -38,10 +38,9 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement, generation, grammar_checks
 from vllm_mlx_harmony.server.chat import CHAT
-from vllm_mlx_harmony.server.enforcement import Enforcement
 from vllm_mlx_harmony.server.messages import MESSAGES
 from vllm_mlx_harmony.server.responses.routes import RESPONSES
-from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.settings import Enforcement, ServerSettings
 from vllm_mlx_harmony.standin import Script
 
 SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "2"))
@@ -223,7 +222,7 @@ class Job:
 @pytest.fixture(autouse=True)
 def _time_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy with other tests is no reason to weaken a grammar."""
-    monkeypatch.setattr(grammar_checks, "PATIENCE", 300.0)
+    monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
     monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
 
 
@@ -700,7 +699,6 @@ def odd(strict: bool) -> list[Body]:
 def test_what_cannot_be_expressed_is_an_error_when_strict_and_else_one_line_in_the_log(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    enforcement._noted.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert constrained(run, "auto", tools=odd(False)) is not None
         assert constrained(run, "auto", tools=odd(False)) is not None

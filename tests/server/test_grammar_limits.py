@@ -3,8 +3,6 @@ refused where it was, and with nothing of the library in the words."""
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,11 +15,10 @@ pytest.importorskip("starlette")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine
-from grammar_texts import LARK, OBJECT, SCHEMAS, grammar, multiple_of, pattern
-from starlette.requests import ClientDisconnect
+from grammar_texts import LARK, OBJECT, SCHEMAS, multiple_of, pattern
 from starlette.testclient import TestClient
 
-from vllm_mlx_harmony.server import enforcement, grammar_checks
+from vllm_mlx_harmony.server import grammar_checks
 from vllm_mlx_harmony.server.app import application
 
 FINAL = "<|channel|>final<|message|>Good day.<|return|>"
@@ -31,7 +28,7 @@ HELLO = [{"role": "user", "content": "Hello!"}]
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may have much else to do."""
-    monkeypatch.setattr(grammar_checks, "PATIENCE", 300.0)
+    monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
     monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
 
 
@@ -127,17 +124,17 @@ def test_nothing_is_refused_where_nothing_strict_was_asked_for(
 
 
 def test_only_strict_schemas_and_syntaxes_start_the_helper_process(client: TestClient) -> None:
-    grammar_checks.checks().close()
+    grammar_checks.POOL.close()
     schemas = [*SCHEMAS.values(), pattern(r"^(\s*\S+){1,300}$"), {"type": "object"}]
     for schema in schemas:
         for api in (chat, messages, responses_format):
             path, body = api(schema, False)
             answer = client.post(path, json={"model": MODEL, **body})
             assert answer.status_code == 200, answer.text
-    assert grammar_checks.checks()._helper._process is None
+    assert not grammar_checks.POOL.idle
     path, body = chat({**OBJECT, "properties": {}, "additionalProperties": False}, True)
     assert client.post(path, json={"model": MODEL, **body}).status_code == 200
-    assert grammar_checks.checks()._helper._process is not None
+    assert grammar_checks.POOL.idle
 
 
 def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +143,7 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
     def busy(*_: Any) -> None:
         raise grammar_checks.CheckUnavailable("timed out waiting for the checker")
 
-    monkeypatch.setattr(grammar_checks.GrammarChecks, "trial", busy)
+    monkeypatch.setattr(grammar_checks.WorkerPool, "trial", busy)
     schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}
     strict_schema = {**schema, "required": ["unseen"], "additionalProperties": False}
     path, body = chat(strict_schema, True)
@@ -158,30 +155,3 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
     monkeypatch.undo()
     path, body = chat(strict_schema, True)
     assert client.post(path, json={"model": MODEL, **body}).status_code == 200
-
-
-def test_a_client_that_goes_ends_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "PROCESSOR", 30.0)
-    slots = grammar_checks.checks().slots
-
-    async def gone(coming: Any) -> None:
-        task = asyncio.ensure_future(coming)
-        while not slots._running:
-            await asyncio.sleep(0.01)
-        task.cancel()
-        raise ClientDisconnect
-
-    unretrieved = []
-
-    async def goes() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(lambda _, context: unretrieved.append(context))
-        with pytest.raises(ClientDisconnect):
-            await enforcement.compile_untrusted(grammar(multiple_of(97_999_999)), "t", gone)
-        while slots._running:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)  # until the thread has ended, with an exception
-        gc.collect()
-
-    asyncio.run(asyncio.wait_for(goes(), 20))
-    assert unretrieved == []

@@ -5,7 +5,7 @@ can guarantee are rejected; formats and syntaxes are only described in the promp
 and ``min_tokens`` need no grammar and always apply.
 
 A grammar that contains a strict schema or a syntax of a client is first tried in a helper process
-(`grammar_checks`). If it cannot be compiled, a weaker grammar is used (`grammars_of`), or the
+(`grammar_checks`). If it cannot be compiled, a weaker grammar is used (`weakenings`), or the
 request is rejected if it asked for strictness. Other grammars need no helper.
 """
 
@@ -15,18 +15,17 @@ import asyncio
 import importlib
 import logging
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from itertools import chain
+from typing import TypeVar
 
-from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.grammar import (
-    Check,
+    CheckUnavailable,
     Compiled,
     Grammar,
     NotCompiled,
@@ -34,60 +33,21 @@ from vllm_mlx_harmony.core.grammar import (
     compile_grammar,
     find_compiled,
     grammar_of,
-    grammars_of,
+    is_strict,
     prepare,
+    weakenings,
 )
 from vllm_mlx_harmony.core.names import Names
-from vllm_mlx_harmony.core.reasoning import answering_budget
 from vllm_mlx_harmony.core.render import expected_headers
-from vllm_mlx_harmony.core.turn import Limits, Turn
-from vllm_mlx_harmony.server.grammar_checks import (
-    CheckUnavailable,
-    GrammarCheck,
-    check_for,
-)
-from vllm_mlx_harmony.server.settings import ServerSettings, variable
+from vllm_mlx_harmony.core.turn import Turn
+from vllm_mlx_harmony.server.grammar_checks import GrammarCheck
+from vllm_mlx_harmony.server.settings import Enforcement, variable
 
 _R = TypeVar("_R")
 
 logger = logging.getLogger(__name__)
 
 GRAMMAR_VARIABLE = variable("grammar")
-
-REPETITIONS = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Enforcement:
-    """The server's settings. ``repetitions`` 0: no limit. ``budgets``: without one, a small
-    ``max_tokens`` sets a reasoning budget."""
-
-    policy: Policy = Policy.AUTO
-    reasoning_tokens: int | None = None
-    repetitions: int = REPETITIONS
-    budgets: bool = True
-
-    @classmethod
-    def of(cls, settings: ServerSettings) -> Enforcement:
-        policy, repetitions = settings.grammar, settings.repetitions
-        if repetitions is None:
-            repetitions = 0 if policy is Policy.OFF else REPETITIONS
-        budget = settings.reasoning_budget
-        if budget == "off":
-            return cls(policy, None, repetitions, budgets=False)
-        return cls(policy, budget, repetitions, budgets=policy is not Policy.OFF)
-
-    def reasoning_budget(self, limits: Limits, *, can_call: bool) -> int | None:
-        """The reasoning budget of a turn, in which the model may or may not call a tool.
-
-        Where it may, a small ``max_tokens`` sets none: without reasoning it would answer where it
-        should call.
-        """
-        if limits.reasoning_tokens is not None:
-            return limits.reasoning_tokens
-        small = answering_budget(limits) if self.budgets and not can_call else None
-        budgets = (self.reasoning_tokens, small)
-        return min((each for each in budgets if each is not None), default=None)
 
 
 def warm_up(policy: Policy) -> None:
@@ -111,24 +71,12 @@ def warm_up(policy: Policy) -> None:
     threading.Thread(target=start, name="harmony-grammar", daemon=True).start()
 
 
-UnlessDisconnected: TypeAlias = "Callable[[Awaitable[Any]], Awaitable[Any]]"
-"""``Received.unless_disconnected``."""
-
-
-async def constraint_for(
-    turn: Turn,
-    names: Names,
-    wanted: Enforcement,
-    unless_disconnected: UnlessDisconnected | None = None,
-) -> Constraint | None:
+async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Constraint | None:
     """The constraint of the output of ``turn``, rendered with ``names``; ``None`` if unconstrained.
 
-    ``unless_disconnected`` watches the client while a new grammar is compiled.
-
-    Raises ``RequestError`` for what cannot be enforced, ``HostError`` 503 if that cannot be checked
-    now, and ``ClientDisconnect``.
+    Raises ``RequestError`` for what cannot be enforced, and ``HostError`` 503 if that cannot be
+    checked now.
     """
-    limits = turn.limits
     declared = turn.callable_tools or turn.builtin_namespaces or turn.namespaces
     grammar = None
     if wanted.policy is Policy.OFF:
@@ -140,36 +88,36 @@ async def constraint_for(
             written = grammar_of(turn, names, wanted.policy)
             grammar = None if written is None else find_compiled(written, turn.tenant)
         if grammar is None:
-            request = check_for(turn.tenant)
-            compiling = partial(_compiled, turn, names, wanted.policy, request)
-            try:
-                grammar = await _in_thread(compiling, request, unless_disconnected)
-            except CheckUnavailable as error:
-                problem = f"the grammar for these tools and formats cannot be checked now: {error}"
-                raise HostError(problem, retry_after=1) from error
-    strict = _is_strict(turn, wanted.policy)
+            compiling = partial(_compiled, turn, names, wanted.policy)
+            grammar = await _in_thread(compiling, turn.tenant)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
     spec = ConstraintSpec(
         grammar=grammar,
-        reasoning_tokens=wanted.reasoning_budget(limits, can_call=bool(declared)),
+        reasoning_tokens=wanted.reasoning_budget(turn.limits, can_call=bool(declared)),
         repetitions=wanted.repetitions,
-        min_tokens=limits.min_tokens,
+        min_tokens=turn.limits.min_tokens,
         answering=turn.prefill is not None,
         names=names,
-        binding=strict or chosen,
+        binding=is_strict(turn, wanted.policy) or chosen,
         headers=expected_headers(names, turn.tenant),
     )
     return Constraint(spec) if spec else None
 
 
-def _is_strict(turn: Turn, policy: Policy) -> bool:
-    """Whether ``turn`` has strict tools or a strict format, which must be enforced or rejected."""
-    format_ = turn.answer_format
-    return (
-        policy is Policy.STRICT
-        or any(tool.strict for tool in turn.callable_tools)
-        or (format_ is not None and format_.strict)
-    )
+async def compile_untrusted(text: str, tenant: str) -> Compiled:
+    """Tries and compiles the grammar ``text`` of a gateway.
+
+    Raises ``RequestError`` if it cannot be compiled, and ``HostError`` 503 if that cannot be
+    checked now.
+    """
+
+    def compiling(check: GrammarCheck) -> Compiled:
+        found = _tried(Grammar(text, untrusted=True), Turn((), tenant=tenant), check)
+        if isinstance(found, str):
+            raise RequestError(f"the grammar cannot be enforced: {found}", param="grammar")
+        return found
+
+    return await _in_thread(compiling, tenant)
 
 
 def _compiled(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> Compiled | None:
@@ -178,33 +126,21 @@ def _compiled(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> 
     Raises ``RequestError`` if the turn is strict and its grammar cannot be compiled, and where a
     call is required; ``CheckUnavailable`` if a strict one cannot be checked now.
     """
-    strict = _is_strict(turn, policy)
+    strict = is_strict(turn, policy)
     problem = "it is too large"
-    # Usually every part of a client compiles: so only the whole is tried, in one question. If that
-    # fails, each part by itself. If that fails, or cannot be known in time, none of them is used.
-    ways: dict[str, Check] = {
-        "assumed": lambda _: "",
-        "checked": check,
-        "refused": lambda _: "it cannot be checked now",
-    }
-    for way, check_part in ways.items():
-        untrusted = False
+    grammars = weakenings(turn, names, policy, check)
+    with check.writing():  # the others are rarely needed, and ask the helper process
+        strongest = next(grammars, None)
+    for grammar in filter(None, chain([strongest], grammars)):
         try:
-            grammars = grammars_of(turn, names, policy, check=check_part, cache=way)
-            # Those whose parts the helper process is asked for keep nobody else waiting.
-            for grammar in grammars if way == "checked" else _written(check, grammars):
-                found = _tried(grammar, turn, check)
-                if isinstance(found, Compiled):
-                    return found
-                problem, untrusted = found, grammar.untrusted
-                if untrusted and way == "assumed":
-                    break
+            found = _tried(grammar, turn, check)
         except CheckUnavailable as error:
-            if strict or check.cancelled:
+            if strict:
                 raise
-            problem, untrusted = str(error), True
-        if not untrusted or (strict and way == "checked"):
-            break
+            found = str(error)
+        if isinstance(found, Compiled):
+            return found
+        problem = found
     if strict:
         where = "tools" if turn.callable_tools else "response_format"
         refusal = f"the grammar for these tools and formats cannot be used: {problem}"
@@ -212,98 +148,42 @@ def _compiled(turn: Turn, names: Names, policy: Policy, check: GrammarCheck) -> 
     if turn.tool_choice.required:
         raise RequestError(f"tool_choice cannot be enforced: {problem}", param="tool_choice")
     many = len(turn.callable_tools)
-    _note(f"no grammar is enforced for a request with {many} tools: {problem}")
+    logger.warning("no grammar is enforced for a request with %d tools: %s", many, problem)
     return None
-
-
-def _written(check: GrammarCheck, grammars: Iterator[Grammar]) -> Iterator[Grammar]:
-    """``grammars``, each written in turn."""
-    while True:
-        with check.turn():
-            grammar = next(grammars, None)
-        if grammar is None:
-            return
-        yield grammar
 
 
 def _tried(grammar: Grammar, turn: Turn, check: GrammarCheck) -> Compiled | str:
     """``grammar``, compiled, or why it cannot be. Raises ``CheckUnavailable``."""
     found = find_compiled(grammar, turn.tenant)
     if found is None:
-        size = 0
+        problem, size = "", 0
         if grammar.untrusted:
-            verdict = check.verdict(grammar.text, turn.prefill or "")
-            if verdict.problem:
-                return verdict.problem
-            size = verdict.size
-        with check.turn():
+            problem, size = check.verdict(grammar.text, turn.prefill or "")
+        if problem:
+            return problem
+        with check.writing():
             try:
                 found = compile_grammar(grammar, turn.tenant, size)
             except NotCompiled as error:
                 return error.message
-    for note in grammar.notes:
-        _note(note)
+        for note in grammar.notes:
+            logger.warning("%s", note)
     return found
 
 
 _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="harmony-grammar")
 """Most of them wait for the helper process, so asyncio's few default threads are not used."""
 
-WATCH_AFTER = 0.1
-"""Seconds after which the client is watched for a disconnect."""
 
-
-async def _in_thread(
-    compiling: Callable[[], _R], check: GrammarCheck, unless_disconnected: UnlessDisconnected | None
-) -> _R:
-    """Calls ``compiling`` in a thread; cancelling this also cancels ``check``.
-
-    Raises ``ClientDisconnect``.
-    """
-    coming = asyncio.get_running_loop().run_in_executor(_threads, compiling)
-    # A cancelled trial may raise when the request is gone; asyncio would log that as unretrieved.
-    coming.add_done_callback(lambda done: done.cancelled() or done.exception())
+async def _in_thread(compiling: Callable[[GrammarCheck], _R], tenant: str) -> _R:
+    """Calls ``compiling`` in a thread. Raises ``HostError`` 503 in place of
+    ``CheckUnavailable``."""
+    loop = asyncio.get_running_loop()
     try:
-        done, _ = await asyncio.wait({coming}, timeout=WATCH_AFTER)
-        if not done and unless_disconnected is not None:
-            await unless_disconnected(asyncio.wait({coming}))
-        return await coming
-    finally:
-        check.cancel()
-
-
-async def compile_untrusted(
-    text: str, tenant: str, unless_disconnected: UnlessDisconnected | None = None
-) -> Compiled:
-    """Tries and compiles the grammar ``text`` of a gateway.
-
-    Raises ``RequestError`` if it cannot be compiled, ``HostError`` 503 if that cannot be checked
-    now, and ``ClientDisconnect``.
-    """
-    check = check_for(tenant)
-    grammar = Grammar(text, untrusted=True)
-
-    def compile_it() -> Compiled:
-        try:
-            found = _tried(grammar, Turn((), tenant=tenant), check)
-        except CheckUnavailable as error:
-            raise HostError(f"the grammar cannot be checked now: {error}", retry_after=1) from error
-        if isinstance(found, str):
-            raise RequestError(f"the grammar cannot be enforced: {found}", param="grammar")
-        return found
-
-    return await _in_thread(compile_it, check, unless_disconnected)
-
-
-def _note(note: str) -> None:
-    """Logs ``note`` as a warning, once."""
-    if _noted.get(note) is None:
-        _noted.put(note, True, len(note))
-        logger.warning("%s", note)
-
-
-_noted: lru.ByteLRU[str, bool] = lru.ByteLRU(1 << 18)
-"""Notes that have been logged."""
+        return await loop.run_in_executor(_threads, compiling, GrammarCheck(tenant))
+    except CheckUnavailable as error:
+        problem = f"the grammar for these tools and formats cannot be checked now: {error}"
+        raise HostError(problem, retry_after=1) from error
 
 
 def _reject_unenforceable(turn: Turn) -> None:

@@ -12,11 +12,10 @@ from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
 
 from vllm_mlx_harmony.server.answers import Answers
-from vllm_mlx_harmony.server.enforcement import Enforcement
 from vllm_mlx_harmony.server.host import Host
 from vllm_mlx_harmony.server.model_names import ModelNames
 from vllm_mlx_harmony.server.observer import Observe
-from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.settings import Enforcement, ServerSettings
 
 
 class FrontEnd:

@@ -6,19 +6,17 @@ take minutes. So those that contain a schema, a regular expression or a grammar 
 compiled here first, under limits set by the kernel.
 
 `main` runs in an interpreter started with ``-I -S``: it reads no ``.pth`` files, so nothing is
-activated, and imports only the standard library and llguidance. It forks a *worker* for each socket
-that it receives over the control socket, which takes a few milliseconds, since the library and the
-tokenizer are already loaded. A worker reads one question, a line of JSON (`_Worker`), answers it
-with another, and ends. If it exceeds a limit it dies, which closes the socket:
+activated, and imports only the standard library and llguidance. Standard input and output are one
+socket. For each question, a line of JSON, it forks a child that answers with another (`_answer`):
+that takes a few milliseconds, since the library and the tokenizer are already loaded, and leaves
+nothing behind. A child that exceeds a limit dies, and this process answers in its place:
 
 - **stack**: `STACK` bytes, a quarter of that of the server's threads. An overflow is a SIGSEGV.
-- **memory**: `MEMORY` bytes more than the worker had before. On Linux by ``RLIMIT_AS``. macOS does
-  not enforce that, so the worker's main thread also checks the resident size, while llguidance
-  works without the interpreter lock.
-- **time**, CPU and wall-clock: checked by the main thread as well. If that thread cannot run, the
-  signals of interval timers end the worker after twice the time.
+- **memory**: `MEMORY` bytes more than the child had before. Its main thread watches the size, while
+  llguidance works without the interpreter lock: macOS enforces no limit.
+- **time**, CPU and wall-clock: signals of interval timers.
 
-A worker also ends when the server does, or when the server closes the socket.
+The process ends when the server does, which closes the socket.
 
 The tokenizer has one token per byte, and control tokens with their real ids. It takes 50 ms to
 build instead of a second and 170 MB. Explosive grammars are found with it as well: they explode in
@@ -30,12 +28,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import signal
-import socket
 import sys
 import threading
-import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,48 +42,88 @@ STACK = 2 * 2**20
 MEMORY = 256 * 2**20
 """Bytes."""
 
-STEPS, JSON_STEPS = 32, 8
-"""Bytes of output that are tried with a grammar and with a single schema: the states of a regular
-expression may grow with each byte."""
+STEPS = 32
+"""Bytes of output that are tried: the states of a regular expression may grow with each."""
 
 TICK = 0.01
-"""Seconds between two checks of a worker's limits."""
+"""Seconds between two checks of a child's size."""
 
-CPU_TIME_EXCEEDED, WALL_TIME_EXCEEDED = "processor", "clock"
-"""Answers when a time limit was exceeded. That of wall-clock time is exceeded first if the worker
-got less than half of a processor, and then nothing is known about the grammar."""
-
-READY = b"+"
-
-_LINUX = sys.platform == "linux"
+DIED, TIMED_OUT = "died", "timed out"
+"""In place of a child's answer. Wall-clock time is exceeded first if the child got less than half
+of a processor, and then nothing is known about the grammar."""
 
 _VOCABULARY = 201_088
 _FIRST_CONTROL = 199_998
 _END_OF_TEXT = 199_999
-_WORDS = _VOCABULARY // 32
 
 
-def main() -> None:
-    """Forks a worker for each socket received over standard input, until that is closed."""
+def main(nice: int) -> None:
+    """Answers the questions of standard input, until that is closed."""
     # Ctrl-C ends the server, which still needs this process. A new session would do as well, but
-    # Linux shares out its processors by session: the workers' niceness would count for nothing.
+    # Linux shares out its processors by session: the niceness would count for nothing.
     os.setpgid(0, 0)
-    control = socket.socket(fileno=0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps workers
-    try:
-        tokenizer = _tokenizer()
-    except Exception as error:  # noqa: BLE001 - the server logs it
-        control.sendall(f"{type(error).__name__}: {error}".encode())
-        return
-    control.sendall(READY)
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return
-        if os.fork() == 0:
-            control.close()
-            _Worker(socket.socket(fileno=descriptors[0]), tokenizer).run()
-        os.close(descriptors[0])
+    os.nice(nice)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    tokenizer = _tokenizer()
+    for line in sys.stdin.buffer:
+        child = os.fork()
+        if child == 0:
+            _answer(json.loads(line), tokenizer)
+        _, status = os.waitpid(child, 0)
+        if status:
+            _say(TIMED_OUT if status == signal.SIGALRM else DIED)
+
+
+def _say(answer: object) -> None:
+    os.write(1, json.dumps(answer).encode() + b"\n")
+
+
+def _answer(question: dict[str, Any], tokenizer: LLTokenizer) -> None:
+    """Tries one grammar, and ends the process.
+
+    The question: ``text``, the beginning of the output (``begun``), llguidance's ``limits``, and
+    the limits of CPU (``cpu_seconds``) and wall-clock time (``seconds``). The answer: the problem,
+    empty if there is none, and the growth of the process in bytes.
+    """
+    before, problems = max_resident(), []
+    signal.setitimer(signal.ITIMER_PROF, question["cpu_seconds"])
+    signal.setitimer(signal.ITIMER_REAL, question["seconds"])
+    threading.stack_size(STACK)
+    trial = threading.Thread(target=lambda: problems.append(_problem(tokenizer, question)))
+    trial.start()
+    while trial.is_alive():
+        trial.join(TICK)
+        if max_resident() > before + MEMORY:
+            os._exit(1)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF, signal.SIGALRM})
+    if problems:
+        _say([problems[0][:500], max_resident() - before])
+    os._exit(not problems)
+
+
+def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
+    """Why the text cannot be compiled and applied to output, in one line; empty if it can."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    text, begun = question["text"], question["begun"].encode()
+    limits = LLParserLimits(**question["limits"])
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
+    draws = random.Random(1)  # the same bytes each time
+    if begun and not matcher.is_error():
+        matcher.try_consume_tokens(list(begun))
+    for _ in range(STEPS):
+        if matcher.is_stopped():
+            break
+        bias = matcher.compute_logit_bias()
+        allowed = [token for token in _CANDIDATES if bias[token]]
+        if not allowed:
+            break
+        matcher.consume_token(draws.choice(allowed))
+    problem: str = matcher.get_error() if matcher.is_error() else ""
+    return problem.partition("\n")[0]
+
+
+_CANDIDATES = (*range(256), *range(200_002, 200_013))
 
 
 def _tokenizer() -> LLTokenizer:
@@ -112,103 +149,7 @@ class _Bytes:
         return list(text.encode())
 
 
-class _Worker:
-    """Tries one grammar, and ends.
-
-    The question: ``text``, the beginning of the output (``begun``), llguidance's ``limits``, the
-    seconds of ``processor`` and ``clock``, and the increment of the niceness (``nice``). The
-    answer: the problem, empty if there is none, and the growth of the process in bytes; or which
-    time was exceeded.
-    """
-
-    def __init__(self, connection: socket.socket, tokenizer: LLTokenizer) -> None:
-        self._connection = connection
-        self._tokenizer = tokenizer
-
-    def run(self) -> None:
-        """Never returns."""
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        self._connection.sendall(READY)
-        question = json.loads(self._connection.makefile("rb").readline() or b"{}")
-        if not question:
-            os._exit(0)
-        os.nice(question["nice"])
-        processor, clock = question["processor"], question["clock"]
-        began, until = resident(), time.monotonic() + clock
-        computed_until = time.process_time() + processor
-        signal.setitimer(signal.ITIMER_PROF, 2 * processor)
-        signal.setitimer(signal.ITIMER_REAL, 2 * clock)
-        threading.stack_size(STACK)
-        threading.Thread(target=self._answer, args=(question, began), daemon=True).start()
-        if _LINUX:
-            allowed = _pages(0) + MEMORY
-            resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
-        while True:
-            time.sleep(TICK)
-            try:  # the server sends nothing more, so this is the end
-                is_closed = not self._connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                is_closed = False
-            except OSError:
-                is_closed = True
-            if is_closed or resident() > began + MEMORY:
-                os._exit(1)
-            left = computed_until - time.process_time()
-            if left < 0 or time.monotonic() > until:
-                self._send(CPU_TIME_EXCEEDED if left < processor / 2 else WALL_TIME_EXCEEDED)
-                os._exit(1)
-
-    def _answer(self, question: dict[str, Any], began: int) -> None:
-        try:
-            problem = _problem(self._tokenizer, question)
-            self._send([problem, max(0, resident() - began)])
-        finally:
-            os._exit(0)
-
-    def _send(self, answer: object) -> None:
-        self._connection.sendall(json.dumps(answer).encode() + b"\n")
-
-
-def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
-    """Why the text cannot be compiled and applied to output, in one line; empty if it can."""
-    import ctypes
-
-    from llguidance import LLMatcher, LLParserLimits
-
-    text, begun = question["text"], question["begun"].encode()
-    limits = LLParserLimits(**question["limits"])
-    matcher = LLMatcher(tokenizer, text, log_level=0, limits=limits)
-    words = (ctypes.c_uint32 * _WORDS)()
-    draw = 1
-    if begun and not matcher.is_error():
-        matcher.try_consume_tokens(list(begun))
-    # A JSON schema begins with a brace, a Lark grammar does not.
-    for _ in range(JSON_STEPS if text.startswith("{") else STEPS):
-        if matcher.is_stopped():
-            break
-        matcher.unsafe_compute_mask_ptr(ctypes.addressof(words), 4 * _WORDS)
-        allowed = [at for at in _CANDIDATES if words[at // 32] >> at % 32 & 1]
-        if not allowed:
-            break
-        draw = draw * 69_069 + 1 & 0xFFFF_FFFF  # the same bytes each time
-        matcher.consume_token(allowed[draw % len(allowed)])
-    problem: str = matcher.get_error() if matcher.is_error() else ""
-    return problem.partition("\n")[0]
-
-
-_CANDIDATES = (*range(256), *range(200_002, 200_013))
-
-
-def resident() -> int:
-    """The resident size of this process in bytes; on macOS, the maximum so far."""
-    if _LINUX:
-        return _pages(1)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-def _pages(field: int) -> int:
-    descriptor = os.open("/proc/self/statm", os.O_RDONLY)
-    try:
-        return int(os.read(descriptor, 100).split()[field]) * resource.getpagesize()
-    finally:
-        os.close(descriptor)
+def max_resident() -> int:
+    """The largest size of this process so far, in bytes."""
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else 1024 * size

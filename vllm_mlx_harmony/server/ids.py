@@ -207,9 +207,7 @@ async def _generate(received: Received) -> Response:
     if parsed.grammar is not None:
         if received.front_end.enforcement.policy is Policy.OFF:
             raise RequestError("grammars are disabled on this server", param="grammar")
-        grammar = await enforcement.compile_untrusted(
-            parsed.grammar, lease.tenant, received.unless_disconnected
-        )
+        grammar = await enforcement.compile_untrusted(parsed.grammar, lease.tenant)
     spec = ConstraintSpec(grammar=grammar, min_tokens=parsed.min_tokens, binding=True)
     constraint = Constraint(spec) if spec else None
     settings = limited_to_context(

@@ -317,7 +317,7 @@ async def prepare(received: Received) -> Job:
         wanted = replace(wanted, reasoning_tokens=host.reasoning_tokens)
     constraint = None
     if not turn.answer:
-        constraint = await constraint_for(turn, names, wanted, received.unless_disconnected)
+        constraint = await constraint_for(turn, names, wanted)
     tools = None
     if host.toolbox is not None and turn.namespaces:
         seconds = lease.deadline.total

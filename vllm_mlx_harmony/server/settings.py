@@ -16,7 +16,8 @@ from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.grammar import Policy
-from vllm_mlx_harmony.core.turn import NO_THINKING, Effort, ReasoningField
+from vllm_mlx_harmony.core.reasoning import answering_budget
+from vllm_mlx_harmony.core.turn import NO_THINKING, Effort, Limits, ReasoningField
 from vllm_mlx_harmony.engine_api.engine import Speculate
 from vllm_mlx_harmony.sizes import number
 
@@ -236,3 +237,42 @@ class ServerSettings:
     def has_peers(self) -> bool:
         """Whether the server shares a Redis with others."""
         return self.store.startswith(REDIS)
+
+
+REPETITIONS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Enforcement:
+    """What the settings say about constraints on outputs, for `server.enforcement`.
+
+    ``repetitions`` 0: no limit. ``budgets``: without a reasoning budget, a small ``max_tokens``
+    sets one.
+    """
+
+    policy: Policy = Policy.AUTO
+    reasoning_tokens: int | None = None
+    repetitions: int = REPETITIONS
+    budgets: bool = True
+
+    @classmethod
+    def of(cls, settings: ServerSettings) -> Enforcement:
+        policy, repetitions = settings.grammar, settings.repetitions
+        if repetitions is None:
+            repetitions = 0 if policy is Policy.OFF else REPETITIONS
+        budget = settings.reasoning_budget
+        if budget == "off":
+            return cls(policy, None, repetitions, budgets=False)
+        return cls(policy, budget, repetitions, budgets=policy is not Policy.OFF)
+
+    def reasoning_budget(self, limits: Limits, *, can_call: bool) -> int | None:
+        """The reasoning budget of a turn, in which the model may or may not call a tool.
+
+        Where it may, a small ``max_tokens`` sets none: without reasoning it would answer where it
+        should call.
+        """
+        if limits.reasoning_tokens is not None:
+            return limits.reasoning_tokens
+        small = answering_budget(limits) if self.budgets and not can_call else None
+        budgets = (self.reasoning_tokens, small)
+        return min((each for each in budgets if each is not None), default=None)

@@ -51,8 +51,8 @@ that names it. Such grammars are `Grammar.untrusted`: a few bytes of a schema ca
 down, so they are to be tried in another process first.
 
 A schema without strict never fails a request. What of it cannot be read is left out, with a note.
-If the grammar is too large or llguidance rejects it, there are weaker ones (`grammars_of`), in
-which any JSON object is accepted for more and more tools, then any text.
+If the grammar is too large or llguidance rejects it, there are weaker ones (`weakenings`), in
+which any JSON object is accepted for the largest schemas, then for all, then any text.
 
 The syntax of a freeform tool's input is enforced inside the JSON string that carries it
 (`escaped`): the prompt shows such a tool with one string parameter, and earlier calls in the
@@ -79,7 +79,8 @@ from __future__ import annotations
 from vllm_mlx_harmony.core.grammar.language import Grammar as Grammar
 from vllm_mlx_harmony.core.grammar.language import Policy as Policy
 from vllm_mlx_harmony.core.grammar.language import grammar_of as grammar_of
-from vllm_mlx_harmony.core.grammar.language import grammars_of as grammars_of
+from vllm_mlx_harmony.core.grammar.language import is_strict as is_strict
+from vllm_mlx_harmony.core.grammar.language import weakenings as weakenings
 from vllm_mlx_harmony.core.grammar.matching import WORDS as WORDS
 from vllm_mlx_harmony.core.grammar.matching import Compiled as Compiled
 from vllm_mlx_harmony.core.grammar.matching import Mask as Mask
@@ -89,5 +90,6 @@ from vllm_mlx_harmony.core.grammar.matching import compile_grammar as compile_gr
 from vllm_mlx_harmony.core.grammar.matching import find_compiled as find_compiled
 from vllm_mlx_harmony.core.grammar.matching import prepare as prepare
 from vllm_mlx_harmony.core.grammar.strict import Check as Check
+from vllm_mlx_harmony.core.grammar.strict import CheckUnavailable as CheckUnavailable
 from vllm_mlx_harmony.core.grammar.strict import compile_error as compile_error
 from vllm_mlx_harmony.core.grammar.strict import with_compact_json as with_compact_json

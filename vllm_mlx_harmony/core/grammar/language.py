@@ -15,7 +15,12 @@ from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.grammar import any_order, escaped
 from vllm_mlx_harmony.core.grammar.any_order import NOTHING, OBJECT_RULES, Rules, rules_of
-from vllm_mlx_harmony.core.grammar.strict import Check, compile_error, strict_schema
+from vllm_mlx_harmony.core.grammar.strict import (
+    Check,
+    CheckUnavailable,
+    compile_error,
+    strict_schema,
+)
 from vllm_mlx_harmony.core.header import CHANNELS, NOT_TOOLS
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
 from vllm_mlx_harmony.core.turn import PYTHON, ResponseFormat, Syntax, Tool, Turn
@@ -104,39 +109,64 @@ def grammar_of(
 ) -> Grammar | None:
     """The strongest grammar of what may follow the prompt of ``turn``; ``None`` if anything may.
 
-    Raises what `grammars_of` raises.
+    ``check`` tries clients' parts: strict schemas and syntaxes. Otherwise like `weakenings`.
     """
-    return next(grammars_of(turn, names, policy, check=check), None)
+    if policy is Policy.OFF:
+        return None
+    return next(_GrammarWriter(turn, names, policy, check, "checked").grammars(), None)
 
 
-def grammars_of(
-    turn: Turn,
-    names: Names,
-    policy: Policy = Policy.AUTO,
-    *,
-    check: Check = compile_error,
-    cache: str = "",
+def weakenings(
+    turn: Turn, names: Names, policy: Policy = Policy.AUTO, check: Check = compile_error
 ) -> Iterator[Grammar]:
-    """Yields grammars of what may follow the prompt of ``turn``, each weaker than the one before.
+    """Yields grammars of what may follow the prompt of ``turn``, each weaker than the one before
+    (semantics C4). Use the first one that llguidance compiles.
 
-    Use the first one that llguidance compiles. In the others, schemas that are not strict are left
-    out, the largest first: any JSON object is accepted in place of more and more of them, then any
-    text for all (semantics C4). Yields nothing if anything may follow, and if all are too large.
+    1. Nothing is weakened. Usually all of a client's parts (strict schemas and syntaxes) compile,
+       so they are not tried one by one.
+    2. Parts that ``check`` rejects are left out, or are errors that name the keyword if they are
+       strict.
+    3. Any JSON object is accepted in place of schemas that are not strict: first of the largest
+       ones, as many as exceed `MAX_SCHEMAS`, then of all. Then any text for all.
+    4. All of a client's parts are left out, unless one is strict. This also follows if ``check``
+       raises `CheckUnavailable`.
 
-    ``names`` are those that the turn was rendered with. A schema that is not cached takes up to
-    some milliseconds, so this is not for an event loop. ``check`` tries strict schemas and clients'
-    syntaxes, by default in this process. What it finds is cached under the name ``cache``: use
-    another one for another ``check``.
+    Yields nothing if anything may follow, and if all are too large. ``names`` are those that the
+    turn was rendered with. A schema that is not cached takes up to some milliseconds, so this is
+    not for an event loop. What ``check`` finds is cached, by tenant.
 
-    Raises ``RequestError`` naming the tool and the keyword if a strict schema or a syntax cannot
-    be enforced, and ``RequestError`` naming ``tool_choice`` if a call is required and there is
-    nothing to call.
+    Raises ``RequestError`` naming the tool and the keyword if a strict schema or a syntax cannot be
+    enforced, and ``RequestError`` naming ``tool_choice`` if a call is required and there is nothing
+    to call; ``CheckUnavailable`` if a part is strict.
     """
-    if policy is not Policy.OFF:
-        yield from _GrammarWriter(turn, names, policy, check, cache).grammars()
+    if policy is Policy.OFF:
+        return
+    written = _GrammarWriter(turn, names, policy, lambda _: "", "assumed").grammars()
+    strongest = next(written, None)
+    if strongest is not None:
+        yield strongest
+        if not strongest.untrusted:
+            yield from written
+            return
+    try:
+        yield from _GrammarWriter(turn, names, policy, check, "checked").grammars()
+    except CheckUnavailable:
+        if is_strict(turn, policy):
+            raise
+    if not is_strict(turn, policy):
+        unavailable = "it cannot be checked now"
+        yield from _GrammarWriter(turn, names, policy, lambda _: unavailable, "none").grammars()
+
+
+def is_strict(turn: Turn, policy: Policy) -> bool:
+    """Whether ``turn`` has strict tools or a strict format, which must be enforced or rejected."""
+    parts = (*turn.callable_tools, turn.answer_format)
+    return policy is Policy.STRICT or any(part is not None and part.strict for part in parts)
 
 
 class _GrammarWriter:
+    """``cache`` is the name under which what ``check`` finds is cached."""
+
     def __init__(self, turn: Turn, names: Names, policy: Policy, check: Check, cache: str) -> None:
         self._turn = turn
         self._owner = f"{turn.tenant} {cache}"
@@ -184,23 +214,16 @@ class _GrammarWriter:
         return "".join(f"{rule}\n" for rule in rules) + _COMMON + common
 
     def weakened(self, values: list[Rules]) -> Iterator[list[Rules]]:
-        """Yields rules in place of ``values``: all of them; any JSON object for the largest ones,
-        as many as exceed `MAX_SCHEMAS`; then for half of the rest at a time; any text for all."""
-        weaker = [*values]
-        largest_first = sorted(
-            (at for at, rules in enumerate(values) if rules.lines), key=lambda at: -values[at].size
-        )
-        size = sum(values[at].size for at in largest_first)
-        while True:
-            if size <= MAX_SCHEMAS:
-                yield [*weaker]
-            if not largest_first:
-                break
-            many = (len(largest_first) + 1) // 2 if size <= MAX_SCHEMAS else 1
-            for at in largest_first[:many]:
-                size -= values[at].size
-                weaker[at] = OBJECT_RULES
-            del largest_first[:many]
+        """Yields rules in place of ``values``: all of them, but any JSON object for the largest
+        ones if they exceed `MAX_SCHEMAS`; any object for all; any text for all."""
+        left, within = MAX_SCHEMAS, {*range(len(values))}
+        for at in sorted(within, key=lambda at: values[at].size):
+            left -= values[at].size
+            if left < 0 and values[at].lines:
+                within.discard(at)
+        yield [rules if at in within else OBJECT_RULES for at, rules in enumerate(values)]
+        if any(rules.lines for rules in values):
+            yield [OBJECT_RULES if rules.lines else rules for rules in values]
         if values:
             yield [_ANYTHING] * len(values)
 

@@ -61,7 +61,11 @@ _NO_ESCAPES: Mapping[str, Any] = {**_OPTIONS, "json_allowed_escapes": 'nrbtf\\"'
 Check: TypeAlias = "Callable[[str], str]"
 """Returns why llguidance rejects a grammar, in one line; an empty string if it accepts it.
 
-It may ask another process, so a call is expensive."""
+It may ask another process, so a call is expensive. Raises `CheckUnavailable`."""
+
+
+class CheckUnavailable(Exception):
+    """It is not known, at least not in time, whether a grammar can be compiled."""
 
 
 def compile_error(grammar: str) -> str:

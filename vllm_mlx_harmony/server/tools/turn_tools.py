@@ -12,9 +12,9 @@ from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
-from vllm_mlx_harmony.server.enforcement import Enforcement, constraint_for
+from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.sampling import limited_to_context
-from vllm_mlx_harmony.server.settings import Use
+from vllm_mlx_harmony.server.settings import Enforcement, Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
