@@ -124,7 +124,7 @@ def test_limits(wire: TestClient) -> None:
 
 def test_properties(wire: TestClient) -> None:
     properties = wire.get("/props").json()
-    assert properties.pop("build_info").startswith("vllm-mlx-harmony ")
+    assert properties.pop("build_info") == "vllm-mlx-harmony"
     assert properties == {
         "default_generation_settings": {"n_ctx": LENGTH},
         "model_alias": MODEL,

@@ -15,7 +15,6 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-import vllm_mlx_harmony
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
@@ -113,9 +112,6 @@ def _text(tokens: Sequence[int]) -> str:
     return b"".join(parts).decode("utf-8", "replace")
 
 
-BUILD = f"vllm-mlx-harmony {vllm_mlx_harmony.__version__}"
-
-
 async def properties(request: Request) -> Response:
     """``GET /props``: llama.cpp's, as far as they apply."""
     entry = next(iter(await models.entries(front_end_of(request))), {"id": ""})
@@ -126,7 +122,7 @@ async def properties(request: Request) -> Response:
             "model_alias": entry["id"],
             "model_path": entry["id"],
             "modalities": {"vision": False, "audio": False},
-            "build_info": BUILD,
+            "build_info": "vllm-mlx-harmony",
         }
     )
 
