@@ -26,9 +26,10 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from hashlib import sha256
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.grammar import CheckUnavailable
@@ -168,43 +169,25 @@ _PROGRAM = (
 
 
 class _Places:
-    """``width`` places, of which a tenant has one at most. Tenants that wait take turns."""
+    """``width`` places, of which a tenant has one at most. Semaphores are first in, first out."""
 
     def __init__(self, width: int) -> None:
-        self._width, self._taken = width, set[str]()
-        self._waiting = dict[str, list[object]]()  # by tenant; the one that is next comes first
-        self._changed = threading.Condition()
+        self._places = threading.Semaphore(width)
+        self._lock = threading.Lock()
+        self._tenants: WeakValueDictionary[str, threading.Semaphore] = WeakValueDictionary()
 
     @contextmanager
     def place(self, tenant: str, until: float | None = None) -> Iterator[None]:
         """Waits for a place. Raises ``CheckUnavailable`` if there is none ``until`` that time."""
-        ticket = object()
-        left = None if until is None else max(0.0, until - time.monotonic())
-        with self._changed:
-            self._waiting.setdefault(tenant, []).append(ticket)
-            found = self._changed.wait_for(lambda: self._next() is ticket, left)
-            others = self._waiting.pop(tenant)
-            others.remove(ticket)
-            if others:
-                self._waiting[tenant] = others  # behind all other tenants
-            if not found:
-                raise CheckUnavailable("timed out waiting for the checker")
-            self._taken.add(tenant)
-            self._changed.notify_all()  # there may be another place for another tenant
-        try:
+        with self._lock:
+            own = self._tenants.setdefault(tenant, threading.Semaphore())
+        with ExitStack() as stack:
+            for semaphore in (own, self._places):
+                left = None if until is None else max(0.0, until - time.monotonic())
+                if not semaphore.acquire(timeout=left):
+                    raise CheckUnavailable("timed out waiting for the checker")
+                stack.callback(semaphore.release)
             yield
-        finally:
-            with self._changed:
-                self._taken.remove(tenant)
-                self._changed.notify_all()
-
-    def _next(self) -> object:
-        """The request that gets a place now, if one is free."""
-        if len(self._taken) < self._width:
-            for tenant, tickets in self._waiting.items():
-                if tenant not in self._taken:
-                    return tickets[0]
-        return None
 
 
 POOL = WorkerPool()
