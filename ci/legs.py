@@ -469,7 +469,6 @@ LEGS: tuple[Leg, ...] = (
         install=(*WITH_HOST, "pytest-xdist"),
         present=(*HOST, "openai-harmony", "jsonschema", "pytest-xdist"),
         commands=(
-            (*PYTEST, "-n", "2", "tests/core/test_grammar.py"),
             (*PYTEST, "-n", "2", "--dist", "worksteal", "-rP", "tests/host/test_enforcement.py"),
         ),
         variables=(("GRAMMAR_SEEDS", "500"),),

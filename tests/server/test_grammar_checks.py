@@ -41,6 +41,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may have much else to do."""
     monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
     monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
+    monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
 
 
 def soon(true: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -163,19 +164,16 @@ def test_tenants_take_turns() -> None:
         with GrammarCheck(tenant, pool).writing():
             order.append(tenant)
 
-    def waiting() -> int:
-        own = [tenant._cond._waiters for tenant in [*pool.writing._tenants.values()]]  # type: ignore[attr-defined]
-        return len(pool.writing._places._cond._waiters) + sum(map(len, own))  # type: ignore[attr-defined]
-
     threads: list[threading.Thread] = []
     with GrammarCheck("holder", pool).writing():
         for tenant in ("a", "a", "a", "b", "b"):
             threads.extend(in_threads(partial(write, tenant)))
-            assert soon(lambda: waiting() == len(threads))
+            assert soon(lambda: len(pool.writing.waiting) == len(threads))
     for thread in threads:
         thread.join()
     assert order == ["a", "b", "a", "b", "a"]
-    assert not pool.writing._tenants
+    assert not pool.writing.waiting
+    assert not pool.writing.taken
 
 
 def test_who_takes_long_keeps_no_other_tenant_waiting(pool: WorkerPool) -> None:

@@ -30,6 +30,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine of a test may have much else to do."""
     monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
     monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
+    monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""JSON Schema: references, for the prompt and the grammar, and schemas as llguidance accepts them.
+"""Reads JSON Schema, for the prompt and for the grammar.
 
-What the model is shown (`core.typescript`) and what it is held to (`core.grammar`) resolve
-references alike (`References`).
+What the model is shown (`core.typescript`) and what it is held to (`core.grammar`) are two views of
+one copy of a schema, which `SchemaReader` makes keyword by keyword: a keyword that is malformed, or
+a ``$ref`` that leads nowhere, is in neither. Each ``$ref`` refers to a definition at the root.
 
 llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md) supports most
-of draft 2020-12, and rejects a schema that has any other keyword. So a schema is copied keyword by
-keyword (`SchemaReader`):
+of draft 2020-12, and rejects a schema that has any other keyword. So for a grammar:
 
 - Annotations and unknown keywords are left out silently.
 - OpenAPI's ``nullable`` becomes an ``anyOf`` with null, since the prompt shows it that way. The
@@ -36,7 +36,7 @@ MAX_DEPTH = 100
 MAX_SCHEMAS = 10_000
 
 
-class References:
+class _References:
     """What each ``$ref`` in the document ``root`` refers to."""
 
     def __init__(self, root: object) -> None:
@@ -87,31 +87,38 @@ class SchemaReader:
     """Copies one schema. What a ``$ref`` refers to becomes a definition of its own at the root.
 
     ``dropped`` has the keywords that are not in the copy, in order. The copy is bounded in depth
-    and size.
+    and size. With ``annotations`` it has those that the prompt shows, as they are.
     """
 
-    def __init__(self, root: Mapping[str, Any]) -> None:
+    def __init__(self, root: object, *, annotations: bool = False) -> None:
         self._root = root
+        self._annotations = ANNOTATIONS if annotations else ()
         self._left = MAX_SCHEMAS
         self._definitions: dict[str, str] = {}
         self._waiting: list[tuple[str, object]] = []
-        self._references = References(root)
+        self._references = _References(root)
         self.dropped: dict[str, None] = {}
 
     def drop(self, what: str) -> None:
         """Notes that ``what`` is not enforced."""
         self.dropped[what] = None
 
-    def root(self, of_object: bool) -> Schema:
+    def read(self) -> tuple[AnySchema, dict[str, AnySchema]]:
+        """The copy, and the definitions to which its references ``#/$defs/…`` refer."""
         copy = self.schema(self._root)
-        if isinstance(copy, bool):
-            copy = {} if copy else {"not": {}}
-        if of_object and copy.get("type") != "object":
-            copy = {"type": "object", **copy}
         definitions: dict[str, AnySchema] = {}
         while self._waiting:
             name, target = self._waiting.pop()
             definitions[name] = self.schema(target)
+        return copy, definitions
+
+    def root(self, of_object: bool) -> Schema:
+        """The copy for a grammar, with its definitions."""
+        copy, definitions = self.read()
+        if isinstance(copy, bool):
+            copy = {} if copy else {"not": {}}
+        if of_object and copy.get("type") != "object":
+            copy = {"type": "object", **copy}
         return {**copy, "$defs": definitions} if definitions else copy
 
     def schema(  # noqa: C901 - one case per keyword
@@ -134,6 +141,9 @@ class SchemaReader:
             first = ("anyOf", "oneOf", "$ref", "allOf")
             items.sort(key=lambda item: first.index(item[0]) if item[0] in first else len(first))
         for key, content in items:
+            if key in self._annotations:
+                copy[key] = content
+                continue
             if key in _MEANINGLESS and content in _MEANINGLESS[key]:
                 continue
             if key == "format" and content not in FORMATS:
@@ -146,7 +156,8 @@ class SchemaReader:
                 except _Malformed:
                     what = "a $ref that leads nowhere" if key == "$ref" else f"a malformed {key}"
                     self.drop(what)
-        if value.get("nullable") is True and value is not self._root:
+        is_nullable = value.get("nullable") is True and "nullable" not in copy
+        if is_nullable and value is not self._root:
             return {"anyOf": [copy, {"type": "null"}]}
         return copy
 
@@ -168,7 +179,10 @@ class SchemaReader:
 
     def texts(self, content: object, _: int) -> list[str]:
         names = _require(content, isinstance(content, list))
-        return [clean(_require(name, isinstance(name, str))) for name in names]
+        texts = [clean(name) for name in names if isinstance(name, str)]
+        if len(texts) < len(names):
+            self.drop("a malformed required")
+        return texts
 
     def values(self, content: object, _: int) -> object:
         return _require(content, isinstance(content, list))
@@ -235,7 +249,6 @@ FORMATS = (
 
 KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
     "propertyNames": SchemaReader.schema,
-    "unevaluatedProperties": SchemaReader.schema,
     "pattern": SchemaReader.pattern,
     "oneOf": SchemaReader.subschemas,
     "patternProperties": SchemaReader.patterned,
@@ -266,6 +279,9 @@ KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
 }
 """How the content of each supported keyword is copied; the likeliest to be rejected come first."""
 
+ANNOTATIONS = ("title", "description", "examples", "default", "format", "nullable")
+"""What the prompt shows beside the keywords."""
+
 UNSUPPORTED = frozenset(
     {
         "not",
@@ -274,6 +290,7 @@ UNSUPPORTED = frozenset(
         "minContains",
         "maxContains",
         "unevaluatedItems",
+        "unevaluatedProperties",
         "dependentRequired",
         "if",
         "then",
@@ -290,6 +307,7 @@ _MEANINGLESS: Mapping[str, tuple[object, ...]] = {
     "uniqueItems": (False,),
     "propertyNames": (True, {}, {"type": "string"}),
     "unevaluatedItems": (True, {}),
+    "unevaluatedProperties": (True, {}),
     "not": (False,),
     "dependentRequired": ({},),
     "dependentSchemas": ({},),

@@ -8,14 +8,16 @@ pydantic writes ``$defs`` and ``anyOf``, zod writes ``allOf`` and ``const``, MCP
 openai-harmony also encodes a declaration in one call, which holds the GIL (see `pretokens`). So
 this module reimplements its template, with a reader for the whole language:
 
-    JSON Schema ──`_Reader`──▶ `Type`, a small tree ──`Type.text`──▶ text
+    JSON Schema ──`SchemaReader`──▶ its copy ──`_Converter`──▶ `Type`, a small tree ──▶ text
 
-**Reading.** A schema is a list of *layers*: the target of its ``$ref`` (`core.schema`), each schema
-of its ``allOf``, and its own keywords. If several layers have a keyword, the last one wins. In
-general ``allOf`` means something else
+**Reading.** Schemas are read by `core.schema`, for the grammar as for this text. A schema that has
+been read is a list of *layers*: the target of its ``$ref``, each schema of its ``allOf``, and its
+own keywords. What several layers have of ``properties``, ``required`` and ``items`` adds up; of
+types and literals, those remain that all layers allow, as in the grammar. Of other keywords, the
+last one wins. In general ``allOf`` means something else
 (https://json-schema.org/draft/2020-12/json-schema-core#section-10.2), but this is how it is used:
-for a base with additions. Layers are read one level at a time, when a type needs them. A recursive
-reference becomes ``any``, because a type that is printed inline cannot be recursive.
+for a base with additions. Layers are converted one level at a time, when a type needs them. A
+recursive reference becomes ``any``, because a type that is printed inline cannot be recursive.
 
 **Printing.** The text is that of ``json_schema_to_typescript`` and ``template_tools_section`` in
 https://github.com/openai/harmony/blob/main/src/encoding.rs, including its oddities, because the
@@ -44,7 +46,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.schema import References
+from vllm_mlx_harmony.core.schema import AnySchema, SchemaReader
 from vllm_mlx_harmony.core.text_limits import clean
 from vllm_mlx_harmony.core.turn import Tool
 
@@ -125,8 +127,9 @@ def parameters(tool: Tool, budget: SizeBudget | None = None) -> Type | None:
 
 def type_of(schema: object, budget: SizeBudget | None = None) -> Type:
     """The type that ``schema`` (any JSON value) describes; ``any`` where it is invalid."""
-    reader = _Reader(schema, budget or SizeBudget())
-    return reader.type(reader.keywords((_Node(schema),)))
+    root, definitions = SchemaReader(schema, annotations=True).read()
+    converter = _Converter(definitions, budget or SizeBudget())
+    return converter.type(converter.keywords((_Node(root),)))
 
 
 # --- the tree of types, and its text ---
@@ -306,13 +309,13 @@ def _array_of(item: Type) -> Type:
     return Union(variants=tuple(arrays), description=note)
 
 
-# --- reading: any JSON value -> a type ---
+# --- conversion: a schema that has been read -> a type ---
 
 
 class _Node(NamedTuple):
-    """A schema that has not been read, its depth, and the references that led to it."""
+    """A schema, its depth, and the references that led to it."""
 
-    value: object
+    schema: AnySchema
     depth: int = 0
     refs: frozenset[str] = frozenset({"#"})
 
@@ -321,75 +324,66 @@ _Layers: TypeAlias = tuple[_Node, ...]
 """One schema, as layers in increasing order of precedence."""
 
 _Keywords: TypeAlias = dict[str, Any]
-"""The known keywords of one schema; subschemas are `_Layers`."""
+"""The keywords of one schema; subschemas are `_Layers`."""
 
 _NOTHING: _Keywords = {"enum": []}
 """The schema ``false``."""
 
 
-class _Reader:
+class _Converter:
     """Converts one schema to a type, and takes its size from the budget."""
 
-    def __init__(self, root: object, budget: SizeBudget) -> None:
-        self._references = References(root)
+    def __init__(self, definitions: Mapping[str, AnySchema], budget: SizeBudget) -> None:
+        self._definitions = definitions
         self._budget = budget
         self._left = MAX_SCHEMAS
 
     # a schema -> its keywords
 
     def keywords(self, layers: _Layers) -> _Keywords:
-        """The keywords of ``layers``. The last one wins; ``properties`` and ``required`` add up."""
+        """The keywords of ``layers`` together."""
         merged: _Keywords = {}
         for own in chain.from_iterable(map(self.layers, layers)):
             for key, content in own.items():
-                before = merged.get(key, ())
-                merged[key] = content
-                if before and key == "required":
-                    merged[key] = [*before, *content]
-                elif before and key == "properties":
-                    added = {
-                        name: before.get(name, ()) + layers for name, layers in content.items()
-                    }
-                    merged[key] = {**before, **added}
+                combine = _TOGETHER.get(key) if key in merged else None
+                merged[key] = combine(merged[key], content) if combine else content
         return merged
 
     def layers(  # noqa: C901 - one case per keyword
         self, node: _Node
     ) -> Iterator[_Keywords]:
-        """The layers of a schema: its reference, its ``allOf``, and its own keywords as far as
-        they are well-formed, with ``const`` as an enum and types as a list."""
-        value, depth, refs = node
+        """The layers of a schema: its reference, its ``allOf``, and its own keywords, with
+        ``const`` as an enum and types as a list."""
+        schema, depth, refs = node
         self._left -= 1
         self._budget.take(0, schemas=1)
-        if value is False:
+        if schema is False:
             yield _NOTHING
-        if not isinstance(value, Mapping) or depth >= MAX_DEPTH or self._left < 0:
+        if isinstance(schema, bool) or depth >= MAX_DEPTH or self._left < 0:
             return
-        ref, parts = value.get("$ref"), value.get("allOf")
-        if isinstance(ref, str) and ref not in refs:
+        ref = schema.get("$ref", "#")
+        if ref not in refs:
             self._budget.take(len(ref))
-            target = self._references.target(ref)
+            target = self._definitions[ref.removeprefix("#/$defs/")]
             yield from self.layers(_Node(target, depth + 1, refs | {ref}))
-        for part in parts if isinstance(parts, list) else ():
+        for part in schema.get("allOf", ()):
             yield from self.layers(_Node(part, depth + 1, refs))
 
-        def subschema(value: object) -> _Layers:
-            return (_Node(value, depth + 1, refs),)
+        def subschema(inner: AnySchema) -> _Layers:
+            return (_Node(inner, depth + 1, refs),)
 
         own: _Keywords = {}
-        for key, content in value.items():
+        for key, content in schema.items():
             if key in _VALUES:
                 if (read := _VALUES[key](content)) is not None:
                     self._budget.take(len(str(read)))
                     own["enum" if key == "const" else key] = read
-            elif key in ("properties", "patternProperties") and isinstance(content, Mapping):
-                self._budget.take(sum(len(str(name)) for name in content))
-                own[key] = {clean(str(name)): subschema(inner) for name, inner in content.items()}
-            elif key in ("items", "prefixItems", "anyOf", "oneOf") and isinstance(content, list):
+            elif key in ("properties", "patternProperties"):
+                self._budget.take(sum(map(len, content)))
+                own[key] = {name: subschema(inner) for name, inner in content.items()}
+            elif isinstance(content, list) and key in ("items", "prefixItems", "anyOf", "oneOf"):
                 # Draft 4 has a list in `items`.
-                own["prefixItems" if key == "items" else key] = [
-                    subschema(inner) for inner in content
-                ]
+                own["prefixItems" if key == "items" else key] = [*map(subschema, content)]
             elif key in ("items", "additionalProperties", "propertyNames"):
                 own[key] = subschema(content)
         yield own
@@ -525,6 +519,27 @@ def _key(name: str) -> str:
     """The name of a property in TypeScript, in quotes if it contains unusual characters."""
     return name if _BARE_KEY.fullmatch(name) else _dumps(name)
 
+
+# --- keywords of several layers, together ---
+
+
+def _both_types(before: Sequence[str], content: Sequence[str]) -> Sequence[str]:
+    """The types in both, or the last ones: nothing is of both, so one layer replaces another."""
+    common = [name for name in content if name in before]
+    return common or content
+
+
+def _both_named(before: Mapping[str, _Layers], content: Mapping[str, _Layers]) -> Any:
+    return {**before, **{name: before.get(name, ()) + content[name] for name in content}}
+
+
+_TOGETHER: dict[str, Callable[[Any, Any], Any]] = {
+    "properties": _both_named,
+    "required": lambda before, content: [*before, *content],
+    "items": lambda before, content: before + content,
+    "type": _both_types,
+    "enum": _both_types,
+}
 
 # --- values of keywords, None if they have the wrong type ---
 

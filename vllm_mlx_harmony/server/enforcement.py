@@ -17,7 +17,6 @@ import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import TypeVar
@@ -63,12 +62,7 @@ def warm_up(policy: Policy) -> None:
         raise HostError(
             f"llguidance cannot be imported ({error}): install it, or set {GRAMMAR_VARIABLE}=off"
         ) from error
-
-    def start() -> None:
-        with suppress(Exception):  # the first request that needs it tries again and reports it
-            prepare()
-
-    threading.Thread(target=start, name="harmony-grammar", daemon=True).start()
+    threading.Thread(target=prepare, name="harmony-grammar", daemon=True).start()
 
 
 async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Constraint | None:
@@ -176,8 +170,7 @@ _threads = ThreadPoolExecutor(max_workers=256, thread_name_prefix="harmony-gramm
 
 
 async def _in_thread(compiling: Callable[[GrammarCheck], _R], tenant: str) -> _R:
-    """Calls ``compiling`` in a thread. Raises ``HostError`` 503 in place of
-    ``CheckUnavailable``."""
+    """Calls ``compiling`` in a thread. Raises ``HostError`` 503 for ``CheckUnavailable``."""
     loop = asyncio.get_running_loop()
     try:
         return await loop.run_in_executor(_threads, compiling, GrammarCheck(tenant))

@@ -26,10 +26,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from hashlib import sha256
 from typing import Any, TypeAlias
-from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.grammar import CheckUnavailable
@@ -45,7 +44,6 @@ MAX_ELAPSED = 2.0
 """Wall-clock seconds for one grammar, since a process may hang without using a processor."""
 
 REQUEST_WAIT_SECONDS = 1.5
-
 ANSWER_TIMEOUT = 20.0
 """Seconds for an answer, including the start of the process: one that needs more hangs."""
 
@@ -57,8 +55,7 @@ LIMIT_EXCEEDED = "it takes too much time, memory or depth to compile"
 
 
 Verdict: TypeAlias = tuple[str, int]
-"""Why a grammar cannot be compiled, in one line, empty if it can; and its compiled size in
-bytes."""
+"""Why a grammar cannot be compiled, empty if it can; and its compiled size in bytes."""
 
 
 class GrammarCheck:
@@ -169,25 +166,41 @@ _PROGRAM = (
 
 
 class _Places:
-    """``width`` places, of which a tenant has one at most. Semaphores are first in, first out."""
+    """``width`` places, of which a tenant has one at most. First come, first served, but the other
+    requests of a tenant that gets a place go to the end."""
 
     def __init__(self, width: int) -> None:
-        self._places = threading.Semaphore(width)
-        self._lock = threading.Lock()
-        self._tenants: WeakValueDictionary[str, threading.Semaphore] = WeakValueDictionary()
+        self._width = width
+        self._changed = threading.Condition()
+        self.waiting: list[tuple[str, object]] = []
+        self.taken: set[str] = set()
 
     @contextmanager
     def place(self, tenant: str, until: float | None = None) -> Iterator[None]:
         """Waits for a place. Raises ``CheckUnavailable`` if there is none ``until`` that time."""
-        with self._lock:
-            own = self._tenants.setdefault(tenant, threading.Semaphore())
-        with ExitStack() as stack:
-            for semaphore in (own, self._places):
+        ticket = tenant, object()
+
+        def is_next() -> bool:
+            first = next((each for each in self.waiting if each[0] not in self.taken), None)
+            return first is ticket and len(self.taken) < self._width
+
+        with self._changed:
+            self.waiting.append(ticket)
+            try:
                 left = None if until is None else max(0.0, until - time.monotonic())
-                if not semaphore.acquire(timeout=left):
+                if not self._changed.wait_for(is_next, left):
                     raise CheckUnavailable("timed out waiting for the checker")
-                stack.callback(semaphore.release)
+                self.taken.add(tenant)
+            finally:
+                self.waiting.remove(ticket)
+                self.waiting.sort(key=lambda each: each[0] == tenant)
+                self._changed.notify_all()
+        try:
             yield
+        finally:
+            with self._changed:
+                self.taken.remove(tenant)
+                self._changed.notify_all()
 
 
 POOL = WorkerPool()

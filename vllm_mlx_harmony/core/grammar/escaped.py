@@ -13,14 +13,14 @@ https://docs.rs/regex; for Lark it is
 https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md. Constructs of llguidance that
 refer to token ids are rejected, since they do not describe a text.
 
-Grammars that are known to be too large for llguidance are rejected, too. Its compiler recurses for
-each definition that names another, and expands every terminal: a terminal of eight others, each of
-eight others, nine levels deep, has 134 million literals in 446 bytes.
+Whether llguidance can compile the result is found out by compiling it, in another process
+(`server.grammar_checks`).
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
@@ -43,12 +43,11 @@ def _word(character: str) -> str:
 
 # --- Lark ---
 
-MAX_DEPTH = 300
-"""The longest chain of definitions in a Lark grammar, each of which names the next one. Grammars of
-large languages have a few dozen."""
+MAX_DEPTH = 100
+"""Definitions within definitions."""
 
-MAX_EXPANDED = 100_000
-"""The number of literals in a terminal after all terminals that it names are expanded."""
+MAX_EXPANDED = 10_000
+"""The literals of a grammar that is rewritten as one terminal, which llguidance expands."""
 
 _LEXEME = re.compile(
     r"""
@@ -78,7 +77,7 @@ def lark(definition: str) -> Iterator[str]:
     """
     lexemes = _lexemes(definition)
     ignores = any(lexeme.group() == "%ignore" for lexeme in lexemes)
-    if not ignores and not _too_large(lexemes, lambda _: True):
+    if not ignores and _expanded(lexemes) <= MAX_EXPANDED:
         yield "".join(_LarkRewriter(as_terminal=True).pieces(lexemes))
     writing = _LarkRewriter(as_terminal=False)
     written = "".join(writing.pieces(lexemes))
@@ -95,44 +94,27 @@ def plain_lark(definition: str) -> str:
 _DEFINES = re.compile(r"(?:\.-?[0-9]+)?\s*:")
 
 
-def _too_large(lexemes: Iterable[re.Match[str]], is_expanded: Callable[[str], bool]) -> str:
-    """Why a grammar is too large, or an empty string. ``is_expanded`` tells whether the definition
-    of a name is put in its place."""
+def _expanded(lexemes: Iterable[re.Match[str]]) -> float:
+    """The number of names and literals of a grammar once every name is replaced by its definition;
+    infinite if definitions are recursive, or nested too deeply."""
     named: dict[str, list[str]] = {}
-    literals: dict[str, int] = {}
     defined = ""
     for lexeme in lexemes:
-        if lexeme.lastgroup == "name":
-            name = lexeme.group().lstrip("!?")
-            if _DEFINES.match(lexeme.string, lexeme.end()):
-                defined = name
-            else:
-                named.setdefault(defined, []).append(name)
-        elif lexeme.lastgroup in ("string", "cased", "regex", "flags", "range"):
-            literals[defined] = literals.get(defined, 0) + 1
-    depths: dict[str, int] = {}
-    sizes: dict[str, int] = {}
-    opened: set[str] = set()
-    waiting = [*named, *literals]
-    while waiting:  # depth first: each name after those that it names, except in a cycle
-        name = waiting[-1]
-        if name not in opened:
-            opened.add(name)
-            waiting += (other for other in named.get(name, ()) if other not in opened)
-            continue
-        waiting.pop()
-        if name in depths:
-            continue
-        below = named.get(name, ())
-        depths[name] = 1 + max((depths.get(other, 0) for other in below), default=0)
-        sizes[name] = literals.get(name, 0) + sum(
-            sizes.get(other, 1) if is_expanded(other) else 1 for other in below
-        )
-        if depths[name] > MAX_DEPTH:
-            return f"a Lark grammar with a chain of more than {MAX_DEPTH} definitions"
-        if is_expanded(name) and sizes[name] > MAX_EXPANDED:
-            return f"a Lark grammar with a terminal of more than {MAX_EXPANDED} literals"
-    return ""
+        name = lexeme.group().lstrip("!?") if lexeme.lastgroup == "name" else ""
+        if name and _DEFINES.match(lexeme.string, lexeme.end()):
+            defined = name
+        elif name or lexeme.lastgroup in ("string", "cased", "regex", "flags", "range"):
+            named.setdefault(defined, []).append(name)
+    sizes: dict[str, float] = {}
+
+    def size(name: str, depth: int = 0) -> float:
+        if name not in sizes:
+            sizes[name] = math.inf  # while its definition is expanded, and if that is too deep
+            if depth < MAX_DEPTH:
+                sizes[name] = 1 + sum(size(inner, depth + 1) for inner in named.get(name, ()))
+        return sizes[name]
+
+    return max(map(size, named), default=0)
 
 
 def _lexemes(definition: str) -> list[re.Match[str]]:
@@ -151,8 +133,6 @@ def _lexemes(definition: str) -> list[re.Match[str]]:
             lexemes.append(lexeme)
     if open_:
         raise NotExpressible("an unmatched brace in a Lark grammar")
-    if problem := _too_large(lexemes, lambda name: name.lstrip("_")[:1].isupper()):
-        raise NotExpressible(problem)
     return lexemes
 
 

@@ -2,39 +2,27 @@ r"""A strict schema as llguidance's ``%json`` enforces it: completely, or not at
 
 A schema that `SchemaReader` has copied may still be rejected by llguidance: for a pattern with
 look-around, say, or a ``oneOf`` with branches that overlap. Then it only remains to find the
-keyword that the error names. What llguidance does not have is rewritten before.
+keyword that the error names. Two keywords are rewritten before:
 
 **oneOf** becomes ``anyOf`` if its branches obviously exclude each other: by their types, by their
 constants, or by those of a property that both require. llguidance sees that, too, but not through
 references.
 
-**propertyNames and unevaluatedProperties.** Both are equivalent to one more member of ``allOf``: an
-object with certain ``properties`` and ``patternProperties``, and an ``additionalProperties``.
-
-- ``propertyNames`` is supported if it lists the names (``enum``). Each becomes a property with any
-  value, and no others are allowed.
-- ``unevaluatedProperties`` applies to the names that no other keyword of the same object has
-  evaluated (https://json-schema.org/draft/2020-12/json-schema-core, 11.3). It is supported beside
-  ``allOf`` and ``$ref``, but not beside branches, of which each evaluates names of its own.
+**propertyNames** is supported if it lists the names (``enum``). It is equivalent to one more member
+of ``allOf``: an object with these properties, each with any value, and no others.
 
 **Escaped names.** JSON may write ``a`` as ``\u0061``. llguidance compares a declared name letter by
 letter, and would accept the escaped name as an additional property, with a value that the schema
-does not allow for ``a``. A name that has to match a pattern cannot contain such escapes. So
-additional properties become pattern properties, for all names but the declared ones. llguidance
-rejects two patterns that overlap, so this does not work where objects are merged (``allOf``) or
-have patterns already. There, the option ``_NO_ESCAPES`` forbids ``\u`` everywhere, in values too.
-
-llguidance 1.9 loses the patterns of an object that is merged with one without patterns (it
-intersects them with the other's ``additionalProperties``). So a member with patterns comes first.
+does not allow for ``a``. So if an object of the schema has names and allows others beside them,
+``\u`` is forbidden everywhere, in values too. OpenAI's strict schemas have no such objects.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations
 from typing import Any, TypeAlias
 
 from vllm_mlx_harmony.core import lru
@@ -120,7 +108,7 @@ def strict_schema(
         unsupported = tuple(dict.fromkeys([*reader.dropped, *inexact]))
         if not unsupported and _is_rejected(rewritten, check):
             unsupported = _rejected_keywords(copy, check)
-        strict = StrictSchema("" if unsupported else _json_text(rewritten, check), unsupported)
+        strict = StrictSchema("" if unsupported else _json_text(rewritten), unsupported)
         _cache.put(key, strict, 2 * (len(key) + len(strict.text)) + 512)
     return strict
 
@@ -130,16 +118,16 @@ def _is_rejected(schema: Schema, check: Check) -> bool:
     return bool(check(json.dumps({"grammars": [{"json_schema": with_options}]})))
 
 
-def _json_text(schema: Schema, check: Check) -> str:
-    """``schema``, which is not rejected, with the options for white space and escapes."""
-    options = _OPTIONS
-    if any(map(_is_open, _schemas(schema))):
-        unescaped = _with_pattern_properties(schema)
-        if unescaped is None or _is_rejected(unescaped, check):
-            options = _NO_ESCAPES
-        else:
-            schema = unescaped
+def _json_text(schema: Schema) -> str:
+    """``schema``, with the options for white space and escapes."""
+    options = _NO_ESCAPES if any(map(_is_open, _schemas(schema))) else _OPTIONS
     return json.dumps({"x-guidance": options, **schema}, separators=(",", ":"))
+
+
+def _is_open(schema: Schema) -> bool:
+    """Whether ``schema`` declares names and allows others beside them."""
+    declares = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
+    return declares and schema.get("additionalProperties") is not False
 
 
 def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
@@ -160,11 +148,9 @@ _NEVER_REJECTED |= {"items", "prefixItems", "additionalItems"}
 
 # --- all schemas within a schema ---
 
-_REWRITTEN = ("propertyNames", "unevaluatedProperties")
-
 _MAPPINGS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs"})
 _SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems"})
-_SCHEMAS |= {"additionalProperties", *_REWRITTEN}
+_SCHEMAS |= {"additionalProperties", "propertyNames"}
 
 
 def _map(schema: Schema, function: Callable[[Schema], object]) -> Schema:
@@ -201,19 +187,19 @@ def _schemas(schema: Schema) -> Iterator[Schema]:
     return iter(schemas)
 
 
-# --- oneOf, propertyNames and unevaluatedProperties ---
+# --- oneOf and propertyNames ---
 
-_MAX_NAMES = 200
+MAX_NAMES = 200
 
-_MAX_PAIRS = 5_000
+MAX_PAIRS = 5_000
 """Branches that are compared with each other, of all ``oneOf`` of a schema."""
 
-_MAX_FOLLOWED = 64
-"""References in a row, or members of ``allOf`` within each other."""
+MAX_FOLLOWED = 64
+"""References in a row."""
 
 
 def rewrite(root: Schema) -> tuple[Schema, list[str]]:
-    """``root`` without the three keywords, and those of them that cannot be enforced."""
+    """``root`` without the two keywords, and those of them that cannot be enforced."""
     rewriter = _Rewriter(root)
     return rewriter.schema(root), [*rewriter.inexact]
 
@@ -224,150 +210,75 @@ class _Rewriter:
     def __init__(self, root: Schema) -> None:
         self.inexact: dict[str, None] = {}
         self._root = root
-        self._pairs_left = _MAX_PAIRS
+        self._pairs_left = MAX_PAIRS
 
     def schema(self, schema: Schema) -> Schema:
-        copy = _map({key: schema[key] for key in schema if key not in _REWRITTEN}, self.schema)
+        copy = _map(schema, self.schema)
         if "oneOf" in schema and "anyOf" not in schema and self.are_disjoint(schema["oneOf"]):
             copy = {"anyOf" if key == "oneOf" else key: copy[key] for key in copy}
-        added = []
-        if "propertyNames" in schema:
-            added.append(self.property_names(schema))
-        if "unevaluatedProperties" in schema:
-            added.append(self.unevaluated_properties(schema))
-        kind = {"type": schema["type"]} if "type" in schema else {}
-        members = [{**kind, **each} for each in added if each is not None]
-        first = [each for each in members if "patternProperties" in each]
-        last = [each for each in members if "patternProperties" not in each]
-        if not members:
-            return copy
-        all_of = [*first, *copy.pop("allOf", ()), *last]
-        return {"allOf": all_of, **copy} if first else {**copy, "allOf": all_of}
+        if "propertyNames" in copy:
+            del copy["propertyNames"]
+            copy["allOf"] = [*copy.get("allOf", ()), self.property_names(schema)]
+        return copy
 
     def followed(self, schema: AnySchema) -> AnySchema:
         """``schema``, or what it refers to if it is nothing but a reference."""
-        for _ in range(_MAX_FOLLOWED):
+        for _ in range(MAX_FOLLOWED):
             if isinstance(schema, bool) or schema.keys() - {"$defs"} != {"$ref"}:
                 break
-            schema = self.target(schema)
+            name = schema["$ref"].removeprefix("#/$defs/")
+            schema = self._root if name == "#" else self._root["$defs"][name]
         return schema
 
-    def target(self, schema: Schema) -> AnySchema:
-        if schema["$ref"] == "#":
-            return self._root
-        target: AnySchema = self._root["$defs"][schema["$ref"].removeprefix("#/$defs/")]
-        return target
-
-    def are_disjoint(self, branches: Iterable[AnySchema]) -> bool:
+    def are_disjoint(self, branches: Sequence[AnySchema]) -> bool:
         """Whether no value satisfies two of ``branches``, as far as that is obvious."""
-        alternatives = [[*self.alternatives(branch)] for branch in branches]
-        self._pairs_left -= sum(len(a) * len(b) for a, b in combinations(alternatives, 2))
-        return self._pairs_left >= 0 and all(
-            self.excludes(one, other, levels=3)
-            for some, others in combinations(alternatives, 2)
-            for one, other in product(some, others)
-        )
+        self._pairs_left -= len(branches) ** 2
+        pairs = combinations(map(self.followed, branches), 2)
+        return self._pairs_left >= 0 and all(self.excludes(one, other) for one, other in pairs)
 
-    def alternatives(self, branch: AnySchema, depth: int = 0) -> Iterator[AnySchema]:
-        """The branches of ``branch``, if it is nothing but another union."""
-        branch = self.followed(branch)
-        unions = [] if isinstance(branch, bool) else [branch.get("anyOf"), branch.get("oneOf")]
-        union = next(filter(None, unions), None)
-        if union and len(branch) == 1 and depth < _MAX_FOLLOWED:  # type: ignore[arg-type]
-            for inner in union:
-                yield from self.alternatives(inner, depth + 1)
-        else:
-            yield branch
-
-    def excludes(self, one: AnySchema, other: AnySchema, levels: int) -> bool:
-        """Whether nothing satisfies both, looking ``levels`` deep into objects."""
-        one, other = self.followed(one), self.followed(other)
+    def excludes(self, one: AnySchema, other: AnySchema) -> bool:
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
-        if _types(one).isdisjoint(_types(other)):
+        common = _types(one) & _types(other)
+        if not common or _are_different(one, other):
             return True
-        some, others = _listed(one), _listed(other)
-        if some is not None and others is not None:
-            return not any(value in others for value in some)
-        if not levels or not _types(one) & _types(other) <= {"object"}:
-            return False
-        both = set(one.get("required", ())).intersection(other.get("required", ()))
-        return any(
-            self.excludes(one["properties"][name], other["properties"][name], levels - 1)
-            for name in both
-            if name in one.get("properties", ()) and name in other.get("properties", ())
+        some, others = one.get("properties", {}), other.get("properties", {})
+        both = {*one.get("required", ())}.intersection(other.get("required", ()), some, others)
+        return common == {"object"} and any(
+            _are_different(self.followed(some[name]), self.followed(others[name])) for name in both
         )
 
-    def property_names(self, schema: Schema) -> Schema | None:
+    def property_names(self, schema: Schema) -> Schema:
         """The member of ``allOf`` that stands for ``propertyNames``."""
         names = self.followed(schema["propertyNames"])
-        if names in (True, {}, {"type": "string"}):
-            return None
-        texts: list[str] = []
-        if "string" in _types(names):
-            listed = _listed(names)
-            if (
-                isinstance(names, bool)
-                or listed is None
-                or not names.keys() <= {"type", "enum", "const"}
-            ):
-                self.inexact["propertyNames"] = None
-                return None
-            texts = [name for name in listed if isinstance(name, str)]
-        if len(texts) > _MAX_NAMES:
+        if isinstance(names, bool):
+            names = {} if names else {"enum": []}
+        if not names:
+            return {}
+        listed = _listed(names)
+        plain = names.keys() <= {"type", "enum", "const"}
+        if listed is None or not plain or len(listed) > MAX_NAMES:
             self.inexact["propertyNames"] = None
-            return None
+            return {}
+        texts = [name for name in listed if isinstance(name, str) and "string" in _types(names)]
         # Properties come in the order in which they are declared.
         declared = [name for name in schema.get("properties", ()) if name in texts]
-        return _object([*declared, *texts], (), False)
+        allowed = dict.fromkeys([*declared, *texts], True)
+        kind = {"type": schema["type"]} if "type" in schema else {}
+        return {**kind, "properties": allowed, "additionalProperties": False}
 
-    def unevaluated_properties(self, schema: Schema) -> Schema | None:
-        """The member of ``allOf`` that stands for ``unevaluatedProperties``."""
-        rest = schema["unevaluatedProperties"]
-        if rest in (True, {}):
-            return None
-        names: dict[str, None] = {}
-        patterns: dict[str, None] = {}
-        parts: list[AnySchema] = [schema]
-        for part in parts:  # which grows meanwhile
-            if isinstance(part, bool):
-                continue
-            if {"anyOf", "oneOf"} & part.keys() or len(parts) > _MAX_FOLLOWED:
-                self.inexact["unevaluatedProperties"] = None
-                return None
-            if "additionalProperties" in part or (
-                "unevaluatedProperties" in part and part is not schema
-            ):
-                return None  # every name is evaluated
-            names.update(dict.fromkeys(part.get("properties", ())))
-            patterns.update(dict.fromkeys(part.get("patternProperties", ())))
-            parts += part.get("allOf", ())
-            if "$ref" in part:
-                parts.append(self.target(part))
-        rest = self.schema(rest) if isinstance(rest, dict) else rest
-        # Properties come in the order of the prompt: those of other schemas first.
-        ordered = sorted(names, key=schema.get("properties", {}).__contains__)
-        return _object(ordered, patterns, rest)
+
+def _are_different(one: AnySchema, other: AnySchema) -> bool:
+    """Whether both list values, none of them the same."""
+    some, others = _listed(one), _listed(other)
+    return some is not None and others is not None and not any(value in others for value in some)
 
 
 def _types(schema: AnySchema) -> set[str]:
-    """The types of JSON that ``schema`` allows, of those that its constants have, too."""
-    if schema is False:
-        return set()
+    """The types of JSON that ``schema`` names; all of them if it names none."""
     named = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
     types = {named} if isinstance(named, str) else set(named)
-    types |= {"integer"} if "number" in types else set()
-    listed = _listed(schema)
-    return types if listed is None else types & {kind for value in listed for kind in _kinds(value)}
-
-
-def _kinds(value: object) -> tuple[str, ...]:
-    if isinstance(value, bool):
-        return ("boolean",)
-    if isinstance(value, (int, float)):
-        return ("number", "integer")
-    names = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return (names[type(value)],)
+    return types | {"integer"} if "number" in types else types
 
 
 def _listed(schema: AnySchema) -> list[object] | None:
@@ -375,66 +286,3 @@ def _listed(schema: AnySchema) -> list[object] | None:
     if isinstance(schema, bool):
         return None
     return [schema["const"]] if "const" in schema else schema.get("enum")
-
-
-def _object(names: Iterable[str], patterns: Iterable[str], additional: object) -> Schema:
-    """An object with any value for ``names`` and ``patterns``, and ``additional`` for others."""
-    schema: Schema = {"additionalProperties": additional}
-    if properties := dict.fromkeys(names, True):
-        schema["properties"] = properties
-    if of_patterns := dict.fromkeys(patterns, True):
-        schema["patternProperties"] = of_patterns
-    return schema
-
-
-# --- escaped names ---
-
-_MAX_LENGTH = 80
-_IN_PLACE = ("anyOf", "oneOf", "$ref")
-_OF_OBJECTS = frozenset({"properties", "patternProperties", "additionalProperties", "required"})
-
-
-def _is_open(schema: Schema) -> bool:
-    """Whether ``schema`` declares names and allows others beside them."""
-    declares = any(schema.get(key) for key in ("properties", "patternProperties", "required"))
-    return declares and schema.get("additionalProperties") is not False
-
-
-def _with_pattern_properties(root: Schema) -> Schema | None:
-    """``root`` with additional properties as pattern properties, which cannot be escaped.
-
-    ``None`` when that is impossible: too many or too long names, patterns, merged objects.
-    """
-    for schema in _schemas(root):
-        members = len(schema.get("allOf", ())) + sum(map(schema.__contains__, _IN_PLACE))
-        if members > 1 or (members == 1 and not _OF_OBJECTS.isdisjoint(schema)):
-            return None
-        names = [*schema.get("properties", ()), *schema.get("required", ())]
-        too_large = len(names) > _MAX_NAMES or max(map(len, names), default=0) > _MAX_LENGTH
-        if _is_open(schema) and (too_large or "patternProperties" in schema):
-            return None
-
-    def walk(schema: Schema) -> Schema:
-        copy = _map(schema, walk)
-        if _is_open(copy):
-            additional = copy.get("additionalProperties", True)
-            properties = copy.get("properties", {})
-            others = (name for name in copy.get("required", ()) if name not in properties)
-            copy["properties"] = {**properties, **dict.fromkeys(others, additional)}
-            pattern = f"^(?:{_other_than(copy['properties'])})$"
-            copy["patternProperties"] = {pattern: additional}
-            copy["additionalProperties"] = False
-        return copy
-
-    return walk(root)
-
-
-def _other_than(names: Iterable[str]) -> str:
-    """A regular expression that matches every string but ``names``."""
-    ends: dict[str, list[str]] = {}
-    for name in names:
-        ends.setdefault(name[:1], []).append(name[1:])
-    firsts = [re.escape(first) for first in ends if first]
-    other = rf"[^\x00{''.join(firsts)}][\s\S]*" if firsts else r"[\s\S]+"
-    longer = [f"{re.escape(first)}(?:{_other_than(rest)})" for first, rest in ends.items() if first]
-    return "|".join([*([] if "" in ends else [""]), other, *longer])
