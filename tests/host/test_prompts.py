@@ -74,15 +74,24 @@ def test_texts_are_encoded_in_a_thread(
     engine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A megabyte takes half a second, for which all other requests would stop."""
-    threads, encode = [], engine.tokenizer.encode
+    threads, encode = [], vocab.encode_with_control
 
-    def recorded(text: str) -> Any:
+    def recorded(text: str) -> list[int]:
         threads.append(threading.current_thread())
         return encode(text)
 
-    monkeypatch.setattr(engine.engine, "tokenizer", SimpleNamespace(encode=recorded))
+    monkeypatch.setattr(vocab, "encode_with_control", recorded)
     run(engine.generate("<|start|>user<|message|>Hi.<|end|><|start|>assistant", max_tokens=3))
     assert len(threads) == 1 and threading.current_thread() not in threads
+
+
+def test_the_tokenizer_is_read_when_it_is_asked_for(engine: Any, run: Run) -> None:
+    """It would be a second vocabulary in memory, which no route needs."""
+    run(engine.generate("Hi.", max_tokens=1))
+    assert engine._tokenizer_read is None
+    prompt = "<|start|>user<|message|>déjà-vu 東京<|end|>"
+    assert engine.tokenizer.encode(prompt) == vocab.encode_with_control(prompt)
+    assert engine.tokenizer is engine.tokenizer
 
 
 async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:

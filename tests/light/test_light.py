@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import signal
 import socket
@@ -217,6 +218,19 @@ def test_its_state_is_shown(server: Server, client: openai.OpenAI) -> None:
     assert "131072 tokens of context; prefix cache: up to" in server.log.read_text()
 
 
+def test_the_prefix_cache_is_counted_and_emptied(server: Server, client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+    for _ in range(2):
+        client.chat.completions.create(**asked)
+    counters = get(server, "/v1/cache/stats").json()["engine_cache"]["harmony_prefix_reuse"]
+    assert counters["hits"] > 0 and counters["nbytes"] > 0 and counters["disk"]
+    headers = {"Authorization": f"Bearer {KEY}"}
+    cleared = httpx.delete(f"{server.url}/v1/cache", headers=headers, timeout=30).json()
+    assert cleared == {"status": "cleared", "engine_cache": {"harmony_prefix_reuse": True}}
+    counters = get(server, "/v1/cache/stats").json()["engine_cache"]["harmony_prefix_reuse"]
+    assert counters["nbytes"] == 0
+
+
 def test_what_only_vllm_mlx_has_is_said(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="vllm-mlx"):
         client.embeddings.create(model=MODEL, input="Hello")
@@ -278,15 +292,24 @@ def test_another_mlx_lm_is_rejected(model: Path, monkeypatch: pytest.MonkeyPatch
 # --- serve, where vllm-mlx is not installed
 
 
-def test_serve_takes_the_flags_of_vllm_mlx(start: Start, model: Path) -> None:
+def test_serve_takes_the_flags_of_vllm_mlx(start: Start, model: Path, tmp_path: Path) -> None:
     flags = ["--tool-call-parser", "harmony", "--continuous-batching", "--max-tokens", "5"]
+    flags += ["--max-num-seqs", "2", "--prefill-step-size", "64", "--stream-interval", "1"]
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text(json.dumps([[{"role": "system", "content": "Be brief."}], [{}]]))
+    flags += ["--warm-prompts", str(prompts)]
     names = ["--served-model-name", "gpt-oss-20b", "--api-key", KEY]
     server = start("serve", *flags, str(model), *names)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
         messages: Any = [{"role": "user", "content": "Hello"}]
         answer = client.chat.completions.create(model="gpt-oss-20b", messages=messages)
         assert answer.choices[0].finish_reason == "length"
+        system: Any = {"role": "system", "content": "Be brief."}
+        warm = client.chat.completions.create(model="gpt-oss-20b", messages=[system, *messages])
+        assert warm.usage is not None and warm.usage.prompt_tokens_details is not None
+        assert warm.usage.prompt_tokens_details.cached_tokens
     assert get(server, "/v1/models").json()["data"][0]["id"] == "gpt-oss-20b"
+    assert "tokens of 1 in" in server.log.read_text()
 
 
 @pytest.mark.parametrize(

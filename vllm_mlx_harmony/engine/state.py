@@ -42,6 +42,19 @@ def document(models: Models) -> dict[str, Any]:
     return {"models": listed}
 
 
+CACHE = "harmony_prefix_reuse"
+"""The name of the prefix cache in ``engine_cache``, where vllm-mlx has its own caches."""
+
+CLEARED: dict[str, bool] = {CACHE: True}
+"""``engine_cache`` after ``DELETE /v1/cache``."""
+
+
+def cache_counters(engine: MlxEngine | None) -> dict[str, object]:
+    """``engine_cache`` of ``GET /v1/cache/stats``; without counters unless a model is loaded."""
+    counters = {} if engine is None else asdict(engine.cache.status())
+    return {CACHE: {name: value for name, value in counters.items() if value is not None}}
+
+
 def sections(models: Models) -> list[tuple[str, Sequence[Row]]]:
     """For the inspector: memory and the queue of each model, and what the prefix cache holds."""
     found: list[tuple[str, Sequence[Row]]] = []

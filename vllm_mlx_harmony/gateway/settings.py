@@ -284,6 +284,28 @@ class GatewaySettings:
     gpu_memory_utilization: Annotated[
         Number, Field(gt=0, le=1), Help("PART", "part of the device's memory that it may use")
     ] = 0.9
+    max_num_seqs: Annotated[
+        Count | None, Field(ge=1), Help("NUMBER", "requests that run at the same time")
+    ] = None
+    prefill_batch_size: Annotated[
+        Count | None, Field(ge=1), Help("NUMBER", "prompts that are computed in turns")
+    ] = None
+    completion_batch_size: Annotated[
+        Count | None, Field(ge=1), Help("NUMBER", "answers that are generated at the same time")
+    ] = None
+    prefill_step_size: Annotated[
+        Count | None, Field(ge=1), Help("TOKENS", "longest chunk of a prompt")
+    ] = None
+    chunked_prefill_tokens: Annotated[
+        Count | None, Help("TOKENS", "longest chunk while answers are generated (0: as planned)")
+    ] = None
+    stream_interval: Annotated[
+        Count | None, Field(ge=1), Help("TOKENS", "tokens between two events of a stream")
+    ] = None
+    warm_prompts: Annotated[
+        str | None,
+        Help("FILE", "JSON list of conversations whose beginnings are computed at the start"),
+    ] = None
     host: Annotated[str, Help("HOST", "address to listen on")] = "127.0.0.1"
     port: Annotated[Count, Field(le=65_535), Help("PORT", "port to listen on")] = 8000
     workers: Annotated[
@@ -414,6 +436,8 @@ AT_THE_START = (
     *("model", "host", "port", "workers", "mcp_config", "shutdown_grace", "inspect"),
     *("metrics_by_key", "log_level"),
     *("cache_memory_mb", "ssd_cache_dir", "ssd_cache_max_gb", "gpu_memory_utilization"),
+    *("max_num_seqs", "prefill_batch_size", "completion_batch_size", "prefill_step_size"),
+    *("chunked_prefill_tokens", "stream_interval", "warm_prompts"),
 )
 """Settings that change only with a restart."""
 

@@ -9,30 +9,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
 from copy import copy
 from functools import wraps
-from itertools import takewhile
 from pathlib import Path
-from time import perf_counter
 from typing import TypeAlias
 
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError
+from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_cache import EVERYBODY
-from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import entry_points, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
 from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
-from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server import defaults
+from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.tasks import prepare_process
 
 logger = logging.getLogger(__name__)
 
-Messages: TypeAlias = Sequence[Mapping[str, object]]
 Warm: TypeAlias = Callable[..., Awaitable[Mapping[str, object]]]
 
 
@@ -126,46 +120,25 @@ def warm_prefix_cache(original: Warm) -> Warm:
 
     @wraps(original)
     async def warm(
-        engine: object, prompts: Sequence[Messages], *, max_tokens: int = 1
+        engine: object, prompts: Sequence[warm_prompts.Messages], *, max_tokens: int = 1
     ) -> Mapping[str, object]:
         ours = engine_of(engine)
         if ours is None:
             return await original(engine, prompts, max_tokens=max_tokens)
-        started, computed, skipped = perf_counter(), 0, 0
-        settings = GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0)
-        for index, messages in enumerate(prompts):
-            try:
-                prompt = _beginning(messages)
-                request = GenerationRequest(prompt, settings, EVERYBODY)
-                async with aclosing(ours.generate(request)) as steps:
-                    async for _ in steps:
-                        pass
-                computed += len(prompt)
-            except HarmonyFailure as error:
-                logger.warning("warm-up prompt %d was skipped: %s", index, error)
-                skipped += 1
+        options = server()._default_chat_template_kwargs or {}
+        warmed = await warm_prompts.warm(
+            ours,
+            prompts,
+            defaults.read(options, ServerSettings.read()),
+            entry_points.in_use().renderer,
+            EVERYBODY,
+        )
         return {
-            "count": len(prompts) - skipped,
-            "skipped": skipped,
-            "elapsed_ms": (perf_counter() - started) * 1000,
-            "total_prompt_tokens": computed,
+            "count": warmed.computed,
+            "skipped": warmed.skipped,
+            "elapsed_ms": warmed.seconds * 1000,
+            "total_prompt_tokens": warmed.tokens,
             "mode": "harmony",
         }
 
     return warm
-
-
-def _beginning(messages: Messages) -> tuple[int, ...]:
-    """The ids that all prompts with ``messages`` begin with, whatever the last user message is.
-
-    Raises ``RequestError`` for an invalid message.
-    """
-    options = server()._default_chat_template_kwargs or {}
-    given = defaults.read(options, ServerSettings.read())
-    before = messages[:-1] if messages and messages[-1].get("role") == "user" else messages
-    prompts = []
-    for word in ("Alpha", "Bravo"):
-        body = {"model": "host", "messages": [*before, {"role": "user", "content": word}]}
-        prompts.append(entry_points.in_use().renderer(chat.read(body, given).turn).ids)
-    pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
-    return tuple(token for token, _ in pairs)

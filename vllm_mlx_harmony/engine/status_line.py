@@ -4,7 +4,7 @@
 
 It is shown only while a request waits, only if the server runs in the foreground of a terminal, and
 never if logs are JSON. Log lines appear above it: tqdm draws the line, and while it is shown
-replaces the handlers that log to the terminal. ``VLLM_MLX_HARMONY_STATUS_LINE=0`` disables it.
+replaces the handlers that log to the terminal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from vllm_mlx_harmony.engine.engine import RequestStatus
-from vllm_mlx_harmony.server.settings import ServerSettings
 
 SECONDS = 0.5
 """Seconds between two updates."""
@@ -100,11 +99,13 @@ def _logs_json() -> bool:
 _started = threading.Lock()
 
 
-def start(status: Status) -> None:
-    """Shows what waits from now on, where there is a terminal to show it on. Once for a process."""
+def start(status: Status, *, enabled: bool) -> None:
+    """Shows what waits from now on, if that is ``enabled`` and there is a terminal to show it on.
+    Once for a process."""
     terminal = sys.stderr
-    off = not ServerSettings.read().status_line or os.environ.get("TERM") == "dumb"
-    if off or terminal is None or not terminal.isatty() or not _started.acquire(blocking=False):
+    if not enabled or terminal is None or not terminal.isatty() or os.environ.get("TERM") == "dumb":
+        return
+    if not _started.acquire(blocking=False):
         return
     line = StatusLine(terminal)
     threading.Thread(

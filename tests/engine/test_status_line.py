@@ -15,11 +15,11 @@ from typing import Any, TextIO
 
 import pytest
 
-pytest.importorskip("vllm_mlx")
+pytest.importorskip("mlx_lm")
 
+from vllm_mlx_harmony.engine import status_line
 from vllm_mlx_harmony.engine.engine import RequestStatus
-from vllm_mlx_harmony.host import status_line
-from vllm_mlx_harmony.host.status_line import StatusLine
+from vllm_mlx_harmony.engine.status_line import StatusLine
 
 
 def request(state: Any, place: int, **changed: Any) -> RequestStatus:
@@ -188,23 +188,24 @@ class JsonFormatter(logging.Formatter):
 
 
 NONE = {
-    "switched off": ({"VLLM_MLX_HARMONY_STATUS_LINE": "0"}, True),
-    "a terminal that cannot": ({"TERM": "dumb"}, True),
-    "no terminal": ({}, False),
+    "switched off": ({}, False, True),
+    "a terminal that cannot": ({"TERM": "dumb"}, True, True),
+    "no terminal": ({}, True, False),
 }
 
 
-@pytest.mark.parametrize(("variables", "on_terminal"), NONE.values(), ids=NONE)
+@pytest.mark.parametrize(("variables", "enabled", "on_terminal"), NONE.values(), ids=NONE)
 def test_where_there_is_none(
     terminal: Terminal,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
+    enabled: bool,
     on_terminal: bool,
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", terminal.stream if on_terminal else io.StringIO())
-    status_line.start(lambda: [("m", [COMPUTING])])
+    status_line.start(lambda: [("m", [COMPUTING])], enabled=enabled)
     assert "status line" not in {thread.name for thread in threading.enumerate()}
 
 
