@@ -37,7 +37,14 @@ TOKENS = (
 )
 """Tokens of o200k_harmony from all of its range, which are spelled as they are in JSON."""
 
-CONTROL_TOKEN = re.compile(rb'"id":\s*%d,\s*"content":\s*"<\|channel\|>"' % vocab.CHANNEL)
+CONTROL_TOKENS = tuple(
+    re.compile(rb'"id":\s*%d,\s*"content":\s*"<\|%s\|>"' % (token, name))
+    for token, name in (
+        *((vocab.RETURN, b"return"), (vocab.CONSTRAIN, b"constrain"), (vocab.CHANNEL, b"channel")),
+        *((vocab.START, b"start"), (vocab.END, b"end"), (vocab.MESSAGE, b"message")),
+        (vocab.CALL, b"call"),
+    )
+)
 
 
 def length_of(model: str) -> int | None:
@@ -95,8 +102,11 @@ def lists_harmony(model: str) -> bool:
     Takes some 50 ms, while loading the tokenizer takes a second and 300 MB. How
     text is split and merged is not compared. Raises ``OSError`` if there is no such file.
     """
-    content = path_of(model, TOKENIZER).read_bytes()
-    return CONTROL_TOKEN.search(content) is not None and all(
+    return _lists_harmony(path_of(model, TOKENIZER).read_bytes())
+
+
+def _lists_harmony(content: bytes) -> bool:
+    return all(pattern.search(content) for pattern in CONTROL_TOKENS) and all(
         _listed(token, content) == number for token, number in TOKENS
     )
 
@@ -115,7 +125,8 @@ _ID = re.compile(rb"\s*(\d+)")
 def is_harmony_model(model: str) -> bool | None:
     """Whether the model's tokenizer is o200k_harmony; ``None`` without a ``tokenizer.json``.
 
-    ``model`` is a directory or a repository in the Hugging Face cache. Raises ``HostError`` if the
+    ``model`` is a directory or a repository in the Hugging Face cache. Only a tokenizer that does
+    not list the vocabulary as `lists_harmony` expects it is loaded. Raises ``HostError`` if the
     file cannot be read.
     """
     try:
@@ -129,6 +140,8 @@ def is_harmony_model(model: str) -> bool | None:
 
 @lru_cache(maxsize=64)  # reading a tokenizer takes a second
 def _is_harmony_tokenizer(file: Path, modified: int) -> bool:
+    if _lists_harmony(file.read_bytes()):
+        return True
     from tokenizers import Tokenizer
 
     try:

@@ -55,6 +55,21 @@ def test_control_tokens_have_the_ids_of_the_library(name: str, token: int) -> No
     assert vocab.token_bytes(token) == b""
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "<|start|>user<|message|>Hi.<|end|><|start|>assistant",
+        "<|star|> <|reserved_200013|> x<|call|>",
+        "word " * 5000 + "<|end|>" * 3000,
+    ],
+    ids=["empty", "a conversation", "no control token", "long"],
+)
+def test_names_of_control_tokens_can_stand_for_them(text: str) -> None:
+    whole = vocab.encoding().encode(text, allowed_special="all")
+    assert vocab.encode_with_control(text) == whole
+
+
 def test_control_is_exactly_what_the_library_calls_special() -> None:
     encoding = vocab.encoding()
     special = [token for token in range(vocab.SIZE) if encoding.is_special_token(token)]

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.background import BAR
 from vllm_mlx_harmony.engine import mlx_lm_compat
-from vllm_mlx_harmony.engine.mlx_lm_compat import evaluate, load
+from vllm_mlx_harmony.engine.mlx_lm_compat import evaluate, load_model, load_tokenizer
 from vllm_mlx_harmony.engine.mlx_lm_names import NAMES
 from vllm_mlx_harmony.required_names import check
 from vllm_mlx_harmony.standin import Script
@@ -37,17 +37,15 @@ def test_all_names_are_there() -> None:
 def test_code_of_the_directory_runs_as_mlx_lm_permits(scripted: Path, trusted: bool) -> None:
     if ASKS and not trusted:
         with pytest.raises(ValueError, match="trust_remote_code"):
-            load(str(scripted))
+            load_model(scripted)
         return
-    module, tokenizer = load(str(scripted), trust_remote_code=trusted)
-    assert len(module.make_cache()) == 4
-    assert tokenizer.encode("Hello.", add_special_tokens=False)
+    assert len(load_model(scripted, trust_remote_code=trusted).make_cache()) == 4
 
 
 def test_weights_alone_need_no_trust(tiny: Path) -> None:
     import mlx.core as mx
 
-    module, tokenizer = load(str(tiny))
+    module, tokenizer = load_model(tiny), load_tokenizer(tiny)
     layers = module.make_cache()
     module(mx.array([tokenizer.encode("Hello.", add_special_tokens=False)]), cache=layers)
     evaluate(layers)
@@ -70,6 +68,6 @@ def test_a_progress_bar_shows_how_much_is_read(
     """`launch` looks for it in the log of a server that starts."""
     monkeypatch.setattr(mlx_lm_compat, "AT_ONCE", 1)
     monkeypatch.setattr(mlx_lm_compat, "tqdm", partial(tqdm, mininterval=0.0))
-    load(str(tiny))
+    load_model(tiny)
     shown = [int(done) for done in BAR.findall(capsys.readouterr().err.encode())]
     assert shown == sorted(shown) and shown[0] == 0 and shown[-1] == 100 and len(set(shown)) > 2

@@ -19,9 +19,8 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import pieces
 from vllm_mlx_harmony.engine.disk import cache as disks
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.prefix_cache import Match, PrefixCache
+from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT, Match, PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree, pack
-from vllm_mlx_harmony.engine_api.engine import SHARED_TENANT
 
 PLENTY = 1 << 30
 IDS = list(range(1000, 1600))

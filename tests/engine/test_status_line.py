@@ -188,21 +188,22 @@ class JsonFormatter(logging.Formatter):
 
 
 NONE = {
-    "disabled": (False, "xterm", True),
-    "a terminal that cannot": (True, "dumb", True),
-    "no terminal": (True, "xterm", False),
+    "switched off": ({}, False, True),
+    "a terminal that cannot": ({"TERM": "dumb"}, True, True),
+    "no terminal": ({}, True, False),
 }
 
 
-@pytest.mark.parametrize(("enabled", "term", "on_terminal"), NONE.values(), ids=NONE)
+@pytest.mark.parametrize(("variables", "enabled", "on_terminal"), NONE.values(), ids=NONE)
 def test_where_there_is_none(
     terminal: Terminal,
     monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
     enabled: bool,
-    term: str,
     on_terminal: bool,
 ) -> None:
-    monkeypatch.setenv("TERM", term)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "stderr", terminal.stream if on_terminal else io.StringIO())
     status_line.start(lambda: [("m", [COMPUTING])], enabled=enabled)
     assert "status line" not in {thread.name for thread in threading.enumerate()}

@@ -388,7 +388,7 @@ def test_an_optional_row_that_does_not_fit_is_one_warning(
 
 
 @pytest.mark.parametrize(
-    "name", ["vllm_mlx.engine.base.BaseEngine", "vllm_mlx.server.app", "mlx_lm.utils.load"]
+    "name", ["vllm_mlx.engine.base.BaseEngine", "vllm_mlx.server.app", "mlx_lm.utils.load_model"]
 )
 def test_a_required_name_that_is_missing_ends_the_start(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
@@ -721,8 +721,11 @@ def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
         ("from vllm_mlx.engine.base import NoRow", "vllm_mlx.engine.base:NoRow"),
         ("from vllm_mlx import server", None),
         ("from vllm_mlx import speculative", "vllm_mlx.speculative"),
-        ("from mlx_lm import utils\nutils.load(path, tokenizer_config=x, **more)", None),
-        ("from mlx_lm import utils\nutils.load(path, revision=x)", "mlx_lm.utils:load with"),
+        ("from mlx_lm import utils\nutils.load_model(path, lazy=x, **more)", None),
+        (
+            "from mlx_lm import utils\nutils.load_model(path, strict=x)",
+            "mlx_lm.utils:load_model with",
+        ),
         (
             "from vllm_mlx.engine.base import GenerationOutput\nGenerationOutput('', prompt=1)",
             "prompt",

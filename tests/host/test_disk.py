@@ -108,7 +108,7 @@ def test_the_disk_knows_a_model_by_its_files(
     path = standin.write_tiny(tmp_path / "model", width=16)
     disk = DiskCache(tmp_path / "ssd", 1 << 30)
     monkeypatch.setattr(resources, "disk", disk)
-    load = mlx_lm.utils.load
+    load = mlx_lm.utils.load_model
 
     def changing(*arguments: Any, **keywords: Any) -> Any:
         loaded = load(*arguments, **keywords)
@@ -116,7 +116,7 @@ def test_the_disk_knows_a_model_by_its_files(
             os.utime(next(path.glob("*.safetensors")), ns=(0, 0))
         return loaded
 
-    monkeypatch.setattr(mlx_lm.utils, "load", changing)
+    monkeypatch.setattr(mlx_lm.utils, "load_model", changing)
     engine = HarmonyEngine(str(path))
     engine.prepare_for_start()
 

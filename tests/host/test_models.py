@@ -13,12 +13,12 @@ import pytest
 
 pytest.importorskip("vllm_mlx", reason="needs the host")
 
-from vllm_mlx_harmony import model_files
+from vllm_mlx_harmony import model_files, standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import loading
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony
-from vllm_mlx_harmony.model_files import is_harmony, is_harmony_model
+from vllm_mlx_harmony.model_files import TOKENIZER, _lists_harmony, is_harmony, is_harmony_model
 
 
 class Wrapped:
@@ -61,6 +61,16 @@ CONTROL = ["start", "end", "message", "channel", "constrain", "return", "call"]
 )
 def test_is_harmony(tokenizer: Any, expected: bool) -> None:
     assert is_harmony(tokenizer) is expected
+
+
+@pytest.mark.parametrize("name", ["", *CONTROL])
+def test_a_list_of_tokens_is_enough(tmp_path: Path, name: str) -> None:
+    """Unless one of them is another: then the tokenizer itself is asked."""
+    content = (standin.write_tiny(tmp_path, width=16) / TOKENIZER).read_bytes()
+    assert _lists_harmony(content)
+    if name:
+        moved = content.replace(b"<|%s|>" % name.encode(), b"<|moved|>")
+        assert not _lists_harmony(moved)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from vllm_mlx_harmony.host import adapter, contract, loading
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server import defaults, warm_up
+from vllm_mlx_harmony.server import defaults
 from vllm_mlx_harmony.server.defaults import (
     read,
 )
@@ -74,15 +74,24 @@ def test_texts_are_encoded_in_a_thread(
     engine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A megabyte takes half a second, for which all other requests would stop."""
-    threads, encode = [], engine.tokenizer.encode
+    threads, encode = [], vocab.encode_with_control
 
-    def recorded(text: str) -> Any:
+    def recorded(text: str) -> list[int]:
         threads.append(threading.current_thread())
         return encode(text)
 
-    monkeypatch.setattr(engine.engine, "tokenizer", SimpleNamespace(encode=recorded))
+    monkeypatch.setattr(vocab, "encode_with_control", recorded)
     run(engine.generate("<|start|>user<|message|>Hi.<|end|><|start|>assistant", max_tokens=3))
     assert len(threads) == 1 and threading.current_thread() not in threads
+
+
+def test_the_tokenizer_is_read_when_it_is_asked_for(engine: Any, run: Run) -> None:
+    """It would be a second vocabulary in memory, which no route needs."""
+    run(engine.generate("Hi.", max_tokens=1))
+    assert engine._tokenizer_read is None
+    prompt = "<|start|>user<|message|>déjà-vu 東京<|end|>"
+    assert engine.tokenizer.encode(prompt) == vocab.encode_with_control(prompt)
+    assert engine.tokenizer is engine.tokenizer
 
 
 async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:
@@ -115,7 +124,7 @@ def test_what_is_warmed_up_serves_every_tenant(engine: Any, run: Run) -> None:
 )
 def test_what_cannot_be_rendered_is_no_warm_up(messages: list[Any]) -> None:
     with pytest.raises(RequestError):
-        warm_up.beginning(messages, Defaults(), render)
+        loading._beginning(messages)
 
 
 def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:

@@ -9,6 +9,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 from vllm_mlx_harmony.cli import gateway
 from vllm_mlx_harmony.cli.errors import UsageError
@@ -23,7 +24,10 @@ SAME = {
 """Flags of vllm-mlx, and the gateway's settings that mean the same. ``--max-tokens`` and
 ``--rate-limit`` are among the former names of settings (`settings.RENAMED`)."""
 
-ALWAYS = ("--continuous-batching", "--enable-auto-tool-choice", "--enable-metrics")
+ALWAYS = (
+    *("--continuous-batching", "--enable-auto-tool-choice", "--enable-metrics"),
+    "--enable-prefix-cache",
+)
 """Flags of vllm-mlx for what is always so here."""
 
 PARSERS = {
@@ -57,6 +61,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--api-key", dest="keys", action="append", help=argparse.SUPPRESS)
     for flag, setting in SAME.items():
         made.add_argument(flag, dest=setting, help=argparse.SUPPRESS)
+    off: dict[str, Any] = {"dest": "cache_memory_mb", "action": "store_const", "const": 0}
+    made.add_argument("--disable-prefix-cache", help=argparse.SUPPRESS, **off)
     for flag, parsers in PARSERS.items():
         made.add_argument(flag, dest="ignored", choices=parsers, help=argparse.SUPPRESS)
     for flag in ALWAYS:

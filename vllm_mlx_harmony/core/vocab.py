@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import sys
 import tempfile
 import threading
@@ -104,6 +105,22 @@ def encode(text: str) -> list[int]:
         if len(ids) > MAX_PROMPT_TOKENS:
             raise PromptTooLong(len(ids), CONTEXT_TOKENS, at_least=True)
     return ids
+
+
+def encode_with_control(text: str) -> list[int]:
+    """Ids of ``text`` in which the names of control tokens stand for these. Raises as ``encode``.
+
+    For a prompt that an operator's client has written out as text, never for what a user types.
+    """
+    ids: list[int] = []
+    for place, part in enumerate(_control_names().split(text)):
+        ids += encoding().encode(part, allowed_special="all") if place % 2 else encode(part)
+    return ids
+
+
+@lru_cache(maxsize=1)
+def _control_names() -> re.Pattern[str]:
+    return re.compile(f"({'|'.join(map(re.escape, encoding().special_tokens_set))})")
 
 
 def token_bytes(token: int) -> bytes:

@@ -33,21 +33,17 @@ AT_ONCE = 1 << 28
 """Bytes of weights that are read between two steps of the progress bar."""
 
 
-def load(path: str, *, trust_remote_code: bool = False) -> tuple[Module, Any]:
-    """The model in ``path``, a directory or a repository, and its tokenizer. Shows its progress."""
-    trust = {"trust_remote_code": trust_remote_code}
-    more = _accepted(utils.load, trust)
-    module, tokenizer = utils.load(path, tokenizer_config=trust, lazy=True, **more)[:2]
-    _read_weights(module)
-    return module, tokenizer
-
-
 def load_model(directory: Path, *, trust_remote_code: bool = False) -> Module:
     """The model in ``directory``, without its tokenizer. Shows its progress."""
     more = _accepted(utils.load_model, {"trust_remote_code": trust_remote_code})
     module = utils.load_model(directory, lazy=True, **more)[0]
     _read_weights(module)
     return module
+
+
+def load_tokenizer(directory: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer in ``directory``, which takes a second to read and 340 MB."""
+    return utils.load_tokenizer(directory, {"trust_remote_code": trust_remote_code})
 
 
 def _accepted(function: Callable[..., Any], options: dict[str, Any]) -> dict[str, Any]:

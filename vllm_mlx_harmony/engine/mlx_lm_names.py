@@ -9,7 +9,12 @@ from __future__ import annotations
 from vllm_mlx_harmony.required_names import Name
 
 NAMES: tuple[Name, ...] = (
-    Name("mlx_lm.utils:load", "loads a model", "path_or_hf_repo tokenizer_config lazy ..."),
+    Name("mlx_lm.utils:load_model", "loads a model", "model_path lazy ..."),
+    Name(
+        "mlx_lm.utils:load_tokenizer",
+        "loads the tokenizer for callers in vllm-mlx",
+        "model_path tokenizer_config_extra ...",
+    ),
     *(
         Name(f"mlx_lm.models.cache:{name}", why, parameters)
         for name, why, parameters in (

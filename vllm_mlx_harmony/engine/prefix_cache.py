@@ -37,10 +37,12 @@ from vllm_mlx_harmony.engine.disk.index import Row
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 from vllm_mlx_harmony.engine.pieces import Misaligned, Piece
 from vllm_mlx_harmony.engine.prefix_tree import WIDTH, Counters, PrefixTree, pack
-from vllm_mlx_harmony.engine_api.engine import SHARED_TENANT
 
 logger = logging.getLogger(__name__)
 
+SHARED_TENANT = "*"
+"""The tenant whose prompts all others may continue: prompts that the operator warmed up at start
+(`--warm-prompts`)."""
 
 SHORTEST = 32
 """Fewest ids of a piece, as a rule: each piece costs a pass of its own."""

@@ -51,12 +51,15 @@ def document(models: Models) -> dict[str, Any]:
 
 
 CACHE = "harmony_prefix_reuse"
-"""The name of the prefix cache's counters, among those of vllm-mlx's caches."""
+"""The name of the prefix cache in ``engine_cache``, where vllm-mlx has its own caches."""
+
+CLEARED: dict[str, bool] = {CACHE: True}
+"""``engine_cache`` after ``DELETE /v1/cache``."""
 
 
-def cache_stats(engine: MlxEngine) -> dict[str, Any]:
-    """The prefix cache of ``engine``, as in the ``engine_cache`` of ``GET /v1/cache/stats``."""
-    counters = asdict(engine.cache.status())
+def cache_counters(engine: MlxEngine | None) -> dict[str, object]:
+    """``engine_cache`` of ``GET /v1/cache/stats``; without counters unless a model is loaded."""
+    counters = {} if engine is None else asdict(engine.cache.status())
     return {CACHE: {name: value for name, value in counters.items() if value is not None}}
 
 

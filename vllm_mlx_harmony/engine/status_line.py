@@ -4,7 +4,7 @@
 
 It is shown only while a request waits, only if the server runs in the foreground of a terminal, and
 never if logs are JSON. Log lines appear above it: tqdm draws the line, and while it is shown
-replaces the handlers that log to the terminal. ``VLLM_MLX_HARMONY_STATUS_LINE=0`` disables it.
+replaces the handlers that log to the terminal.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ _started = threading.Lock()
 
 
 def start(status: Status, *, enabled: bool) -> None:
-    """Shows what waits from now on, if ``enabled`` and where there is a terminal to show it on.
+    """Shows what waits from now on, if that is ``enabled`` and there is a terminal to show it on.
     Once for a process."""
     terminal = sys.stderr
-    off = not enabled or os.environ.get("TERM") == "dumb"
-    if off or terminal is None or not terminal.isatty() or not _started.acquire(blocking=False):
+    if not enabled or terminal is None or not terminal.isatty() or os.environ.get("TERM") == "dumb":
+        return
+    if not _started.acquire(blocking=False):
         return
     line = StatusLine(terminal)
     threading.Thread(

@@ -17,11 +17,6 @@ Speculate: TypeAlias = Literal["off", "forced", "auto"]
 constraint leaves no alternative; ``auto``: copied ids as well, where that is faster."""
 
 
-SHARED_TENANT = "*"
-"""The tenant whose prompts all others may continue: those that the operator warmed up at the start
-(`--warm-prompts`)."""
-
-
 @dataclass(frozen=True, slots=True)
 class GenerationSettings:
     """What an engine needs besides the prompt. If ``seed`` is ``None``, the engine chooses one.

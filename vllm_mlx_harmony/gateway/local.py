@@ -15,7 +15,6 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import Metric
@@ -27,11 +26,9 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Sampling
-from vllm_mlx_harmony.engine import device, mlx_lm_names, resources, state, status_line
-from vllm_mlx_harmony.engine.disk import identity
+from vllm_mlx_harmony.engine import device, loading, mlx_lm_names, resources, state, status_line
 from vllm_mlx_harmony.engine.engine import MlxEngine
-from vllm_mlx_harmony.engine.mlx_lm_compat import load_model
-from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
 from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.gateway.engines.detection import LOCAL
 from vllm_mlx_harmony.gateway.host import Gateway
@@ -39,13 +36,12 @@ from vllm_mlx_harmony.gateway.router import NAMESPACE
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.model_files import (
-    FILES,
     GENERATION,
     configuration,
     lists_harmony,
 )
 from vllm_mlx_harmony.required_names import check
-from vllm_mlx_harmony.server import defaults, warm_up
+from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.sizes import size
@@ -80,15 +76,14 @@ class LocalGateway(Gateway):
             self.server_settings.ssd_writes,
         )
         self.archive: Archive | None = resources.disk
-        self._warm_prompts = (
-            [] if settings.warm_prompts is None else warm_up.read(settings.warm_prompts)
-        )
+        file = settings.warm_prompts
+        self._warm_prompts = [] if file is None else warm_prompts.read(file)
         self.model = _loaded(self._source)
         self.metrics.registry.register(_Metrics(self))
         self.endpoints = (
             OpenAIEndpoint("/harmony/status", ("GET",), self._status, "lists the requests"),
+            OpenAIEndpoint("/v1/cache/stats", ("GET",), self._cache, "counts the prefix cache"),
             OpenAIEndpoint("/v1/cache", ("DELETE",), self._clear, "empties the prefix cache"),
-            OpenAIEndpoint("/v1/cache/stats", ("GET",), self._cache_stats, "counts reuse"),
             *(OpenAIEndpoint(path, ("POST",), _only_vllm_mlx) for path in ONLY_VLLM_MLX),
         )
 
@@ -104,19 +99,26 @@ class LocalGateway(Gateway):
     async def serving(self) -> AsyncIterator[None]:
         logger.info("engine %s", start_line(self._source, self.model))
         status_line.start(
-            lambda: [(name, engine.status()) for name, engine in self._models],
+            lambda: [(name, model.status()) for name, model in self._models],
             enabled=self.server_settings.status_line,
         )
         try:
             if self._warm_prompts:
-                done = await warm_up.warm_up(
-                    self.model, self._warm_prompts, self.defaults(self.model), self.renderer
-                )
-                logger.info("warm prompts: %d tokens in %.1f s", done.tokens, done.seconds)
+                await self._warm()
             yield
         finally:
             await asyncio.to_thread(self.model.close)
             await asyncio.to_thread(resources.close)
+
+    async def _warm(self) -> None:
+        given = self.defaults(self.model)
+        warmed = await warm_prompts.warm(
+            self.model, self._warm_prompts, given, self.renderer, SHARED_TENANT
+        )
+        logger.info(
+            "warm prompts: %d tokens of %d in %.1f s, %d skipped",
+            *(warmed.tokens, warmed.computed, warmed.seconds, warmed.skipped),
+        )
 
     def engine_for(self, deadline: Deadline) -> Engine:
         return self.model
@@ -142,12 +144,12 @@ class LocalGateway(Gateway):
     async def _status(self, _: Request) -> Response:
         return JSONResponse(state.document(self._models))
 
-    async def _cache_stats(self, _: Request) -> Response:
-        return JSONResponse({"engine_cache": state.cache_stats(self.model)})
+    async def _cache(self, _: Request) -> Response:
+        return JSONResponse({"engine_cache": state.cache_counters(self.model)})
 
     async def _clear(self, _: Request) -> Response:
         await resources.clear()
-        return JSONResponse({"status": "cleared"})
+        return JSONResponse({"status": "cleared", "engine_cache": state.CLEARED})
 
 
 def start_line(source: str, engine: MlxEngine) -> str:
@@ -177,39 +179,19 @@ def _loaded(source: str) -> MlxEngine:
     check(mlx_lm_names.NAMES)
     engine = MlxEngine(source, resources.options)
     try:
-        directory = _directory(source)
+        directory = loading.directory_of(source)
         if not lists_harmony(source):
             raise HostError(
                 f"{source} is not a gpt-oss (Harmony) model: its tokenizer is not o200k_harmony"
             )
-        engine.load(lambda: _load(source, directory))
+        trusted = is_standin(directory)
+        engine.load(partial(loading.load, source, directory, trust_remote_code=trusted))
     except BaseException as error:
         engine.close()
         if isinstance(error, (OSError, ValueError)):  # of mlx-lm, for what it cannot load
             raise HostError(f"{source} cannot be loaded: {error}") from error
         raise
     return engine
-
-
-def _load(source: str, directory: Path) -> tuple[Any, None, PrefixCache]:
-    """On the engine's thread: the model, and the prefix cache for it."""
-    loading = partial(load_model, directory, trust_remote_code=is_standin(directory))
-    weights = None
-    if resources.disk is None:
-        module = loading()
-    else:
-        module, weights = identity.load_and_identify(source, loading)
-    return module, None, PrefixCache(module, resources.tree(), resources.disk, weights)
-
-
-def _directory(source: str) -> Path:
-    """Where the files of a model are. Those of a repository that are not in the Hugging Face cache
-    are downloaded."""
-    if Path(source).is_dir():
-        return Path(source)
-    from huggingface_hub import snapshot_download
-
-    return Path(snapshot_download(source, allow_patterns=list(FILES)))
 
 
 class _Metrics(Collector):

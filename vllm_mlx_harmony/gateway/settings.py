@@ -280,27 +280,26 @@ class GatewaySettings:
         Number, Field(gt=0, le=1), Help("PART", "part of the device's memory that it may use")
     ] = 0.9
     max_num_seqs: Annotated[
-        Count | None, Field(ge=1), Help("REQUESTS", "maximum requests that run at once")
+        Count | None, Field(ge=1), Help("NUMBER", "requests that run at the same time")
     ] = None
     prefill_batch_size: Annotated[
-        Count | None, Field(ge=1), Help("PROMPTS", "maximum prompts that are computed in turns")
+        Count | None, Field(ge=1), Help("NUMBER", "prompts that are computed in turns")
     ] = None
     completion_batch_size: Annotated[
-        Count | None, Field(ge=1), Help("ANSWERS", "maximum answers that are generated at once")
+        Count | None, Field(ge=1), Help("NUMBER", "answers that are generated at the same time")
     ] = None
     prefill_step_size: Annotated[
-        Count | None, Field(ge=1), Help("TOKENS", "maximum prompt tokens per step")
+        Count | None, Field(ge=1), Help("TOKENS", "longest chunk of a prompt")
     ] = None
     chunked_prefill_tokens: Annotated[
-        Count | None,
-        Help("TOKENS", "maximum prompt tokens per step while answers are generated (0: by cost)"),
+        Count | None, Help("TOKENS", "longest chunk while answers are generated (0: as planned)")
     ] = None
     stream_interval: Annotated[
-        Count | None, Field(ge=1), Help("TOKENS", "tokens that a stream sends at once")
+        Count | None, Field(ge=1), Help("TOKENS", "tokens between two events of a stream")
     ] = None
     warm_prompts: Annotated[
         str | None,
-        Help("FILE", "JSON list of lists of messages whose prompts are computed at the start"),
+        Help("FILE", "JSON list of conversations whose beginnings are computed at the start"),
     ] = None
     host: Annotated[str, Help("HOST", "address to listen on")] = "127.0.0.1"
     port: Annotated[Count, Field(le=65_535), Help("PORT", "port to listen on")] = 8000

@@ -14,7 +14,6 @@ from codecs import getincrementaldecoder
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,21 +24,17 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
 from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.engine import device, resources, state, status_line
-from vllm_mlx_harmony.engine.disk import identity
+from vllm_mlx_harmony.engine import device, loading, resources, state, status_line
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
-from vllm_mlx_harmony.engine.mlx_lm_compat import load
+from vllm_mlx_harmony.engine.mlx_lm_compat import load_tokenizer
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest
 from vllm_mlx_harmony.host import metrics
-from vllm_mlx_harmony.model_files import is_harmony
+from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server.sampling import limited_to_context, resolve
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.standin import is_standin
 from vllm_mlx_harmony.tasks import in_thread, unfreeze, wait_until_done
-
-CLEARED = {state.CACHE: True}
-"""What vllm-mlx returns after caches were cleared."""
 
 _GB = 1e9
 
@@ -96,13 +91,25 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         self._options = options or resources.options
         self._since = time.time()
         self._loading = threading.Lock()
+        self._reading = threading.Lock()
+        self._tokenizer_read: Any = None
 
     # --- Loaded and unloaded
 
     @property
     def tokenizer(self) -> Any:
-        """Of the model that is loaded; ``None`` before."""
-        return None if self.engine is None else self.engine.tokenizer
+        """Of the model that is loaded; ``None`` before.
+
+        It is read when it is asked for, which no route does while ours stand in front of
+        vllm-mlx's own: it would be a second vocabulary in memory.
+        """
+        if self.engine is None:
+            return None
+        with self._reading:
+            if self._tokenizer_read is None:
+                directory, trusted = self._files()
+                self._tokenizer_read = load_tokenizer(directory, trust_remote_code=trusted)
+            return self._tokenizer_read
 
     def prepare_for_start(self) -> None:
         """Loads the model; blocks. Raises ``NotHarmony`` for any other model."""
@@ -124,16 +131,19 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         )
 
     def _load(self) -> tuple[Any, Any, PrefixCache]:
-        trusted = self._trust_remote_code or is_standin(Path(self.path))
-        loading = partial(load, self.path, trust_remote_code=trusted)
-        weights = None
-        if resources.disk is None:
-            module, tokenizer = loading()
-        else:
-            (module, tokenizer), weights = identity.load_and_identify(self.path, loading)
-        if not is_harmony(tokenizer):
+        vocab.encoding()  # one that cannot be loaded is an error at the start
+        directory, trusted = self._files()
+        if (harmony := is_harmony_model(str(directory))) is None:
+            raise FileNotFoundError(f"{directory} has no {TOKENIZER}")
+        if not harmony:
             raise NotHarmony(self.model_name)
-        return module, tokenizer, PrefixCache(module, resources.tree(), resources.disk, weights)
+        return loading.load(self.path, directory, trust_remote_code=trusted)
+
+    def _files(self) -> tuple[Path, bool]:
+        """The directory of the model, and whether code in it may run."""
+        trusted = self._trust_remote_code
+        directory = loading.directory_of(self.path, trust_remote_code=trusted)
+        return directory, trusted or is_standin(directory)
 
     async def start(self) -> None:
         """Loads the model in a thread. If cancelled, waits for loading to finish before raising."""
@@ -144,6 +154,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
     async def stop(self) -> None:
         """Ends all requests and frees the model: it can be started again."""
         engine, self.engine = self.engine, None
+        self._tokenizer_read = None
         _loaded.pop(id(self), None)
         if engine is not None:
             await wait_until_done(asyncio.ensure_future(asyncio.to_thread(engine.close)))
@@ -177,7 +188,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         if self.engine is None:
             await self.start()
         assert self.engine is not None
-        ids = tuple(await in_thread(self.tokenizer.encode, prompt))
+        ids = tuple(await in_thread(vocab.encode_with_control, prompt))
         # vllm-mlx's samplers ignore a ``top_p`` and a penalty of 0.
         penalties = presence_penalty, repetition_penalty or None
         sampling = Sampling(temperature, top_p or None, top_k, min_p, *penalties)
@@ -250,12 +261,12 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         }
 
     def get_cache_stats(self) -> dict[str, object]:
-        return {state.CACHE: {}} if self.engine is None else state.cache_stats(self.engine)
+        return state.cache_counters(self.engine)
 
     async def clear_runtime_caches(self) -> dict[str, bool]:
         """Empties the prefix cache, in memory and on disk."""
         await resources.clear()
-        return CLEARED
+        return state.CLEARED
 
     clear_prefix_cache = clear_runtime_caches
     """The same, under the name that ``DELETE /v1/cache/prefix`` of vllm-mlx calls."""

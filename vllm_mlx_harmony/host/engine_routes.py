@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.engine import resources, state
-from vllm_mlx_harmony.host.engine import CLEARED, HarmonyEngine, serving
+from vllm_mlx_harmony.host.engine import HarmonyEngine, serving
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.inspector.routes import Section
@@ -34,7 +34,7 @@ async def caches(request: Request) -> Response:
     if VISION in sys.modules or not isinstance(engine, HarmonyEngine):
         return await forward_to_host(request)
     done = {"status": "cleared"} if clears else {}
-    held = CLEARED if clears else engine.get_cache_stats()
+    held = state.CLEARED if clears else engine.get_cache_stats()
     missing = f"Cache {'clear' if clears else 'stats'} not available (mlx_vlm not loaded)"
     return JSONResponse({**done, "engine_cache": held, "error": missing})
 

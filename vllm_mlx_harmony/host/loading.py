@@ -16,11 +16,12 @@ from typing import TypeAlias
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import resources
+from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
 from vllm_mlx_harmony.host import entry_points, summary
 from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
 from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
-from vllm_mlx_harmony.server import defaults, warm_up
+from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.tasks import prepare_process
 
@@ -119,19 +120,24 @@ def warm_prefix_cache(original: Warm) -> Warm:
 
     @wraps(original)
     async def warm(
-        engine: object, prompts: Sequence[warm_up.Messages], *, max_tokens: int = 1
+        engine: object, prompts: Sequence[warm_prompts.Messages], *, max_tokens: int = 1
     ) -> Mapping[str, object]:
         ours = engine_of(engine)
         if ours is None:
             return await original(engine, prompts, max_tokens=max_tokens)
         options = server()._default_chat_template_kwargs or {}
-        given = defaults.read(options, ServerSettings.read())
-        done = await warm_up.warm_up(ours, prompts, given, entry_points.in_use().renderer)
+        warmed = await warm_prompts.warm(
+            ours,
+            prompts,
+            defaults.read(options, ServerSettings.read()),
+            entry_points.in_use().renderer,
+            SHARED_TENANT,
+        )
         return {
-            "count": done.conversations,
-            "skipped": done.skipped,
-            "elapsed_ms": done.seconds * 1000,
-            "total_prompt_tokens": done.tokens,
+            "count": warmed.computed,
+            "skipped": warmed.skipped,
+            "elapsed_ms": warmed.seconds * 1000,
+            "total_prompt_tokens": warmed.tokens,
             "mode": "harmony",
         }
 
