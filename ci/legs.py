@@ -428,7 +428,7 @@ LEGS: tuple[Leg, ...] = (
             ("ruff", "check", "."),
             ("ruff", "format", "--check", "."),
             ("mdformat", "--check", *MARKDOWN),
-            ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
+            ("mypy", "vllm_mlx_harmony", "ci"),
             ("lint-imports",),
         ),
         group="gate",
