@@ -5,9 +5,8 @@
 changed; `leg.py all` the nightly legs, too; `leg.py NAME…` those of these names.
 
 Three legs run at a time unless `--jobs` is given, which suits two processors: tests of servers wait
-part of the time. If at most `RETRIED` tests of a leg fail beside other legs, they run again after
-all legs, because a busy machine makes tests miss their deadlines. The summary names those that pass
-then: what fails only beside others may be a fault all the same.
+part of the time. No test is run again: what fails beside other legs is a race, or waits for a time
+where it should wait for a state.
 
 Legs that install the same packages share an environment. Only this Python has to be installed: uv,
 other versions of Python and all packages, Node.js and Redis among them, are installed below
@@ -32,7 +31,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -46,17 +45,11 @@ BUILD = REPOSITORY / "build" / "legs"
 OLDEST = (3, 11)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
 
-RETRIED = 3
-"""The most failed tests of a leg that run again."""
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a leg. ``why`` says why it failed, or which tests passed only when run again.
-
-    ``processor`` is the processor time of its commands in seconds. ``retry``: the numbers of the
-    commands whose failed tests should run again.
-    """
+    """The result of a leg, and why it failed. ``processor`` is the processor time of its commands
+    in seconds."""
 
     leg: str
     result: str
@@ -64,7 +57,6 @@ class Outcome:
     processor: float = 0.0
     tests: int = 0
     why: str = ""
-    retry: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,9 +91,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         one = partial(run, environments=environments, prefixed=jobs > 1)
         outcomes = list(pool.map(one, legs))
-    again = partial(run_again, environments=environments)
-    both = zip(legs, outcomes, strict=True)
-    outcomes = [again(leg, outcome) if outcome.retry else outcome for leg, outcome in both]
     if not parsed.keep:
         shutil.rmtree(BUILD / "bytecode", ignore_errors=True)
     return summarise(outcomes)
@@ -215,8 +204,7 @@ class Environments:
 def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outcome:
     """Runs the commands of a leg in its environment.
 
-    With ``prefixed``, other legs run beside it: every line of their output begins with the leg's
-    name, and the outcome may ask for a ``retry``, for which the environment is kept.
+    With ``prefixed``, other legs run beside it: every line of its output begins with its name.
     """
     began = time.monotonic()
     prefix = f"{leg.name:14} | " if prefixed else ""
@@ -224,47 +212,25 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
     for report in BUILD.glob(f"{leg.name}-*.xml"):
         report.unlink()
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
-    retry: tuple[int, ...] = ()
     processor = 0.0
     try:
         environment = environments.prepare(leg)
         steps = zip(leg.commands, reports, strict=True)
         ended = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
-        failures, processor = [each.why for each in ended], sum(each.processor for each in ended)
-        why = "; ".join(filter(None, failures))
+        processor = sum(each.processor for each in ended)
+        why = "; ".join(filter(None, (each.why for each in ended)))
         result = FAILED if why else PASSED
-        failed = {number: failing(reports[number]) for number, each in enumerate(failures) if each}
-        if prefixed and all(0 < len(each) <= RETRIED for each in failed.values()):
-            retry = tuple(failed)
     except LegFailed as error:
         result, why = FAILED, str(error)
     except CannotRun as error:
         result = FAILED if os.environ.get("CI") == "true" else NOT_RUN
         why = str(error)
-    if not retry:
-        environments.ended(leg)
+    environments.ended(leg)
     tests = sum(len(cases(report)) for report in reports if report.exists())
     seconds = time.monotonic() - began
-    outcome = Outcome(leg.name, result, seconds, processor, tests, why, retry)
+    outcome = Outcome(leg.name, result, seconds, processor, tests, why)
     print(f"\n=== {line_of(outcome)}", flush=True)
     return outcome
-
-
-def run_again(leg: Leg, outcome: Outcome, environments: Environments) -> Outcome:
-    """Runs the failed tests of a leg again, alone."""
-    began = time.monotonic()
-    print(f"\n=== {leg.name}: its failed tests again, alone", flush=True)
-    environment, names, failures = BUILD / environment_of(leg), [], []
-    for number in outcome.retry:
-        names += failing(BUILD / f"{leg.name}-{number}.xml")
-        command = (*leg.commands[number], "--last-failed", "--last-failed-no-failures=none")
-        report = BUILD / f"{leg.name}-{number}-again.xml"
-        failures.append(execute(environment, command, report, dict(leg.variables)).why)
-    environments.ended(leg)
-    why = "; ".join(filter(None, failures)) or f"when run again: {', '.join(names)}"
-    seconds = outcome.seconds + time.monotonic() - began
-    result = FAILED if any(failures) else PASSED
-    return replace(outcome, result=result, seconds=seconds, why=why, retry=())
 
 
 def install(leg: Leg, environment: Path) -> None:
@@ -319,7 +285,7 @@ def execute(
     is_pytest = "pytest" in command
     arguments = list(command)
     if is_pytest:
-        cache = BUILD / "cache" / report.name.removesuffix(".xml").removesuffix("-again")
+        cache = BUILD / "cache" / report.stem
         arguments += [f"--junit-xml={report}", "-o", f"cache_dir={cache}"]
     executable = environment / "bin" / command[0]
     own = {
@@ -358,16 +324,6 @@ def execute(
 def cases(report: Path) -> list[ElementTree.Element]:
     """The tests in a JUnit report."""
     return list(ElementTree.parse(report).getroot().iter("testcase"))
-
-
-def failing(report: Path) -> list[str]:
-    """The failed tests of a JUnit report; none if there is no report."""
-    found = cases(report) if report.exists() else []
-    return [
-        f"{case.get('classname')}.{case.get('name')}"
-        for case in found
-        if case.find("failure") is not None or case.find("error") is not None
-    ]
 
 
 def skipped(report: Path) -> list[str]:

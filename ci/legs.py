@@ -74,6 +74,12 @@ class Leg:
     alone: bool = False
 
 
+GATE = ("-m", "not nightly")
+"""The gate leaves out what is marked `nightly`: rows that cost much, and prove what the rows that
+stay prove in part. The leg `rest` runs them."""
+
+REST = ("-m", "nightly and not served")
+
 BELOW_HOST = ("tests/core", "tests/protocols", "tests/ci", "tests/cli")
 
 FLOOR = 98
@@ -83,6 +89,8 @@ FEW = (("EXAMPLES", "few"),)
 """Property tests with a tenth of their examples. The legs of `everything` draw all of them."""
 
 WHOLE = ((*PYTEST, *BELOW_HOST, "-m", "not served"),)
+
+BEFORE_A_COMMIT = ((*PYTEST, *BELOW_HOST, "-m", "not served and not nightly"),)
 
 EACH = ("-m", "not served and not once and not hypothesis")
 """The tests whose result may depend on the version of Python."""
@@ -176,6 +184,10 @@ FRONT_ENDS = (
 """No host, and all optional packages of the front end."""
 
 
+FRONT_END = ("-e", ".[test]")
+"""No host, and no optional package."""
+
+
 LIGHT = ("-e", ".[mlx,test]", "mlx-lm>=0.32,<0.33")
 """A model in its own process: the newest mlx-lm, which vllm-mlx does not allow yet."""
 
@@ -187,7 +199,7 @@ LEGS: tuple[Leg, ...] = (
         what="the real server, official clients",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
-        commands=((*PYTEST, "tests/served", "-m", "not nightly"),),
+        commands=((*PYTEST, "tests/served", *GATE),),
         runners=("ubuntu-latest", "macos-14"),
         variables=(("SERVED", "few"),),
         group="gate",
@@ -200,11 +212,14 @@ LEGS: tuple[Leg, ...] = (
             "tests/served",
         ),
     ),
-    core(
-        NEWEST,
-        WHOLE,
+    Leg(
         name="core",
-        what="everything below the host",
+        what="everything below the host, on one Python",
+        install=FRONT_END,
+        present=("openai-harmony", "pydantic"),
+        absent=(*HOST, "fastapi"),
+        commands=BEFORE_A_COMMIT,
+        variables=FEW,
         group="gate",
         paths=(*BELOW_HOST, "vllm_mlx_harmony/", "ci/", "docs/", "README.md", "CHANGELOG.md"),
     ),
@@ -231,7 +246,7 @@ LEGS: tuple[Leg, ...] = (
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
         # Separate processes: the host binds mlx's default stream to a thread of its own for good.
-        commands=((*PYTEST, "tests/engine"), (*PYTEST, "tests/standin")),
+        commands=((*PYTEST, "tests/engine", *GATE), (*PYTEST, "tests/standin", *GATE)),
         runners=("ubuntu-latest", "macos-14"),
         group="gate",
         paths=(
@@ -255,7 +270,7 @@ LEGS: tuple[Leg, ...] = (
         what="the plugin inside the host's own objects: no sockets",
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
-        commands=((*PYTEST, "tests/host"),),
+        commands=((*PYTEST, "tests/host", *GATE),),
         runners=("ubuntu-latest", "macos-14"),
         group="gate",
         paths=(
@@ -268,21 +283,33 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="served-whole",
-        what="the real server, official clients: more rows, and what takes minutes",
+        what="the real server, official clients: more rows, and all tests",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
         commands=((*PYTEST, "tests/served"),),
         runners=("ubuntu-latest", "macos-14"),
     ),
-    core(NEWEST, MEASURED, name="coverage", what="coverage of core and protocols"),
-    core(OLDEST, ((*PYTEST, *BELOW_HOST, *EACH),)),
+    Leg(
+        name="rest",
+        what="the rows that the gate leaves out: engine, stand-in, host, and all below the host",
+        install=HOSTED,
+        present=(*HOST, "openai-harmony"),
+        commands=(
+            (*PYTEST, "tests/engine", *REST),
+            (*PYTEST, "tests/standin", *REST),
+            (*PYTEST, "tests/host", *REST),
+            (*PYTEST, *BELOW_HOST, *REST),
+        ),
+    ),
+    core("3.13", MEASURED, name="coverage", what="coverage of core and protocols"),
+    core(NEWEST, ((*PYTEST, *BELOW_HOST, *EACH),)),
     Leg(
         name="front-end",
         what="the three APIs over a fake engine, in an environment without vllm-mlx and mlx",
-        install=("-e", ".[test]"),
+        install=FRONT_END,
         present=("starlette", "openai", "anthropic"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/server"),),
+        commands=((*PYTEST, "tests/server", *GATE),),
         group="gate",
         paths=(
             "vllm_mlx_harmony/core",
@@ -401,7 +428,7 @@ LEGS: tuple[Leg, ...] = (
             ("ruff", "check", "."),
             ("ruff", "format", "--check", "."),
             ("mdformat", "--check", *MARKDOWN),
-            ("mypy", "vllm_mlx_harmony", "scripts", "ci"),
+            ("mypy", "vllm_mlx_harmony", "ci"),
             ("lint-imports",),
         ),
         group="gate",

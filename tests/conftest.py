@@ -1,13 +1,18 @@
 """For every test: generated examples have no time limit, because these are not timed tests, and
 clients share the certificates they would trust: httpx reads 140 of them for each, in 15 ms of a
 processor, and everything here is plain HTTP.
+
+Of a test that is marked `nightly(sample=N)`, every N-th row stays in the gate.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import ssl
+from collections import defaultdict
 
+import pytest
 from hypothesis import HealthCheck, settings
 from sizes import examples
 
@@ -20,3 +25,15 @@ settings.register_profile(
 settings.load_profile("untimed")
 
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Takes the mark from every N-th row."""
+    numbers: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+    for item in items:
+        mark = item.get_closest_marker("nightly")
+        if mark and "sample" in mark.kwargs:
+            number = next(numbers[item.nodeid.partition("[")[0]])
+            if number % mark.kwargs["sample"] == 0:
+                item.own_markers[:] = [each for each in item.own_markers if each is not mark]

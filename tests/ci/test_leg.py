@@ -10,6 +10,7 @@ import py_compile
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -90,52 +91,58 @@ def test_a_leg_fails_for_what_it_did_not_test(
     assert why in outcome.why
 
 
-BESIDE = """
-import pathlib, pytest
-@pytest.mark.parametrize("number", range({failing}))
-def test_it(number, request):
-    seen = pathlib.Path(__file__).parent / f"seen-{{number}}"
-    times = int(seen.read_text()) if seen.exists() else 0
-    seen.write_text(str(times + 1))
-    assert times >= {times}
-def test_other(): pass
-"""
-
-
 @pytest.mark.once
-@pytest.mark.parametrize(
-    ("failing", "times", "beside", "result", "ran"),
-    [
-        (1, 1, True, "passed", 2),
-        (leg.RETRIED, 1, True, "passed", 2),
-        (leg.RETRIED + 1, 1, True, "failed", 1),
-        (1, 2, True, "failed", 2),
-        (1, 1, False, "failed", 1),
-    ],
-    ids=["once", "some", "many", "always", "alone"],
-)
-def test_what_fails_beside_other_legs_runs_again_alone(
-    build: Path,
-    made: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    failing: int,
-    times: int,
-    beside: bool,
-    result: str,
-    ran: int,
+def test_what_fails_is_not_run_again(
+    build: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (build / "test_beside.py").write_text(BESIDE.format(failing=failing, times=times))
-    command = ("python", "-m", "pytest", "-q", "-c", os.devnull, "--rootdir", str(build))
-    bare = (("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"),)
-    one = legs.Leg("x", "a leg", (), ((*command, str(build)),), variables=bare)
-    other = legs.Leg("y", "a leg", (), (("python", "-c", ""),))
-    monkeypatch.setattr(leg, "LEGS", [one, other])
-    assert leg.main(["x", "y"] if beside else ["x"]) == (result == "failed")
-    assert (build / "seen-0").read_text() == str(ran)
-    summary = capfd.readouterr().out.partition("=== summary")[2]
-    assert summary.count("test_it[0]") == (result == "passed")
+    """Nor beside other legs: a race is a failure."""
+    script = "import pathlib; p = pathlib.Path('seen'); p.write_text(p.read_text() + 'x'); 1 / 0"
+    (build / "seen").write_text("")
+    monkeypatch.setattr(leg, "REPOSITORY", build)
+    both = [
+        legs.Leg("x", "a leg", (), (("python", "-c", script),)),
+        legs.Leg("y", "a leg", (), (("python", "-c", ""),)),
+    ]
+    monkeypatch.setattr(leg, "LEGS", both)
+    assert leg.main(["x", "y"]) == 1
+    assert (build / "seen").read_text() == "x"
     assert not (leg.BUILD / "x").exists()
+
+
+class Row:
+    """A test, as far as the marks of `tests/conftest.py` go."""
+
+    def __init__(self, nodeid: str, mark: pytest.Mark) -> None:
+        self.nodeid = nodeid
+        self.own_markers = [mark]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.own_markers if mark.name == name), None)
+
+
+@pytest.mark.parametrize(
+    ("mark", "gate"),
+    [
+        (pytest.mark.nightly, []),
+        (pytest.mark.nightly(sample=1), [0, 1, 2, 3, 4]),
+        (pytest.mark.nightly(sample=2), [0, 2, 4]),
+        (pytest.mark.nightly(sample=9), [0]),
+        (pytest.mark.once, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_gate_has_every_nth_row(
+    request: pytest.FixtureRequest, mark: pytest.MarkDecorator, gate: list[int]
+) -> None:
+    (conftest,) = (
+        each
+        for each in request.config.pluginmanager.get_plugins()
+        if getattr(each, "__file__", None) == str(REPOSITORY / "tests" / "conftest.py")
+    )
+    for name in "ab":
+        rows = [Row(f"test_it.py::test_{name}[{number}]", mark.mark) for number in range(5)]
+        conftest.pytest_collection_modifyitems(rows)
+        left = [number for number, row in enumerate(rows) if not row.get_closest_marker("nightly")]
+        assert left == gate
 
 
 def test_legs_side_by_side_say_whose_line_it_is(
@@ -309,7 +316,7 @@ def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
     names = [one.name for one in legs.LEGS]
     assert len(names) == len(set(names))
     everything = {one.name for one in leg.chosen(["everything"])}
-    assert {one.python for one in leg.chosen(["everything"])} == {"3.10", "3.11", "3.12", "3.13"}
+    assert {one.python for one in leg.chosen(["everything"])} == {"3.11", "3.12", "3.13", "3.14"}
     long = {
         "agents",
         "attack",
@@ -379,11 +386,7 @@ def test_without_arguments_the_gate_runs() -> None:
 
 
 def pyproject() -> dict[str, Any]:
-    """The project's metadata, read by an interpreter that can."""
-    try:
-        import tomllib
-    except ImportError:  # Python 3.10; mypy and coverage bring it there, and pytest, too
-        import tomli as tomllib
+    """The project's metadata."""
     return tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
 
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.served
 REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURE = REPOSITORY / "docs" / "pictures" / "demo.svg"
 COLUMNS, DATE = 100, "2026-11-23"
-"""Those of the picture (`scripts/make_picture.py`)."""
+"""Those of the picture (`ci/make_picture.py`)."""
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -85,7 +85,7 @@ def test_demo(
             assert re.sub(r"[\s|]+", "", message.text) in said
     if columns == COLUMNS:
         texts = (each.text or "" for each in ElementTree.parse(PICTURE).iter(f"{SVG}text"))
-        assert characters("".join(texts)) == characters(out), "run scripts/make_picture.py"
+        assert characters("".join(texts)) == characters(out), "run ci/make_picture.py"
 
 
 def characters(printed: str) -> list[str]:

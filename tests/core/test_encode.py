@@ -171,6 +171,7 @@ SIZE = 50_000
 CATEGORIES = sorted(by_category())
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("category", CATEGORIES)
 def test_long_runs_of_each_category(category: str) -> None:
@@ -236,6 +237,7 @@ ATTACKS = {
 }
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("text", ATTACKS.values(), ids=ATTACKS.keys())
 def test_no_text_is_much_work_in_one_go(text: str) -> None:

@@ -268,6 +268,7 @@ SIMILAR = [
 ]  # fmt: skip
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.once
 @pytest.mark.parametrize("first", SIMILAR)
 @pytest.mark.parametrize("builtin", [(), ("python", "browser")], ids=["", "built-in"])

@@ -309,6 +309,7 @@ def test_null_where_openapi_allows_it(
 # --- the tools of agents, as libraries write them ---
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize("name", SHAPES)
@@ -706,8 +707,9 @@ def many(number: int) -> Tool:
     )
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.once
-@pytest.mark.parametrize(("make", "count"), [(small, 1500), (many, 500)])
+@pytest.mark.parametrize(("make", "count"), [(many, 500), (small, 1500)])
 def test_many_tools_are_not_refused(make: Callable[[int], Tool], count: int) -> None:
     asked = Turn((User("Hi."),), tools=tuple(map(make, range(count))))
     grammar = grammar_of(asked, Names.of(asked))

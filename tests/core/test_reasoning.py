@@ -226,6 +226,7 @@ LOOPS = {
 }
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("before", ["", "Hm. ", ROW * 20 + LINES])

@@ -112,6 +112,7 @@ def of_mlx_lm(engine: MlxEngine, asked: tuple[int, ...], most: int = 40) -> tupl
 LENGTHS = [1, 2, 5, 127, 128, 129, 300, 700]
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_alone_it_generates_what_mlx_lm_does(tiny_engine: MlxEngine, run: Run, length: int) -> None:
     asked = words(length, length)
@@ -136,6 +137,7 @@ def test_together_each_is_what_it_is_alone(tiny_engine: MlxEngine, run: Run) -> 
     assert run(together()) == expected
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 def test_prompts_may_be_cut_anywhere(tiny: Path, run: Run, chunk: int) -> None:
     engine = opened(tiny, limits=Limits(chunk=chunk))
@@ -268,6 +270,7 @@ def test_an_error_of_the_model_ends_what_was_computed_together(
     assert scripted.healthy
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize(
     ("problem", "code"),
     [
@@ -576,6 +579,7 @@ class Watched:
         return self.model(ids, cache=cache)
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize(
     "limits",
@@ -1054,6 +1058,7 @@ async def cancelled(engine: MlxEngine, asked: tuple[int, ...], chunks: int) -> i
     return computed
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8, 9])
 def test_cancelled_prompt_continues_where_it_was(
     tiny: Path, run: Run, chunks: int, monkeypatch: pytest.MonkeyPatch
@@ -1123,6 +1128,7 @@ def test_prompt_of_a_server_that_is_killed_is_on_disk(
 # --- What is stored is within the limit, too.
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("tree", [0, 200_000, 1 << 30])
 def test_memory_in_use_is_within_the_limit_after_every_step(
     tiny: Path, run: Run, tree: int

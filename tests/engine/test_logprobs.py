@@ -79,6 +79,7 @@ def check(engine: MlxEngine, prompt: tuple[int, ...], steps: list[Step], most: i
         assert [scores[token] for token, _ in each.top] == pytest.approx(likeliest, abs=1e-3)
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("most", [0, 1, 20])
 @pytest.mark.parametrize("changed", [{}, CHANGED], ids=["greedy", "changed"])
 def test_alone(engine: MlxEngine, run: Run, most: int, changed: dict[str, Any]) -> None:
@@ -89,6 +90,7 @@ def test_alone(engine: MlxEngine, run: Run, most: int, changed: dict[str, Any]) 
     assert not any(each.logprobs for each in plain)
 
 
+@pytest.mark.nightly(sample=2)
 def test_beside_others_that_do_not_ask(engine: MlxEngine, run: Run) -> None:
     prompts = [PROMPT[at:] for at in range(6)]
     asked = [None, 3, None, 0, 20, None]

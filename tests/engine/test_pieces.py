@@ -85,6 +85,7 @@ def same(cache: list[Any], length: int) -> bool:
     )
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("chunk", [1, 7, 300])
 @pytest.mark.parametrize(
     "ends",
@@ -140,6 +141,7 @@ def test_size_is_that_of_the_tokens_alone() -> None:
     assert cut(cache, 800, 1000).nbytes == 2 * 4 * (2 * 200 + 2 * 64 + 200 + WINDOW)
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("chunk", [1, 7, 300])
 @pytest.mark.parametrize("length", [2, 40, 128, 129, 130, 400])
 @pytest.mark.parametrize("step", [1, 2, 300])
@@ -239,6 +241,7 @@ def test_keys_and_values_of_a_piece_are_those_the_windows_keep(
     assert {window: part.shape[2] for window, part in parts.items()} == expected
 
 
+@pytest.mark.nightly(sample=2)
 def test_real_architecture_goes_on_with_the_same_logits(random_model: Any) -> None:
     """Exactly the same: the same passes, on keys and values that were cut and joined between."""
     ids = [random.Random(3).randrange(200_000) for _ in range(420)]
@@ -253,6 +256,7 @@ def test_real_architecture_goes_on_with_the_same_logits(random_model: Any) -> No
         at = end
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("length", [90, 400])
 def test_real_architecture_goes_on_from_one_token_before(random_model: Any, length: int) -> None:
     ids = [random.Random(4).randrange(200_000) for _ in range(length + 60)]

@@ -53,6 +53,7 @@ def test_a_bias_of_an_id_that_the_model_does_not_have_is_ignored() -> None:
 # --- Filters.
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_p", [0.9, 0.49, 0.1, 0.01, EPSILON])
 def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(

@@ -189,6 +189,7 @@ SETTINGS: list[dict[str, Any]] = [
 LENGTHS = [1, 2, 60, 112, 126, 127, 128, 129, 145, 300]
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
 @pytest.mark.parametrize("changed", SETTINGS, ids=str)
 def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> None:
@@ -212,6 +213,7 @@ def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> N
     assert ids > 1.1 * steps
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("changed", SETTINGS, ids=str)
 def test_answers_are_the_same_whatever_header_is_expected(changed: dict[str, Any]) -> None:
     guesses = ([19, 20, 3, 4], [19, 20, 21], [19, 63], [62], [9, 9])
@@ -432,6 +434,7 @@ def test_what_follows_a_drafted_answer_is_cached_right(
 # --- The distribution.
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("tried", [0, 2, 4])
 def test_drafts_leave_the_distribution_as_it_is(tried: int) -> None:

@@ -465,6 +465,7 @@ def checked(job: Job, found: Said) -> None:
         raise AssertionError(f"{job}: {vocab.encoding().decode(found.ids)}") from error
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("part", PARTS)
 def test_whatever_is_drawn_is_what_was_asked_for(tiny: Any, run: Run, part: int) -> None:
     jobs = [Job(kind, seed) for seed, kind in product(range(part, SEEDS, len(PARTS)), KINDS)]
@@ -476,6 +477,7 @@ def test_whatever_is_drawn_is_what_was_asked_for(tiny: Any, run: Run, part: int)
     assert figures(jobs, outputs) > 0.8 * len(jobs)
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("part", PARTS)
 def test_limits_cut_anywhere(tiny: Any, run: Run, part: int) -> None:
     jobs = [
@@ -499,6 +501,7 @@ def test_limits_cut_anywhere(tiny: Any, run: Run, part: int) -> None:
             assert not any(each[0] is Kind.ANSWER and each[2] for each in found.messages)
 
 
+@pytest.mark.nightly
 def test_what_runs_beside_it_does_not_change_an_output(tiny: Any, run: Run) -> None:
     jobs = [Job(kind, 3, 100) for kind in ("required", "schema", "plain", "custom")]
     together = run(all_said(tiny, jobs))
@@ -533,6 +536,7 @@ CROSSED = [
 ]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize(("want", "kind"), CROSSED)
 def test_a_model_that_wants_something_else(scripted: Any, run: Run, want: str, kind: str) -> None:
     for seed in range(3):

@@ -184,6 +184,7 @@ STEPS = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("how", STEPS.values(), ids=STEPS)
 def test_ids_that_come_in_other_groups(start: Start, standin_dir: Path, how: Any) -> None:
     """Never more than one in a step, or many at once: it says the same. All intervals are in

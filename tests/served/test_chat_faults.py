@@ -127,6 +127,7 @@ BAD = [
 ]
 
 
+@pytest.mark.nightly(sample=6)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), BAD)
 def test_a_bad_request_names_the_field_and_generates_nothing(
@@ -271,6 +272,7 @@ def test_a_client_that_goes_while_it_waits_frees_its_place(
         assert [each.result().status_code for each in patient] == [200] * PLACES
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("attempt", range(5))
 def test_clients_that_go_at_any_moment_leave_the_engine_free(
     server: Server, client: httpx.Client, attempt: int

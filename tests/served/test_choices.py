@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Server]
 
-pytestmark = pytest.mark.served
+pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
 
 CITY = {
     "type": "object",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Server]
 
-pytestmark = pytest.mark.served
+pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
 
 WORDS = [str(number * 7919 % 99_991) for number in range(1_600)]
 """About 4,800 tokens: three chunks."""

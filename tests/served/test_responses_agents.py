@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Server]
 
-pytestmark = pytest.mark.served
+pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
 
 CALL = "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
 SCRIPTS = [

@@ -25,7 +25,7 @@ from vllm_mlx_harmony.standin import Script
 if TYPE_CHECKING:
     from server import Server
 
-pytestmark = pytest.mark.served
+pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
 pytest.importorskip("mcp")
 
 SERVERS = Path(__file__).parents[1] / "tools" / "servers.py"

@@ -103,6 +103,7 @@ def answered(model: Any, prompt: list[int], turn: Turn) -> list[int]:
     return said
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("want", WANTED)
 @pytest.mark.parametrize("asked", ASKED)
 def test_an_answer_ends_and_obeys(model: Any, encode: Encode, asked: str, want: str) -> None:

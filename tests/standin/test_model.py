@@ -83,6 +83,7 @@ def test_caches_have_the_layout_of_gpt_oss(model: Any) -> None:
     assert caches[0].max_size == 128
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("words", [0, 100, 110, 111, 112, 113, 114, 115, 700])
 @pytest.mark.parametrize("chunk", [1, 17, 2048])
 def test_prompts_of_any_length_in_any_chunks(

@@ -1,7 +1,7 @@
 """Makes the compressed vocabulary that the wheel ships, from the official `o200k_base.tiktoken`.
 
 Knows the official file's line format and the shipped one; refuses any input whose SHA-256 is not
-the official one. Run: `python scripts/make_vocabulary.py path/to/o200k_base.tiktoken`
+the official one. Run: `python ci/make_vocabulary.py path/to/o200k_base.tiktoken`
 """
 
 from __future__ import annotations

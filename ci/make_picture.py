@@ -2,8 +2,8 @@
 
 The demo runs with the real server, and needs what it needs; of `verify`, the results are drawn:
 
-    python3 ci/leg.py --keep demo && build/legs/demo/bin/python scripts/make_picture.py
-    vllm-mlx-harmony verify URL --json results.json; python scripts/make_picture.py results.json
+    python3 ci/leg.py --keep demo && build/legs/demo/bin/python ci/make_picture.py
+    vllm-mlx-harmony verify URL --json results.json; python ci/make_picture.py results.json
 """
 
 from __future__ import annotations
