@@ -74,9 +74,9 @@ def _figures(number: int) -> dict[str, object]:
     from vllm_mlx_harmony.server.answer import Answer
     from vllm_mlx_harmony.server.front_end import FrontEnd
     from vllm_mlx_harmony.server.generation import Job
-    from vllm_mlx_harmony.server.responses.background import Running
-    from vllm_mlx_harmony.server.responses.persistence import StoringEmitter
     from vllm_mlx_harmony.server.responses.websocket import Conversation
+    from vllm_mlx_harmony.server.storage.background import Running
+    from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 
     kinds = {Answer, Job, Conversation, StoringEmitter, Running}
     gc.collect()

@@ -38,7 +38,6 @@ from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
 from vllm_mlx_harmony.required_names import OTHERS, Name, Requirement, find_problem
 from vllm_mlx_harmony.server.endpoint import Endpoint
-from vllm_mlx_harmony.server.responses import store
 
 APP = vllm_mlx.server.app
 
@@ -479,11 +478,9 @@ def test_a_store_that_cannot_be_used_is_refused_at_start(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_STORE", str(tmp_path))
-    store._opened.cache_clear()
     line = refused(capsys)
     assert str(tmp_path) in line
     assert line.endswith("unset VLLM_MLX_HARMONY_STORE")
-    store._opened.cache_clear()
 
 
 def test_importing_the_gate_imports_nothing_of_the_host() -> None:

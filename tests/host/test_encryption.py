@@ -9,8 +9,13 @@ import pytest
 
 pytest.importorskip("vllm_mlx")
 
+from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.server import encryption as sealing
-from vllm_mlx_harmony.server.encryption import ServerCipher, server_cipher
+from vllm_mlx_harmony.server.encryption import ServerCipher
+from vllm_mlx_harmony.server.front_end import FrontEnd
+from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.storage.single_server import SingleServer
+from vllm_mlx_harmony.server.storage.store import MemoryStore
 
 KEY, OTHER = bytes(32), bytes([1]) * 32
 
@@ -20,7 +25,11 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("VLLM_MLX_HARMONY_SEAL_KEY", raising=False)
-    sealing._server_key.cache_clear()
+
+
+def front_end() -> FrontEnd:
+    """That of a server that has just started."""
+    return FrontEnd(VllmMlx(), ServerSettings.read(), SingleServer(MemoryStore()))
 
 
 @pytest.mark.parametrize("text", ["", "Need the weather.", "é 😀 <|end|>\n", "x" * 100_000])
@@ -61,9 +70,8 @@ def test_what_is_forged_or_foreign_does_not_open(forged: str) -> None:
 
 
 def test_the_key_is_the_users_and_only_theirs() -> None:
-    encrypted = server_cipher("tenant").encrypt("a")
-    sealing._server_key.cache_clear()
-    assert server_cipher("tenant").decrypt(encrypted) == "a"
+    encrypted = front_end().cipher("tenant").encrypt("a")
+    assert front_end().cipher("tenant").decrypt(encrypted) == "a"
     path = sealing.state_dir() / sealing.FILE_NAME
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert list(path.parent.iterdir()) == [path]
@@ -71,9 +79,8 @@ def test_the_key_is_the_users_and_only_theirs() -> None:
 
 def test_servers_given_the_same_secret_open_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_SEAL_KEY", "our secret")
-    encrypted = server_cipher("tenant").encrypt("a")
-    sealing._server_key.cache_clear()
-    assert server_cipher("tenant").decrypt(encrypted) == "a"
+    encrypted = front_end().cipher("tenant").encrypt("a")
+    assert front_end().cipher("tenant").decrypt(encrypted) == "a"
     assert not (sealing.state_dir() / sealing.FILE_NAME).exists()
 
 
@@ -84,7 +91,7 @@ def test_a_file_that_is_no_key_is_left_alone(
     path = sealing.state_dir() / sealing.FILE_NAME
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    cipher = server_cipher("tenant")
+    cipher = front_end().cipher("tenant")
     assert cipher.decrypt(cipher.encrypt("a")) == "a"
     assert path.read_bytes() == content
     assert "cannot be used as the key" in caplog.text
@@ -97,6 +104,6 @@ def test_where_nothing_can_be_kept_it_lasts_as_long_as_the_process(
     blocked.write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(blocked))
     monkeypatch.setattr(sealing, "state_dir", lambda: blocked / "state")
-    cipher = server_cipher("tenant")
+    cipher = front_end().cipher("tenant")
     assert cipher.decrypt(cipher.encrypt("a")) == "a"
     assert "cannot be used as the key" in caplog.text

@@ -38,9 +38,12 @@ from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement, generation, grammar_checks
 from vllm_mlx_harmony.server.chat import CHAT
+from vllm_mlx_harmony.server.front_end import Caller, FrontEnd
 from vllm_mlx_harmony.server.messages import MESSAGES
 from vllm_mlx_harmony.server.responses.routes import RESPONSES
 from vllm_mlx_harmony.server.settings import Enforcement, ServerSettings
+from vllm_mlx_harmony.server.storage.single_server import SingleServer
+from vllm_mlx_harmony.server.storage.store import MemoryStore
 from vllm_mlx_harmony.standin import Script
 
 SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "2"))
@@ -194,6 +197,8 @@ KINDS: dict[str, tuple[Body, Body, Body]] = {
     ),
 }
 APIS = (CHAT, RESPONSES, MESSAGES)
+SHARING = SingleServer(MemoryStore())
+CALLER = Caller(FrontEnd(VllmMlx(), ServerSettings(), SHARING), "tenant")
 
 
 @dataclass(frozen=True)
@@ -326,14 +331,14 @@ class Said:
 
 
 async def said(engine: Any, api: Any, document: Body, settings: GenerationSettings) -> Said:
-    asked = api.read(document, Defaults(), "tenant")
+    asked = api.read(document, Defaults(), CALLER)
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
     wanted = Enforcement.of(ServerSettings.read())
     if (budget := VllmMlx().reasoning_tokens) is not None:
         wanted = replace(wanted, reasoning_tokens=budget)
     constraint = await enforcement.constraint_for(asked.turn, context.names, wanted)
-    emitter = api.emitter(asked, info, context, "tenant")
+    emitter = api.emitter(asked, info, context, CALLER)
     found = Said(asked.turn, [], constraint=constraint)
     deltas = list(context.start())
     finish = None
@@ -658,7 +663,7 @@ def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint |
     async def asked() -> Constraint | None:
         job = Job(kind, seed)
         document = {**job.document, **more}
-        turn = job.api.read(document, Defaults(), "tenant").turn
+        turn = job.api.read(document, Defaults(), CALLER).turn
         names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
         return await enforcement.constraint_for(turn, names, Enforcement.of(ServerSettings.read()))
 

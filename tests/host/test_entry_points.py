@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.context import StreamingHarmonyContext
+from vllm_mlx_harmony.core.deltas import Delta
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.render import Rendered, render
+from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.turn import Turn, User
 from vllm_mlx_harmony.host import entry_points
 
@@ -46,7 +52,7 @@ def test_somebody_elses_part_wins(
     monkeypatch: pytest.MonkeyPatch, entries: list[metadata.EntryPoint], expected: str
 ) -> None:
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: entries)
-    part, source = entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
+    part, _, source = entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
     assert part.__name__ == expected
     assert expected in source
 
@@ -66,8 +72,67 @@ def test_a_part_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) 
 def test_a_checkout_on_the_path_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [])
     monkeypatch.setitem(entry_points.OWN, entry_points.PROMPT_RENDERERS, "os:getcwd")
-    part, source = entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
+    part, _, source = entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
     assert (part.__name__, source) == ("getcwd", "os:getcwd")
+
+
+class Silent:
+    """Does nothing, as a part would."""
+
+    def __init__(self, turn: object, info: object, renderer: object) -> None: ...
+
+
+class OldContext(StreamingHarmonyContext):
+    """As contexts were before log probabilities."""
+
+    def append_output(self, ids: Sequence[int]) -> list[Delta]:  # type: ignore[override]
+        return super().append_output(ids)
+
+
+def no_replay(turn: Turn) -> Rendered:
+    return render(turn)
+
+
+def extended(turn: Turn, replay: ReplayScope | None = None, style: str = "") -> Rendered:
+    return render(turn, replay)
+
+
+class Derived(StreamingHarmonyContext):
+    """Adds nothing."""
+
+
+RENDERERS, CONTEXTS = entry_points.PROMPT_RENDERERS, entry_points.STREAMING_CONTEXTS
+
+
+@pytest.mark.parametrize(
+    ("group", "part", "problem"),
+    [
+        (RENDERERS, "extended", None),
+        (RENDERERS, "no_replay", r"no_replay takes \(turn\), not \(turn, replay, \.\.\.\)"),
+        (RENDERERS, "ARCHITECTURE", "is not a function"),
+        (CONTEXTS, "Derived", None),
+        (CONTEXTS, "extended", r"not \(turn, info, renderer, \.\.\.\)"),
+        (CONTEXTS, "Silent", "Silent.names is missing"),
+        (CONTEXTS, "OldContext", r"append_output takes \(self, ids\)"),
+        (entry_points.TOOL_PARSERS, "Silent", "Silent.extract_tool_calls is missing"),
+    ],
+)
+def test_part_must_have_what_its_protocol_has(
+    monkeypatch: pytest.MonkeyPatch, group: str, part: str, problem: str | None
+) -> None:
+    monkeypatch.setitem(sys.modules, "another_package", sys.modules[__name__])
+    theirs = entry("harmony", f"another_package:{part}", "another-package")
+    monkeypatch.setattr(
+        entry_points.metadata,
+        "entry_points",
+        lambda **wanted: [theirs] if wanted["group"] == group else [],
+    )
+    if problem is None:
+        assert "another-package 1.2" in entry_points.find("harmony").sources[group]
+        return
+    with pytest.raises(HostError, match=problem) as caught:
+        entry_points.find("harmony")
+    assert caught.value.message.startswith(f"{group} harmony = another_package:{part} cannot be")
 
 
 ARCHITECTURE = (Path(__file__).resolve().parents[2] / "docs" / "architecture.md").read_text("utf-8")

@@ -21,10 +21,15 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.host import contract
+from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.protocols.messages import error_body
 from vllm_mlx_harmony.server import messages
+from vllm_mlx_harmony.server.front_end import Caller, FrontEnd
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.sampling import limited_to_context
+from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.storage.single_server import SingleServer
+from vllm_mlx_harmony.server.storage.store import MemoryStore
 
 KEY = "sesame"
 PATHS = ["/v1/messages", "/v1/messages/count_tokens"]
@@ -138,8 +143,9 @@ def _bytes(value: str | bytes) -> bytes:
 
 def test_what_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    front_end = FrontEnd(VllmMlx(), ServerSettings(), SingleServer(MemoryStore()))
     with caplog.at_level(logging.INFO, logger="vllm_mlx_harmony"):
-        messages.MESSAGES.read({**HELLO, "tools": tools}, Defaults(), "tenant")
+        messages.MESSAGES.read({**HELLO, "tools": tools}, Defaults(), Caller(front_end, "tenant"))
     assert [record.getMessage() for record in caplog.records] == [
         "messages: tools that are not available: 'web_search'"
     ]

@@ -8,7 +8,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from vllm_mlx_harmony.engine_api.engine import Engine, GenerationRequest, Step, 
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.responses import store
+from vllm_mlx_harmony.server.storage.store import StoredResponse
 
 CALL = (
     "<|channel|>analysis<|message|>They ask for the weather.<|end|>"
@@ -58,11 +58,8 @@ CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required"
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
-    store._opened.cache_clear()
-    yield
-    store._opened.cache_clear()
 
 
 @pytest.fixture(params=[1, 3, 1000])
@@ -395,7 +392,7 @@ def test_a_closed_websocket_holds_nothing(host: Alone) -> None:
     create = {"type": "response.create", "model": MODEL, "input": "Hello!", "store": False}
 
     def stored() -> int:
-        return sum(isinstance(each, store.StoredResponse) for each in gc.get_objects())
+        return sum(isinstance(each, StoredResponse) for each in gc.get_objects())
 
     gc.collect()
     before = stored()  # other tests have stores of their own

@@ -23,7 +23,6 @@ def test_an_answer_that_begins_at_the_last_heartbeat_can_be_cancelled(
     """It was prepared just then, and runs at the next heartbeat."""
     beats = 0
     cancelled: list[AnswerKey] = []
-    heartbeat = Heartbeat()
 
     class Directory:
         def beat(self, running: list[Any], background: Any) -> dict[Any, Command]:
@@ -45,7 +44,8 @@ def test_an_answer_that_begins_at_the_last_heartbeat_can_be_cancelled(
             cancelled.append(key)
             return True
 
-    observed = Observed()
+    directory: Any = Directory()
+    heartbeat, observed = Heartbeat(directory), Observed()
 
     class Loop(asyncio.SelectorEventLoop):
         """Has something else to do while a thread works."""
@@ -60,8 +60,7 @@ def test_an_answer_that_begins_at_the_last_heartbeat_can_be_cancelled(
         assert heartbeat._task is not None
         await asyncio.wait_for(heartbeat._task, 60)
 
-    monkeypatch.setattr(answers, "HEARTBEAT_SECONDS", 0.001)
-    monkeypatch.setattr(answers, "directory", Directory)
+    monkeypatch.setattr(answers, "REPORT_SECONDS", 0.001)
     loop = Loop()
     try:
         loop.run_until_complete(test())

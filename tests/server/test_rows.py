@@ -42,7 +42,6 @@ from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.responses import store
 
 SCRIPTS = {f"<|message|>{row.id}<|end|>": row.output for row in GENERATED}
 AT_ONCE = (1, 3)
@@ -81,11 +80,9 @@ class Front:
 def front() -> Iterator[Front]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
-        store._opened.cache_clear()
         front = Front()
         yield front
         front.close()
-        store._opened.cache_clear()
 
 
 every_row: Callable[..., Any] = pytest.mark.parametrize("row", GENERATED, ids=lambda row: row.id)

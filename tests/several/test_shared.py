@@ -26,15 +26,18 @@ from vllm_mlx_harmony.gateway.limits import DAY, Limits
 from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
-from vllm_mlx_harmony.server import encryption
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
+from vllm_mlx_harmony.server.front_end import FrontEnd, open_sharing
 from vllm_mlx_harmony.server.peers import answers as peers_answers
 from vllm_mlx_harmony.server.peers import connection as shared
 from vllm_mlx_harmony.server.peers.answers import Command, Directory, Heartbeat
-from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
+from vllm_mlx_harmony.server.peers.connection import Connection, PeersError, connect
+from vllm_mlx_harmony.server.peers.sharing import RedisSharing
+from vllm_mlx_harmony.server.peers.store import SharedStore
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
-from vllm_mlx_harmony.server.responses import lookup, store
-from vllm_mlx_harmony.server.responses.store import SharedStore, StoredResponse
+from vllm_mlx_harmony.server.settings import STORE_VARIABLE, ServerSettings
+from vllm_mlx_harmony.server.storage.responses import Responses
+from vllm_mlx_harmony.server.storage.store import StoredResponse
 
 KEPT = StoredResponse(
     "resp_1",
@@ -161,36 +164,31 @@ def test_a_history_asks_redis_once(server: RedisServer) -> None:
 # --- The key of encrypted reasoning
 
 
+def started() -> FrontEnd:
+    """That of a server that has just started."""
+    settings = ServerSettings.read()
+    host: Any = None
+    return FrontEnd(host, settings, open_sharing(settings, connect(settings)))
+
+
 def test_servers_that_share_a_redis_open_what_the_other_encrypted(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(shared.STORE_VARIABLE, server.url)
+    monkeypatch.setenv(STORE_VARIABLE, server.url)
     monkeypatch.delenv("VLLM_MLX_HARMONY_SEAL_KEY", raising=False)
-    opened = []
-    for _ in range(2):
-        _forget()
-        opened.append(encryption.server_cipher("alice"))
-    _forget()
-    assert opened[1].decrypt(opened[0].encrypt("because")) == "because"
-    assert opened[0].decrypt(opened[0].encrypt("because")) == "because"
-
-
-def _forget() -> None:
-    for cached in (shared._opened, store._opened, encryption._server_key):
-        cached.cache_clear()
+    one, other = started().cipher("alice"), started().cipher("alice")
+    assert other.decrypt(one.encrypt("because")) == "because"
+    assert one.decrypt(one.encrypt("because")) == "because"
 
 
 def test_the_environments_key_comes_first(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(shared.STORE_VARIABLE, server.url)
+    monkeypatch.setenv(STORE_VARIABLE, server.url)
     monkeypatch.setenv("VLLM_MLX_HARMONY_SEAL_KEY", "secret")
-    _forget()
-    encrypted = encryption.server_cipher("alice").encrypt("because")
-    monkeypatch.delenv(shared.STORE_VARIABLE)
-    _forget()
-    assert encryption.server_cipher("alice").decrypt(encrypted) == "because"
-    _forget()
+    encrypted = started().cipher("alice").encrypt("because")
+    monkeypatch.delenv(STORE_VARIABLE)
+    assert started().cipher("alice").decrypt(encrypted) == "because"
 
 
 # --- The background of other servers
@@ -234,7 +232,7 @@ class Generated:
     """A background response with its first events, and the last one if it is ``done``."""
 
     def __init__(self, key: str, *, done: bool) -> None:
-        self.id, self.tenant, self.done, self.deleted = key, "alice", done, False
+        self.key, self.done, self.deleted = AnswerKey(key, "alice"), done, False
         self.events = [Event(f'{{"n":{n}}}', "response.created") for n in range(3)]
         self.events += [DONE] * done
 
@@ -243,7 +241,7 @@ class Generated:
 def test_events_are_stored_once_although_a_reply_is_lost(server: RedisServer, lost: str) -> None:
     """Redis carries the command out, but the server does not know."""
     generated: list[Any] = [Generated(f"resp_{n}", done=lost == "ended") for n in range(2)]
-    names = [AnswerKey(each.id, each.tenant) for each in generated]
+    names = [each.key for each in generated]
 
     class Lossy(Directory):
         def beat(self, *given: Any) -> Any:
@@ -255,11 +253,13 @@ def test_events_are_stored_once_although_a_reply_is_lost(server: RedisServer, lo
         def ended(self, name: Any) -> None:
             raise PeersError("timed out")
 
-    known, heartbeat = Directory(Connection(server.url)), Heartbeat()
+    known = Directory(Connection(server.url))
+    heartbeat = Heartbeat(Lossy(Connection(server.url)))
     heartbeat._sent = dict.fromkeys(generated, 0)
     with pytest.raises(PeersError):
-        asyncio.run(heartbeat._beat(Lossy(Connection(server.url)), Answers(), []))
-    asyncio.run(heartbeat._beat(known, Answers(), []))
+        asyncio.run(heartbeat._beat(Answers(), []))
+    heartbeat._directory = known
+    asyncio.run(heartbeat._beat(Answers(), []))
     for each, name in zip(generated, names, strict=True):
         assert known.events(name, 0) == each.events
         assert known.runs(name) == (not each.done)
@@ -280,18 +280,19 @@ def test_who_follows_at_another_server_hears_that_the_response_is_running(
 ) -> None:
     """With the number of the last event that it got, so that it can reconnect behind that one. And
     while nothing is generated, the response is read for these events alone."""
-    known, stored = Directory(Connection(server.url)), CountingStore(Connection(server.url))
+    connection = Connection(server.url)
+    known, stored = Directory(connection), CountingStore(connection)
     name = AnswerKey(KEPT.id, KEPT.tenant)
     created = Event('{"sequence_number":0}', "response.created")
     monkeypatch.setattr(peers_answers, "EXPIRY_SECONDS", 3600)  # however slow the machine is
-    monkeypatch.setattr(lookup, "directory", lambda: known)
-    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(AnswerKey(*name)))
-    monkeypatch.setattr(lookup, "server_store", lambda: stored)
+    sharing = RedisSharing(connection)
+    sharing.store = stored
+    responses = Responses(sharing)
     stored.put(replace(KEPT, document={**KEPT.document, "status": "in_progress"}))
 
     async def following() -> list[Event]:
         known.beat([], {name: {0: created}})
-        events = await lookup.follow(replace(KEPT, id=name.id), 0, seconds)
+        events = await responses.follow(replace(KEPT, id=name.id), 0, seconds)
         found = [await anext(events)]
         more = asyncio.ensure_future(anext(events))
         for _ in range(8):
@@ -325,12 +326,13 @@ def test_who_follows_at_another_server_hears_that_the_response_is_running(
 def test_who_follows_what_ended_without_its_last_events(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, status: str | None, last: str | None
 ) -> None:
-    known, stored = Directory(Connection(server.url)), SharedStore(Connection(server.url))
+    connection = Connection(server.url)
+    known, stored = Directory(connection), SharedStore(connection)
     name = AnswerKey(f"resp_{status}", KEPT.tenant)
     created = Event('{"sequence_number":0}', "response.created")
-    monkeypatch.setattr(lookup, "directory", lambda: known)
-    monkeypatch.setattr(lookup, "runs_elsewhere", lambda *name: known.runs(AnswerKey(*name)))
-    monkeypatch.setattr(lookup, "server_store", lambda: stored)
+    sharing = RedisSharing(connection)
+    sharing.store = stored
+    responses = Responses(sharing)
     known.beat([], {name: {0: created}})
     known.ended(name)
     if status:
@@ -338,7 +340,7 @@ def test_who_follows_what_ended_without_its_last_events(
         stored.put(replace(KEPT, id=name.id, document=document))
 
     async def followed() -> list[Event]:
-        events = await lookup.follow(replace(KEPT, id=name.id), 0, 5)
+        events = await responses.follow(replace(KEPT, id=name.id), 0, 5)
         return [event async for event in events]
 
     found = asyncio.run(followed())
@@ -387,8 +389,7 @@ LIMITED = {"keys": {"eve": {"key": "key-of-eve", "requests_per_minute": 2}}}
 def test_a_gateway_counts_by_itself_while_redis_is_away(
     own: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(shared.STORE_VARIABLE, own.url)
-    _forget()
+    monkeypatch.setenv(STORE_VARIABLE, own.url)
     settings = load({"engines": ["http://nowhere:1"], "model": "m", **LIMITED}, {})
     header = (b"authorization", b"Bearer key-of-eve")
     scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": [header]}
@@ -408,7 +409,6 @@ def test_a_gateway_counts_by_itself_while_redis_is_away(
     assert asyncio.run(together(one, other, one, other)) == [False, False, True, True]
     own.stop()
     assert asyncio.run(together(alone, alone, alone)) == [False, False, True]
-    _forget()
 
 
 # --- Redis away
@@ -473,12 +473,10 @@ def test_a_redis_that_is_full_refuses_and_still_answers(own: RedisServer) -> Non
 def test_a_redis_that_is_not_there_at_the_start_is_said(
     url: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(shared.STORE_VARIABLE, url)
-    _forget()
+    monkeypatch.setenv(STORE_VARIABLE, url)
     with pytest.raises(HostError, match=said) as raised:
-        store.server_store()
+        started()
     assert "secret" not in raised.value.message
-    _forget()
 
 
 def test_another_programs_key_is_not_taken(own: RedisServer) -> None:

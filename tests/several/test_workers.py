@@ -19,7 +19,7 @@ from gateway.fake_engines import FakeEngine, served, until
 from several.real_redis import RedisServer
 
 from vllm_mlx_harmony.__main__ import main
-from vllm_mlx_harmony.server.peers import connection
+from vllm_mlx_harmony.server.settings import STORE_VARIABLE
 
 MODEL = "gpt-oss-20b"
 TEXT = "word " * 40
@@ -40,7 +40,7 @@ class Crowd:
         redis = stack.enter_context(RedisServer(directory)).url
         command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--port", "0"]
         command += ["--config", str(self._file), "--workers", str(WORKERS)]
-        environment = {**os.environ, connection.STORE_VARIABLE: redis}
+        environment = {**os.environ, STORE_VARIABLE: redis}
         self._log = directory / "log"
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, stderr=log, env=environment)
@@ -244,9 +244,7 @@ def test_what_workers_could_not_share_is_refused(
     with ExitStack() as stack:
         if redis:
             server = stack.enter_context(RedisServer(tmp_path))
-            monkeypatch.setenv(connection.STORE_VARIABLE, server.url)
-        connection._opened.cache_clear()
-        stack.callback(connection._opened.cache_clear)
+            monkeypatch.setenv(STORE_VARIABLE, server.url)
         command = ["gateway", "--model", "m", "--engine", "http://127.0.0.1:9", "--workers", "2"]
         assert main([*command, *flags]) == 2
         assert problem in capsys.readouterr().err

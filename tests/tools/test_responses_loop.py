@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,6 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.render import Rendered, render
 from vllm_mlx_harmony.core.turn import Turn
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.responses import store
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
@@ -86,11 +84,8 @@ MINE = {"type": "function", "name": "mine", "parameters": {"type": "object"}, "s
 
 
 @pytest.fixture(autouse=True)
-def _nothing_kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
-    store._opened.cache_clear()
-    yield
-    store._opened.cache_clear()
 
 
 def serving(
@@ -103,8 +98,7 @@ def serving(
 
 
 def client(host: Alone) -> openai.AsyncOpenAI:
-    app = application(host)
-    http = in_process(openai.DefaultAsyncHttpxClient, app)
+    http = in_process(openai.DefaultAsyncHttpxClient, host.app)
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key=KEY, max_retries=0, http_client=http
     )

@@ -101,7 +101,6 @@ def serve(parsed: argparse.Namespace) -> int:
     from vllm_mlx_harmony.gateway import app, workers
     from vllm_mlx_harmony.gateway.settings import load
     from vllm_mlx_harmony.server import defaults
-    from vllm_mlx_harmony.server.responses.store import server_store
     from vllm_mlx_harmony.server.settings import ServerSettings
 
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
@@ -109,7 +108,6 @@ def serve(parsed: argparse.Namespace) -> int:
     try:
         settings = load(flags, file=parsed.config)
         defaults.read(settings.template_options, ServerSettings.read())
-        server_store()  # opens the store, which may fail
         workers.check(settings)
     except HostError as error:
         raise UsageError(error.message) from error

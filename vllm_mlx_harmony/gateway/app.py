@@ -48,7 +48,7 @@ def gateway(settings: GatewaySettings, reload: Reload | None = None) -> _Gateway
     Loads the model if that is in this process. Raises ``HostError`` if it cannot.
     """
     host = _host(settings)
-    app = application(host)
+    app = application(host, host.sharing)
     app.router.routes.extend(guarded(each, host) for each in host.endpoints)
     if settings.inspect:
         inspector.install(app, host.sections)

@@ -36,13 +36,16 @@ from vllm_mlx_harmony.gateway.shared_limit import Limiter
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server import defaults, enforcement
 from vllm_mlx_harmony.server.endpoint import Endpoint
+from vllm_mlx_harmony.server.front_end import open_sharing
 from vllm_mlx_harmony.server.host import (
-    Context,
+    ContextFactory,
     Deadline,
     Lease,
+    Renderer,
     Tracker,
     tenant_of,
 )
+from vllm_mlx_harmony.server.peers.connection import connect
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import config as tools
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
@@ -58,15 +61,18 @@ class Gateway:
     archive: Archive | None = None
     endpoints: Sequence[Endpoint] = ()
     """Endpoints of its own, besides those of the front end."""
-    renderer: Callable[..., Any] = staticmethod(render)
-    context: Callable[..., Context] = StreamingHarmonyContext
+    renderer: Renderer = staticmethod(render)
+    context: ContextFactory = StreamingHarmonyContext
 
     def __init__(self, settings: GatewaySettings, rule: Rule | None = None) -> None:
         self.settings = settings
         self.server_settings = ServerSettings.read()
+        connection = connect(self.server_settings)
+        self.sharing = open_sharing(self.server_settings, connection)
+        """What the front end shares: for ``server.app.application``."""
         self.fleet = Fleet(settings.model, settings.http_engines, rule, limit=settings.timeout)
         self.metrics = Metrics(self.fleet, by_key=settings.metrics_by_key)
-        self.limiter = Limiter()
+        self.limiter = Limiter(connection)
         self._use(settings)
         self._created = int(time.time())
         self.toolbox = _toolbox(settings.mcp_config, self.server_settings)

@@ -23,7 +23,6 @@ from vllm_mlx_harmony.server.peers.connection import (
     Connection,
     PeersError,
     key_of,
-    server_connection,
 )
 
 T = TypeVar("T")
@@ -36,9 +35,10 @@ RENEWED = 20
 
 
 class Limiter:
-    """Counts what keys use. Their names identify them."""
+    """Counts what keys use, on ``connection`` too, if there is one. Names identify the keys."""
 
-    def __init__(self) -> None:
+    def __init__(self, connection: Connection | None = None) -> None:
+        self._connection = connection
         self._counts = Counts()
         self._running: dict[str, str] = {}
         """The key of each running request, by the request's id."""
@@ -52,11 +52,11 @@ class Limiter:
             return []
         now = time.time()
         own = self._counts.add(name, quotas, now)
-        budgets = await _shared(lambda shared: add(shared, name, quotas, now)) or own
+        budgets = await self._shared(lambda shared: add(shared, name, quotas, now)) or own
         if exceeded(budgets, "requests"):
             back = limits.quotas(requests=-1)
             self._counts.add(name, back, now)
-            await _shared(lambda shared: add(shared, name, back, now))
+            await self._shared(lambda shared: add(shared, name, back, now))
         return budgets
 
     def tokens(self, name: str, limits: Limits, tokens: int) -> None:
@@ -65,8 +65,8 @@ class Limiter:
         if quotas:
             now = time.time()
             self._counts.add(name, quotas, now)
-            if server_connection() is not None:
-                coming = _shared(lambda shared: add(shared, name, quotas, now))
+            if self._connection is not None:
+                coming = self._shared(lambda shared: add(shared, name, quotas, now))
                 task: asyncio.Task[object] = asyncio.ensure_future(coming)
                 self._writing.add(task)
                 task.add_done_callback(self._writing.discard)
@@ -79,10 +79,10 @@ class Limiter:
 
         async def end() -> None:
             self._concurrent[self._running.pop(request)] -= 1
-            await _shared(lambda shared: remove(shared, name, request))
+            await self._shared(lambda shared: remove(shared, name, request))
 
         try:
-            running = await _shared(lambda shared: enter(shared, name, request, time.time()))
+            running = await self._shared(lambda shared: enter(shared, name, request, time.time()))
             had = (running or self._concurrent[name]) <= limit
         finally:
             if not had:
@@ -94,20 +94,18 @@ class Limiter:
         while True:
             await asyncio.sleep(RENEWED)
             if running := tuple(self._running.items()):
-                await _shared(partial(renew, running=running, now=time.time()))
+                await self._shared(partial(renew, running=running, now=time.time()))
 
     async def close(self) -> None:
         """Returns when all counts have been written."""
         await asyncio.gather(*self._writing)
 
-
-async def _shared(command: Callable[[Connection], T]) -> T | None:
-    """Calls ``command`` in a thread; ``None`` without a Redis, or if Redis does not answer."""
-    shared = server_connection()
-    if shared is not None:
-        with suppress(PeersError):
-            return await asyncio.to_thread(command, shared)
-    return None
+    async def _shared(self, command: Callable[[Connection], T]) -> T | None:
+        """Calls ``command`` in a thread; ``None`` without a Redis, or if Redis does not answer."""
+        if self._connection is not None:
+            with suppress(PeersError):
+                return await asyncio.to_thread(command, self._connection)
+        return None
 
 
 # --- Commands, which block and raise ``PeersError``; ``now`` is Unix time

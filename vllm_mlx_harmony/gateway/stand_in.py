@@ -100,7 +100,8 @@ class Host(Gateway):
 def serve(settings: GatewaySettings, pace: float) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
     os.environ[ids.VARIABLE] = "1"
-    app = application(Host(settings, StandIn(settings.model, pace)))
+    host = Host(settings, StandIn(settings.model, pace))
+    app = application(host, host.sharing)
     config = uvicorn.Config(
         app,
         host=settings.host,

@@ -33,7 +33,8 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
-from vllm_mlx_harmony.server.peers.connection import STORE_VARIABLE, server_connection
+from vllm_mlx_harmony.server.peers.connection import connect
+from vllm_mlx_harmony.server.settings import STORE_VARIABLE, ServerSettings
 
 if TYPE_CHECKING:
     from multiprocessing.context import SpawnProcess
@@ -63,7 +64,7 @@ def check(settings: GatewaySettings) -> None:
         raise HostError(
             "a model in this process (mlx:) requires --workers 1: each worker would load it"
         )
-    if server_connection() is None:
+    if connect(ServerSettings.read()) is None:
         raise HostError(
             f"--workers {settings.workers} requires a Redis ({STORE_VARIABLE}=redis://…): without "
             "it, each worker would have limits, stored responses and generated turns of its own"

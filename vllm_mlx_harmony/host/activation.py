@@ -121,16 +121,14 @@ def _activate(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
-    """Raises HostError for options that no request could be served with, an unusable store, and
-    unusable settings of tool servers."""
+    """Raises HostError for options that no request could be served with, and unusable settings of
+    tool servers."""
     _check_flags(args)
     from vllm_mlx_harmony.server import defaults
-    from vllm_mlx_harmony.server.responses import store
     from vllm_mlx_harmony.server.settings import Use
     from vllm_mlx_harmony.server.tools import config
     from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
-    store.server_store()
     if not getattr(args, "models_config", None):  # else the options may be another model's
         defaults.read(getattr(args, "default_chat_template_kwargs", None) or {}, settings)
         if getattr(args, "mllm", False):

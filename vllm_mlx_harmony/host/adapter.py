@@ -6,7 +6,6 @@ import asyncio
 import datetime
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 
 from vllm_mlx_harmony.core.deltas import Usage
-from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.engine import resources
@@ -36,10 +34,11 @@ from vllm_mlx_harmony.server import defaults, shutdown
 from vllm_mlx_harmony.server.connections import limited
 from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.host import (
-    Context,
+    ContextFactory,
     Deadline,
     Lease,
     NotHarmony,
+    Renderer,
     Tracker,
     tenant_of,
 )
@@ -168,11 +167,11 @@ class VllmMlx:
         return _Tracker(server()._metrics.track_inference(api, stream=stream))
 
     @property
-    def renderer(self) -> Callable[..., Rendered]:
+    def renderer(self) -> Renderer:
         return entry_points.in_use().renderer
 
     @property
-    def context(self) -> Callable[..., Context]:
+    def context(self) -> ContextFactory:
         return entry_points.in_use().context
 
 

@@ -33,6 +33,7 @@ from codecs import getincrementaldecoder
 from collections.abc import Mapping
 from enum import Enum, auto
 
+from vllm_mlx_harmony.core import json_escapes
 from vllm_mlx_harmony.core.turn import Syntax, SyntaxKind, Tool
 
 INPUT = "input"
@@ -88,7 +89,6 @@ _OBJECT_END = re.compile(r'"\s*\}\s*')
 _MAY_END = re.compile(r'"\s*(?:\}\s*|,\s*(?:"[^"\\]*(?:"\s*)?)?)?')
 _PIECE = re.compile(r"""(?s)[^"\\]+|\\(?:[^u]|u[0-9a-fA-F]{4}|u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))""")
 """Text, or an escape that is complete."""
-_ESCAPES = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t", '"': '"', "\\": "\\", "/": "/"}
 _UNICODE = 6  # characters of \uXXXX
 _Decoder = getincrementaldecoder("utf-16-be")
 
@@ -166,6 +166,6 @@ class FreeformInput:
             # Half a surrogate pair whose other half did not come is U+FFFD; an escape that JSON
             # does not know stands for itself.
             out.append(self._units.decode(b"", final=True))
-            out.append(_ESCAPES.get(piece[1:], piece) if piece[0] == "\\" else piece)
+            out.append(json_escapes.CHARACTERS.get(piece[1:], piece) if piece[0] == "\\" else piece)
         self._pending = pending[at:]
         return "".join(out)

@@ -45,6 +45,12 @@ class Wire(BaseModel):
 
 Model = TypeVar("Model", bound=Wire)
 
+
+def as_choice(value: object) -> object:
+    """A rule for tools as an object: a string such as ``auto`` becomes one of that type."""
+    return {"type": value} if isinstance(value, str) else value
+
+
 VARIANT = "\0"
 """Prefix of the names that pydantic puts into the path of an error for the model it has chosen."""
 

@@ -20,11 +20,10 @@ from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of, install
 from vllm_mlx_harmony.server.host import Host, tenant_of
 from vllm_mlx_harmony.server.middleware import Admission, error_at
-from vllm_mlx_harmony.server.peers import answers as peers
 from vllm_mlx_harmony.server.responses import routes as responses
-from vllm_mlx_harmony.server.responses.background import BACKGROUND
 from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.storage.sharing import Sharing
 
 
 async def _root(_: Request) -> Response:
@@ -41,14 +40,14 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     The ids of every API contain the answer's seed: ``chatcmpl-SEED``, ``resp_SEED``, ``msg_SEED``.
     Requests for unknown ids are passed on to the host, whose shape the response has.
     """
-    tenant, match = tenant_of(request), _ANSWER_ID.fullmatch(request_id)
-    background = BACKGROUND.get(request_id, tenant)
+    front_end, tenant = front_end_of(request), tenant_of(request)
+    background = front_end.responses.background(AnswerKey(request_id, tenant))
     cancelled = background is not None and not background.done
     if background is not None and cancelled:
         await background.cancel()
-    elif match is not None:
+    elif (match := _ANSWER_ID.fullmatch(request_id)) is not None:
         key = AnswerKey(match["seed"], tenant)
-        cancelled = front_end_of(request).answers.cancel(key) or await peers.cancel(*key)
+        cancelled = front_end.answers.cancel(key) or await front_end.sharing.cancel(key)
     if not cancelled:
         try:
             return await host_of(request).forward(request)
@@ -98,15 +97,18 @@ def middleware(settings: ServerSettings) -> tuple[Middleware, ...]:
     return (Middleware(Admission, origins=settings.origins, hosts=settings.hosts),)
 
 
-def application(host: Host) -> Starlette:
-    """A standalone application that gets models, keys and limits from ``host``."""
+def application(host: Host, sharing: Sharing | None = None) -> Starlette:
+    """A standalone application that gets models, keys and limits from ``host``.
+
+    Opens what the settings name to be shared, unless that is passed. Raises ``HostError``.
+    """
     app = Starlette(
         routes=[*(guarded(each, host) for each in ENDPOINTS), *SOCKETS],
         middleware=middleware(ServerSettings.read()),
         exception_handlers={404: _unknown_path},
     )
     app.router.redirect_slashes = False
-    install(app, host, traces.observe())
+    install(app, host, traces.observe(), sharing)
     return app
 
 

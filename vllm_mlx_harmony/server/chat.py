@@ -9,7 +9,7 @@ from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.serving import Api, serve
 
-CHAT = Api("chat_completions", lambda body, defaults, tenant: chat.read(body, defaults))
+CHAT = Api("chat_completions", lambda body, defaults, caller: chat.read(body, defaults))
 
 
 async def create_chat_completion(request: Request) -> Response:

@@ -10,7 +10,6 @@ import os
 import secrets
 import sys
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from functools import lru_cache
 from hashlib import sha256
 from pathlib import Path
 
@@ -18,8 +17,6 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from vllm_mlx_harmony.core.files import write_atomically
-from vllm_mlx_harmony.server.peers.connection import server_connection
-from vllm_mlx_harmony.server.settings import ServerSettings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -53,21 +50,16 @@ class ServerCipher:
             return None
 
 
-def server_cipher(tenant: str) -> ServerCipher:
-    return ServerCipher(_server_key(), tenant)
+def key_of_secret(text: str) -> bytes:
+    """The key that any secret ``text`` stands for."""
+    return sha256(text.encode()).digest()
 
 
-@lru_cache(maxsize=1)
-def _server_key() -> bytes:
-    """The key in the settings, or in the shared Redis, or in the user's state directory.
+def own_key() -> bytes:
+    """The key in the user's state directory, which is created if there is none.
 
-    It is created when it is first needed. If it cannot be stored, it lasts as long as the process.
+    If it cannot be stored, it is a new one each time.
     """
-    if text := ServerSettings.read().seal_key:
-        return sha256(text.encode()).digest()
-    connection = server_connection()
-    if connection is not None:
-        return connection.encryption_key
     path = state_dir() / FILE_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)

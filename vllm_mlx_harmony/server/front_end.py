@@ -6,16 +6,37 @@ process, so that applications in one process have nothing in common.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 from starlette.applications import Starlette
 from starlette.requests import HTTPConnection
 
+from vllm_mlx_harmony.core.replay import Replay
 from vllm_mlx_harmony.server.answers import Answers
+from vllm_mlx_harmony.server.encryption import ServerCipher, key_of_secret, own_key
 from vllm_mlx_harmony.server.host import Host
 from vllm_mlx_harmony.server.model_names import ModelNames
 from vllm_mlx_harmony.server.observer import Observe
+from vllm_mlx_harmony.server.peers.connection import Connection, connect
+from vllm_mlx_harmony.server.peers.sharing import RedisSharing
 from vllm_mlx_harmony.server.settings import Enforcement, ServerSettings
+from vllm_mlx_harmony.server.storage.responses import Responses
+from vllm_mlx_harmony.server.storage.sharing import Sharing
+from vllm_mlx_harmony.server.storage.single_server import SingleServer
+from vllm_mlx_harmony.server.storage.store import open_store
+
+
+def open_sharing(settings: ServerSettings, connection: Connection | None) -> Sharing:
+    """What a server with these settings shares over ``connection``, its Redis, if it has one.
+
+    Raises ``StoreError`` if the store cannot be used.
+    """
+    if connection is not None:
+        return RedisSharing(connection)
+    return SingleServer(open_store(settings.store))
 
 
 class FrontEnd:
@@ -25,23 +46,72 @@ class FrontEnd:
     """
 
     def __init__(
-        self, host: Host, settings: ServerSettings, observe: Iterable[Observe] = ()
+        self,
+        host: Host,
+        settings: ServerSettings,
+        sharing: Sharing,
+        observe: Iterable[Observe] = (),
     ) -> None:
         self.host = host
         self.settings = settings
+        self.sharing = sharing
         self.enforcement = Enforcement.of(self.settings)
         self.observe = [*observe]
         self.answers = Answers()
+        self.responses = Responses(sharing)
+        self._key: bytes | None = None
+        self._reading_key = threading.Lock()
+
+    @cached_property
+    def turns(self) -> Replay | None:
+        """The generated turns that prompts may reuse; ``None`` if reuse is disabled."""
+        size = self.settings.replay * 2**20
+        return Replay(size, self.sharing.archive or self.host.archive) if size else None
+
+    def cipher(self, tenant: str) -> ServerCipher:
+        """Encrypts reasoning for ``tenant``. May block, since the key is read when it is first
+        needed: that in the settings, or of all servers, or in the user's state directory."""
+        with self._reading_key:
+            if self._key is None:
+                self._key = (
+                    key_of_secret(self.settings.seal_key)
+                    if self.settings.seal_key
+                    else self.sharing.encryption_key or own_key()
+                )
+        return ServerCipher(self._key, tenant)
 
     @property
     def names(self) -> ModelNames:
         return ModelNames(self.host.model_name, self.settings.model_names)
 
 
-def install(app: Starlette, host: Host, observe: Iterable[Observe] = ()) -> None:
-    """Makes a front end available to all requests to ``app``, with the settings in the
-    environment."""
-    app.state.vllm_mlx_harmony = FrontEnd(host, ServerSettings.read(), observe)
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """A ``tenant`` of a front end: all that an API needs to know of who sent a request."""
+
+    front_end: FrontEnd
+    tenant: str
+
+    @property
+    def responses(self) -> Responses:
+        return self.front_end.responses
+
+    @property
+    def cipher(self) -> ServerCipher:
+        return self.front_end.cipher(self.tenant)
+
+
+def install(
+    app: Starlette, host: Host, observe: Iterable[Observe] = (), sharing: Sharing | None = None
+) -> None:
+    """Makes a front end available to all requests to ``app``, with the settings in the environment.
+
+    Opens what those name to be shared, unless that is passed. Raises ``HostError``.
+    """
+    settings = ServerSettings.read()
+    if sharing is None:
+        sharing = open_sharing(settings, connect(settings))
+    app.state.vllm_mlx_harmony = FrontEnd(host, settings, sharing, observe)
 
 
 def uninstall(app: Starlette) -> None:

@@ -224,8 +224,7 @@ async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta
             delta = replace(delta, usage=usage, reasoning_ended_by=cut)  # noqa: PLW2901
         last.append(delta)
     if job.replay is not None:
-        # Contexts of other packages may have no outputs.
-        for output in getattr(job.context, "outputs", ()):
+        for output in job.context.outputs:
             stored = replace(output, messages=tuple(map(job.echoed, output.messages)))
             if job.replay.blocks:  # before the client can ask another server
                 await asyncio.to_thread(job.replay.remember, stored)
@@ -254,9 +253,7 @@ class _Progress:
 def _appended(job: Job, step: Step) -> list[Delta]:
     if job.append is not None:
         return job.append(step)
-    if step.logprobs:
-        return job.context.append_output(step.ids, step.logprobs)
-    return job.context.append_output(step.ids)  # contexts of other packages may know no more
+    return job.context.append_output(step.ids, step.logprobs)
 
 
 async def _output(

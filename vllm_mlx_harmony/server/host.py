@@ -19,9 +19,19 @@ from starlette.responses import Response
 
 from vllm_mlx_harmony.core.deltas import Delta, TokenLogprob, Usage
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import EndReason
-from vllm_mlx_harmony.core.replay import Archive
-from vllm_mlx_harmony.core.turn import Defaults, Message, Result, ServerCall, ServerResult
+from vllm_mlx_harmony.core.render import Rendered
+from vllm_mlx_harmony.core.replay import Archive, Output, ReplayScope
+from vllm_mlx_harmony.core.turn import (
+    Defaults,
+    Message,
+    ResponseInfo,
+    Result,
+    ServerCall,
+    ServerResult,
+    Turn,
+)
 from vllm_mlx_harmony.engine_api.engine import Engine
 
 if TYPE_CHECKING:
@@ -90,10 +100,15 @@ class NotHarmony(Exception):
 
 
 class Context(Protocol):
-    """One turn, from its prompt to its last delta: the interface of `StreamingHarmonyContext`.
+    """One turn, from its prompt to its last delta: the interface of `StreamingHarmonyContext`."""
 
-    Its ``names`` and ``outputs`` are used too, but contexts of other packages need not have them.
-    """
+    @property
+    def names(self) -> Names:
+        """The names of the turn's tools in its prompt."""
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The completed outputs, which later prompts may reuse."""
 
     @property
     def done(self) -> bool:
@@ -127,6 +142,22 @@ class Context(Protocol):
 
     def finish(self, reason: EndReason, cached_tokens: int = 0) -> list[Delta]:
         """Ends the turn."""
+
+
+class Renderer(Protocol):
+    """Renders the prompt of a turn: the interface of `core.render.render`."""
+
+    def __call__(self, turn: Turn, replay: ReplayScope | None = None) -> Rendered:
+        """The prompt, in which ``replay`` has the generated turns that it may reuse."""
+
+
+class ContextFactory(Protocol):
+    """Makes a ``Context``: the interface of the class `StreamingHarmonyContext`."""
+
+    def __call__(
+        self, turn: Turn, info: ResponseInfo, renderer: Callable[[Turn], Rendered]
+    ) -> Context:
+        """The context of ``turn``, whose prompt ``renderer`` renders."""
 
 
 class Tracker(Protocol):
@@ -215,12 +246,12 @@ class Host(Protocol):
     # --- Replaceable parts (entry points)
 
     @property
-    def renderer(self) -> Callable[..., Any]:
-        """Renders the prompt of a turn (`core.render.render`)."""
+    def renderer(self) -> Renderer:
+        """Renders the prompts of turns."""
 
     @property
-    def context(self) -> Callable[..., Context]:
-        """Makes a ``Context`` (`core.context.StreamingHarmonyContext`)."""
+    def context(self) -> ContextFactory:
+        """Makes the contexts of turns."""
 
 
 def tenant_of(connection: HTTPConnection) -> str:

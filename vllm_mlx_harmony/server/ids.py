@@ -45,7 +45,7 @@ from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, validate
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
-from vllm_mlx_harmony.server.front_end import front_end_of
+from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.sampling import limited_to_context
 from vllm_mlx_harmony.server.serving import (
@@ -169,7 +169,7 @@ def _event(step: Step) -> Event:
     return Event(encode(document))
 
 
-def _read(body: object, defaults: Defaults, tenant: str) -> IdRequest:
+def _read(body: object, defaults: Defaults, caller: Caller) -> IdRequest:
     parsed = validate(IdRequest, body)
     biased = [token for token, _ in parsed.settings.logit_bias]
     for field, tokens in (
@@ -200,7 +200,7 @@ async def generate_from_ids(request: Request) -> Response:
 async def _generate(received: Received) -> Response:
     """Generates from the prompt, which needs no rendering."""
     lease = received.lease
-    parsed: IdRequest = await read(API, received.document, Defaults(), lease.tenant)
+    parsed: IdRequest = await read(API, received.document, Defaults(), received.caller)
     lease.tenant = sha256(f"{lease.tenant}\0{parsed.tenant}".encode()).hexdigest()
     prompt = tuple(parsed.prompt)
     grammar = None

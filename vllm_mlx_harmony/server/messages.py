@@ -12,9 +12,8 @@ from starlette.responses import Response
 
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import messages
-from vllm_mlx_harmony.server.encryption import server_cipher
 from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
-from vllm_mlx_harmony.server.front_end import host_of
+from vllm_mlx_harmony.server.front_end import Caller, host_of
 from vllm_mlx_harmony.server.serving import Api, count, serve
 
 REQUEST_ID = "request-id"
@@ -23,8 +22,8 @@ API_KEY, BEARER = b"x-api-key", b"authorization"
 logger = logging.getLogger("vllm_mlx_harmony")
 
 
-def _read(body: object, defaults: Defaults, tenant: str) -> messages.MessagesRequest:
-    parsed = messages.read(body, defaults, server_cipher(tenant))
+def _read(body: object, defaults: Defaults, caller: Caller) -> messages.MessagesRequest:
+    parsed = messages.read(body, defaults, caller.cipher)
     for note in parsed.notes:
         logger.info("messages: %s", note)
     return parsed
@@ -41,9 +40,7 @@ MESSAGES = Api(
 
 COUNT = replace(
     MESSAGES,
-    read=lambda body, defaults, tenant: messages.read(
-        body, defaults, server_cipher(tenant), counting=True
-    ),
+    read=lambda body, defaults, caller: messages.read(body, defaults, caller.cipher, counting=True),
 )
 
 

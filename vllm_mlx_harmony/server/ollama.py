@@ -17,7 +17,7 @@ from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import models
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
-from vllm_mlx_harmony.server.front_end import front_end_of
+from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.serving import Api, Received, generate, serve
 from vllm_mlx_harmony.server.streams import LINES
@@ -40,20 +40,20 @@ class _Timed:
 
 
 def _emitter(
-    parsed: ollama.OllamaRequest, info: ResponseInfo, context: Context, tenant: str
+    parsed: ollama.OllamaRequest, info: ResponseInfo, context: Context, caller: Caller
 ) -> _Timed:
     return _Timed(parsed.emitter(info, time.monotonic_ns()))
 
 
 CHAT = Api(
     "ollama_chat",
-    lambda body, defaults, tenant: ollama.read_chat(body, defaults),
+    lambda body, defaults, caller: ollama.read_chat(body, defaults),
     emitter=_emitter,
     framing=LINES,
 )
 GENERATE = Api(
     "ollama_generate",
-    lambda body, defaults, tenant: ollama.read_generate(body, defaults),
+    lambda body, defaults, caller: ollama.read_generate(body, defaults),
     emitter=_emitter,
     framing=LINES,
 )
@@ -64,7 +64,8 @@ async def _answer(received: Received) -> Response:
     document = received.document.value
     if not ollama.loads_only(document):
         return await generate(received)
-    parsed = received.api.read(document, received.front_end.host.defaults(None), "")
+    defaults = received.front_end.host.defaults(None)
+    parsed = received.api.read(document, defaults, received.caller)
     name = received.front_end.names.echoed_name(parsed.model)
     return JSONResponse(ollama.loaded(name, int(time.time()), chat=parsed.chat))
 

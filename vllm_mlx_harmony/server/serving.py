@@ -16,8 +16,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from inspect import signature
+from functools import partial
 from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
@@ -27,9 +26,8 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong, RequestError
-from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import Rendered
-from vllm_mlx_harmony.core.replay import Archive, Replay, ReplayScope
+from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
@@ -40,13 +38,10 @@ from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.body import LARGE, Document
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.enforcement import constraint_for
-from vllm_mlx_harmony.server.front_end import FrontEnd, front_end_of
+from vllm_mlx_harmony.server.front_end import Caller, FrontEnd, front_end_of
 from vllm_mlx_harmony.server.generation import Emitter, Job
-from vllm_mlx_harmony.server.host import Context, Host, Lease, NotHarmony, tenant_of
+from vllm_mlx_harmony.server.host import Context, Lease, NotHarmony, tenant_of
 from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
-from vllm_mlx_harmony.server.peers.answers import heartbeat
-from vllm_mlx_harmony.server.peers.connection import server_connection
-from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.streams import (
     SERVER_SENT_EVENTS,
     EventStream,
@@ -91,14 +86,14 @@ class Api:
 
     name: str
     """Its name in the host's metrics."""
-    read: Callable[[object, Defaults, str], Any]
-    """Makes a ``ParsedRequest`` of a document, for a tenant."""
+    read: Callable[[object, Defaults, Caller], Any]
+    """Makes a ``ParsedRequest`` of a document."""
     blocks: bool = False
     """Whether ``read`` waits for a disk or a network, and so runs in a thread."""
     servers: Callable[[object, Collection[str]], Sequence[ClientServer]] = lambda body, labels: ()
     """Returns the tool servers that a document names by URL, given the labels of the operator's."""
-    emitter: Callable[[Any, ResponseInfo, Context, str], Emitter] = (
-        lambda parsed, info, context, tenant: parsed.emitter(info)
+    emitter: Callable[[Any, ResponseInfo, Context, Caller], Emitter] = (
+        lambda parsed, info, context, caller: parsed.emitter(info)
     )
     reports_cached: bool = False
     """Whether streams begin with the usage of the prompt."""
@@ -123,6 +118,10 @@ class Received:
     id_seed: str
     """Contained in all ids of the answer."""
 
+    @property
+    def caller(self) -> Caller:
+        return Caller(self.front_end, self.lease.tenant)
+
     async def unless_disconnected(self, coming: Awaitable[T]) -> T:
         """Calls ``streams.unless_disconnected`` with the request and its deadline."""
         return await unless_disconnected(coming, self.request, self.lease.deadline)
@@ -134,8 +133,7 @@ class Received:
         """
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
-        if front_end.settings.has_peers:  # from now on, other servers can cancel it
-            heartbeat.begin(front_end.answers)
+        front_end.sharing.begin(front_end.answers)
         if front_end.observe:
             request = self.request
             observed = Observed(
@@ -188,7 +186,7 @@ async def serve(
     front_end = front_end_of(request)
     request, document = await read_body(request, front_end.settings, api.more_values)
     try:
-        async with leased(api, request, document, front_end.host) as lease:
+        async with leased(api, request, document, front_end) as lease:
             seed = id_seed or uuid4().hex
             return await handler(Received(api, front_end, request, document, lease, seed))
     except NotHarmony:
@@ -219,20 +217,21 @@ async def rendered_prompt(received: Received) -> tuple[int, ...]:
 
 @asynccontextmanager
 async def leased(
-    api: Api, request: Request, document: Document, host: Host
+    api: Api, request: Request, document: Document, front_end: FrontEnd
 ) -> AsyncIterator[Lease]:
     """A lease of the engine that ``document`` asks for.
 
     It is released at the end of the block, unless it is handed over to an ``Answer``. Raises
     ``HarmonyFailure``, and what ``Host.acquire`` raises.
     """
+    host, caller = front_end.host, Caller(front_end, tenant_of(request))
     model, timeout = _routing(document.value)
-    name = None if model is None else front_end_of(request).names.canonical_name(model)
+    name = None if model is None else front_end.names.canonical_name(model)
     if name is None and host.model_name is None:  # there are several models
-        await reject_invalid(api, document, host, tenant_of(request))
+        await reject_invalid(api, document, caller)
         raise RequestError("model must be a string", param="model")
     if await host.must_load(name):
-        await reject_invalid(api, document, host, tenant_of(request))
+        await reject_invalid(api, document, caller)
     async with await host.acquire(request, name, host.deadline(timeout)) as lease:
         yield lease
 
@@ -252,17 +251,18 @@ def _routing(document: object) -> tuple[str | None, float | None]:
     return model if isinstance(model, str) else None, timeout if valid else None
 
 
-async def reject_invalid(api: Api, document: Document, host: Host, tenant: str) -> None:
+async def reject_invalid(api: Api, document: Document, caller: Caller) -> None:
     """Raises the error of an invalid request, so that no model is loaded for it.
 
     Requests that name tool servers by URL are not checked, because that connects to the servers.
     """
+    host = caller.front_end.host
     defaults = host.defaults(None)
     if (toolbox := host.toolbox) is not None:
         if api.servers(document.value, toolbox.labels):
             return
         defaults = with_tools(defaults, toolbox, ())
-    await read(api, document, defaults, tenant)
+    await read(api, document, defaults, caller)
 
 
 async def parse(received: Received) -> Parsed:
@@ -275,15 +275,15 @@ async def parse(received: Received) -> Parsed:
             servers = await toolbox.clients.connected(requested, lease.tenant)
             lease.endings.push_async_callback(toolbox.clients.stop, servers)
         defaults = with_tools(defaults, toolbox, servers)
-    request = await read(api, received.document, defaults, lease.tenant)
+    request = await read(api, received.document, defaults, received.caller)
     return Parsed(received, request, replace(request.turn, tenant=lease.tenant), defaults, servers)
 
 
-async def read(api: Api, document: Document, defaults: Defaults, tenant: str) -> Any:
+async def read(api: Api, document: Document, defaults: Defaults, caller: Caller) -> Any:
     """Calls ``api.read``, in a thread if that may take long."""
     if document.large or api.blocks:
-        return await in_thread(api.read, document.value, defaults, tenant)
-    return api.read(document.value, defaults, tenant)
+        return await in_thread(api.read, document.value, defaults, caller)
+    return api.read(document.value, defaults, caller)
 
 
 async def prepare(received: Received) -> Job:
@@ -309,7 +309,6 @@ async def prepare(received: Received) -> Job:
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = _reusable_turns(received)
     context, *others = await _contexts(parsed, info, turns)
-    names = getattr(context, "names", None) or Names.of(turn)
     prompt_tokens = len(context.render_for_completion())
     settings = sampling.limited_to_context(settings, prompt_tokens, lease.engine.context_length)
     wanted = front_end.enforcement
@@ -317,16 +316,16 @@ async def prepare(received: Received) -> Job:
         wanted = replace(wanted, reasoning_tokens=host.reasoning_tokens)
     constraint = None
     if not turn.answer:
-        constraint = await constraint_for(turn, names, wanted)
+        constraint = await constraint_for(turn, context.names, wanted)
     tools = None
     if host.toolbox is not None and turn.namespaces:
         seconds = lease.deadline.total
-        tools = TurnTools(host.toolbox, turn, names, wanted, seconds, parsed.servers)
+        tools = TurnTools(host.toolbox, turn, context.names, wanted, seconds, parsed.servers)
     job = Job(
         lease,
         context,
         settings,
-        api.emitter(request, info, context, lease.tenant),
+        api.emitter(request, info, context, received.caller),
         stream=request.stream,
         id_seed=received.id_seed,
         model=name,
@@ -366,9 +365,7 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
     Tools may be large even if the body is small, since a schema can use a ``$ref`` many times.
     """
     host, turn = parsed.received.front_end.host, parsed.turn
-    renderer: Callable[..., Rendered] = host.renderer
-    if turns is not None and _supports_replay(renderer):
-        renderer = partial(renderer, replay=turns)
+    renderer = partial(host.renderer, replay=turns)
     blocks = turns is not None and turns.blocks
 
     def render() -> list[Context]:
@@ -394,27 +391,10 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
         raise error.within(window) from error
 
 
-@lru_cache(maxsize=8)
-def _supports_replay(renderer: Callable[..., Rendered]) -> bool:
-    """Whether ``renderer`` takes generated turns: those of other packages may not."""
-    return "replay" in signature(renderer).parameters
-
-
 def _reusable_turns(received: Received) -> ReplayScope | None:
     """The turns that the prompt may reuse: those of the same model and tenant."""
-    front_end, lease = received.front_end, received.lease
-    connection = server_connection() if front_end.settings.has_peers else None
-    archive = front_end.host.archive if connection is None else SharedTurns(connection)
-    size = front_end.settings.replay * 2**20
-    turns = _generated_turns(archive, size)  # type: ignore[arg-type]  # by identity, as `hash` has it
+    turns, lease = received.front_end.turns, received.lease
     return None if turns is None else turns.view(f"{lease.engine.model}\0{lease.tenant}")
-
-
-@lru_cache(maxsize=1)
-def _generated_turns(archive: Archive | None, size: int) -> Replay | None:
-    """The generated turns of this process, up to ``size`` in bytes, and, if there is an
-    ``archive``, of earlier ones. ``None`` if reuse is disabled."""
-    return Replay(size, archive) if size else None
 
 
 async def respond(received: Received, job: Job) -> Response:

@@ -44,6 +44,9 @@ def variable(name: str) -> str:
     return f"{PREFIX}{name.upper()}"
 
 
+STORE_VARIABLE = variable("store")
+
+
 # --- Readers of the text of a variable, which is not empty. They raise ``ValueError``.
 
 

@@ -23,7 +23,7 @@ from vllm_mlx_harmony.protocols.validation import Wire, required, validate
 from vllm_mlx_harmony.server import models
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
-from vllm_mlx_harmony.server.front_end import front_end_of
+from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.serving import Api, Received, rendered_prompt, serve
 from vllm_mlx_harmony.tasks import in_thread
 
@@ -41,7 +41,7 @@ class DetokenizeBody(Wire):
     tokens: list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]]
 
 
-def _read(body: object, defaults: Defaults, tenant: str) -> TokenizeBody | chat.ChatRequest:
+def _read(body: object, defaults: Defaults, caller: Caller) -> TokenizeBody | chat.ChatRequest:
     """The texts to encode, or a request of Chat, which may leave its model out."""
     if isinstance(body, dict) and body.get("messages") is not None:
         return chat.read({"model": "default", **body}, defaults)
@@ -65,7 +65,7 @@ async def _tokenize(received: Received) -> Response:
     if body.get("messages") is not None:
         ids: Sequence[int] = await rendered_prompt(received)
         return JSONResponse(_of_vllm(ids, length, strings=body.get("return_token_strs") is True))
-    parsed = _read(document, Defaults(), received.lease.tenant)
+    parsed = _read(document, Defaults(), received.caller)
     assert isinstance(parsed, TokenizeBody)  # there are no messages
     if parsed.prompt is not None:
         ids = await in_thread(vocab.encode, parsed.prompt)

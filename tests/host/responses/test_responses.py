@@ -56,25 +56,25 @@ from vllm_mlx_harmony.host import contract, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server.answers import Answers
-from vllm_mlx_harmony.server.front_end import installed_in
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
+from vllm_mlx_harmony.server.front_end import Caller, FrontEnd, install, installed_in
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
 from vllm_mlx_harmony.server.responses import routes
-from vllm_mlx_harmony.server.responses.background import AT_ONCE, Background, Running
 from vllm_mlx_harmony.server.responses.lookup import References, read
-from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
 from vllm_mlx_harmony.server.responses.routes import COMPACT
-from vllm_mlx_harmony.server.responses.store import MemoryStore, StoredResponse
 from vllm_mlx_harmony.server.responses.websocket import (
     MAX_WAITING,
     Conversation,
     converse,
 )
 from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.storage.background import AT_ONCE, Background, Running
+from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
+from vllm_mlx_harmony.server.storage.single_server import SingleServer
+from vllm_mlx_harmony.server.storage.store import MemoryStore, StoredResponse
 from vllm_mlx_harmony.server.streams import TRANSPORT
 
-RESPONSES = "vllm_mlx_harmony.server.responses"
 KEY = "0f1e2d3c4b5a69788796"
 INFO = ResponseInfo(KEY, 1_754_352_000, "gpt-oss-20b")
 ID = f"resp_{KEY}"
@@ -91,17 +91,29 @@ SAID: list[list[Delta]] = [
 
 
 @pytest.fixture(autouse=True)
-def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+def store() -> MemoryStore:
     store = MemoryStore()
-    for module in ("persistence", "lookup"):
-        monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
+    serve_with(store)
     return store
+
+
+NOW: list[FrontEnd] = []
+"""The front end of the current test."""
+
+
+def serve_with(store: Any) -> None:
+    NOW[:] = [FrontEnd(VllmMlx(), ServerSettings(), SingleServer(store))]
+
+
+def caller(tenant: str = TENANT) -> Caller:
+    return Caller(NOW[0], tenant)
 
 
 def answer(**fields: Any) -> StoringEmitter:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be kind.", **fields}
     context = SimpleNamespace(messages=(Instructions("Be kind."), User("Hi"), Answer("Hello.")))
-    return StoringEmitter(read(body, Defaults(), References(TENANT)), INFO, context, TENANT)
+    asked = read(body, Defaults(), References(caller()))
+    return NOW[0].responses.emitter(asked, INFO, context, TENANT)
 
 
 async def deltas(
@@ -162,7 +174,7 @@ def test_what_is_deleted_while_it_is_streamed_is_not_kept(store: MemoryStore, gr
                 yield group
 
         told_of = answered(answer(), source())
-        assert not await forget(ID, "somebody else")
+        assert not await NOW[0].responses.delete(AnswerKey(ID, "somebody else"))
         statuses = [
             (await asyncio.to_thread(send, method, f"/v1/responses/{ID}")).status_code
             for method in ("DELETE", "DELETE", "GET")
@@ -189,13 +201,12 @@ class Small:
 @pytest.mark.parametrize(("store", "why"), [(Full, "disk is full"), (Small, "larger than the sto")])
 @pytest.mark.parametrize("stream", [True, False])
 def test_what_could_not_be_stored_says_so(
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     store: type[Any],
     why: str,
     stream: bool,
 ) -> None:
-    monkeypatch.setattr(f"{RESPONSES}.persistence.server_store", store)
+    serve_with(store())
     kept = answer(stream=stream)
     events = asyncio.run(events_of(kept))
     final = check(events) if stream else kept.result()
@@ -287,17 +298,17 @@ def put(store: MemoryStore, key: str = KEY) -> StoredResponse:
 )
 def test_items_are_found_by_their_id(store: MemoryStore, item: str, text: str | None) -> None:
     put(store)
-    found = References(TENANT).item(item)
+    found = References(caller()).item(item)
     assert (found and found["content"]) == text
 
 
 def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
     kept = put(MemoryStore())
-    recall = References(TENANT, {kept.id: kept})
+    recall = References(caller(), {kept.id: kept})
     body = {"model": "m", "input": "More", "previous_response_id": kept.id}
     assert read(body, Defaults(), recall).turn.messages == (*kept.messages, User("More"))
     with pytest.raises(RequestError) as caught:
-        read(body, Defaults(), References(TENANT))
+        read(body, Defaults(), References(caller()))
     assert (caught.value.status, caught.value.code) == (404, "previous_response_not_found")
 
 
@@ -526,18 +537,16 @@ class Slow(MemoryStore):
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+def slow() -> Slow:
     store = Slow()
-    for module in ("persistence", "lookup"):
-        monkeypatch.setattr(f"{RESPONSES}.{module}.server_store", lambda: store)
-    background = Background()
-    for module in ("routes", "lookup"):
-        monkeypatch.setattr(f"{RESPONSES}.{module}.BACKGROUND", background)
+    serve_with(store)
     return store
 
 
 async def while_it_is_kept() -> Running:
-    running = await running_in(routes.BACKGROUND, job(answer(background=True)))
+    given = job(answer(background=True))
+    emitter: Any = given.emitter
+    running = await NOW[0].responses.start(given, emitter, begin)
     await asyncio.sleep(0.05)
     return running
 
@@ -566,7 +575,7 @@ def test_what_is_deleted_while_it_is_kept_does_not_come_back(
     async def test() -> None:
         running = await while_it_is_kept()
         cancelling = asyncio.ensure_future(running.cancel()) if cancelled else None
-        assert (await routes.delete_response(REQUEST, ID)).status_code == 200
+        assert await NOW[0].responses.delete(AnswerKey(ID, TENANT))
         await asyncio.sleep(0.15)
         assert slow.get(ID, TENANT) is None
         assert check(running.events)["status"] == "completed"
@@ -584,10 +593,10 @@ def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], s
         running = await while_it_is_kept()
         for api in (routes.RESPONSES, COMPACT, Conversation(Socket())._api):
             with pytest.raises(RequestError) as caught:
-                await asyncio.to_thread(api.read, body, Defaults(), TENANT)
+                await asyncio.to_thread(api.read, body, Defaults(), caller())
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
         await collected(running)
-        asked = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), TENANT)
+        asked = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), caller())
         assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
     asynchronous(test)
@@ -606,7 +615,7 @@ def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
 
 
 def there(background: Background, number: int) -> bool:
-    return background.get(f"resp_{number:020x}", TENANT) is not None
+    return background.get(AnswerKey(f"resp_{number:020x}", TENANT)) is not None
 
 
 def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
@@ -620,8 +629,8 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
             await collected(await running_in(background, job(kept)))
         remembered = [there(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
-        assert await background.forget(f"resp_{3:020x}", TENANT) is True
-        assert await background.forget(f"resp_{3:020x}", TENANT) is False
+        assert await background.forget(AnswerKey(f"resp_{3:020x}", TENANT)) is True
+        assert await background.forget(AnswerKey(f"resp_{3:020x}", TENANT)) is False
 
     asynchronous(test)
 
@@ -685,10 +694,10 @@ def test_what_has_ended_holds_its_documents_only(
     ],
 )
 def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) -> None:
-    asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), TENANT)
+    asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), caller())
     assert (asked.stream, asked.store) == (False, False)
     assert isinstance(asked.turn.messages[-1], User)
-    emitter = COMPACT.emitter(asked, INFO, None, TENANT)
+    emitter = COMPACT.emitter(asked, INFO, None, caller())
     for delta in [*said, Finished("stop", None, Usage(3, 2))]:
         assert emitter.feed(delta) == []
     if text is None:
@@ -698,7 +707,7 @@ def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) 
     document = emitter.result()
     user, encrypted = document["output"]
     assert (user["role"], document["usage"]["output_tokens"]) == ("user", 2)
-    again = read({"model": "m", "input": [encrypted]}, Defaults(), References(TENANT))
+    again = read({"model": "m", "input": [encrypted]}, Defaults(), References(caller()))
     assert again.turn.messages == (Summary(text),)
 
 
@@ -707,11 +716,11 @@ def test_a_compaction_is_text_whatever_the_conversation_wants() -> None:
     hello = {"role": "user", "content": "Hi"}
     tools = [{"type": "function", "name": "f"}]
     body = {"model": "m", "input": [hello, update], "tools": tools, "tool_choice": "required"}
-    turn = COMPACT.read(body, Defaults(), TENANT).turn
+    turn = COMPACT.read(body, Defaults(), caller()).turn
     assert turn.answer_format is None
     assert (turn.tool_choice, len(turn.tools)) == (ToolChoice(names=()), 1)
     plain = {"format": {"type": "json_object"}}
-    turn = COMPACT.read({"model": "m", "input": "Hi", "text": plain}, Defaults(), TENANT).turn
+    turn = COMPACT.read({"model": "m", "input": "Hi", "text": plain}, Defaults(), caller()).turn
     assert (turn.answer_format, len(turn.messages)) == (None, 3)
 
 
@@ -737,8 +746,10 @@ def _foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def _active() -> Iterator[None]:
+def _active(store: MemoryStore) -> Iterator[None]:
     contract.activate()
+    install(server.app, VllmMlx(), sharing=NOW[0].sharing)
+    NOW[:] = [installed_in(server.app)]
     yield
     contract.deactivate()
 
@@ -834,7 +845,7 @@ def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
     ):
         assert send(method, path, **other).status_code == 404, (method, path)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
-    recalls = References("another")
+    recalls = References(caller("another"))
     with pytest.raises(RequestError) as caught:
         read(body, Defaults(), recalls)
     assert caught.value.status == 404

@@ -40,14 +40,12 @@ from vllm_mlx_harmony.core.turn import (
     Tool,
     User,
 )
-from vllm_mlx_harmony.server.peers.connection import STORE_VARIABLE
-from vllm_mlx_harmony.server.responses import store as stores
-from vllm_mlx_harmony.server.responses.store import (
+from vllm_mlx_harmony.server.storage import store as stores
+from vllm_mlx_harmony.server.storage.store import (
     FileStore,
     MemoryStore,
     Store,
     StoredResponse,
-    server_store,
 )
 
 Open = Callable[..., Store]
@@ -460,8 +458,8 @@ def test_a_file_of_another_layout_is_no_obstacle(tmp_path: Path) -> None:
 WRITER = dedent("""
     import sys
     from pathlib import Path
-    from vllm_mlx_harmony.server.responses.store import FileStore
-    from vllm_mlx_harmony.server.responses.store import StoredResponse
+    from vllm_mlx_harmony.server.storage.store import FileStore
+    from vllm_mlx_harmony.server.storage.store import StoredResponse
 
     store = FileStore(Path(sys.argv[1]))
     for number in range(100_000):
@@ -493,28 +491,6 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_servers_store(named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stores._opened.cache_clear()
-    if named:
-        monkeypatch.setenv(STORE_VARIABLE, str(tmp_path / "kept.db"))
-    else:
-        monkeypatch.delenv(STORE_VARIABLE, raising=False)
-    store = server_store()
+def test_the_servers_store(named: bool, tmp_path: Path) -> None:
+    store = stores.open_store(str(tmp_path / "kept.db") if named else "")
     assert isinstance(store, FileStore if named else MemoryStore)
-    assert server_store() is store
-    stores._opened.cache_clear()
-
-
-def test_the_servers_store_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(MemoryStore):
-        def __init__(self) -> None:
-            time.sleep(0.05)
-            super().__init__()
-
-    monkeypatch.delenv(STORE_VARIABLE, raising=False)
-    monkeypatch.setattr(stores, "MemoryStore", Slow)
-    stores._opened.cache_clear()
-    with ThreadPoolExecutor(4) as threads:
-        opened = [threads.submit(server_store) for _ in range(4)]
-    assert len({id(one.result()) for one in opened}) == 1
-    stores._opened.cache_clear()

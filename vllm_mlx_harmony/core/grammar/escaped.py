@@ -24,7 +24,8 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-SHORT = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': '"', "\\": "\\"}
+from vllm_mlx_harmony.core import json_escapes
+
 _SPECIAL = ('"', "\\", *map(chr, range(0x20)))
 _PLAIN = r'[^"\\\x00-\x1f]'
 
@@ -37,7 +38,7 @@ def _word(character: str) -> str:
     """``character`` as JSON writes it inside a string."""
     if character not in _SPECIAL:
         return character
-    short = SHORT.get(character)
+    short = json_escapes.REQUIRED.get(character)
     return f"\\{short}" if short else f"\\u{ord(character):04x}"
 
 

@@ -17,7 +17,7 @@ from vllm_mlx_harmony.protocols.request_body import (
     UnsupportedFields,
     given,
 )
-from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, listed
+from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, as_choice, listed
 
 MAX_CHOICES = 8
 """Answers to one request: each takes as much memory as a request of its own."""
@@ -27,11 +27,6 @@ MAX_CHOICES = 8
 
 def _as_strings(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def _as_choice(value: object) -> object:
-    """Strings such as ``auto`` become objects of that type."""
-    return {"type": value} if isinstance(value, str) else _as_nested(value)
 
 
 def _as_named_schema(value: object) -> object:
@@ -56,7 +51,7 @@ def _as_nested(value: object) -> object:
         inner = {"function": "name", "custom": "name", "allowed_tools": "tools"}.get(kind, "")
         if value.get(kind) is None and value.get(inner) is not None:
             return {"type": kind, kind: value}
-    return value
+    return as_choice(value)
 
 
 def _kind(value: Mapping[str, object]) -> object:
@@ -327,7 +322,7 @@ class ChatBody(OpenAIBody):
     add_generation_prompt: bool | None = None
 
     tools: list[AnyTool] | None = None
-    tool_choice: Annotated[ChatToolChoice | None, BeforeValidator(_as_choice)] = None
+    tool_choice: Annotated[ChatToolChoice | None, BeforeValidator(_as_nested)] = None
 
     response_format: ChatFormat | None = None
     structured_outputs: StructuredOutputs | None = None

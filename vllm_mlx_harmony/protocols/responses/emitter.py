@@ -15,8 +15,10 @@ from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, REASONING_ENDED_B
 from vllm_mlx_harmony.protocols.openai_answer import entries
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
+    FIRST_LIST,
     IN_PROGRESS,
     INCOMPLETE,
+    LAST_APPROVED,
     OutputItem,
     OutputOptions,
     PendingEvent,
@@ -108,7 +110,7 @@ class Emitter:
             case deltas.Text() | deltas.Progress():
                 return []  # progress is in a comment: there is no event for it
             case deltas.ToolStarted(call=ServerCall() as call):
-                key = key_of(self.info, _APPROVED - len(self._output))
+                key = key_of(self.info, LAST_APPROVED - len(self._output))
                 approved = f"mcpr_{call.id.partition('_')[2]}"
                 item = server_item(len(self._output), key, call.name, self.options, approved)
                 begun = [*item.opened(), *item.take(call.arguments), *item.closed()]
@@ -200,12 +202,12 @@ class Emitter:
         begun = [*created, *self._write_response("response.in_progress")]
         for namespace in self.options.listed:
             index = len(self._output)
-            item, events = tool_list(index, key_of(self.info, _LISTS + index), namespace)
+            item, events = tool_list(index, key_of(self.info, FIRST_LIST + index), namespace)
             self._output.append(item)
             begun += self._write_events(events)
         for name in self.options.refused:
             index = len(self._output)
-            failed = failed_call(index, key_of(self.info, _LISTS + index), name, self.options)
+            failed = failed_call(index, key_of(self.info, FIRST_LIST + index), name, self.options)
             if failed is not None:
                 self._output.append(failed[0])
                 begun += self._write_events(failed[1])
@@ -239,13 +241,6 @@ class Emitter:
         first, self._number = self._number, self._number + len(events)
         return [event(number) for number, event in enumerate(events, first)]
 
-
-_LISTS = 0x7F00
-"""Ids of lists of tools, and of calls that nobody runs, are counted up from here."""
-
-_APPROVED = 0x7FFF
-"""Ids of approved calls are counted down from here, by their places in the output: no message of
-this response has such an id."""
 
 _CUT = {"reason": "max_output_tokens"}
 

@@ -43,9 +43,24 @@ def done(index: int, item: Document) -> PendingEvent:
     return pending("response.output_item.done", output_index=index, item=item)
 
 
-def key_of(info: ResponseInfo, index: int) -> str:
-    """The part of an item's ids after the prefix."""
-    return f"{info.id_seed[:20]}{index:04x}"
+# --- The ids of items: a prefix, the seed of the response, and four digits, the item's number. The
+# number of a message or call that the model writes is its place in the output. It stays below the
+# following ones: such an item has at least five tokens, and a context of 131,072 holds 26,214.
+
+FIRST_LIST = 0x7F00
+"""Lists of tools, and calls that nobody runs, count up from here, by their places in the output."""
+
+LAST_APPROVED = 0x7FFF
+"""Approved calls count down from here, by their places in the output. If they reach the numbers of
+the lists, the ids still differ by their prefixes."""
+
+FIRST_INPUT = 0x8000
+"""Items of the input count up from here."""
+
+
+def key_of(info: ResponseInfo, number: int) -> str:
+    """The part of an item's id after the prefix."""
+    return f"{info.id_seed[:20]}{number:04x}"
 
 
 def parse_arguments(arguments: str) -> object:

@@ -12,7 +12,7 @@ from vllm_mlx_harmony.protocols.openai_answer import output_details
 from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.local_tools import LOCAL_TOOLS
-from vllm_mlx_harmony.protocols.responses.output_items import pending
+from vllm_mlx_harmony.protocols.responses.output_items import FIRST_INPUT, key_of, pending
 from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item
 from vllm_mlx_harmony.protocols.validation import invalid
 
@@ -113,7 +113,6 @@ _PREFIXES = {
     "mcp_approval_response": "mcpa",
     "code_interpreter_call": "ci",
 }
-_INPUT = 0x8000  # ids of input items count from here, those of output items from 0
 _WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})
 _PLAIN = frozenset({"text", "input_text", "output_text"})
 
@@ -126,7 +125,7 @@ def input_items(items: Sequence[Item], info: ResponseInfo) -> list[Document]:
     for at, item in enumerate(items):
         sent = item.document
         document: Document = {**sent, "type": item.type}
-        key = f"{_PREFIXES.get(item.type, 'item')}_{info.id_seed[:20]}{_INPUT + at:04x}"
+        key = f"{_PREFIXES.get(item.type, 'item')}_{key_of(info, FIRST_INPUT + at)}"
         document["id"] = item.id or sent.get("id") or key
         if item.type in _WITH_STATUS:
             document["status"] = sent.get("status") or "completed"

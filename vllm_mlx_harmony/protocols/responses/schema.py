@@ -31,6 +31,7 @@ from vllm_mlx_harmony.protocols.validation import (
     VARIANT,
     Variants,
     Wire,
+    as_choice,
     listed,
     required,
     validate,
@@ -189,11 +190,9 @@ class AllowedTool(Wire):
     server_label: str | None = None
 
 
-def _as_choice(value: object) -> object:
-    """Strings such as ``auto`` become objects of that type."""
-    if isinstance(value, str):
-        return {"type": value, "document": value}
-    return {**value, "document": value} if isinstance(value, dict) else value
+def _with_document(value: object) -> object:
+    choice = as_choice(value)
+    return {**choice, "document": value} if isinstance(choice, dict) else choice
 
 
 class ToolChoice(AllowedTool):
@@ -412,7 +411,7 @@ class ResponsesBody(OpenAIBody):
     max_tool_calls: int | None = Field(default=None, ge=1)
 
     tools: ToolList | None = None
-    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_as_choice)] = None
+    tool_choice: Annotated[ToolChoice | None, BeforeValidator(_with_document)] = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     chat_template_kwargs: TemplateOptions | None = None

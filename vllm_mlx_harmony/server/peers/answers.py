@@ -2,7 +2,7 @@
 
 Only the server that generates an answer can stop it. Another server leaves a command for it in
 Redis, and waits until the command is gone. Each server has a heartbeat: every
-``HEARTBEAT_SECONDS`` it reads the commands for its running answers. It deletes a command when it
+``REPORT_SECONDS`` it reads the commands for its running answers. It deletes a command when it
 has carried it out.
 
 With the same heartbeat a server renews the entry of each background response that it generates,
@@ -19,29 +19,20 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from json import dumps, loads
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
-from vllm_mlx_harmony.server.peers.connection import (
-    Connection,
-    PeersError,
-    key_of,
-    server_connection,
-)
-
-if TYPE_CHECKING:
-    from vllm_mlx_harmony.server.responses.background import Running
+from vllm_mlx_harmony.server.peers.connection import Connection, PeersError, key_of
+from vllm_mlx_harmony.server.storage.background import Running
+from vllm_mlx_harmony.server.storage.sharing import REPORT_SECONDS
 
 logger = logging.getLogger("vllm_mlx_harmony")
-
-HEARTBEAT_SECONDS = 0.5
-"""Seconds between two heartbeats."""
 
 EXPIRY_SECONDS = 10
 """Seconds after the last heartbeat at which a background response is lost."""
 
-PATIENCE = 3 * HEARTBEAT_SECONDS
+CONFIRMATION_SECONDS = 3 * REPORT_SECONDS
 """If no server confirms a cancellation within this many seconds, none has the answer."""
 
 EVENTS_SECONDS = 600
@@ -122,16 +113,16 @@ class Directory:
             events.extend(Event(*loads(event)[1:]) for event in found)
         return events
 
-    async def send(self, key: AnswerKey, command: Command, patience: float) -> bool:
-        """Whether a server has carried out ``command`` within ``patience`` seconds."""
+    async def send(self, key: AnswerKey, command: Command, seconds: float) -> bool:
+        """Whether a server has carried out ``command`` within so many ``seconds``."""
         name = _redis_key("command", key)
-        lifetime = 2 * int(patience + 1)
+        lifetime = 2 * int(seconds + 1)
 
         async def call(request: Any) -> Any:
             return await asyncio.to_thread(self._call, request)
 
         await call(lambda redis: redis.set(name, command.value, ex=lifetime))
-        until = time.monotonic() + patience
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             await asyncio.sleep(TICK)
             if not await call(lambda redis: redis.exists(name)):
@@ -144,39 +135,11 @@ def _redis_key(kind: str, key: AnswerKey) -> str:
     return key_of(kind, key.tenant, key.id)
 
 
-def directory() -> Directory | None:
-    """The running answers of all servers, if this server has a Redis."""
-    connection = server_connection()
-    return None if connection is None else Directory(connection)
-
-
-def runs_elsewhere(response_id: str, tenant: str) -> bool:
-    """Whether another server generates the background response. Blocks.
-
-    Also true if Redis is unavailable: the response must not be reported as lost.
-    """
-    known = directory()
-    try:
-        return known is not None and known.runs(AnswerKey(response_id, tenant))
-    except PeersError:
-        return True
-
-
-async def cancel(id_seed: str, tenant: str) -> bool:
-    """Cancels the answer with this seed on another server; returns whether one had it.
-
-    Raises ``PeersError``.
-    """
-    known = directory()
-    return known is not None and await known.send(
-        AnswerKey(id_seed, tenant), Command.CANCEL, PATIENCE
-    )
-
-
 class Heartbeat:
     """The heartbeat task of this server; runs while there are answers."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
         self._sent: dict[Running, int] = {}  # the number of events in Redis
         self._executing: dict[AnswerKey, asyncio.Future[None]] = {}
         self._task: asyncio.Future[None] | None = None
@@ -184,49 +147,46 @@ class Heartbeat:
 
     def begin(self, answers: Answers, background: Running | None = None) -> None:
         """One of ``answers`` begins, maybe that of a ``background`` response."""
-        known = directory()
-        if known is None:
-            return
         if background is not None:
             self._sent[background] = 0
         self._idle = 0  # the task may be about to end
         if self._task is None or self._task.done():
-            self._task = asyncio.ensure_future(self._run(known, answers))
+            self._task = asyncio.ensure_future(self._run(answers))
 
-    async def _run(self, known: Directory, answers: Answers) -> None:
+    async def _run(self, answers: Answers) -> None:
         while self._idle < 2:  # noqa: PLR2004 - an answer that is about to run is found by the next
             running = answers.running
             self._idle = 0 if running or self._sent else self._idle + 1
             try:
-                await self._beat(known, answers, running)
+                await self._beat(answers, running)
             except PeersError:  # the last events of an ended response can then be read only here
                 for ended in [each for each in self._sent if each.done]:
                     del self._sent[ended]
             except Exception:
                 logger.exception("the heartbeat to the other servers failed")
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(REPORT_SECONDS)
 
-    async def _beat(self, known: Directory, answers: Answers, running: Sequence[AnswerKey]) -> None:
-        background = {AnswerKey(each.id, each.tenant): each for each in self._sent}
+    async def _beat(self, answers: Answers, running: Sequence[AnswerKey]) -> None:
+        background = {each.key: each for each in self._sent}
         new = {
             key: dict(enumerate(each.events[(sent := self._sent[each]) :], sent))
             for key, each in background.items()
         }
-        commands = await asyncio.to_thread(known.beat, running, new)
+        commands = await asyncio.to_thread(self._directory.beat, running, new)
         for key, command in commands.items():
             if key not in self._executing:
-                work = self._execute(known, answers, key, background.get(key), command)
+                work = self._execute(answers, key, background.get(key), command)
                 self._executing[key] = asyncio.ensure_future(work)
         for key, each in background.items():
             self._sent[each] += len(new[key])
         for key, each in background.items():
             if each.deleted or (each.done and self._sent[each] == len(each.events)):
-                await asyncio.to_thread(known.forget if each.deleted else known.ended, key)
+                end = self._directory.forget if each.deleted else self._directory.ended
+                await asyncio.to_thread(end, key)
                 del self._sent[each]
 
     async def _execute(
         self,
-        known: Directory,
         answers: Answers,
         key: AnswerKey,
         background: Running | None,
@@ -236,7 +196,7 @@ class Heartbeat:
         try:
             if background is None:
                 answers.cancel(key)
-                await asyncio.to_thread(known.ended, key)
+                await asyncio.to_thread(self._directory.ended, key)
             elif command is Command.CANCEL:
                 await background.cancel()
             else:
@@ -245,7 +205,3 @@ class Heartbeat:
             pass  # the command expires
         finally:
             del self._executing[key]
-
-
-heartbeat = Heartbeat()
-"""The heartbeat of this process."""

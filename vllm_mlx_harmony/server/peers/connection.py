@@ -16,18 +16,15 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, TypeVar
 
 from vllm_mlx_harmony.core.errors import StoreError
-from vllm_mlx_harmony.server.settings import ServerSettings, variable
+from vllm_mlx_harmony.server.settings import STORE_VARIABLE, ServerSettings
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
 T = TypeVar("T")
-
-STORE_VARIABLE = variable("store")
 
 CONNECT, ANSWER, PAUSE = 0.5, 1.0, 2.0
 """Timeouts of connecting and of one response, and the pause after a failure, in seconds."""
@@ -133,19 +130,6 @@ def _without_password(url: str) -> str:
     return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
-_opening = threading.Lock()
-
-
-def server_connection() -> Connection | None:
-    """The Redis of this server, if it has one.
-
-    Raises ``PeersError`` if it does not answer when it is first needed.
-    """
-    with _opening:
-        return _opened()
-
-
-@lru_cache(maxsize=1)
-def _opened() -> Connection | None:
-    settings = ServerSettings.read()
+def connect(settings: ServerSettings) -> Connection | None:
+    """The Redis of the ``settings``, if they name one. Raises as ``Connection``."""
     return Connection(settings.store, settings.store_seconds) if settings.has_peers else None

@@ -14,14 +14,12 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
+from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.host import tenant_of
-from vllm_mlx_harmony.server.peers.answers import heartbeat
 from vllm_mlx_harmony.server.responses import lookup
-from vllm_mlx_harmony.server.responses.background import BACKGROUND
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, read
-from vllm_mlx_harmony.server.responses.persistence import forget, new_id_seed
 from vllm_mlx_harmony.server.serving import (
     Api,
     Received,
@@ -29,6 +27,7 @@ from vllm_mlx_harmony.server.serving import (
     respond,
     serve,
 )
+from vllm_mlx_harmony.server.storage.persistence import new_id_seed
 from vllm_mlx_harmony.server.streams import EventStream
 from vllm_mlx_harmony.tasks import in_thread
 
@@ -54,7 +53,7 @@ class _CompactionEmitter:
 
 COMPACT = Api(
     "responses_compact",
-    lambda body, defaults, tenant: read(body, defaults, References(tenant)).compaction(),
+    lambda body, defaults, caller: read(body, defaults, References(caller)).compaction(),
     blocks=True,
     servers=responses.client_servers,
     emitter=_CompactionEmitter,
@@ -74,13 +73,9 @@ async def _create(received: Received) -> Response:
     job, emitter = await lookup.prepare(received)
     if not emitter.request.background:
         return await respond(received, job)
-    try:
-        await lookup.announce(emitter)
-        running = await BACKGROUND.start(job, emitter, received.answer)
-    except BaseException:
-        await lookup.withdraw(emitter)
-        raise
-    heartbeat.begin(received.front_end.answers, running)
+    front_end = received.front_end
+    running = await front_end.responses.start(job, emitter, received.answer)
+    front_end.sharing.begin(front_end.answers, running)
     if job.stream:
         return EventStream(received.request, running.follow())
     return JSONResponse(running.document)
@@ -104,6 +99,10 @@ async def refuse_conversations(request: Request, path: str = "") -> Response:
 # --- Existing responses
 
 
+def _key(request: Request, response_id: str) -> AnswerKey:
+    return AnswerKey(response_id, tenant_of(request))
+
+
 async def retrieve_response(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}``; with ``stream`` and ``starting_after``, its events."""
     after, start = request.query_params.get("starting_after"), 0
@@ -112,28 +111,25 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
         if not (after.isascii() and after.isdigit()):
             raise RequestError("starting_after must be a whole number", param="starting_after")
         start = int(after[:18]) + 1  # int() is quadratic, and 18 digits exceed any limit
-    found = await lookup.find(response_id, tenant_of(request))
+    front_end = front_end_of(request)
+    found = await front_end.responses.find(_key(request, response_id))
     if not streams:
         return JSONResponse(found.document)
     # The response continues even if this reader disconnects.
-    pings_after = front_end_of(request).settings.ping_seconds
-    return EventStream(request, await lookup.follow(found, start, pings_after))
+    pings_after = front_end.settings.ping_seconds
+    return EventStream(request, await front_end.responses.follow(found, start, pings_after))
 
 
 async def delete_response(request: Request, response_id: str) -> Response:
     """``DELETE /v1/responses/{response_id}``, which also ends a running background response."""
-    tenant = tenant_of(request)
-    forgotten = await forget(response_id, tenant)
-    cancelled = await BACKGROUND.forget(response_id, tenant)
-    deleted = await lookup.delete(response_id, tenant)
-    if not (forgotten or cancelled or deleted):
+    if not await front_end_of(request).responses.delete(_key(request, response_id)):
         raise resource.not_found(response_id)
     return JSONResponse(resource.deleted(response_id))
 
 
 async def list_input_items(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}/input_items``: a page of the input."""
-    found = await lookup.find(response_id, tenant_of(request))
+    found = await front_end_of(request).responses.find(_key(request, response_id))
 
     def page() -> str:  # an item may be as long as the request was
         return encode_slowly(resource.page(found.input_items, request.query_params))
@@ -143,12 +139,12 @@ async def list_input_items(request: Request, response_id: str) -> Response:
 
 async def cancel_response(request: Request, response_id: str) -> Response:
     """``POST /v1/responses/{response_id}/cancel``. Has no effect on a response that has ended."""
-    found = await lookup.find(response_id, tenant_of(request))
+    found = await front_end_of(request).responses.find(_key(request, response_id))
     if not found.document["background"]:
         raise RequestError(
             "only responses created with background=true can be cancelled", param="response_id"
         )
-    return JSONResponse((await lookup.cancel(found)).document)
+    return JSONResponse((await front_end_of(request).responses.cancel(found)).document)
 
 
 # --- Paths

@@ -33,12 +33,12 @@ from vllm_mlx_harmony.server.endpoint import (
     openai_error,
     retry_headers,
 )
-from vllm_mlx_harmony.server.front_end import front_end_of, host_of
+from vllm_mlx_harmony.server.front_end import Caller, front_end_of, host_of
 from vllm_mlx_harmony.server.generation import Deltas, Job
 from vllm_mlx_harmony.server.host import NotHarmony
 from vllm_mlx_harmony.server.responses.lookup import RESPONSES, References, prepare, read
-from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.serving import Received, leased
+from vllm_mlx_harmony.server.storage.persistence import StoringEmitter, new_id_seed
 from vllm_mlx_harmony.server.streams import (
     abort_connection,
     send_with_timeout,
@@ -182,7 +182,7 @@ class Conversation:
     async def _respond(self, body: Document, *, generates: bool) -> None:
         scope = {**self._socket.scope, "type": "http", "method": "POST"}
         request = Request(scope, _empty_body())
-        async with leased(self._api, request, body, self._front_end.host) as lease:
+        async with leased(self._api, request, body, self._front_end) as lease:
             received = Received(self._api, self._front_end, request, body, lease, new_id_seed())
             job, emitter = await prepare(received)
             deltas = None if generates else _no_output(job)
@@ -197,14 +197,14 @@ class Conversation:
                 self._forget(emitter.request.previous_response_id)
 
     def _forget(self, response_id: str | None) -> None:
-        if self._previous is not None and self._previous.id == response_id:
+        if self._previous is not None and self._previous.key.id == response_id:
             self._previous = None
 
-    def _read(self, body: object, defaults: Any, tenant: str) -> Any:
+    def _read(self, body: object, defaults: Any, caller: Caller) -> Any:
         """Reads a request. In a thread, because ``stored`` may write thousands of items."""
         previous = self._previous
-        local = {} if previous is None else {previous.id: previous.stored()}
-        return read(body, defaults, References(tenant, local))
+        local = {} if previous is None else {previous.key.id: previous.stored()}
+        return read(body, defaults, References(caller, local))
 
     async def _send_error(self, failure: HarmonyFailure) -> None:
         """Sends an error event, with the headers of the HTTP response, which Codex reads."""

@@ -1,7 +1,7 @@
 """Background responses, which clients can poll, stream, cancel and delete.
 
 All events of running responses are in memory, and those of the responses that ended last. They are
-stored as any response is (``responses.persistence``).
+stored as any response is (`persistence`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
 from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
-from vllm_mlx_harmony.server.responses.persistence import StoringEmitter, forget
-from vllm_mlx_harmony.server.responses.store import parse_written
+from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
+from vllm_mlx_harmony.server.storage.store import parse_written
 from vllm_mlx_harmony.tasks import in_thread
 
 MAX_EVENTS = 200_000
@@ -48,7 +49,7 @@ class Running:
     def __init__(
         self, job: Job, begin: Callable[..., Answer], emitter: StoringEmitter, written_input: str
     ) -> None:
-        self.id, self.tenant = emitter.id, emitter.tenant
+        self.key = emitter.key
         self.events: list[Event] = []
         self.deleted = False
         self._input = written_input
@@ -111,7 +112,8 @@ class Running:
     async def delete(self) -> None:
         """Ends the response, which is neither stored nor found any more."""
         self.deleted = True
-        await forget(self.id, self.tenant)
+        if self._generating is not None:
+            await self._generating[1].forget()
         await self.cancel()
 
     def _append(self, events: list[Event]) -> None:
@@ -135,7 +137,7 @@ class Background:
 
     def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_events, self._max_bytes = max_events, max_bytes
-        self._all: OrderedDict[str, Running] = OrderedDict()
+        self._all: OrderedDict[AnswerKey, Running] = OrderedDict()
 
     async def start(
         self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
@@ -151,7 +153,7 @@ class Background:
             if not ended.deleted:
                 events, size = events + len(ended.events), size + ended.bytes
             if ended.deleted or events > self._max_events or size > self._max_bytes:
-                del self._all[ended.id]
+                del self._all[ended.key]
         bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
         if bytes_taken > job.server_settings.background_bytes:
             raise HostError(
@@ -161,23 +163,19 @@ class Background:
                 retry_after=RETRY_SECONDS,
             )
         running = Running(job, begin, emitter, written_input)
-        self._all[running.id] = running
+        self._all[running.key] = running
         return running
 
-    def get(self, key: str, tenant: str) -> Running | None:
-        """The response with this id, if ``tenant`` has it and it is in memory."""
+    def get(self, key: AnswerKey) -> Running | None:
+        """The response, if it is in memory."""
         running = self._all.get(key)
-        found = running is not None and running.tenant == tenant and not running.deleted
-        return running if found else None
+        return None if running is None or running.deleted else running
 
-    async def forget(self, key: str, tenant: str) -> bool:
-        """Cancels and drops the response; returns whether ``tenant`` had it."""
-        running = self.get(key, tenant)
+    async def forget(self, key: AnswerKey) -> bool:
+        """Cancels and drops the response; returns whether it was in memory."""
+        running = self.get(key)
         if running is None:
             return False
         del self._all[key]
         await running.delete()
         return True
-
-
-BACKGROUND = Background()

@@ -7,7 +7,6 @@ import logging
 import secrets
 import time
 from typing import Any
-from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import StoreError
@@ -15,8 +14,9 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
+from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.responses.store import StoredResponse, server_store
+from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
 from vllm_mlx_harmony.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -36,21 +36,24 @@ class StoringEmitter:
     """
 
     def __init__(
-        self, parsed: ResponsesRequest, info: ResponseInfo, context: Context, tenant: str
+        self,
+        parsed: ResponsesRequest,
+        info: ResponseInfo,
+        context: Context,
+        tenant: str,
+        store: Store,
     ) -> None:
-        self.tenant = tenant
+        self._tenant, self._responses = tenant, store
         self.request, self._info, self._context = parsed, info, context
         self._emitter = parsed.emitter(info, time.time)
         self._last: list[Event] | None = None
         self._before: dict[str, Any] = {}  # the response before its last delta
         self._storing: asyncio.Future[None] | None = None
         self.forgotten = False
-        if parsed.store:
-            _emitters[self.id] = self
 
     @property
-    def id(self) -> str:
-        return responses.response_id(self._info)
+    def key(self) -> AnswerKey:
+        return AnswerKey(responses.response_id(self._info), self._tenant)
 
     def create(self) -> list[Event]:
         """The events that announce a queued response."""
@@ -102,7 +105,7 @@ class StoringEmitter:
         document = self._emitter.document()
         ended = document["status"] in ("completed", "incomplete")
         messages = self.request.conversation(self._context.messages, ended=ended)
-        return StoredResponse(self.id, document, self.input_items(), messages, self.tenant)
+        return StoredResponse(self.key.id, document, self.input_items(), messages, self.key.tenant)
 
     def _store(self) -> None:
         """Stores the response. If that fails, the response still goes to its client.
@@ -110,7 +113,7 @@ class StoringEmitter:
         Its document then has ``store: false``, so that clients do not refer to it later.
         """
         try:
-            if server_store().put(self.stored()):
+            if self._responses.put(self.stored()):
                 return
             problem = "it is larger than the store"
         except StoreError as error:
@@ -118,15 +121,5 @@ class StoringEmitter:
         except Exception:  # the answer itself is complete
             logger.exception("a store failed")
             problem = "internal error"
-        logger.warning("the response %s could not be stored: %s", self.id, problem)
+        logger.warning("the response %s could not be stored: %s", self.key.id, problem)
         self._last = self._emitter.mark_not_stored(self._last or [])
-
-
-_emitters: WeakValueDictionary[str, StoringEmitter] = WeakValueDictionary()
-"""The emitters of running responses, and of some that have ended, by id."""
-
-
-async def forget(key: str, tenant: str) -> bool:
-    """Keeps the running response from being stored; returns whether ``tenant`` had one."""
-    emitter = _emitters.get(key)
-    return emitter is not None and emitter.tenant == tenant and await emitter.forget()

@@ -1,4 +1,6 @@
-"""The store of responses, for ``previous_response_id`` and retrieval: in memory, a file or Redis.
+"""The store of responses, for ``previous_response_id`` and retrieval: in memory, or a file.
+
+Servers that share a Redis have the store of `server.peers.store`.
 
 The file is a `database`. Problems with it must not affect other requests:
 
@@ -19,11 +21,9 @@ import sqlite3
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
-from functools import lru_cache
 from json import loads
 from pathlib import Path
 from typing import Any, Protocol, get_args
@@ -36,13 +36,8 @@ from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.database import Database
 from vllm_mlx_harmony.protocols.events import encode, encode_slowly
-from vllm_mlx_harmony.server.peers.connection import (
-    STORE_VARIABLE,
-    Connection,
-    key_of,
-    server_connection,
-)
-from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.answers import AnswerKey
+from vllm_mlx_harmony.server.settings import STORE_VARIABLE
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -63,6 +58,10 @@ class StoredResponse:
     input_items: Sequence[Mapping[str, Any]]
     messages: tuple[Message, ...]
     tenant: str = ""
+
+    @property
+    def key(self) -> AnswerKey:
+        return AnswerKey(self.id, self.tenant)
 
     def text(self) -> str:
         """The response as JSON."""
@@ -311,56 +310,10 @@ class FileStore:
                 self._reserve.unlink()
 
 
-class SharedStore:
-    """A store in Redis, whose setting ``maxmemory-policy`` decides what is dropped."""
-
-    def __init__(self, connection: Connection, max_bytes: int = MAX_BYTES) -> None:
-        self._connection, self._max_bytes = connection, max_bytes
-
-    def put(self, stored: StoredResponse) -> bool:
-        text = zlib.compress(stored.text().encode(), 1)
-        if len(text) > self._max_bytes:
-            return False
-        name = key_of("response", stored.tenant, stored.id)
-        self._connection.call(lambda redis: redis.set(name, text, ex=self._connection.seconds))
-        return True
-
-    def get(self, key: str, tenant: str) -> StoredResponse | None:
-        name = key_of("response", tenant, key)
-        text = self._connection.call(lambda redis: redis.get(name))
-        if text is None:
-            return None
-        try:
-            return StoredResponse.of_text(zlib.decompress(text).decode())
-        except (ValueError, TypeError, KeyError, zlib.error) as error:
-            # Another version's, or another program's: absent (docs/gateway.md).
-            logger.warning("an entry in Redis cannot be read: %s", type(error).__name__)
-            return None
-
-    def delete(self, key: str, tenant: str) -> bool:
-        name = key_of("response", tenant, key)
-        return bool(self._connection.call(lambda redis: redis.delete(name)))
-
-
 _UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"
 _REMEDY = f"Use another file, move this one away, or unset {STORE_VARIABLE}"
 
-_opening = threading.Lock()
 
-
-def server_store() -> Store:
-    """The store of this server: the file or Redis that the environment names, or memory.
-
-    Raises ``StoreError`` if it cannot be used.
-    """
-    with _opening:
-        return _opened()
-
-
-@lru_cache(maxsize=1)
-def _opened() -> Store:
-    connection = server_connection()
-    if connection is not None:
-        return SharedStore(connection)
-    path = ServerSettings.read().store
+def open_store(path: str) -> FileStore | MemoryStore:
+    """The store in the file ``path``; in memory if that is empty. Raises ``StoreError``."""
     return FileStore(Path(path).expanduser()) if path else MemoryStore()

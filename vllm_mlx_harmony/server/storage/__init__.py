@@ -1,0 +1,1 @@
+"""What outlives a request: stored responses and background responses, here and on other servers."""

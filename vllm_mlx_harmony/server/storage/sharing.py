@@ -1,0 +1,73 @@
+"""``Sharing``: what a server has in common with others that have the same clients.
+
+Clients of several servers behind one address may send each request to a different one. If the
+servers share a Redis, ``server.peers.sharing.RedisSharing`` is their ``Sharing``: each of them
+finds, follows, cancels and deletes the responses of all, decrypts their reasoning, and reuses the
+turns that they have generated. Otherwise it is ``SingleServer``, and each server has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from vllm_mlx_harmony.core.replay import Archive
+from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
+from vllm_mlx_harmony.server.storage.background import Running
+from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+
+REPORT_SECONDS = 0.5
+"""Seconds between two reports of a server about its running answers."""
+
+
+class Sharing(Protocol):
+    """Methods that are not coroutines block, except for ``begin``. All but ``begin`` and ``runs``
+    may raise ``StoreError``."""
+
+    @property
+    def store(self) -> Store:
+        """The store of responses."""
+
+    @property
+    def encryption_key(self) -> bytes | None:
+        """The key of encrypted reasoning; ``None`` if the server has a key of its own."""
+
+    @property
+    def archive(self) -> Archive | None:
+        """The generated turns of all servers; ``None`` if there is only the archive of the host."""
+
+    # --- Answers
+
+    def begin(self, answers: Answers, background: Running | None = None) -> None:
+        """One of ``answers`` begins, maybe that of a ``background`` response. From now on, other
+        servers can cancel it."""
+
+    async def cancel(self, key: AnswerKey) -> bool:
+        """Cancels an answer on another server; returns whether one had it."""
+
+    # --- Background responses
+
+    async def announce(self, write: Callable[[], StoredResponse]) -> None:
+        """Lets other servers find a response that is about to begin, as ``write`` makes it."""
+
+    async def withdraw(self, key: AnswerKey) -> None:
+        """Removes an announced response that does not begin after all."""
+
+    def runs(self, key: AnswerKey) -> bool:
+        """Whether another server generates the response, or may do so as far as is known."""
+
+    def has_events(self, key: AnswerKey) -> bool:
+        """Whether another server generates the response, or its events are still known."""
+
+    def events(self, key: AnswerKey, start: int) -> list[Event]:
+        """The known events of the response from number ``start`` on."""
+
+    async def was_deleted(self, key: AnswerKey) -> bool:
+        """Whether the response, which this server has in memory, was deleted on another one."""
+
+    async def cancel_response(self, key: AnswerKey) -> None:
+        """Cancels the response on the server that generates it."""
+
+    async def delete_response(self, key: AnswerKey) -> bool:
+        """Deletes the response on all servers; returns whether it was stored."""

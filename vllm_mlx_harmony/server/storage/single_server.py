@@ -1,0 +1,52 @@
+"""``SingleServer``: the ``Sharing`` of a server that shares nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from vllm_mlx_harmony.core.replay import Archive
+from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server.answers import AnswerKey, Answers
+from vllm_mlx_harmony.server.storage.background import Running
+from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+
+
+class SingleServer:
+    """Methods are described in ``Sharing``. Nothing is known of any other server."""
+
+    encryption_key: bytes | None = None
+    archive: Archive | None = None
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def begin(self, answers: Answers, background: Running | None = None) -> None:
+        pass
+
+    async def cancel(self, key: AnswerKey) -> bool:
+        return False
+
+    async def announce(self, write: Callable[[], StoredResponse]) -> None:
+        pass
+
+    async def withdraw(self, key: AnswerKey) -> None:
+        pass
+
+    def runs(self, key: AnswerKey) -> bool:
+        return False
+
+    def has_events(self, key: AnswerKey) -> bool:
+        return False
+
+    def events(self, key: AnswerKey, start: int) -> list[Event]:
+        return []
+
+    async def was_deleted(self, key: AnswerKey) -> bool:
+        return False
+
+    async def cancel_response(self, key: AnswerKey) -> None:
+        pass
+
+    async def delete_response(self, key: AnswerKey) -> bool:
+        return await asyncio.to_thread(self.store.delete, *key)
