@@ -478,9 +478,9 @@ class _Converter:
         several.update((name, [layers]) for name, layers in schema["properties"].items())
         properties = {}
         for name, schemas in several.items():
-            first, *others = (self.type(self.keywords(layers)) for layers in schemas)
-            is_union = any(other != first for other in others)
-            properties[name] = _union(_flatten([first, *others])) if is_union else first
+            types = [self.type(self.keywords(layers)) for layers in schemas]
+            is_union = any(type_ != types[0] for type_ in types)
+            properties[name] = _union(_flatten(types)) if is_union else types[0]
         return properties
 
     def rest_key(self, schema: _Keywords) -> tuple[str, bool]:
@@ -490,18 +490,18 @@ class _Converter:
         if names is None or "patternProperties" in schema:
             return "[key: string]", True
         texts = [name for name in names if isinstance(name, str)]
-        others = [name for name in texts if name not in schema.get("properties", {})]
-        listed = " | ".join(_dumps(name) for name in others)
-        key = f"[key in {listed}]" if others else ""
-        return key, set(others) <= set(schema.get("required", ()))
+        undeclared = [name for name in texts if name not in schema.get("properties", {})]
+        listed = " | ".join(map(_dumps, undeclared))
+        key = f"[key in {listed}]" if undeclared else ""
+        return key, set(undeclared) <= set(schema.get("required", ()))
 
 
 def _flatten(types: Iterable[Type]) -> Iterator[Type]:
     """``types``, with unions replaced by their alternatives; the first gets the description."""
     for type_ in types:
-        first, *others = type_.alternatives()
+        first, *rest = type_.alternatives()
         yield replace(first, description=first.description or type_.description)
-        yield from others
+        yield from rest
 
 
 def _literals(values: Sequence[Any]) -> Sequence[Type]:

@@ -242,10 +242,10 @@ class _Rewriter:
         common = _types(one) & _types(other)
         if not common or _are_different(one, other):
             return True
-        some, others = one.get("properties", {}), other.get("properties", {})
-        both = {*one.get("required", ())}.intersection(other.get("required", ()), some, others)
+        left, right = one.get("properties", {}), other.get("properties", {})
+        both = {*one.get("required", ())}.intersection(other.get("required", ()), left, right)
         return common == {"object"} and any(
-            _are_different(self.followed(some[name]), self.followed(others[name])) for name in both
+            _are_different(self.followed(left[name]), self.followed(right[name])) for name in both
         )
 
     def property_names(self, schema: Schema) -> Schema:
@@ -270,8 +270,8 @@ class _Rewriter:
 
 def _are_different(one: AnySchema, other: AnySchema) -> bool:
     """Whether both list values, none of them the same."""
-    some, others = _listed(one), _listed(other)
-    return some is not None and others is not None and not any(value in others for value in some)
+    left, right = _listed(one), _listed(other)
+    return left is not None and right is not None and not any(value in right for value in left)
 
 
 def _types(schema: AnySchema) -> set[str]:
