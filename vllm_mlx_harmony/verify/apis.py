@@ -32,11 +32,23 @@ DONE = "[DONE]"
 
 
 class Api(ABC):
-    """One of the APIs. ``link`` is its reference."""
+    """One of the APIs. ``link`` is its reference.
+
+    ``strict``: documents must have the SDK's types. Otherwise only what is read of them counts, so
+    that a field that is missing is one failure of the wire, and not one of each check.
+    """
 
     name: str
     path: str
     link: str
+
+    def __init__(self, *, strict: bool = True) -> None:
+        self.strict = strict
+
+    def validate(self, name: str, document: object) -> None:
+        """Raises ``Failed`` if a document does not have a type of the SDK, by its name."""
+        if self.strict:
+            validate(name, document)
 
     @abstractmethod
     def body(self, model: str, ask: Ask) -> Document:
@@ -163,7 +175,7 @@ class Chat(Api):
         return {**fixed, **_without_empty(options), **ask.extra}
 
     def read(self, document: Document) -> Answer:
-        validate("ChatCompletion", document)
+        self.validate("ChatCompletion", document)
         require(len(document["choices"]) == 1, f"{len(document['choices'])} choices, not one")
         choice = document["choices"][0]
         message = choice["message"]
@@ -191,11 +203,11 @@ class Chat(Api):
         role, finish, usage = None, None, None
         for chunk in chunks:
             require("error" not in chunk, f"an error in the stream: {chunk.get('error')}")
-            validate("ChatCompletionChunk", chunk)
+            self.validate("ChatCompletionChunk", chunk)
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 require(finish is None, "a delta after finish_reason")
-                delta, finish = choice["delta"], choice["finish_reason"]
+                delta, finish = choice["delta"], choice.get("finish_reason")
                 role = delta.get("role") or role
                 for name in texts:
                     texts[name] += delta.get(name) or ""
@@ -251,7 +263,7 @@ class Responses(Api):
         return {**fixed, **_without_empty(options), **ask.extra}
 
     def read(self, document: Document) -> Answer:
-        validate("Response", document)
+        self.validate("Response", document)
         output = document["output"]
         calls = tuple(
             Call(item["name"], item["arguments"], item["call_id"])
@@ -284,7 +296,7 @@ class Responses(Api):
             kind = document.get("type", "")
             if kind == "error":
                 raise Failed(f"an error in the stream: {document.get('message')}")
-            validate("ResponseStreamEvent", document)
+            self.validate("ResponseStreamEvent", document)
             counted = document["sequence_number"] == number
             require(counted, f"sequence_number {document['sequence_number']}, not {number}")
             stem, _, what = kind.rpartition(".")
@@ -393,7 +405,7 @@ class Messages(Api):
         return {**fixed, **_without_empty(options), **ask.extra}
 
     def read(self, document: Document) -> Answer:
-        validate("Message", document)
+        self.validate("Message", document)
         content, usage, reason = document["content"], document["usage"], document["stop_reason"]
         calls = tuple(
             Call(block["name"], json.dumps(block["input"]), block["id"])
@@ -439,7 +451,7 @@ class Messages(Api):
                 continue
             kind = event.event
             require(kind != "error", f"an error in the stream: {document.get('error')}")
-            validate("RawMessageStreamEvent", document)
+            self.validate("RawMessageStreamEvent", document)
             require(bool(message) != (kind == "message_start"), f"{kind} out of order")
             if kind == "message_start":
                 message = {**document["message"]}
@@ -460,3 +472,4 @@ class Messages(Api):
 
 
 APIS: tuple[Api, ...] = (Chat(), Responses(), Messages())
+LENIENT: tuple[Api, ...] = tuple(type(api)(strict=False) for api in APIS)

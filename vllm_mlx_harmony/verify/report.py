@@ -72,7 +72,9 @@ def counts(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[tuple[s
     for kind in dict.fromkeys(check.kind for check in checks):
         cells = []
         for api in APIS:
-            names = [check.name for check in checks if (check.kind, check.api) == (kind, api)]
+            names = [
+                check.name for check in checks if (check.kind, check.api.name) == (kind, api.name)
+            ]
             found = [states.get(name, "") for name in names]
             cells.append(f"{found.count('passed')}/{len(names) - found.count('unsupported')}")
         rows.append((kind, *cells))
