@@ -63,10 +63,6 @@ there is a grammar: no undeclared tool can be called, and the turn always ends i
 it is one free text, which costs 5 µs of CPU time per id, 0.05 % of a step of 10 ms
 (``ci/bench_grammar.py``).
 
-**Forced ids** are sampled one at a time like all others. There are few of them (9 of the 88 ids of
-a short thought and a call, 7 % of a typed answer, 5 of 6,778 ids of a text), mostly one at a time.
-Computing several in one pass would save little, and would round differently.
-
 A `Grammar` is a value. llguidance compiles it (`compile_grammar`) and tracks outputs (`Matcher`):
 https://github.com/guidance-ai/llguidance, with its Lark variant in ``docs/syntax.md`` and its JSON
 Schema support in ``docs/json_schema.md``. Harmony:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from vllm_mlx_harmony.core import json_escapes
 
@@ -36,6 +36,8 @@ class NotExpressible(ValueError):
 
 def _word(character: str) -> str:
     """``character`` as JSON writes it inside a string."""
+    if "\ud800" <= character <= "\udfff":
+        raise NotExpressible("a character that UTF-8 does not have")
     if character not in _SPECIAL:
         return character
     short = json_escapes.REQUIRED.get(character)
@@ -250,16 +252,24 @@ def between_slashes(written: str) -> str:
     return between or "(?:)"
 
 
-_GROUP = re.compile(r"\(\?(?:P?<(?![=!])\w+>|(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)]))")
-_QUANTIFIER = re.compile(r"[*+?]|\{[0-9]+(?:,[0-9]*)?\}")
+_PIECE = re.compile(
+    r"""
+    (?P<operator>[*+?|]|\{[0-9]+(?:,[0-9]*)?\})
+  | (?P<open>\((?!\?)|\(\?(?:P?<(?![=!])\w+>|(?P<flags>[a-zA-Z]*(?:-[a-zA-Z]+)?)(?P<end>[:)])))
+  | (?P<close>\))
+  | (?P<dot>\.)
+  | (?P<class>\[\^?\]?(?:\\.|[^\]\\])*\]|\\[dDwWsS]|\\[pP](?:\{[\w=&.\ ]+\}|[A-Z]))
+  | (?P<code>\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[xu]\{(?:10|0?[0-9a-fA-F])?[0-9a-fA-F]{1,4}\}))
+  | (?P<escape>\\(?:[ntrfva0]|[\W_]))
+  | (?P<plain>[^\\([^$])
+    """,
+    re.VERBOSE | re.DOTALL,
+)
 CATEGORY = re.compile(r"\\[pP](?:\{(?P<long>[\w=&. ]+)\}|(?P<short>[A-Z]))")
 END = re.compile(r"(?<!\\)(?:\\\\)*\$\Z")
 """A ``$`` that ends a pattern."""
-_CODE = re.compile(
-    r"\\(?:x([0-9a-fA-F]{2})|x\{([0-9a-fA-F]+)\}|u([0-9a-fA-F]{4})|u\{([0-9a-fA-F]+)\})"
-)
-_CLASS = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
 _CONTROLS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+_REJECTED = {"(": "look-around", "[": "an unterminated character class"}
 
 
 class PatternRewriter:
@@ -281,76 +291,41 @@ class PatternRewriter:
     def pieces(self) -> Iterator[str]:
         """The pattern for the escaped text, with flags at each leaf."""
         pattern = self._pattern
-        at, end = int(pattern.startswith("^")), len(pattern)
-        if END.search(pattern):
-            end -= 1
+        at, end = int(pattern.startswith("^")), len(pattern) - bool(END.search(pattern))
         yield "(?:"
         while at < end:
-            quantifier = _QUANTIFIER.match(pattern, at)
-            if quantifier:
-                piece, at = quantifier.group(), quantifier.end()
-            else:
-                read = _PIECES.get(pattern[at], PatternRewriter.plain)
-                piece, at = read(self, at)
-            yield piece
+            match = _PIECE.match(pattern, at, end)
+            if not match:
+                what = _REJECTED.get(pattern[at], pattern[at : at + 1 + (pattern[at] == "\\")])
+                raise NotExpressible(f"{what} within a regular expression")
+            yield self.piece(match)
+            at = match.end()
         yield ")"
 
-    # Each method returns the rewritten construct at a position, and the position after it.
-
-    def plain(self, at: int) -> tuple[str, int]:
-        return self.character(self._pattern[at]), at + 1
-
-    def bar(self, at: int) -> tuple[str, int]:
-        return "|", at + 1
-
-    def anchor(self, at: int) -> tuple[str, int]:
-        raise NotExpressible(f"{self._pattern[at]} within a regular expression")
-
-    def dot(self, at: int) -> tuple[str, int]:
-        return self.character_class(r"[\s\S]" if "s" in self._flags else r"[^\n]"), at + 1
-
-    def brackets(self, at: int) -> tuple[str, int]:
-        match = _CLASS.match(self._pattern, at)
-        if not match:
-            raise NotExpressible("an unterminated character class in a regular expression")
-        return self.character_class(match.group()), match.end()
-
-    def open_group(self, at: int) -> tuple[str, int]:
-        if not self._pattern.startswith("(?", at):
-            self._groups.append(set(self._flags))
-            return "(?:", at + 1
-        match = _GROUP.match(self._pattern, at)
-        if not match:
-            raise NotExpressible("look-around in a regular expression")
-        on, _, off = (match["flags"] or "").partition("-")
-        if set(on + off) - set("isu"):
-            raise NotExpressible(f"{match.group()} in a regular expression")
-        if match["end"] != ")":
-            self._groups.append(set(self._flags))
-        self._flags = (self._flags | set(on)) - set(off)
-        return "" if match["end"] == ")" else "(?:", match.end()
-
-    def close_group(self, at: int) -> tuple[str, int]:
-        if not self._groups:
-            raise NotExpressible("an unmatched parenthesis in a regular expression")
-        self._flags = self._groups.pop()
-        return ")", at + 1
-
-    def escape(self, at: int) -> tuple[str, int]:
-        code = _CODE.match(self._pattern, at)
-        if code:
-            return self.character(chr(int(next(filter(None, code.groups())), 16))), code.end()
-        category = CATEGORY.match(self._pattern, at)
-        if category:
-            return self.character_class(category.group()), category.end()
-        escaped = self._pattern[at + 1 : at + 2]
-        if escaped in _CONTROLS:
-            return self.character(_CONTROLS[escaped]), at + 2
-        if escaped and escaped in "dDwWsS":
-            return self.character_class(f"\\{escaped}"), at + 2
-        if not escaped or escaped.isalnum():
-            raise NotExpressible(f"\\{escaped} in a regular expression")
-        return self.character(escaped), at + 2
+    def piece(self, match: re.Match[str]) -> str:
+        """The rewritten construct."""
+        kind, text = match.lastgroup, match.group()
+        if kind == "open":
+            on, _, off = (match["flags"] or "").partition("-")
+            if set(on + off) - set("isu"):
+                raise NotExpressible(f"{text} in a regular expression")
+            if match["end"] != ")":
+                self._groups.append(self._flags)
+            self._flags = (self._flags | set(on)) - set(off)
+            return "" if match["end"] == ")" else "(?:"
+        if kind == "close":
+            if not self._groups:
+                raise NotExpressible("an unmatched parenthesis in a regular expression")
+            self._flags = self._groups.pop()
+            return ")"
+        if kind in ("class", "dot"):
+            dot = r"[\s\S]" if "s" in self._flags else r"[^\n]"
+            return self.character_class(dot if kind == "dot" else text)
+        if kind == "code":
+            return self.character(chr(int(re.sub(r"[\\xu{}]", "", text), 16)))
+        if kind in ("escape", "plain"):
+            return self.character(_CONTROLS.get(text[1:], text[-1]))
+        return text
 
     # Leaves
 
@@ -370,18 +345,6 @@ class PatternRewriter:
 
     def cased(self, written: str) -> str:
         return f"(?i:{written})" if "i" in self._flags else written
-
-
-_PIECES: Mapping[str, Callable[[PatternRewriter, int], tuple[str, int]]] = {
-    "(": PatternRewriter.open_group,
-    ")": PatternRewriter.close_group,
-    "|": PatternRewriter.bar,
-    "^": PatternRewriter.anchor,
-    "$": PatternRewriter.anchor,
-    ".": PatternRewriter.dot,
-    "[": PatternRewriter.brackets,
-    "\\": PatternRewriter.escape,
-}
 
 
 def _has(written: str, character: str) -> bool:
