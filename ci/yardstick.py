@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +165,7 @@ def measured(name: str, *, keep: bool, resume: bool) -> Results:
     earlier = results_of([name]) if resume else []
     before: list[Results] = [each for results in earlier for each in results["checks"]]
     peer, place = PEERS[name], BUILD / "environments" / name
-    date = datetime.now(timezone.utc).date().isoformat()
+    date = datetime.now(UTC).date().isoformat()
     results: Results = {
         "name": name,
         "date": date,
