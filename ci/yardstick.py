@@ -309,7 +309,8 @@ uvx harmony-verify http://127.0.0.1:8080
 - **wire** is what does not depend on the model: documents and events, errors, cancellation.
   **format** is what gpt-oss's Harmony needs: calls, reasoning, strict schemas, roles. **loop** is
   a tool loop of 20 turns. Cells have what passed, of what the server offers.
-- A server has half an hour. What it was not asked in that time is *not run*.
+- A server has half an hour. What it was not asked in that time is *not run*, and does not
+  count.
 - An API that a server does not have is *not offered*: no failure, but not passed either.
 - A failure is not counted as the server's if the model did not know the message, because the server
   had added something to it. These are *unclear*. The
@@ -348,7 +349,7 @@ def row(results: Results) -> tuple[str, ...]:
     passed = sum(state == "passed" for _, state in states)
     title = PEERS[results["name"]].title
     missing = len(CHECKS) - len(results["checks"])
-    total = f"{passed} of {len(CHECKS)}{f' ({missing} not run)' if missing else ''}"
+    total = f"{passed} of {len(states)}{f' ({missing} not run)' if missing else ''}"
     return (title, results["version"], total, *cells, ", ".join(absent(results)) or "–")
 
 
@@ -431,11 +432,16 @@ def readme(text: str, found: Sequence[Results]) -> str:
 
 
 def results_of(names: Iterable[str]) -> list[Results]:
-    """The results of servers, most passed checks first."""
+    """The results of servers, those that passed the largest share first."""
     files = [BUILD / f"{name}.json" for name in names]
-    found = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
-    found.sort(key=lambda each: sum(one["state"] == "passed" for one in each["checks"]))
-    return found[::-1]
+    found: list[Results] = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    found.sort(key=lambda each: share(each["checks"]), reverse=True)
+    return found
+
+
+def share(outcomes: Sequence[Results]) -> float:
+    passed = [each for each in outcomes if each["state"] == "passed"]
+    return len(passed) / max(len(outcomes), 1)
 
 
 if __name__ == "__main__":
