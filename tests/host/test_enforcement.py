@@ -230,6 +230,7 @@ def _time_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
     monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
     monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
+    monkeypatch.setattr(grammar_checks, "NICE", 0)
 
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]

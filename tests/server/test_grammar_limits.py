@@ -31,6 +31,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
     monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
     monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
+    monkeypatch.setattr(grammar_checks, "NICE", 0)
 
 
 @pytest.fixture

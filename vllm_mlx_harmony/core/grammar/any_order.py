@@ -17,11 +17,10 @@ llguidance has JSON Schema of its own (`strict`), but with one order of properti
 of each name. Here every text is in the language that a JSON parser and JSON Schema accept.
 
 **Schemas that apply together.** ``allOf``, ``$ref`` and the keywords beside them all hold for the
-same value; of ``anyOf`` and ``oneOf``, one branch does. Both are computed on `_Values`: the scalars
-that are allowed, and for objects and arrays a list of alternatives, each of which is the schemas
-that hold for them together. Members and items are not merged here: all schemas that apply to the
-same one are another conjunction, with a rule of its own. It is named before it is written, so
-references may be recursive.
+same value; of ``anyOf`` and ``oneOf``, one branch does. So a schema is a list of alternatives, each
+of which is the schemas that hold together. Members and items are not merged here: all schemas that
+apply to the same one are another conjunction, with a rule of its own. It is named before it is
+written, so references may be recursive.
 
 **Objects** are a walk over their members that remembers which names have come: a rule with a
 64-bit parameter (https://github.com/guidance-ai/llguidance/blob/main/docs/parametric.md), one bit
@@ -31,7 +30,7 @@ instantiates the rule only for the sets that an output reaches.
 
 **Names and texts** are lexemes in all their spellings: JSON may write ``a`` as ``\u0061``, and
 ``/`` as ``\/`` (RFC 8259, section 7). An undeclared name is a string that is none of the declared
-ones. In an object with required names, at most `MAX_OTHERS` come in a row: a model that keeps
+ones. In an object with required names, at most `MAX_UNDECLARED` come in a row: a model that keeps
 inventing names reaches a required one before its output is cut.
 
 **White space** belongs to the lexeme before it, up to `MAX_WHITE_SPACE` characters in each place:
@@ -46,10 +45,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
+from itertools import chain, product
 from typing import TypeAlias
 
 from vllm_mlx_harmony.core import lru, vocab
@@ -64,8 +63,7 @@ MAX_DEPTH = 64
 """Schemas within schemas, along references."""
 
 MAX_ALTERNATIVES = 200
-"""Alternatives for the objects, or the arrays, of schemas that apply together; and the schemas of
-one alternative."""
+"""Alternatives of schemas that apply together, and the schemas of one alternative."""
 
 MAX_WORK = 200_000
 """What is looked at of one schema: alternatives, names, and characters of names and texts."""
@@ -76,7 +74,9 @@ MAX_PREFIX = 50
 MAX_TEXT = 200_000
 """Characters of the rules of one schema."""
 
-MAX_OTHERS = 64
+MAX_UNDECLARED = 64
+"""Undeclared names in a row."""
+
 MAX_WHITE_SPACE = 256
 
 BITS = 64
@@ -166,113 +166,71 @@ def _literal(char: str) -> str:
 
 # --- schemas that apply together ---
 
-_KINDS: Mapping[str, frozenset[str]] = {
-    "null": frozenset({"null"}),
-    "boolean": frozenset({"true", "false"}),
-    "integer": frozenset({"integer"}),
-    "number": frozenset({"integer", "fraction"}),
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "null": ("null",),
+    "boolean": ("true", "false"),
+    "integer": ("integer",),
+    "number": ("integer", "fraction"),
+    "string": ("string",),
+    "array": ("array",),
+    "object": ("object",),
 }
-_SCALARS = frozenset().union(*_KINDS.values())
+"""The kinds of values of each type."""
 
 _OF_OBJECTS = frozenset(
     {"properties", "required", "additionalProperties", "patternProperties", "propertyNames"}
 )
 _OF_ARRAYS = frozenset({"items", "prefixItems", "additionalItems"})
+_KEYWORDS = frozenset({"type", "enum", "const"}) | _OF_OBJECTS | _OF_ARRAYS
 
 _Texts: TypeAlias = "Mapping[str, None] | None"
 """A set of strings, in order; ``None``: all of them."""
 
 _Alternatives: TypeAlias = "tuple[tuple[Schema, ...], ...]"
-"""Sets of schemas, of which all of one set hold."""
+"""Sets of schemas, of which all of one set hold, as far as they combine no others."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Values:
-    """A set of JSON values: by default, all of them. ``scalars`` are those without strings."""
+def _literals(schema: Schema) -> Iterator[Sequence[object]]:
+    """The lists of values of which one of each is allowed."""
+    if "const" in schema:
+        yield [schema["const"]]
+    if "enum" in schema:
+        yield schema["enum"]
 
-    scalars: frozenset[str] = _SCALARS
+
+def _kinds(schema: Schema) -> set[str]:
+    """The kinds of values that ``schema`` allows."""
+    named = schema.get("type", [*_KINDS])
+    names = [named] if isinstance(named, str) else named
+    kinds = {kind for name in names for kind in _KINDS[name]}
+    return kinds.intersection(*({*map(_kind, literals)} for literals in _literals(schema)))
+
+
+def _kind(literal: object) -> str:
+    if literal is None or isinstance(literal, bool):
+        return json.dumps(literal)
+    if isinstance(literal, (int, float)):
+        return "integer" if literal % 1 == 0 else "fraction"
+    if isinstance(literal, str):
+        return "string"
+    return "array" if isinstance(literal, list) else "object"
+
+
+def _texts(schemas: Iterable[Schema]) -> _Texts:
+    """The texts that all of ``schemas`` list."""
     texts: _Texts = None
-    arrays: _Alternatives = ((),)
-    objects: _Alternatives = ((),)
-
-    @classmethod
-    def of(cls, schema: Schema) -> _Values:
-        """Those that the keywords of ``schema`` allow which do not combine schemas."""
-        arrays = ((),) if _OF_ARRAYS.isdisjoint(schema) else ((schema,),)
-        objects = ((),) if _OF_OBJECTS.isdisjoint(schema) else ((schema,),)
-        values = cls(arrays=arrays, objects=objects)
-        if "type" in schema:
-            named = schema["type"]
-            names = {named} if isinstance(named, str) else set(named)
-            values = values.both(cls.of_types(names))
-        if "const" in schema:
-            values = values.both(cls.listed([schema["const"]]))
-        if "enum" in schema:
-            values = values.both(cls.listed(schema["enum"]))
-        return values
-
-    @classmethod
-    def of_types(cls, names: Iterable[str]) -> _Values:
-        return cls(
-            frozenset().union(*(_KINDS.get(name, ()) for name in names)),
-            None if "string" in names else {},
-            ((),) if "array" in names else (),
-            ((),) if "object" in names else (),
-        )
-
-    @classmethod
-    def listed(cls, literals: Iterable[object]) -> _Values:
-        """``literals``, and all other numbers, arrays and objects if there are some among them."""
-        types = set()
-        scalars = set()
-        for literal in literals:
-            if literal is None or isinstance(literal, bool):
-                scalars.add(json.dumps(literal))
-            elif isinstance(literal, (int, float)):
-                scalars.add("integer" if literal % 1 == 0 else "fraction")
-            elif not isinstance(literal, str):
-                types.add("array" if isinstance(literal, list) else "object")
-        texts = {literal: None for literal in literals if isinstance(literal, str)}
-        return replace(cls.of_types(types), scalars=frozenset(scalars), texts=texts)
-
-    def both(self, other: _Values) -> _Values:
-        return _Values(
-            self.scalars & other.scalars,
-            _intersection(self.texts, other.texts),
-            _product(self.arrays, other.arrays),
-            _product(self.objects, other.objects),
-        )
-
-    def either(self, other: _Values) -> _Values:
-        texts: _Texts = None
-        if self.texts is not None and other.texts is not None:
-            texts = {**self.texts, **other.texts}
-        return _Values(
-            self.scalars | other.scalars,
-            texts,
-            _distinct((*self.arrays, *other.arrays)),
-            _distinct((*self.objects, *other.objects)),
-        )
-
-    @property
-    def size(self) -> int:
-        return 1 + len(self.texts or ()) + len(self.arrays) + len(self.objects)
+    for schema in schemas:
+        for literals in _literals(schema):
+            listed = {text: None for text in literals if isinstance(text, str)}
+            texts = listed if texts is None else {text: None for text in texts if text in listed}
+    return texts
 
 
-_NOTHING = _Values.of_types(())
-
-
-def _intersection(one: _Texts, other: _Texts) -> _Texts:
-    if one is None or other is None:
-        return one if other is None else other
-    return {text: None for text in one if text in other}
-
-
-def _product(some: _Alternatives, others: _Alternatives) -> _Alternatives:
-    """Each of ``some`` together with each of ``others``; the fewer alone if that is too much."""
-    if len(some) * len(others) > max(MAX_ALTERNATIVES, len(some), len(others)):
-        return min(some, others, key=len)
-    return _distinct((*one, *other)[:MAX_ALTERNATIVES] for one, other in product(some, others))
+def _product(left: _Alternatives, right: _Alternatives) -> _Alternatives:
+    """Each of ``left`` together with each of ``right``; the fewer alone if that is too much."""
+    if len(left) * len(right) > max(MAX_ALTERNATIVES, len(left), len(right)):
+        return min(left, right, key=len)
+    return _distinct((*one, *other)[:MAX_ALTERNATIVES] for one, other in product(left, right))
 
 
 def _distinct(alternatives: Iterable[tuple[Schema, ...]]) -> _Alternatives:
@@ -342,7 +300,7 @@ class _RuleWriter:
         self._depth = 0
         self._symbols: dict[frozenset[int], str | None] = {}
         self._referred: set[frozenset[int]] = set()
-        self._values: dict[int, _Values] = {}
+        self._alternatives: dict[int, _Alternatives] = {}
         self._open: set[int] = set()
         self._rests: dict[int, AnySchema] = {}
         self._texts: dict[str, str] = {}
@@ -386,41 +344,40 @@ class _RuleWriter:
 
     # Schemas: each is known by its identity, since it is unhashable; the root keeps it alive.
 
-    def values(self, schema: AnySchema) -> _Values:
-        """The values that ``schema`` accepts."""
+    def alternatives(self, schema: AnySchema) -> _Alternatives:
+        """Those of the values that ``schema`` accepts."""
         if isinstance(schema, bool):
-            return _Values() if schema else _NOTHING
+            return ((),) if schema else ()
         key = id(schema)
-        if key in self._values:
-            return self._values[key]
+        if key in self._alternatives:
+            return self._alternatives[key]
         if key in self._open:
             self._dropped["a $ref to a schema that contains it"] = None
-            return _Values()
+            return ((),)
         if len(self._open) >= MAX_DEPTH:
             self._dropped["a schema that is nested too deeply"] = None
-            return _Values()
+            return ((),)
         self._open.add(key)
-        parts = [_Values.of(schema), *map(self.values, schema.get("allOf", ()))]
+        own: _Alternatives = ((),) if _KEYWORDS.isdisjoint(schema) else ((schema,),)
+        parts = [own]
+        parts += map(self.alternatives, schema.get("allOf", ()))
         if "$ref" in schema:
-            parts.append(self.values(self.target(schema["$ref"])))
+            parts.append(self.alternatives(self.target(schema["$ref"])))
         for union in ("anyOf", "oneOf"):
             if union in schema:
-                branches = map(self.values, schema[union])
-                parts.append(self.combined(_Values.either, _NOTHING, branches))
+                branches = map(self.alternatives, schema[union])
+                parts.append(_distinct(chain.from_iterable(branches)))
         self._open.discard(key)
-        self._values[key] = self.combined(_Values.both, _Values(), parts)
-        return self._values[key]
+        self._alternatives[key] = self.both(parts)
+        return self._alternatives[key]
 
-    def combined(
-        self,
-        combine: Callable[[_Values, _Values], _Values],
-        first: _Values,
-        others: Iterable[_Values],
-    ) -> _Values:
-        for other in others:
-            self.work(first.size + other.size)
-            first = combine(first, other)
-        return first
+    def both(self, parts: Iterable[_Alternatives]) -> _Alternatives:
+        """The alternatives if all of ``parts`` hold."""
+        found: _Alternatives = ((),)
+        for part in parts:
+            self.work(len(found) + len(part))
+            found = _product(found, part)
+        return found
 
     def followed(self, schema: AnySchema) -> AnySchema:
         """``schema``, or what it refers to, so that all references to it share one rule."""
@@ -458,8 +415,8 @@ class _RuleWriter:
         # The symbol is known before its rule is written, so that references can be recursive.
         self._symbols[key] = symbol = f"v_{self._name}_{len(self._symbols)}"
         self._depth += 1
-        values = self.combined(_Values.both, _Values(), map(self.values, wanted.values()))
-        symbols = [*dict.fromkeys(self.of_kinds(values))]
+        alternatives = self.both(map(self.alternatives, wanted.values()))
+        symbols = [*dict.fromkeys(self.of_kinds(alternatives))]
         self._depth -= 1
         if not symbols:
             self._symbols[key] = None
@@ -472,23 +429,35 @@ class _RuleWriter:
             self.rule(symbol, symbols)
         return self._symbols[key]
 
-    def of_kinds(self, values: _Values) -> Iterator[str]:
-        """A symbol for each kind of ``values``."""
-        if values == _Values():
+    def of_kinds(self, alternatives: _Alternatives) -> Iterator[str]:
+        """A symbol for each kind of values of ``alternatives``, or for all kinds."""
+        if () in alternatives:
             yield "json_value"
             return
-        yield from (
-            f"JSON_{name.upper()}" for name in ("null", "true", "false") if name in values.scalars
-        )
-        if values.texts is None:
+        kinds: set[str] = set()
+        texts: _Texts = {}
+        arrays, objects = list[tuple[Schema, ...]](), list[tuple[Schema, ...]]()
+        for schemas in alternatives:
+            self.work(sum(1 + sum(map(len, _literals(schema))) for schema in schemas))
+            own = set.intersection(*map(_kinds, schemas))
+            kinds |= own
+            if "string" in own:
+                listed = _texts(schemas)
+                texts = None if texts is None or listed is None else {**texts, **listed}
+            if "array" in own:
+                arrays.append(tuple(each for each in schemas if not _OF_ARRAYS.isdisjoint(each)))
+            if "object" in own:
+                objects.append(tuple(each for each in schemas if not _OF_OBJECTS.isdisjoint(each)))
+        yield from (f"JSON_{name.upper()}" for name in ("null", "true", "false") if name in kinds)
+        if texts is None:
             yield "JSON_STRING"
-        elif values.texts:
-            self.work(sum(map(len, values.texts)))
-            yield self.terminal(f"/{_spelled(values.texts)}{_SPACE}/")
-        if not values.scalars.isdisjoint(_KINDS["number"]):
-            yield "JSON_NUMBER" if "fraction" in values.scalars else "JSON_INTEGER"
-        yield from map(self.array, values.arrays)
-        yield from filter(None, map(self.object, values.objects))
+        elif texts:
+            self.work(sum(map(len, texts)))
+            yield self.terminal(f"/{_spelled(texts)}{_SPACE}/")
+        if not kinds.isdisjoint(_KINDS["number"]):
+            yield "JSON_NUMBER" if "fraction" in kinds else "JSON_INTEGER"
+        yield from map(self.array, _distinct(arrays))
+        yield from filter(None, map(self.object, _distinct(objects)))
 
     def array(self, schemas: Sequence[Schema]) -> str:
         prefixes, rests = [], []
@@ -524,32 +493,33 @@ class _RuleWriter:
         return f"JSON_FIRST ({heads[0]} {within})? JSON_LAST"
 
     def object(self, schemas: Sequence[Schema]) -> str | None:
-        required = dict.fromkeys(name for each in schemas for name in each.get("required", ()))
-        names = {name: None for each in schemas for name in each.get("properties", ())} | required
+        required = dict.fromkeys(name for schema in schemas for name in schema.get("required", ()))
+        names = {
+            name: None for schema in schemas for name in schema.get("properties", ())
+        } | required
         allowed = self.allowed_names(schemas)
         names |= allowed or {}
         self.work(len(names) * len(schemas))
-        rests = {id(each): self.rest(each) for each in schemas}
+        rests = {id(schema): self.rest(schema) for schema in schemas}
         values = {}
         for name in names:
             value = None
             if allowed is None or name in allowed:
                 value = self.value(
-                    each.get("properties", {}).get(name, rests[id(each)]) for each in schemas
+                    schema.get("properties", {}).get(name, rests[id(schema)]) for schema in schemas
                 )
             if value is not None:
                 values[name] = value
             elif name in required:
                 return None
-        others = self.value(rests.values()) if allowed is None else None
-        return self.walk([name for name in values if name in required], values, names, others)
+        undeclared = self.value(rests.values()) if allowed is None else None
+        return self.walk([name for name in values if name in required], values, names, undeclared)
 
     def allowed_names(self, schemas: Iterable[Schema]) -> _Texts:
         """The names that ``propertyNames`` lists; ``None`` if it lists none."""
-        allowed: _Texts = None
-        for schema in schemas:
-            allowed = _intersection(self.values(schema.get("propertyNames", True)).texts, allowed)
-        return allowed
+        names = [schema["propertyNames"] for schema in schemas if "propertyNames" in schema]
+        listed = [*map(_texts, self.both(map(self.alternatives, names)))]
+        return None if None in listed else dict.fromkeys(chain.from_iterable(listed))  # type: ignore[arg-type]
 
     def rest(self, schema: Schema) -> AnySchema:
         """The schema of undeclared members: they may match any of ``patternProperties``."""
@@ -564,13 +534,13 @@ class _RuleWriter:
         required: Sequence[str],
         values: Mapping[str, str],
         declared: Iterable[str],
-        others: str | None,
+        undeclared: str | None,
     ) -> str:
         """An object with ``values`` for its names in any order, the ``required`` ones among them.
 
-        ``others`` is the symbol of undeclared members, which are none of the ``declared`` names.
-        For ``{"a": …, "b"?: …}`` with others, the rules of the object ``o`` are, without their
-        digests::
+        ``undeclared`` is the symbol of members whose name is none of the ``declared`` ones. If
+        there may be some beside ``{"a": …, "b"?: …}``, the rules of the object ``o`` are, without
+        their digests::
 
             o:     JSON_OPEN o_m::0x0
             o_m::_: o_l A o_s::set_bit(0) %if bit_clear(0)      next comes the member a
@@ -578,7 +548,7 @@ class _RuleWriter:
                   | o_o (JSON_COMMA o_o)* JSON_CLOSE %if is_ones([0:1])
             o_s::_: JSON_CLOSE %if is_ones([0:1])               a member has come
                   | JSON_COMMA o_m::_
-            o_l:   (o_o JSON_COMMA){0,64}                       others before a or b
+            o_l:   (o_o JSON_COMMA){0,64}                       undeclared ones before a or b
             o_o:   an undeclared member
         """
         if len(required) > BITS:
@@ -588,7 +558,7 @@ class _RuleWriter:
         tracked = [*required]
         if len(values) <= BITS:
             tracked += [name for name in values if name not in required]
-        loops = [*self.untracked(values, tracked, declared, others)]
+        loops = [*self.untracked(values, tracked, declared, undeclared)]
         if not tracked:
             if not loops:
                 return "JSON_OPEN JSON_CLOSE"
@@ -606,7 +576,9 @@ class _RuleWriter:
         ]
         if loops:
             self.rule(f"{walk}_o", loops)
-            self.rule(f"{walk}_l", [f"({walk}_o JSON_COMMA){{0,{MAX_OTHERS if required else ''}}}"])
+            self.rule(
+                f"{walk}_l", [f"({walk}_o JSON_COMMA){{0,{MAX_UNDECLARED if required else ''}}}"]
+            )
             members.append(f"{walk}_o (JSON_COMMA {walk}_o)* JSON_CLOSE{complete}")
         self.rule(f"{walk}_m::_", members)
         # A comma needs a member that may follow it.
@@ -620,16 +592,12 @@ class _RuleWriter:
         values: Mapping[str, str],
         tracked: Sequence[str],
         declared: Iterable[str],
-        others: str | None,
+        undeclared: str | None,
     ) -> Iterator[str]:
         """The members that may come again: undeclared ones, and names that have no bit."""
-        if others is not None:
+        if undeclared is not None:
             known = " | ".join(map(self.text, declared))
             name = self.terminal(f"JSON_NAME & ~({known})") if known else "JSON_NAME"
-            yield f"{name} JSON_COLON {others}"
-        alike: dict[str, list[str]] = {}
-        for name in values.keys() - {*tracked}:
-            alike.setdefault(values[name], []).append(name)
-        for value, names in sorted(alike.items()):
-            any_of_them = " | ".join(map(self.text, sorted(names)))
-            yield f"{self.terminal(any_of_them)} JSON_COLON {value}"
+            yield f"{name} JSON_COLON {undeclared}"
+        for name in sorted(values.keys() - {*tracked}):
+            yield f"{self.text(name)} JSON_COLON {values[name]}"
