@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from aiohttp import ClientSession, TCPConnector
 from fake_engines import FakeEngine
+from starlette.applications import Starlette
 from starlette.requests import Request
 
 from vllm_mlx_harmony.core.deltas import Usage
@@ -21,6 +23,7 @@ from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.routing import Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
+from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.host import Deadline, Lease, Tracker
 
 MODEL = "gpt-oss-20b"
@@ -98,6 +101,11 @@ class Watched(Gateway):
         self.engine = engines[0][0]
         self.lent = 0
         self.trackers: list[Recorded] = []
+
+    @cached_property
+    def app(self) -> Starlette:
+        """The application that it serves, with the settings in the environment."""
+        return application(self)
 
     async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         lease = await super().acquire(request, model, deadline)

@@ -24,7 +24,7 @@ from in_process import Watched
 from test_front_end import (  # noqa: F401
     KEY,
     SCRIPTS,
-    _nothing_kept,
+    _no_grammars,
     test_a_tool_loop,
     test_refusals_have_the_shape_of_their_api,
     test_the_same_events_over_a_websocket,

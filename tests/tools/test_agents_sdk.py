@@ -16,9 +16,9 @@ import agents
 from agents import memory
 from fakes import MODEL
 from local import weather
-from test_responses_loop import LAST, _nothing_kept, client, finally_, serving, text_of
+from test_responses_loop import LAST, _no_grammars, client, finally_, serving, text_of
 
-__all__ = ["_nothing_kept"]
+__all__ = ["_no_grammars"]
 
 ASK: dict[str, Any] = {"type": "mcp", "server_label": "weather"}
 

@@ -14,9 +14,9 @@ sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "ser
 
 import agents
 from fakes import MODEL, Alone, ScriptedEngine
-from test_responses_loop import _nothing_kept, client, finally_
+from test_responses_loop import _no_grammars, client, finally_
 
-__all__ = ["_nothing_kept"]
+__all__ = ["_no_grammars"]
 
 ran: list[object] = []
 

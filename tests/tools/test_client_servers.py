@@ -32,7 +32,7 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine
 from local import weather
 from official_clients import clients
 from starlette.testclient import TestClient
-from test_responses_loop import CALLED, LAST, _nothing_kept, client, create, finally_, told
+from test_responses_loop import CALLED, LAST, _no_grammars, client, create, finally_, told
 from test_toolbox import free_port
 from test_toolbox import serving as mcp_serving
 
@@ -47,7 +47,7 @@ from vllm_mlx_harmony.server.tools.mcp_server import McpServer
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 from vllm_mlx_harmony.server.tools.toolbox import GIVEN, Toolbox
 
-__all__ = ["_nothing_kept"]
+__all__ = ["_no_grammars"]
 
 SECRET = "s3cret-token"
 SAID = "what it said"
