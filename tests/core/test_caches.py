@@ -10,6 +10,7 @@ import vllm_mlx_harmony.core
 UNBOUND = {
     "vllm_mlx_harmony.core.grammar.any_order._character",  # of one character
     "vllm_mlx_harmony.core.reasoning._analysis_ids",  # no arguments
+    "vllm_mlx_harmony.core.vocab._control_names",  # no arguments
     "vllm_mlx_harmony.core.vocab._table",  # no arguments
     "vllm_mlx_harmony.core.render._system_form",  # flags, an effort, names of built-in tools
 }
