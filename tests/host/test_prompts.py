@@ -28,7 +28,7 @@ from vllm_mlx_harmony.host import adapter, contract, loading
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.server import defaults
+from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.server.defaults import (
     read,
 )
@@ -124,7 +124,7 @@ def test_what_is_warmed_up_serves_every_tenant(engine: Any, run: Run) -> None:
 )
 def test_what_cannot_be_rendered_is_no_warm_up(messages: list[Any]) -> None:
     with pytest.raises(RequestError):
-        loading._beginning(messages)
+        warm_prompts.beginning(messages, Defaults(), render)
 
 
 def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:

@@ -456,7 +456,7 @@ class Context:
     def start(self, cached_tokens: int | None = None) -> list[Delta]:
         return [Started(3, cached_tokens)]
 
-    def append_output(self, ids: tuple[int, ...]) -> list[Delta]:
+    def append_output(self, ids: tuple[int, ...], logprobs: Any = ()) -> list[Delta]:
         self.done = 99 in ids
         return []
 
