@@ -480,10 +480,10 @@ def test_approvals_beyond_the_limit_are_answered_together(ends: list[Any], strea
     server, rendered = weather(), 0
     host = serving(server, scripts={"In Celsius.": LAST}, max_tool_calls=2)
 
-    def renderer(turn: Turn, *args: Any) -> Rendered:
+    def renderer(turn: Turn, *args: Any, **keywords: Any) -> Rendered:
         nonlocal rendered
         rendered += 1
-        return render(turn, *args)
+        return render(turn, *args, **keywords)
 
     host.renderer = renderer
     kinds = ("mcp_approval_request", "mcp_approval_response")
