@@ -309,15 +309,14 @@ uvx harmony-verify http://127.0.0.1:8080
 - **wire** is what does not depend on the model: documents and events, errors, cancellation.
   **format** is what gpt-oss's Harmony needs: calls, reasoning, strict schemas, roles. **loop** is
   a tool loop of 20 turns. Cells have what passed, of what the server offers.
-- A server has half an hour. What it was not asked in that time is *not run*, and does not
-  count.
+- A server that was not asked everything within half an hour is left out: what it was asked would
+  depend on the machine.
 - An API that a server does not have is *not offered*: no failure, but not passed either.
 - A failure is not counted as the server's if the model did not know the message, because the server
-  had added something to it. These are *unclear*. The
-  checks themselves are tested with the server of
-  this project, and with a fault for each (`tests/verify`).
-- The servers ran on processors, on Linux. They are made for Macs, and a fault of
-  that kind would not be theirs; none was seen unless it is mentioned. Speed is not measured.
+  had added something to it. These are *unclear*. The checks themselves are tested with the server
+  of this project, and with a fault for each (`tests/verify`).
+- The servers ran on CPUs, on Linux. They are made for Macs, so a fault that only occurs on Linux
+  would not count; none was seen unless it is mentioned. Speed is not measured.
 - A scripted model cannot show what is better about a server in other respects. Please tell us of a
   flag that we missed.
 """
@@ -330,6 +329,8 @@ GROUPS = ("wire", "format", "loop")
 
 def written(found: Sequence[Results]) -> str:
     """The page, best server first."""
+    if not found:
+        return f"{INTRODUCTION}\nNo server has been through all checks yet.\n"
     parts = [INTRODUCTION, table(TITLES, [row(each) for each in found])]
     return "\n".join([*parts, *map(section, found)])
 
@@ -348,9 +349,13 @@ def row(results: Results) -> tuple[str, ...]:
         cells.append(f"{of_group.count('passed')}/{offered}" if offered else "–")
     passed = sum(state == "passed" for _, state in states)
     title = PEERS[results["name"]].title
-    missing = len(CHECKS) - len(results["checks"])
-    total = f"{passed} of {len(states)}{f' ({missing} not run)' if missing else ''}"
-    return (title, results["version"], total, *cells, ", ".join(absent(results)) or "–")
+    return (
+        title,
+        results["version"],
+        f"{passed} of {len(states)}",
+        *cells,
+        ", ".join(absent(results)) or "–",
+    )
 
 
 def absent(results: Results) -> list[str]:
@@ -392,8 +397,6 @@ def section(results: Results) -> str:
         notes.append(f"{others} more failed")
     if count := sum(map(unclear, failed)):
         notes.append(f"{count} of the failed ones are unclear")
-    if missing := len(CHECKS) - len(results["checks"]):
-        notes.append(f"{missing} were not run: the time was up")
     if results["tracebacks"]:
         notes.append("the model's code is in tracebacks of its log")
     if notes:
@@ -425,16 +428,28 @@ def problem(outcome: Results) -> str:
 
 
 def readme(text: str, found: Sequence[Results]) -> str:
-    """README with the first rows of the table."""
+    """README with the first rows of the table between its marks, if there are any."""
     before, _, rest = text.partition(BEGIN)
     rows = [row(each)[:3] for each in found[:IN_README]]
-    return f"{before}{BEGIN}\n\n{table(TITLES[:3], rows)}\n{END}{rest.partition(END)[2]}"
+    shown = f"{README_SECTION}\n{table(TITLES[:3], rows)}\n" if rows else ""
+    return f"{before}{BEGIN}\n\n{shown}{END}{rest.partition(END)[2]}"
+
+
+README_SECTION = """\
+## Which server runs gpt-oss right?
+
+The same scripted model in every server, and the checks of [docs/verify.md](docs/verify.md), which
+anybody can repeat with `uvx harmony-verify URL`; [docs/yardstick.md](docs/yardstick.md) has the
+details.
+"""
 
 
 def results_of(names: Iterable[str]) -> list[Results]:
-    """The results of servers, those that passed the largest share first."""
+    """The results of the servers that were asked everything, those that passed the largest share
+    first. The others are not comparable: which checks were run depends on the machine."""
     files = [BUILD / f"{name}.json" for name in names]
-    found: list[Results] = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    read: list[Results] = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
+    found = [each for each in read if each["problem"] or len(each["checks"]) == len(CHECKS)]
     found.sort(key=lambda each: share(each["checks"]), reverse=True)
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,6 @@ pytest.importorskip("httpx_sse")
 sys.path.insert(0, str(Path(__file__).parents[2] / "ci"))
 
 import yardstick
-
-CHECKS = len(yardstick.CHECKS)
 
 
 def outcome(name: str, state: str = "passed", problem: str = "", received: str = "") -> Any:
@@ -34,7 +33,7 @@ def test_a_row_counts_what_is_offered() -> None:
         outcome("wire.messages.whole", "unsupported", "POST /v1/messages is 404"),
     )
     title, version, passed, wire, form, loop, absent = yardstick.row(found)
-    assert (title, version, passed) == ("mlx-lm", "1.2", f"1 of 4 ({CHECKS - 4} not run)")
+    assert (title, version, passed) == ("mlx-lm", "1.2", "1 of 4")
     assert (wire, form, loop, absent) == ("1/1", "0/1", "–", "messages")
 
 
@@ -67,3 +66,22 @@ def test_readme_has_the_best_rows_between_its_marks() -> None:
     assert text.startswith("a\n<!-- yardstick -->\n") and text.endswith("<!-- /yardstick -->\nb")
     assert text.count("| mlx-lm | 1.2 | 1 of") == yardstick.IN_README
     assert "old" not in text
+    empty = yardstick.readme(text, [])
+    assert "mlx-lm" not in empty and "##" not in empty
+    assert yardstick.readme(empty, found) == text
+
+
+def test_a_run_that_was_not_finished_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yardstick, "BUILD", tmp_path)
+    checks = [outcome(f"wire.chat.{at}") for at in range(len(yardstick.CHECKS))]
+    for name, found in {
+        "mlx-lm": results(*checks),
+        "rapid-mlx": {**results(*checks[1:]), "name": "rapid-mlx"},
+        "vmlx": {**results(), "name": "vmlx", "problem": "it does not start"},
+    }.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    shown = yardstick.results_of(["mlx-lm", "rapid-mlx", "vmlx"])
+    assert [each["name"] for each in shown] == ["mlx-lm", "vmlx"]
+    assert "No server has been through all checks yet" in yardstick.written([])
