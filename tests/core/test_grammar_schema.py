@@ -452,6 +452,93 @@ def test_whatever_parsers_take(text: str) -> None:
     assert taken({"type": "object"}, f"{{{text}: {text}}}")
 
 
+# --- schemas drawn at random ---
+
+
+def drawn_schema(chance: random.Random, depth: int = 0) -> tuple[Any, Callable[[], Any]]:
+    """A schema, and what makes a value that is probably valid."""
+
+    def scalar() -> tuple[Any, Callable[[], Any]]:
+        low, high = sorted((chance.randrange(-50, 2000), chance.randrange(-50, 2000)))
+        return chance.choice(
+            [
+                ({"type": "string"}, lambda: chance.choice(["", "a", 'é"\n', "x" * 9, "😀"])),
+                ({"type": "integer"}, lambda: chance.choice([0, -7, 3000, 10**12])),
+                (
+                    {"type": "integer", "minimum": low, "maximum": high},
+                    lambda: chance.choice([low, high, high + 1, (low + high) // 2]),
+                ),
+                (
+                    {"type": "number", "exclusiveMinimum": low / 8, "maximum": high},
+                    lambda: chance.choice([low / 8, (low + high) / 4, high, high + 0.5]),
+                ),
+                ({"type": ["boolean", "null"]}, lambda: chance.choice([True, False, None])),
+                ({"enum": ["a", "b/c", 1, 2.5, None]}, lambda: chance.choice(["b/c", 1, 2.5, "c"])),
+                (
+                    {"type": "string", "minLength": 1, "maxLength": 3},
+                    lambda: chance.choice(["", "ab", "😀é", "abcd"]),
+                ),
+                (
+                    {"type": "string", "pattern": "^[a-z]+(-[0-9]{2})?$"},
+                    lambda: chance.choice(["ab", "ab-12", "ab-1", "A"]),
+                ),
+                ({"type": "number", "multipleOf": 0.5}, lambda: chance.choice([2, 2.5, 2.25])),
+            ]
+        )
+
+    kind = chance.choice(["scalar", "array", "tuple", "object", "object", "union", "merged"])
+    if depth > 2 or kind == "scalar":
+        return scalar()
+    if kind == "array":
+        schema, make = drawn_schema(chance, depth + 1)
+        most = chance.choice([1, 3])
+        array = {"type": "array", "items": schema, "minItems": 1, "maxItems": most}
+        return array, lambda: [make() for _ in range(chance.randint(1, most))]
+    if kind == "tuple":
+        parts = [drawn_schema(chance, depth + 1) for _ in range(2)]
+        array = {"prefixItems": [one for one, _ in parts], "items": False, "type": "array"}
+        return array, lambda: [make() for _, make in parts][: chance.randint(1, 2)]
+    if kind == "union":
+        parts = [drawn_schema(chance, depth + 1) for _ in range(2)]
+        return {"anyOf": [one for one, _ in parts]}, lambda: chance.choice(parts)[1]()  # noqa: PLW0108 - another one each time
+    if kind == "merged":
+        schema, make = drawn_schema(chance, depth + 1)
+        return {"allOf": [schema], "description": "as it is"}, make
+    names = chance.sample(["a", "b", "é", 'q"', "long name", "/"], chance.randint(1, 5))
+    parts = {name: drawn_schema(chance, depth + 1) for name in names}
+    required = [name for name in names if chance.random() < 0.5]
+    schema = {"type": "object", "properties": {name: one for name, (one, _) in parts.items()}}
+    schema["required"] = required
+    rest = chance.choice([None, False, {"type": "integer"}])
+    if rest is not None:
+        schema["additionalProperties"] = rest
+
+    def members() -> Any:
+        value = {
+            n: make() for n, (_, make) in parts.items() if n in required or chance.random() < 0.5
+        }
+        if rest is not False and chance.random() < 0.5:
+            value |= {"other": 5, "": chance.choice([1, "x"])}
+        return value
+
+    return schema, members
+
+
+@pytest.mark.once
+@settings(max_examples=examples(150), deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_is_valid_is_taken_and_nothing_else(seed: int) -> None:
+    chance = random.Random(seed)
+    schema, make = drawn_schema(chance)
+    assert rules_of(schema).dropped == ()
+    for _ in range(4):
+        value = make()
+        others = [*changed(value)]
+        for one in (value, *chance.sample(others, min(len(others), 2))):
+            text = respelled(one, chance)
+            assert taken(schema, text) == is_valid(checked(schema), one), (schema, text)
+
+
 # --- what cannot be enforced ---
 
 # fmt: off
