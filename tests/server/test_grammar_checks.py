@@ -16,7 +16,7 @@ import grammar_texts
 import pytest
 from grammar_texts import LARK, SCHEMAS, grammar, multiple_of
 
-from vllm_mlx_harmony.server import grammar_checks
+from vllm_mlx_harmony.server import grammar_checks, grammar_process
 from vllm_mlx_harmony.server.grammar_checks import (
     LIMIT_EXCEEDED,
     CheckUnavailable,
@@ -137,6 +137,27 @@ def test_process_that_is_gone_or_hangs_is_replaced(sent: int) -> None:
         assert worker(pool) != first
     finally:
         pool.close()
+
+
+def test_memory_of_a_check_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes `grammar_process.MEMORY`, and writes to all of it, gets no verdict."""
+    take = "lambda *_: (bytearray(b'x') * {size}, __import__('time').sleep(1)) and ''"
+    for size, verdict in (
+        (grammar_process.MEMORY // 4, ""),
+        (grammar_process.MEMORY, LIMIT_EXCEEDED),
+    ):
+        program = grammar_checks._PROGRAM.replace(
+            "; from vllm_mlx_harmony.server.grammar_process import main",
+            "; from vllm_mlx_harmony.server import grammar_process"
+            f"; grammar_process._problem = {take.format(size=size)}; main = grammar_process.main",
+        )
+        pool = WorkerPool()
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_checks, "_PROGRAM", program)
+            try:
+                assert GrammarCheck("t", pool)('start: "a"') == verdict
+            finally:
+                pool.close()
 
 
 def test_without_a_helper_process_nothing_is_known(

@@ -12,8 +12,9 @@ that takes a few milliseconds, since the library and the tokenizer are already l
 nothing behind. A child that exceeds a limit dies, and this process answers in its place:
 
 - **stack**: `STACK` bytes, a quarter of that of the server's threads. An overflow is a SIGSEGV.
-- **memory**: `MEMORY` bytes more than the child had before. Its main thread watches the size, while
-  llguidance works without the interpreter lock: macOS enforces no limit.
+- **memory**: `MEMORY` bytes more than the child had before, on Linux by ``RLIMIT_AS``. macOS does
+  not enforce that, so the main thread also watches the size: llguidance releases the interpreter
+  lock.
 - **time**, CPU and wall-clock: signals of interval timers.
 
 The process ends when the server does, which closes the socket.
@@ -33,6 +34,7 @@ import resource
 import signal
 import sys
 import threading
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -89,6 +91,10 @@ def _answer(question: dict[str, Any], tokenizer: LLTokenizer) -> None:
     signal.setitimer(signal.ITIMER_PROF, question["cpu_seconds"])
     signal.setitimer(signal.ITIMER_REAL, question["seconds"])
     threading.stack_size(STACK)
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + MEMORY
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     trial = threading.Thread(target=lambda: problems.append(_problem(tokenizer, question)))
     trial.start()
     while trial.is_alive():
