@@ -395,14 +395,18 @@ def _tools(namespace: Namespace, names: Names, tenant: str, budget: typescript.S
     tools, description = namespace.tools, namespace.description
     alias = names.alias if namespace.name == FUNCTIONS else str
     values = [(alias(tool.name), tool.description, tool.parameters) for tool in tools]
+    content = namespace.name, description, values
     try:
-        # Four times as fast as ``json``; version 2 writes equal values as equal bytes.
-        key = marshal.dumps((namespace.name, description, values), 2)
+        # Writing a text of megabytes holds the interpreter lock. The default version takes a fifth
+        # of the time, but only version 2 writes equal values as equal bytes. Both are faster than
+        # ``json``.
+        size = len(marshal.dumps(content))
+        key = marshal.dumps(content, 2) if size <= MAX_JSON_CHARACTERS else b""
     except ValueError:
-        key = b""
+        size, key = 0, b""
     budget.tool = (budget.tool, *tools)[-1]  # which an error names, unless it is due to one tool
-    if len(key) > MAX_JSON_CHARACTERS:
-        budget.take(len(key))  # Larger than the whole budget, so this raises.
+    if (size := max(size, len(key))) > MAX_JSON_CHARACTERS:
+        budget.take(size)  # Larger than the whole budget, so this raises.
     known = _sections.get((tenant, key))
     if known is not None:
         text, *sizes = known

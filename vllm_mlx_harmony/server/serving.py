@@ -32,6 +32,7 @@ from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
+from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.server.answer import Answer
@@ -406,7 +407,12 @@ async def respond(received: Received, job: Job) -> Response:
     try:
         # If no time is left, the answer itself raises the error and counts it as a timeout.
         if not job.stream:
-            return JSONResponse(await received.unless_disconnected(answer.document()))
+            document = await received.unless_disconnected(answer.document())
+            if not received.document.large:
+                return JSONResponse(document)
+            # Responses repeats the request's tools and instructions.
+            text = await in_thread(encode_slowly, document)
+            return Response(text, media_type=JSONResponse.media_type)
         await received.unless_disconnected(answer.first_event())
         return EventStream(received.request, answer, received.api.framing)
     except BaseException as error:
