@@ -260,7 +260,7 @@ async def kept(trial: Trial) -> None:
 
 
 async def bound(trial: Trial) -> None:
-    answer = await trial.answer(replace(PLAIN, limit=MOST))
+    answer = await trial.answer(replace(OTHER, limit=MOST))
     require(answer.text, "the answer has no text")
 
 
