@@ -19,6 +19,7 @@ PATHS = {
     "messages": "/v1/messages",
     "ollama": "/api/chat",
     "tokenize": "/tokenize",
+    "conversations": "/v1/conversations",
 }
 APIS = tuple(PATHS)
 
@@ -40,7 +41,7 @@ class AttackRequest:
     def body(self, api: str, model: str = MODEL) -> Body:
         """The request for ``api``."""
         messages = [{"role": "user", "content": self.text}] * self.repeated
-        key = "input" if api == "responses" else "messages"
+        key = {"responses": "input", "conversations": "items"}.get(api, "messages")
         limit = "max_output_tokens" if api == "responses" else "max_tokens"
         limits: Body = {limit: 1}
         if api == "ollama":

@@ -23,7 +23,7 @@ STORED = "resp_00000000000000000000"
 """Stands for the id of an answer that is stored."""
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-OLLAMA = "/api/chat"
+OLLAMA, CONVERSATIONS = "/api/chat", "/v1/conversations"
 APIS = (CHAT, RESPONSES, MESSAGES, OLLAMA)
 WEBSOCKET = "websocket"
 """In place of a method: the body is a message on a connection; of bytes, where it has no type."""
@@ -125,6 +125,7 @@ OPTIONS: dict[str, Body] = {
         "background": True,
         "previous_response_id": STORED,
         "conversation": {"id": "conv_1"},
+        "items": [{"role": "user", "content": "Hi."}],
         "reasoning": {"effort": "low", "summary": "auto"},
         "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
         "text": {"format": {"type": "json_schema", "name": "answer", "schema": ANSWER_SCHEMA}},
@@ -303,7 +304,7 @@ LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_toke
 SAID = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", OLLAMA: "messages"}
 BESIDE = {
     CHAT: (CHAT, CHAT, "/tokenize", "/detokenize"),
-    RESPONSES: (RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),
+    RESPONSES: (RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact", CONVERSATIONS),
     MESSAGES: (MESSAGES, f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"),
     OLLAMA: (OLLAMA, OLLAMA, "/api/generate", "/api/show"),
 }
@@ -312,6 +313,10 @@ WITHOUT_BODY = (
     ("GET", f"{RESPONSES}/{STORED}?stream=true&starting_after=1"),
     ("GET", f"{RESPONSES}/{STORED}/input_items?limit=1&order=asc&after=msg_1"),
     ("POST", f"{RESPONSES}/{STORED}/cancel"),
+    ("GET", f"{CONVERSATIONS}/conv_1"),
+    ("DELETE", f"{CONVERSATIONS}/conv_1"),
+    ("GET", f"{CONVERSATIONS}/conv_1/items?limit=1&order=asc&after=msg_1"),
+    ("DELETE", f"{CONVERSATIONS}/conv_1/items/msg_1"),
     ("DELETE", f"{RESPONSES}/{STORED}"),
     ("POST", "/v1/requests/chatcmpl-0123456789abcdef/cancel"),
     ("DELETE", "/v1/requests/resp_0123456789abcdef"),

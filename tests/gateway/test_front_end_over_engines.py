@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 
 from fake_engines import KINDS, FakeEngine, served
 from in_process import Watched
+from test_conversations import test_a_tool_loop_in_a_conversation  # noqa: F401
 from test_front_end import (  # noqa: F401
     KEY,
     SCRIPTS,

@@ -239,6 +239,7 @@ APIS = {
             "input": "Bye",
             "instructions": "Be short.",
             "previous_response_id": "resp_1",
+            "conversation": "conv_1",
             "stream": True,
             "store": False,
             "background": True,
@@ -263,7 +264,6 @@ APIS = {
         },
         {
             "prompt_cache_options.prewarm": True,
-            "conversation": "c",
             "prompt": {"id": "p"},
             "moderation": {},
             "logprobs": True,
@@ -511,6 +511,7 @@ AROUND = frozenset({"timeout"})
 SENT = frozenset(
     {
         "background",
+        "conversation",
         "include",
         "include_reasoning",
         "model",

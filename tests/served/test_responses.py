@@ -404,6 +404,19 @@ def test_mistakes_are_named(
     assert caught.value.param == param
 
 
+def test_a_conversation(client: OpenAI, model: str) -> None:
+    made = client.conversations.create(metadata={"topic": "demo"})
+    asked: dict[str, Any] = {"model": model, "input": "plain answer", "conversation": made.id}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as events:
+        streamed = events.get_final_response()
+    assert whole.output_text == streamed.output_text
+    listed = [each.id for each in client.conversations.items.list(made.id, order="asc")]
+    assert [*(each.id for each in whole.output)] == listed[1 : len(whole.output) + 1]
+    assert len(listed) == 2 * (1 + len(whole.output))
+    assert client.conversations.delete(made.id).deleted
+
+
 PATHS = [
     ("POST", "/v1/responses"),
     ("POST", "/v1/responses/compact"),
@@ -412,7 +425,6 @@ PATHS = [
     ("DELETE", "/v1/responses/resp_x"),
     ("GET", "/v1/responses/resp_x/input_items"),
     ("POST", "/v1/responses/resp_x/cancel"),
-    ("POST", "/v1/conversations"),
     ("GET", "/v1/conversations/conv_x/items"),
 ]
 

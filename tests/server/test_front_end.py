@@ -340,38 +340,6 @@ def test_a_model_that_writes_no_summary(stream: bool) -> None:
     assert host.lent == 0
 
 
-def test_conversations_are_not_found_and_say_what_there_is_instead() -> None:
-    host = Alone(ScriptedEngine(SCRIPTS))
-    client, _ = clients(host)
-
-    async def test() -> None:
-        conversations = client.conversations
-        for asked in (
-            conversations.create(items=[]),
-            conversations.retrieve("conv_1"),
-            conversations.update("conv_1", metadata={}),
-            conversations.delete("conv_1"),
-            conversations.items.list("conv_1"),
-            conversations.items.delete("msg_1", conversation_id="conv_1"),
-        ):
-            with pytest.raises(openai.NotFoundError, match="previous_response_id") as missing:
-                await asked
-            assert missing.value.code == "not_found"
-            assert isinstance(missing.value.body, dict)
-            assert missing.value.body.keys() == {"message", "type", "param", "code"}
-        with pytest.raises(openai.BadRequestError, match="store must not be false") as refused:
-            await client.responses.create(model=MODEL, input="Hello!", conversation="conv_1")
-        assert refused.value.param == "conversation"
-
-    asyncio.run(asyncio.wait_for(test(), 30))
-    http = TestClient(application(host), base_url="http://localhost")
-    for path in ("/v1/conversations", "/v1/conversations/conv_1/items"):
-        assert http.get(path).status_code == 401
-        put = http.put(path, headers={"Authorization": f"Bearer {KEY}"})
-        assert (put.status_code, put.json()["error"]["code"]) == (405, "method_not_allowed")
-    assert host.lent == 0
-
-
 def test_the_same_events_over_a_websocket(host: Alone) -> None:
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     create = {"type": "response.create", "model": MODEL, "input": "Hello!"}

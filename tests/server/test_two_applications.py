@@ -65,6 +65,17 @@ def test_stored_responses_are_found_in_their_application() -> None:
     assert (other.delete(path).status_code, one.delete(path).status_code) == (404, 200)
 
 
+def test_conversations_are_found_in_their_application() -> None:
+    one, other = (client(Alone(ScriptedEngine(SCRIPTS))) for _ in range(2))
+    key = one.post("/v1/conversations", json={}).json()["id"]
+    path = f"/v1/conversations/{key}"
+    assert (one.get(path).status_code, other.get(path).status_code) == (200, 404)
+    asked = {**INPUT, "conversation": key}
+    answered = [each.post("/v1/responses", json=asked).status_code for each in (one, other)]
+    assert answered == [200, 404]
+    assert (other.delete(path).status_code, one.delete(path).status_code) == (404, 200)
+
+
 def test_generated_turns_are_reused_in_their_application() -> None:
     hosts = [Alone(ScriptedEngine(SCRIPTS)) for _ in range(2)]
     client(hosts[0]).post("/v1/chat/completions", json=CHAT)

@@ -20,6 +20,7 @@ from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of, install
 from vllm_mlx_harmony.server.host import Host, tenant_of
 from vllm_mlx_harmony.server.middleware import Admission, error_at
+from vllm_mlx_harmony.server.responses import conversations
 from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.settings import ServerSettings
@@ -68,6 +69,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *chat.ENDPOINTS,
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
+    *conversations.ENDPOINTS,
     *ollama.ENDPOINTS,
     *models.ENDPOINTS,
     *tokens.ENDPOINTS,

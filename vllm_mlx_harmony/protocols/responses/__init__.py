@@ -4,6 +4,7 @@ from vllm_mlx_harmony.protocols.openai_answer import error_body as error_body
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter as Emitter
 from vllm_mlx_harmony.protocols.responses.emitter import response_id as response_id
 from vllm_mlx_harmony.protocols.responses.request import ResponsesRequest as ResponsesRequest
+from vllm_mlx_harmony.protocols.responses.request import conversation_id as conversation_id
 from vllm_mlx_harmony.protocols.responses.request import (
     previous_response_id as previous_response_id,
 )

@@ -68,13 +68,19 @@ class ItemReader:
     _local_ids: dict[str, str] = field(default_factory=dict)  # ids of calls, by those of the items
     _lost: bool = False  # whether an item that was referred to is not stored
 
-    def messages(self, items: Sequence[Item]) -> Iterator[Message]:
+    def messages(self, items: Sequence[Item], earlier: int = 0) -> Iterator[Message]:
         """The messages that ``items`` stand for. Raises ``RequestError`` naming the invalid field.
+
+        So many of them are ``earlier`` than the input: those of its conversation.
 
         Results of calls that are not read are left out, too: Codex sends the result of a
         ``local_shell_call`` as that of a function.
         """
-        known = [self._resolved(item, f"input[{at}]") for at, item in enumerate(items)]
+
+        def place(at: int) -> str:
+            return f"conversation[{at}]" if at < earlier else f"input[{at - earlier}]"
+
+        known = [self._resolved(item, place(at)) for at, item in enumerate(items)]
         others = (
             item for item in known if isinstance(item, (schema.OtherItem, schema.ItemReference))
         )
@@ -93,7 +99,7 @@ class ItemReader:
                 if from_assistant and item.type not in _BESIDE_ANSWERS:
                     self.approved.clear()
                 if not (isinstance(item, _OUTPUT_ITEMS) and item.call_id in foreign):
-                    messages += self._read(item, f"input[{at}]", calls or at < served)
+                    messages += self._read(item, place(at), calls or at < served)
             if from_assistant:  # results follow the calls: no text may stand between them
                 messages.sort(key=lambda message: isinstance(message, Call))
             yield from messages

@@ -5,7 +5,7 @@ See semantics A2 and A8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,7 +58,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import (
 from vllm_mlx_harmony.protocols.responses.tools import ToolReader, Tools
 from vllm_mlx_harmony.protocols.server_calls import with_missing_results, with_results_moved
 from vllm_mlx_harmony.protocols.unavailable import NONE, Unavailable, unavailable
-from vllm_mlx_harmony.protocols.validation import required, unsupported, validate
+from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported, validate
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +76,7 @@ class ResponsesRequest:
     background: bool
     compacts: bool
     previous_response_id: str | None
+    conversation_id: str | None
     notes: tuple[str, ...]
     _history: tuple[Message, ...]
     _items: tuple[Item, ...]
@@ -102,7 +103,15 @@ class ResponsesRequest:
     def compaction(self) -> ResponsesRequest:
         """This request for ``POST /v1/responses/compact``: its answer is a summary, all at once."""
         turn = self.turn if self.compacts else compacting(self.turn)
-        return replace(self, turn=turn, compacts=True, stream=False, store=False, background=False)
+        return replace(
+            self,
+            turn=turn,
+            compacts=True,
+            stream=False,
+            store=False,
+            background=False,
+            conversation_id=None,
+        )
 
     def compacted(self, response: Mapping[str, object], info: ResponseInfo) -> Document:
         """The answer to ``POST /v1/responses/compact``, made of the ``response`` to this.
@@ -159,12 +168,14 @@ def read(
     stored: Stored = nothing_stored,
     *,
     listed: frozenset[str] = frozenset(),
+    earlier: Sequence[Mapping[str, object]] = (),
 ) -> ResponsesRequest:
     """The request in ``body``, the parsed JSON of ``POST /v1/responses``.
 
     ``history`` is the conversation of ``previous_response_id``; ``stored`` looks up an item of an
     earlier response, for ``item_reference``; ``listed`` are the labels of the tool servers whose
-    tools the client has already received. Raises only ``RequestError``, naming the field, whatever
+    tools the client has already received; ``earlier`` are the items of the ``conversation``, which
+    come before ``input``. Raises only ``RequestError``, naming the field, whatever
     ``body`` is. Unknown fields are ignored.
     """
     request = validate(ResponsesBody, body)
@@ -172,17 +183,25 @@ def read(
     if request.background and request.store is False:
         problem = "background requires store: a response that is not stored cannot be retrieved"
         raise unsupported("background", problem)
+    if request.conversation and request.previous_response_id is not None:
+        problem = "conversation cannot be combined with previous_response_id"
+        raise invalid("conversation", problem)
     declared = ToolReader()
     shown = declared.declare(request.tools or (), "tools")
     declared.known(history)
     asked = read_server_tools(request.tools or (), defaults.namespaces)
     calls = {message.id for message in history if isinstance(message, Call)}
     reader = ItemReader(cipher, declared, defaults, stored, calls, server=asked)
-    if request.input is None and not history:
+    before = [*map(read_item, earlier)]
+    if request.input is None and not (history or before):
         raise required("input")
     items = without_trigger(request.input or ())
     compacts = len(items) < len(request.input or ())
-    conversation = with_results_moved((*history, *reader.messages(items)))
+    if compacts and request.conversation:
+        problem = "a conversation cannot be compacted in place: use /v1/responses/compact"
+        raise unsupported("conversation", problem)
+    messages = reader.messages([*before, *items], len(before))
+    conversation = with_results_moved((*history, *messages))
     declaring = (AdditionalTools, EffortUpdate, FormatUpdate)
     if all(isinstance(message, declaring) for message in conversation):
         raise RequestError("input is empty: there is nothing to answer", param="input")
@@ -210,7 +229,7 @@ def read(
     )
     turn = replace(turn, answer="" if compacts else missing.answer)
     include = request.include or ()
-    lists = [item.document for item in items if item.type == "mcp_list_tools"]
+    lists = [item.document for item in (*before, *items) if item.type == "mcp_list_tools"]
     listed |= {str(each.get("server_label")) for each in lists}
     return ResponsesRequest(
         turn=compacting(turn) if compacts else turn,
@@ -220,6 +239,7 @@ def read(
         background=bool(request.background),
         compacts=compacts,
         previous_response_id=request.previous_response_id,
+        conversation_id=request.conversation.id if request.conversation else None,
         notes=tuple(reader.notes),
         _history=history,
         _items=tuple(items),
@@ -269,6 +289,13 @@ def previous_response_id(body: object) -> str | None:
     Read before ``body`` is validated, because the history is needed for that.
     """
     key = body.get("previous_response_id") if isinstance(body, dict) else None
+    return key if isinstance(key, str) else None
+
+
+def conversation_id(body: object) -> str | None:
+    """The id of the conversation that ``body`` is a part of, read like the previous response's."""
+    given = body.get("conversation") if isinstance(body, dict) else None
+    key = given.get("id") if isinstance(given, dict) else given
     return key if isinstance(key, str) else None
 
 
@@ -353,7 +380,7 @@ def repeated(body: ResponsesBody, defaults: Defaults) -> Document:
     text = body.text or schema.TextOptions()
     echoed = {
         "background": bool(body.background),
-        "conversation": None,
+        "conversation": {"id": body.conversation.id} if body.conversation else None,
         "frequency_penalty": used("frequency_penalty", 0.0),
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,

@@ -13,7 +13,7 @@ from vllm_mlx_harmony.protocols.openai_content import call_arguments
 from vllm_mlx_harmony.protocols.responses.input_items import CALLS, OUTPUTS
 from vllm_mlx_harmony.protocols.responses.local_tools import LOCAL_TOOLS
 from vllm_mlx_harmony.protocols.responses.output_items import FIRST_INPUT, key_of, pending
-from vllm_mlx_harmony.protocols.responses.schema import NO_CONVERSATIONS, Item
+from vllm_mlx_harmony.protocols.responses.schema import Item
 from vllm_mlx_harmony.protocols.validation import invalid
 
 
@@ -25,11 +25,6 @@ def not_found(key: str, *, param: str | None = None) -> RequestError:
     code = "previous_response_not_found" if param else "not_found"
     problem = f"{'previous response' if param else 'response'} with id {quoted(key)} not found"
     return RequestError(problem, param=param, code=code, status=404)
-
-
-def no_conversations() -> RequestError:
-    """The error for every path of OpenAI's conversations: 404, with the alternative."""
-    return RequestError(f"not found: {NO_CONVERSATIONS}", code="not_found", status=404)
 
 
 def not_ready(key: str) -> RequestError:

@@ -233,6 +233,17 @@ def _bounded(metadata: dict[str, str]) -> dict[str, str]:
     return metadata
 
 
+Metadata: TypeAlias = Annotated[dict[str, str], AfterValidator(_bounded)]
+
+
+def _as_conversation(value: object) -> object:
+    return {"id": value} if isinstance(value, str) else value
+
+
+class ConversationReference(Wire):
+    id: str = Field(min_length=1)
+
+
 # --- The items of the input, one model for each kind.
 
 
@@ -403,6 +414,7 @@ class ResponsesBody(OpenAIBody):
     ] = None
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: Annotated[ConversationReference | None, BeforeValidator(_as_conversation)] = None
     store: bool | None = None
     background: bool | None = None
     include: list[str] | None = None
@@ -418,7 +430,7 @@ class ResponsesBody(OpenAIBody):
 
     truncation: Literal["auto", "disabled"] | None = None
     service_tier: str | None = None
-    metadata: Annotated[dict[str, str], AfterValidator(_bounded)] | None = None
+    metadata: Metadata | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     user: str | None = None
@@ -431,15 +443,8 @@ _FORMAT = "not available: use text.format"
 _LENGTH = "not a field of Responses: use max_output_tokens"
 
 
-NO_CONVERSATIONS = (
-    "this server stores responses, not conversations; continue a stored response with "
-    "previous_response_id (store must not be false), or send the whole history as input"
-)
-"""The alternative to OpenAI's conversations, for error messages."""
-
 UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("logprobs", bool, "not a field of Responses: use include and top_logprobs"),
-    ("conversation", given, f"not available: {NO_CONVERSATIONS}"),
     ("prompt", given, "prompt templates are not available: send input and instructions"),
     ("moderation", given, "not available"),
     (

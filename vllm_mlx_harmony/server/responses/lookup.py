@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -61,6 +61,11 @@ class References:
             raise resource.not_ready(key)
         return stored
 
+    def conversation(self, key: str) -> Sequence[Mapping[str, Any]]:
+        """The items of the conversation of a request. Raises ``RequestError`` 404."""
+        all_conversations = self.caller.responses.conversations
+        return all_conversations.find(self._key(key), param="conversation").input_items
+
     def _key(self, key: str) -> AnswerKey:
         return AnswerKey(key, self.caller.tenant)
 
@@ -102,8 +107,8 @@ async def prepare(received: Received) -> tuple[Job, StoringEmitter]:
 def read(body: object, defaults: Defaults, references: References) -> ResponsesRequest:
     """Reads the request in ``body``. May block.
 
-    Raises ``StoreError``, and ``RequestError``: 404 for a previous response that is not stored, and
-    400 for one that is still being generated.
+    Raises ``StoreError``, and ``RequestError``: 404 for a previous response or a conversation that
+    is not stored, and 400 for one that is still being generated.
     """
     history: tuple[Message, ...] = ()
     listed: frozenset[str] = frozenset()  # tool servers whose tools the conversation lists
@@ -111,8 +116,13 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
         previous = references.previous(key)
         history, tools = previous.messages, previous.document.get("tools") or []
         listed = frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
+    earlier: Sequence[Mapping[str, Any]] = ()
+    if (key := responses.conversation_id(body)) is not None:
+        earlier = references.conversation(key)
     cipher = references.caller.cipher
-    parsed = responses.read(body, defaults, cipher, history, references.item, listed=listed)
+    parsed = responses.read(
+        body, defaults, cipher, history, references.item, listed=listed, earlier=earlier
+    )
     for note in parsed.notes:
         logger.info("responses: %s", note)
     return parsed

@@ -91,11 +91,6 @@ async def count_input_tokens(request: Request) -> Response:
     return await count(RESPONSES, request, resource.input_tokens)
 
 
-async def refuse_conversations(request: Request, path: str = "") -> Response:
-    """``/v1/conversations`` and below: a 404 that names the alternative."""
-    raise resource.no_conversations()
-
-
 # --- Existing responses
 
 
@@ -159,7 +154,6 @@ _endpoint = partial(OpenAIEndpoint, like=CREATE)
 
 _HOST_HAS_NONE = "the host has no such endpoint"
 _STORED = "reads and deletes stored responses"
-_CONVERSATIONS = "says what to use instead of conversations"
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     OpenAIEndpoint(
@@ -171,8 +165,4 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     _endpoint(_ONE, ("DELETE",), delete_response, _STORED),
     _endpoint(f"{_ONE}/input_items", ("GET",), list_input_items, _STORED),
     _endpoint(f"{_ONE}/cancel", ("POST",), cancel_response, "cancels background responses"),
-    *(
-        _endpoint(path, ("GET", "POST", "DELETE"), refuse_conversations, _CONVERSATIONS)
-        for path in ("/v1/conversations", "/v1/conversations/{path:path}")
-    ),
 )

@@ -6,16 +6,18 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
-from vllm_mlx_harmony.core.errors import StoreError
+from vllm_mlx_harmony.core.errors import HarmonyFailure, StoreError
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.host import Context
+from vllm_mlx_harmony.server.storage.conversations import Conversations
 from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
 from vllm_mlx_harmony.tasks import in_thread
 
@@ -41,9 +43,11 @@ class StoringEmitter:
         info: ResponseInfo,
         context: Context,
         tenant: str,
+        *,
         store: Store,
+        conversations: Conversations,
     ) -> None:
-        self._tenant, self._responses = tenant, store
+        self._tenant, self._responses, self._conversations = tenant, store, conversations
         self.request, self._info, self._context = parsed, info, context
         self._emitter = parsed.emitter(info, time.time)
         self._last: list[Event] | None = None
@@ -71,8 +75,9 @@ class StoringEmitter:
         if self._last is None:
             self._before = self._emitter.document()
             self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)
-            if self.request.store and not self.forgotten:
-                self._storing = asyncio.ensure_future(in_thread(self._store))
+            keeps = self.request.store and not self.forgotten
+            if keeps or self.request.conversation_id is not None:
+                self._storing = asyncio.ensure_future(in_thread(self._store, keeps))
         if self._storing is not None:
             await asyncio.wait({self._storing})  # a cancellation of this task does not stop it
         return self._last
@@ -107,19 +112,37 @@ class StoringEmitter:
         messages = self.request.conversation(self._context.messages, ended=ended)
         return StoredResponse(self.key.id, document, self.input_items(), messages, self.key.tenant)
 
-    def _store(self) -> None:
-        """Stores the response. If that fails, the response still goes to its client.
+    def _store(self, keeps: bool) -> None:
+        """Adds to the conversation, and stores the response if it is to be kept.
 
-        Its document then has ``store: false``, so that clients do not refer to it later.
+        If that fails, the response still goes to its client. Its document then has ``store:
+        false``, so that clients do not refer to it later.
         """
-        try:
-            if self._responses.put(self.stored()):
-                return
-            problem = "it is larger than the store"
-        except StoreError as error:
-            problem = error.message
-        except Exception:  # the answer itself is complete
-            logger.exception("a store failed")
-            problem = "internal error"
-        logger.warning("the response %s could not be stored: %s", self.key.id, problem)
-        self._last = self._emitter.mark_not_stored(self._last or [])
+        if problem := _problem(self._append):
+            logger.warning("the conversation of %s could not be stored: %s", self.key.id, problem)
+        if keeps and (problem := _problem(self._put)):
+            logger.warning("the response %s could not be stored: %s", self.key.id, problem)
+            self._last = self._emitter.mark_not_stored(self._last or [])
+
+    def _append(self) -> None:
+        """Adds the input and the output to the conversation, if the response has ended well."""
+        conversation, document = self.request.conversation_id, self._emitter.document()
+        if conversation is not None and document["status"] in ("completed", "incomplete"):
+            items = [*self.input_items(), *document["output"]]
+            self._conversations.append(AnswerKey(conversation, self._tenant), items)
+
+    def _put(self) -> None:
+        if not self._responses.put(self.stored()):
+            raise StoreError("it is larger than the store")
+
+
+def _problem(storing: Callable[[], None]) -> str:
+    """Why ``storing`` fails; empty if it does not. Never raises: the answer itself is complete."""
+    try:
+        storing()
+    except HarmonyFailure as error:
+        return error.message
+    except Exception:
+        logger.exception("a store failed")
+        return "internal error"
+    return ""

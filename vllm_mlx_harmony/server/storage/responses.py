@@ -18,6 +18,7 @@ from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.storage.background import AT_ONCE, Background, Running
+from vllm_mlx_harmony.server.storage.conversations import Conversations
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 from vllm_mlx_harmony.server.storage.sharing import REPORT_SECONDS, Sharing
 from vllm_mlx_harmony.server.storage.store import StoredResponse
@@ -29,6 +30,7 @@ class Responses:
 
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
+        self.conversations = Conversations(sharing.store)
         self._background = Background()
         self._emitters: WeakValueDictionary[AnswerKey, StoringEmitter] = WeakValueDictionary()
         """Those of running responses, and of some that have ended."""
@@ -38,8 +40,16 @@ class Responses:
     def emitter(
         self, parsed: ResponsesRequest, info: ResponseInfo, context: Context, tenant: str
     ) -> StoringEmitter:
-        """The emitter of a new response, which is stored if the request asks for it."""
-        emitter = StoringEmitter(parsed, info, context, tenant, self._sharing.store)
+        """The emitter of a new response, which is stored if the request asks for it, and added to
+        the request's conversation."""
+        emitter = StoringEmitter(
+            parsed,
+            info,
+            context,
+            tenant,
+            store=self._sharing.store,
+            conversations=self.conversations,
+        )
         if parsed.store:
             self._emitters[emitter.key] = emitter
         return emitter

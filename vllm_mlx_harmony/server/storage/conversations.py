@@ -1,0 +1,85 @@
+"""``Conversations``: OpenAI's conversations, in the store of responses.
+
+A conversation is stored as its document and its items, under a tenant of its own kind, so that its
+id is no response's. Requests are read with its items in front of their input, as clients without a
+store send them, and what they add is written when their response ends. A front end changes its
+conversations one after the other. Of two servers that change the same one at once, the last wins.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.responses import conversations
+from vllm_mlx_harmony.server.answers import AnswerKey
+from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+
+MAX_ITEMS = 20_000
+"""Items of a conversation: a request reads all of them."""
+
+
+class Conversations:
+    """Methods block, and may raise ``StoreError``."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._changing = threading.Lock()
+        """Held while a conversation is read, changed and written."""
+
+    def create(
+        self, key: AnswerKey, document: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Stores a new conversation. Raises ``RequestError`` if it is too large."""
+        self._put(StoredResponse(key.id, document, items, (), _tenant(key)))
+
+    def find(self, key: AnswerKey, *, param: str | None = None) -> StoredResponse:
+        """The conversation. Raises ``RequestError`` 404."""
+        found = self._get(key)
+        if found is None:
+            raise conversations.not_found(key.id, param=param)
+        return found
+
+    def change(
+        self, key: AnswerKey, change: Callable[[StoredResponse], StoredResponse]
+    ) -> StoredResponse:
+        """Replaces the conversation by what ``change`` makes of it, and returns that.
+
+        Raises ``RequestError`` 404, or if it becomes too large.
+        """
+        with self._changing:
+            changed = change(self.find(key))
+            self._put(changed)
+        return changed
+
+    def append(self, key: AnswerKey, items: Sequence[Mapping[str, Any]]) -> None:
+        """Adds what a response has added to its conversation, unless it was deleted meanwhile.
+
+        Raises ``RequestError`` if it becomes too large.
+        """
+        with self._changing:
+            found = self._get(key)
+            if found is not None:
+                self._put(replace(found, input_items=[*found.input_items, *items]))
+
+    def delete(self, key: AnswerKey) -> bool:
+        """Deletes the conversation; returns whether it existed."""
+        with self._changing:
+            return self._store.delete(key.id, _tenant(key))
+
+    def _get(self, key: AnswerKey) -> StoredResponse | None:
+        return self._store.get(key.id, _tenant(key))
+
+    def _put(self, conversation: StoredResponse) -> None:
+        count = len(conversation.input_items)
+        if count > MAX_ITEMS or not self._store.put(conversation):
+            problem = f"the conversation is too large: it has {count} items"
+            raise RequestError(problem, status=413, code="request_too_large")
+
+
+def _tenant(key: AnswerKey) -> str:
+    """Whose conversations are those of the key's tenant."""
+    return f"{key.tenant}/conversations"
