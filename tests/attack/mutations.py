@@ -115,6 +115,8 @@ OPTIONS: dict[str, Body] = {
         "modalities": ["text"],
         "prediction": {"type": "content", "content": "Hi."},
         "tokens": [200006, 17],
+        "id": "chatcmpl-0123456789abcdef",
+        "action": "reasoning_end",
         "return_token_strs": True,
     },
     RESPONSES: {
@@ -303,7 +305,7 @@ TURNS: dict[str, list[list[Body]]] = {
 LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
 SAID = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", OLLAMA: "messages"}
 BESIDE = {
-    CHAT: (CHAT, CHAT, "/tokenize", "/detokenize"),
+    CHAT: (CHAT, CHAT, f"{CHAT}/control", "/tokenize", "/detokenize"),
     RESPONSES: (RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact", CONVERSATIONS),
     MESSAGES: (MESSAGES, f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"),
     OLLAMA: (OLLAMA, OLLAMA, "/api/generate", "/api/show"),

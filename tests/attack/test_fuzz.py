@@ -43,7 +43,7 @@ MOST_PROBLEMS = 20
 UNAVAILABLE = (503, 504)
 
 OURS = re.compile(
-    r"(/v1/(chat/completions|messages(/count_tokens)?|models(/.*)?|responses(/compact|/input_tokens"
+    r"(/v1/(chat/completions(/control)?|messages(/count_tokens)?|models(/.*)?|responses(/compact|/input_tokens"
     r"|/[^/]+(/input_items|/cancel)?)?|conversations(/[^/]+(/items(/[^/]+)?)?)?)|/api/(chat|generate|show|tags|ps|version|v0/models(/.*)?))"
     r"(\?.*)?|/(tokenize|detokenize|props)(\?.*)?"
 )

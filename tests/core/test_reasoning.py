@@ -125,6 +125,28 @@ def test_no_analysis_after_the_budget() -> None:
     assert watch.banned == frozenset()
 
 
+@pytest.mark.parametrize("before", ["", ANALYSIS + "One", ANALYSIS + "One two"])
+def test_ended_on_request(before: str) -> None:
+    """At the next end of a word, or as soon as reasoning begins."""
+    watch = ReasoningWatch(repetitions=1000, names=NAMES)
+    for token in ids_of(before):
+        watch.consume(token)
+    assert watch.forced == () and watch.idle_for(5)
+    watch.end()
+    rest = " three, four." if before else ANALYSIS + "One"
+    assert not watch.idle_for(5) or not before
+    assert shown(watch, rest) == (" three," + NEXT if before else ANALYSIS + NEXT)
+    assert watch.ended_by == "request"
+
+
+def test_an_answer_is_not_ended_on_request() -> None:
+    watch = ReasoningWatch(repetitions=1000)
+    watch.end()
+    text = "<|channel|>final<|message|>One. Two."
+    assert shown(watch, text) == text
+    assert watch.ended_by == ""
+
+
 def test_channels_are_free_before() -> None:
     watch = ReasoningWatch(5)
     watch.consume(vocab.CHANNEL)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("starlette")
@@ -206,3 +207,92 @@ def test_nor_if_budgets_are_off_or_the_limit_is_not_small(
         monkeypatch.setenv(variable, "off")
     text, used = probe(path, limit)
     assert "Well." not in text and used == limit
+
+
+# --- By hand.
+
+THOUGHTS = "One, two, three. " * 400
+CONTROL = "/v1/chat/completions/control"
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hm?"}]},
+    "/v1/responses": {"input": "Hm?"},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hm?"}], "max_tokens": 9_000},
+}
+
+
+async def controlled(host: Alone, path: str, key: str = KEY) -> tuple[dict[str, Any], str]:
+    """What is said of the control of a stream that has begun to reason, and the stream."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    transport = httpx.ASGITransport(host.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+        said: dict[str, Any] = {}
+
+        async def end() -> None:
+            while not host.answers.running:
+                await asyncio.sleep(0)
+            (running,) = host.answers.running
+            body = {"id": f"chatcmpl-{running.id}", "action": "reasoning_end"}
+            bearer = {"Authorization": f"Bearer {key}"}
+            said.update((await http.post(CONTROL, json=body, headers=bearer)).json())
+
+        body = {"model": MODEL, "stream": True, **BODIES[path]}
+        answer, _ = await asyncio.gather(http.post(path, json=body, headers=headers), end())
+    return said, answer.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_by_hand(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id may be that of any API; the answer says that it was asked for."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    host = Counting(THOUGHTS)
+    said, text = asyncio.run(asyncio.wait_for(controlled(host, path), 60))
+    assert said == {"success": True}
+    assert "Well." in text and '"reasoning_ended_by":"request"' in text
+    assert host.ended == ["request"]
+    assert host.lent == 0
+
+
+def test_not_by_hand_where_reasoning_is_not_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "0")
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    host = Counting(THOUGHTS)
+    said, text = asyncio.run(asyncio.wait_for(controlled(host, "/v1/chat/completions"), 60))
+    assert said["success"] is False
+    assert "cannot be ended" in said["message"]
+    assert "Well" in text and "reasoning_ended_by" not in text
+
+
+def test_another_key_has_no_such_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def anybody(connection: Any) -> None:
+        """Every key is right."""
+
+    monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    host = Counting(THOUGHTS)
+    host.authenticate = anybody  # type: ignore[method-assign]
+    asked = controlled(host, "/v1/chat/completions", key="other")
+    said, text = asyncio.run(asyncio.wait_for(asked, 60))
+    assert said == {"success": False, "message": "no answer with this id is being generated"}
+    assert "reasoning_ended_by" not in text
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"id": "chatcmpl-00", "action": "reasoning_end"}, 200),
+        ({"id": "x", "action": "reasoning_end"}, 200),
+        ({"id": "chatcmpl-00", "action": "stop"}, 400),
+        ({"action": "reasoning_end"}, 400),
+        ([], 400),
+    ],
+)
+def test_what_control_is_asked(body: object, status: int) -> None:
+    http = TestClient(Counting("x").app, headers={"Authorization": f"Bearer {KEY}"})
+    response = http.post(CONTROL, json=body, headers={"host": "localhost"})
+    assert response.status_code == status
+    if status == 200:
+        assert response.json()["success"] is False
+    assert (
+        http.post(CONTROL, headers={"Authorization": "x", "host": "localhost"}).status_code == 401
+    )

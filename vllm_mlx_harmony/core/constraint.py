@@ -44,14 +44,17 @@ class ConstraintSpec:
     headers: tuple[tuple[int, ...], ...] = ()
 
     def __bool__(self) -> bool:
-        limited = self.reasoning_tokens is not None or self.repetitions or self.min_tokens
-        return self.grammar is not None or bool(limited)
+        return self.grammar is not None or self.limits_reasoning or bool(self.min_tokens)
+
+    @property
+    def limits_reasoning(self) -> bool:
+        return self.reasoning_tokens is not None or bool(self.repetitions)
 
 
 class Constraint:
     """Follows one output id by id, once it is started. After an ``error`` everything is allowed.
 
-    It is for the engine's thread, except for its properties.
+    It is for the engine's thread, except for its properties and ``end_reasoning``.
     """
 
     def __init__(self, spec: ConstraintSpec) -> None:
@@ -63,17 +66,20 @@ class Constraint:
         # Only made for engines that sample in this process.
         self._mask: Mask | None = None
         self._missing = spec.min_tokens
+        self._end_reasoning = False
 
     def start(self, *, grammar: bool = True) -> Constraint:
         """Starts to follow the output; without ``grammar``, only its limits."""
         spec = self.spec
-        if spec.reasoning_tokens is not None or spec.repetitions:
+        if spec.limits_reasoning:
             self.reasoning = ReasoningWatch(
                 spec.reasoning_tokens,
                 spec.repetitions,
                 answering=spec.answering,
                 names=spec.names,
             )
+            if self._end_reasoning:
+                self.reasoning.end()
         self._grammar = spec.grammar.matcher() if grammar and spec.grammar is not None else None
         return self
 
@@ -81,6 +87,12 @@ class Constraint:
     def failure(self) -> str:
         """Why a promised grammar is no longer enforced; empty if it is."""
         return self.error if self.spec.binding else ""
+
+    def end_reasoning(self) -> None:
+        """Ends the reasoning of this output, if it is limited. For any thread."""
+        self._end_reasoning = True  # for an output that has not started
+        if self.reasoning is not None:
+            self.reasoning.end()
 
     @property
     def reasoning_ended_by(self) -> ReasoningCut:

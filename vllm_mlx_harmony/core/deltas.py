@@ -16,7 +16,7 @@ from vllm_mlx_harmony.core.turn import ServerCall
 
 FinishReason: TypeAlias = Literal["stop", "tool_calls", "length", "pause"]
 
-ReasoningCut: TypeAlias = Literal["", "budget", "repetition"]
+ReasoningCut: TypeAlias = Literal["", "budget", "repetition", "request"]
 """Why the server ended the reasoning; empty if it did not."""
 
 

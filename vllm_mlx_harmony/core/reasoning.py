@@ -1,4 +1,4 @@
-"""Limits on reasoning: a budget in tokens, and loops.
+"""Limits on reasoning: a budget in tokens, loops, and the client, who may want the answer now.
 
 A ``ReasoningWatch`` reads every id of a turn, finds those that are reasoning with a parser
 (semantics B), and decides which id is forced, or which ids are banned, next (C5).
@@ -93,6 +93,7 @@ class ReasoningWatch:
         self._limit = reasoning_tokens
         self._loop = Loop(repetitions) if repetitions else None
         self._over = 0
+        self._asked = False
         self._parser = Parser(names, answering=answering)
         self._body_tokens = 0  # ids of reasoning that skipped the parser
         self._after_channel = False
@@ -109,6 +110,10 @@ class ReasoningWatch:
         """The ids that are banned next, since they could begin another analysis."""
         return _analysis_ids() if self.ended_by and self._after_channel else frozenset()
 
+    def end(self) -> None:
+        """Ends reasoning: what is being written, or what would be next. For any thread."""
+        self._asked = True
+
     def idle_for(self, tokens: int) -> bool:
         """Whether the next ``tokens`` ids cannot reach a limit, provided that they are text or the
         rest of a header."""
@@ -120,7 +125,7 @@ class ReasoningWatch:
         elif not self._is_reasoning:
             return True
         limited = self._limit is not None and self.tokens + tokens >= self._limit
-        return not limited and (self._loop is None or self._loop.away_by(tokens))
+        return not (limited or self._asked) and (self._loop is None or self._loop.away_by(tokens))
 
     def consume(self, token: int) -> None:
         self.forced = self.forced[1:] if self.forced[:1] == (token,) else ()
@@ -148,14 +153,16 @@ class ReasoningWatch:
         if not self._is_reasoning or self.forced:
             return
         looping = self._loop is not None and self._loop.found
-        if not looping and (self._limit is None or self.tokens < self._limit):
+        limited = self._limit is not None and self.tokens >= self._limit
+        if not (looping or limited or self._asked):
             return
         self._over += 1
         text = "" if last is None else vocab.token_bytes(last).decode("utf-8", "replace")
         if text.endswith("\N{REPLACEMENT CHARACTER}"):
             return  # within a character
         if not text[-1:].isalnum() or self._over > GRACE:
-            self.ended_by = self.ended_by or ("repetition" if looping else "budget")
+            reason: ReasoningCut = "repetition" if looping else "budget"
+            self.ended_by = self.ended_by or ("request" if self._asked else reason)
             self.forced = (vocab.END, vocab.START, *vocab.encode("assistant"))
 
 

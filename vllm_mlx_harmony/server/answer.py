@@ -182,6 +182,8 @@ class Answer:
             deltas = (run_choices if job.others else run)(job, tracker, observers)
         self._deltas = deltas
         self._write_last, self._sink = job.write_last, sink
+        self._reasoning_end = job.reasoning_end
+        self._limits_reasoning = job.constraint is not None and job.constraint.spec.limits_reasoning
         self._is_remote = job.lease.engine.remote
         self._comments_progress = job.comments_progress
         self._progress_at: float | None = None  # when progress was last reported
@@ -278,6 +280,11 @@ class Answer:
         if Trigger.FAIL in TRANSITIONS[self._state]:
             self._stop(Trigger.FAIL)
             tasks.start(self._write_failure(failure))
+
+    def end_reasoning(self) -> bool:
+        """Ends the reasoning, so that the model answers; returns whether that is possible."""
+        self._reasoning_end.request()
+        return self._limits_reasoning
 
     # --- The task
 

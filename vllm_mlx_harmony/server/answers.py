@@ -28,6 +28,9 @@ class Endable(Protocol):
     def end(self, failure: HarmonyFailure) -> None:
         """Ends the answer with ``failure``."""
 
+    def end_reasoning(self) -> bool:
+        """Has the model answer now; returns whether that is possible."""
+
 
 class Answers:
     """The answers of a front end."""
@@ -79,6 +82,11 @@ class Answers:
             return False
         answer.end(OutputError("the request was cancelled", status=CLIENT_CLOSED, code="cancelled"))
         return True
+
+    def end_reasoning(self, key: AnswerKey) -> bool | None:
+        """Has the model answer now; returns whether that is possible, ``None``: no such answer."""
+        answer = self._running.get(key)
+        return None if answer is None else answer.end_reasoning()
 
     # --- For a shutdown
 

@@ -6,6 +6,7 @@ Each API's module defines its own paths.
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -14,8 +15,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.protocols.validation import Wire, validate
 from vllm_mlx_harmony.server import chat, ids, messages, models, ollama, tokens, traces
 from vllm_mlx_harmony.server.answers import AnswerKey
+from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of, install
 from vllm_mlx_harmony.server.host import Host, tenant_of
@@ -30,6 +33,34 @@ from vllm_mlx_harmony.server.storage.sharing import Sharing
 async def _root(_: Request) -> Response:
     """``HEAD /``, with which Claude Code checks whether the server is up."""
     return Response()
+
+
+class ControlBody(Wire):
+    """The body of ``POST /v1/chat/completions/control``."""
+
+    id: str
+    action: Literal["reasoning_end"]
+
+
+async def control(request: Request) -> Response:
+    """``POST /v1/chat/completions/control``: ends the reasoning of an answer, as in llama.cpp.
+
+    https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md. The id is that of an
+    answer in any API.
+    """
+    front_end = front_end_of(request)
+    _, document = await read_body(request, front_end.settings)
+    body = validate(ControlBody, document.value)
+    match = _ANSWER_ID.fullmatch(body.id)
+    ended = None
+    if match is not None:
+        ended = front_end.answers.end_reasoning(AnswerKey(match["seed"], tenant_of(request)))
+    if ended:
+        return JSONResponse({"success": True})
+    problem = "the reasoning of this answer is not limited by the server, and cannot be ended"
+    if ended is None:
+        problem = "no answer with this id is being generated"
+    return JSONResponse({"success": False, "message": problem})
 
 
 _ANSWER_ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
@@ -67,6 +98,13 @@ async def cancel_request(request: Request, request_id: str) -> Response:
 
 ENDPOINTS: tuple[Endpoint, ...] = (
     *chat.ENDPOINTS,
+    OpenAIEndpoint(
+        "/v1/chat/completions/control",
+        ("POST",),
+        control,
+        "ends reasoning",
+        like=("/v1/chat/completions", "POST"),
+    ),
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
     *conversations.ENDPOINTS,

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol, TypeAlias
 
@@ -65,6 +65,34 @@ FinalWriter: TypeAlias = "Callable[[Finished | Failed], Awaitable[list[Event]]]"
 """Writes the last events of an answer, which may take time."""
 
 
+class ReasoningEnd:
+    """Ends the reasoning of an answer on request, in whichever of its outputs it is."""
+
+    def __init__(self) -> None:
+        self._requested = False
+        self._constraints: list[Constraint] = []
+
+    def request(self) -> None:
+        """Ends the reasoning that is generated, or is generated next."""
+        self._requested = True
+        for constraint in self._constraints:
+            constraint.end_reasoning()
+
+    @contextmanager
+    def of(self, constraint: Constraint | None) -> Iterator[None]:
+        """Within the block, an output with this ``constraint`` is generated."""
+        if constraint is None:
+            yield
+            return
+        if self._requested:
+            constraint.end_reasoning()
+        self._constraints.append(constraint)
+        try:
+            yield
+        finally:
+            self._constraints.remove(constraint)
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A turn to generate, and how its answer is written.
@@ -96,6 +124,7 @@ class Job:
     """Further answers to the same prompt, with the lease, emitter and metrics of this one."""
     append: Callable[[Step], list[Delta]] | None = None
     """Takes the engine's steps in place of the context, for an output that is not parsed."""
+    reasoning_end: ReasoningEnd = field(default_factory=ReasoningEnd)
     write_last: FinalWriter | None = None
     """Writes the last delta in place of the emitter, for example to store a response first."""
 
@@ -130,11 +159,11 @@ async def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Delt
         yield context.start(await _reusable_tokens(job))
     while True:
         if not history:
-            async with aclosing(
-                _output(job, tracker, settings, constraint, progress, observers=observers)
-            ) as output:
-                async for deltas in output:
-                    yield deltas
+            output = _output(job, tracker, settings, constraint, progress, observers=observers)
+            with job.reasoning_end.of(constraint):
+                async with aclosing(output) as groups:
+                    async for deltas in groups:
+                        yield deltas
         if tools is None or not (calls := _next_calls(context, tools, history)):
             break
         if tools.pauses:
