@@ -20,6 +20,7 @@ PATHS = {
     "ollama": "/api/chat",
     "tokenize": "/tokenize",
     "conversations": "/v1/conversations",
+    "systemone": "/v1/systemone",
 }
 APIS = tuple(PATHS)
 
@@ -41,11 +42,14 @@ class AttackRequest:
     def body(self, api: str, model: str = MODEL) -> Body:
         """The request for ``api``."""
         messages = [{"role": "user", "content": self.text}] * self.repeated
-        key = {"responses": "input", "conversations": "items"}.get(api, "messages")
+        keys = {"responses": "input", "conversations": "items", "systemone": "state"}
+        key = keys.get(api, "messages")
         limit = "max_output_tokens" if api == "responses" else "max_tokens"
         limits: Body = {limit: 1}
         if api == "ollama":
             limits = {"options": {"num_predict": 1}, "stream": False}
+        if api == "systemone":
+            limits = {"questions": {"q": {"type": "noul", "instructions": "It rains."}}}
         body: Body = {"model": model, key: messages, **limits, **dict(self.fields)}
         if self.tools:
             body["tools"] = [_tool(api, *tool) for tool in self.tools]

@@ -117,6 +117,11 @@ OPTIONS: dict[str, Body] = {
         "tokens": [200006, 17],
         "id": "chatcmpl-0123456789abcdef",
         "action": "reasoning_end",
+        "state": "It rains.",
+        "questions": {
+            "a": {"type": "noul", "instructions": "It rains."},
+            "b": {"type": "choice", "instructions": "?", "criteria": {"x": None, "y": "z"}},
+        },
         "return_token_strs": True,
     },
     RESPONSES: {
@@ -128,6 +133,10 @@ OPTIONS: dict[str, Body] = {
         "previous_response_id": STORED,
         "conversation": {"id": "conv_1"},
         "items": [{"role": "user", "content": "Hi."}],
+        "questions": [
+            {"type": "predicate", "instructions": "It rains."},
+            {"type": "score", "instructions": "?", "levels": [{"label": "x"}, {"label": "y"}]},
+        ],
         "reasoning": {"effort": "low", "summary": "auto"},
         "include": ["reasoning.encrypted_content", "message.output_text.logprobs"],
         "text": {"format": {"type": "json_schema", "name": "answer", "schema": ANSWER_SCHEMA}},
@@ -305,8 +314,11 @@ TURNS: dict[str, list[list[Body]]] = {
 LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
 SAID = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", OLLAMA: "messages"}
 BESIDE = {
-    CHAT: (CHAT, CHAT, f"{CHAT}/control", "/tokenize", "/detokenize"),
-    RESPONSES: (RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact", CONVERSATIONS),
+    CHAT: (CHAT, CHAT, f"{CHAT}/control", "/tokenize", "/detokenize", "/v1/systemone"),
+    RESPONSES: (
+        *(RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),
+        *(CONVERSATIONS, "/v1/decisions"),
+    ),
     MESSAGES: (MESSAGES, f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"),
     OLLAMA: (OLLAMA, OLLAMA, "/api/generate", "/api/show"),
 }

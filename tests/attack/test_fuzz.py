@@ -44,7 +44,7 @@ UNAVAILABLE = (503, 504)
 
 OURS = re.compile(
     r"(/v1/(chat/completions(/control)?|messages(/count_tokens)?|models(/.*)?|responses(/compact|/input_tokens"
-    r"|/[^/]+(/input_items|/cancel)?)?|conversations(/[^/]+(/items(/[^/]+)?)?)?)|/api/(chat|generate|show|tags|ps|version|v0/models(/.*)?))"
+    r"|/[^/]+(/input_items|/cancel)?)?|conversations(/[^/]+(/items(/[^/]+)?)?)?|decisions|systemone)|/api/(chat|generate|show|tags|ps|version|v0/models(/.*)?))"
     r"(\?.*)?|/(tokenize|detokenize|props)(\?.*)?"
 )
 """Paths that this plugin answers itself, whatever the request."""

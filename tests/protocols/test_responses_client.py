@@ -194,7 +194,6 @@ def test_input_items() -> None:
 
 
 REFUSED: dict[str, Any] = {
-    "conversation": "conv_1",
     "moderation": {"model": "omni-moderation-latest"},
     "prompt": {"id": "pmpt_1"},
     "top_logprobs": 21,

@@ -806,7 +806,7 @@ GUILTY: list[tuple[Any, str | None]] = [
             ({"logprobs": True}, "logprobs"),
             ({"frequency_penalty": 3}, "frequency_penalty"),
             ({"seed": 2**64}, "seed"),
-            ({"conversation": "conv_1"}, "conversation"),
+            ({"conversation": "c", "previous_response_id": "r"}, "conversation"),
             ({"prompt": {"id": "pmpt_1"}}, "prompt"),
             ({"truncation": "some"}, "truncation"),
             ({"background": True, "store": False}, "background"),

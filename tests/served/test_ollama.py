@@ -38,6 +38,7 @@ SCRIPTS = [
         "<|channel|>final<|message|>one two<|return|>",
         delay_ms=1500,
     ),
+    Script("B. true<|end|>", "<|channel|>final<|message|>B<|return|>"),
 ]
 
 
@@ -88,6 +89,14 @@ def test_a_silence_has_lines(client: ollama.Client, model: str) -> None:
     assert "".join(line.response or "" for line in lines) == "one two"
     assert any(not line.response and not line.done for line in lines)
     assert lines[-1].eval_duration is not None and lines[-1].eval_duration > 10**9
+
+
+def test_decisions(client: ollama.Client, model: str) -> None:
+    """The stand-in is certain of the token that it has a script for, here a label."""
+    urgent = {"type": "noul", "instructions": "It is urgent."}
+    found = client.systemone(model, "The checkout fails.", {"a": urgent, "b": urgent})
+    for answer in found.answers.values():
+        assert answer.type == "noul" and answer.noul > 0.99
 
 
 def test_the_models(client: ollama.Client, model: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -86,6 +87,29 @@ class ScriptedEngine:
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """It remembers nothing."""
         return 0
+
+
+@dataclass(eq=False)
+class DecidingEngine(ScriptedEngine):
+    """The first token of a decision has the probabilities of the labels that are ``likely``, by a
+    part of the question; what is left is another token's."""
+
+    likely: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    async def generate(self, request: GenerationRequest) -> Steps:
+        """One token with log probabilities, if the request asks for one token."""
+        if request.settings.max_tokens > 1:
+            async for step in super().generate(request):
+                yield step
+            return
+        self.prompts.append(request.prompt)
+        text = vocab.encoding().decode(list(request.prompt))
+        question = text[text.rfind("<|start|>user") :]
+        likely = next((each for part, each in self.likely.items() if part in question), {})
+        left = 1 - sum(likely.values()) or 1e-9
+        labels = ((vocab.encode(label)[0], math.log(p)) for label, p in likely.items())
+        top = ((vocab.RETURN, math.log(left)), *labels)
+        yield Step((vocab.RETURN,), "stop", logprobs=(TokenLogprob(*top[0], top),))
 
 
 class ObedientEngine(ScriptedEngine):

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fakes import KEY, MODEL, Alone, ScriptedEngine
+from fakes import KEY, MODEL, Alone, DecidingEngine
 
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
@@ -33,6 +33,10 @@ SERVER = "http://127.0.0.1:8000"
 SCRIPTS = {
     "What is in Oslo?": "<|channel|>analysis<|message|>Art.<|end|><|start|>assistant"
     "<|channel|>final<|message|>A museum of Munch.<|return|>",
+}
+LIKELY = {
+    "Which label": {"A": 0.0125, "B": 0.9781, "C": 0.0094},
+    "answered today": {"A": 0.1354, "B": 0.8646},
 }
 _EXAMPLE = re.compile(r"^```sh\n(curl .*?)^```\n\n```json\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -77,7 +81,7 @@ def comparable(value: Any, name: str = "") -> Any:
         return [comparable(inner, name) for inner in value]
     if _TIME.search(name) or (name == "id" and value != MODEL) or name.endswith("_count"):
         return type(value).__name__
-    return value
+    return round(value, 4) if isinstance(value, float) else value
 
 
 _TIME = re.compile(r"_duration$|^created|_at$")
@@ -86,7 +90,7 @@ _TIME = re.compile(r"_duration$|^created|_at$")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: next(example.requests)[1])
 def test_an_example(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
-    app = application(Known(ScriptedEngine(SCRIPTS, 3)))
+    app = application(Known(DecidingEngine(SCRIPTS, 3, likely=LIKELY)))
     with TestClient(app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         for method, path, body in example.requests:

@@ -16,7 +16,7 @@ from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.validation import Wire, validate
-from vllm_mlx_harmony.server import chat, ids, messages, models, ollama, tokens, traces
+from vllm_mlx_harmony.server import chat, decisions, ids, messages, models, ollama, tokens, traces
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
@@ -108,6 +108,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     *messages.ENDPOINTS,
     *responses.ENDPOINTS,
     *conversations.ENDPOINTS,
+    *decisions.ENDPOINTS,
     *ollama.ENDPOINTS,
     *models.ENDPOINTS,
     *tokens.ENDPOINTS,

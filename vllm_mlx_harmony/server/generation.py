@@ -2,10 +2,11 @@
 
 Closing the iterator of deltas frees the engine. `server.answer` owns that iterator.
 
-Several answers to one prompt (Chat's `n`) are generated concurrently (`run_choices`). Each is a
-turn of its own, with its own context, seed, constraint and tools. The first begins alone. The
-others start once the engine has computed the prompt for the first, and find it in the engine's
-prefix cache. So a prompt is computed once, unless the engine has no such cache.
+Several answers to one prompt (Chat's `n`), or to prompts that begin alike (decisions), are
+generated concurrently (`run_choices`). Each is a turn of its own, with its own context, seed,
+constraint and tools. The first begins alone. The others start once the engine has computed the
+prompt for the first, and find it in the engine's prefix cache. So a prompt is computed once, unless
+the engine has no such cache.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ class Job:
     answer: str = ""
     """The answer, if the server gives it in place of the model (`Turn.answer`)."""
     others: tuple[Job, ...] = ()
-    """Further answers to the same prompt, with the lease, emitter and metrics of this one."""
+    """Further answers, with the lease, emitter and metrics of this one. Their prompts are the same,
+    or begin alike."""
     append: Callable[[Step], list[Delta]] | None = None
     """Takes the engine's steps in place of the context, for an output that is not parsed."""
     reasoning_end: ReasoningEnd = field(default_factory=ReasoningEnd)
@@ -369,6 +371,8 @@ async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer])
     see the first, as they see one sequence of ids.
     """
     running = 1 + len(job.others)
+    prompts = [each.context.render_for_completion() for each in (job, *job.others)]
+    shared = all(each == prompts[0] for each in prompts)
     groups: _Groups = asyncio.Queue(running)
     tasks = [asyncio.ensure_future(_queue(0, job, tracker, observers, groups))]
     finished: dict[int, Finished] = {}
@@ -394,7 +398,7 @@ async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer])
                     asyncio.ensure_future(_queue(*each, tracker, (), groups)) for each in others
                 ]
         usages = [finished[each].usage for each in sorted(finished)]
-        yield [Finished(finished[0].reason, usage=_total(usages))]
+        yield [Finished(finished[0].reason, usage=_total(usages, shared=shared))]
     finally:
         for task in tasks:
             task.cancel()
@@ -422,9 +426,10 @@ def _is_computed(first: Delta | None) -> bool:
     return not isinstance(first, Started)
 
 
-def _total(usages: list[Usage]) -> Usage:
-    """The usage of several answers to one prompt, which counts once."""
+def _total(usages: list[Usage], *, shared: bool) -> Usage:
+    """The usage of several answers. A prompt that they share counts once."""
     total = {each.name: sum(getattr(one, each.name) for one in usages) for each in fields(Usage)}
-    first = usages[0]
-    total |= {"prompt_tokens": first.prompt_tokens, "cached_tokens": first.cached_tokens}
+    if shared:
+        first = usages[0]
+        total |= {"prompt_tokens": first.prompt_tokens, "cached_tokens": first.cached_tokens}
     return Usage(**total)
