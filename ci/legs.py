@@ -188,7 +188,7 @@ FRONT_END = ("-e", ".[test]")
 """No host, and no optional package."""
 
 
-LIGHT = ("-e", ".[mlx,test]", "mlx-lm>=0.32,<0.33")
+LIGHT = ("-e", ".[mlx,test,tools]", "mlx-lm>=0.32,<0.33", "psutil")
 """A model in its own process: the newest mlx-lm, which vllm-mlx does not allow yet."""
 
 
@@ -493,8 +493,8 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="bench-start",
-        what="the start and the idle memory of the light server, beside mlx-lm's own",
-        install=(*LIGHT, "psutil"),
+        what="the start and idle memory of the light server and the plugin, beside their bases",
+        install=(*LIGHT, "uv>=0.9"),
         absent=("vllm-mlx", "vllm-mlx-harmony", "fastapi", "torch"),
         commands=(("python", "ci/bench_start.py"),),
         group="",

@@ -115,7 +115,7 @@ def test_the_status_is_behind_the_key(keyed_server: Server) -> None:
     found = httpx.get(url, headers=headers, timeout=60)
     assert found.status_code == 200
     (model,) = found.json()["models"]
-    assert set(model) == {"model", "memory", "steps", "requests"}
+    assert set(model) == {"model", "memory", "steps", "requests", "finished_requests"}
     speculate = os.environ.get("VLLM_MLX_HARMONY_SPECULATE", "auto")
     assert model["steps"]["speculate"] == speculate
     assert model["steps"]["relative_costs"].get("1") == (1.0 if speculate == "auto" else None)
