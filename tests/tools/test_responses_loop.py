@@ -24,6 +24,7 @@ from official_clients import in_process
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.render import Rendered, render
 from vllm_mlx_harmony.core.turn import Turn
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
@@ -683,9 +684,10 @@ def test_the_grammar_has_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     host = serving()
     generate = host.engine.generate
 
-    def noted(prompt: Any, settings: Any, tenant: str, constraint: Any) -> Any:
-        grammars.append(constraint.spec.grammar.grammar.text)
-        return generate(prompt, settings, tenant, constraint)
+    def noted(request: GenerationRequest) -> Any:
+        assert request.constraint is not None and request.constraint.spec.grammar is not None
+        grammars.append(request.constraint.spec.grammar.grammar.text)
+        return generate(request)
 
     host.engine.generate = noted  # type: ignore[method-assign]
     choice = {"type": "mcp", "server_label": "weather", "name": "now"}

@@ -17,11 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))
 
 from fake_engines import served
-from fakes import KEY, MODEL, Alone, ScriptedEngine
+from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from starlette.exceptions import HTTPException
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
+from vllm_mlx_harmony.core.deltas import TokenLogprob
+from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.standin import Script, cursor
 from vllm_mlx_harmony.standin.scripts import dump_book
@@ -33,6 +34,9 @@ App = Callable[[Any, Any, Any], Any]
 
 CONTEXT = 8192
 CHUNK = 256
+HEADER = ids("<|channel|>final<|message|>")
+"""Of an answer, with which a prompt may end."""
+
 SLOW = 5.0
 TIMES = {"QUIET": 2.5, "BEGUN": 2.5}
 """Of `wire`, for a prompt that takes `SLOW` seconds."""
@@ -56,18 +60,24 @@ class BookEngine(ScriptedEngine):
 
     async def generate(self, request: GenerationRequest) -> Steps:
         prompt, decode = request.prompt, vocab.encoding().decode
-        entry = cursor._find(list(prompt), self.book, lambda ids: decode(list(ids)))
+        begun = len(HEADER) if prompt[-len(HEADER) :] == HEADER else 0
+        opened = list(prompt[: len(prompt) - begun])
+        entry = cursor._find(opened, self.book, lambda ids: decode(list(ids)))
         cached = max((_common(prompt, each) for each in self.prompts), default=0)
         if self.slow and entry.prompt_ms:
             for done in range(cached, len(prompt), CHUNK):
                 if not self.forgets:
                     self.prompts.append(prompt[:done])
                 await asyncio.sleep(SLOW * CHUNK / len(prompt))
-        said = entry.completion[: request.settings.max_tokens]
+        said = entry.completion[begun:][: request.settings.max_tokens]
         self.prompts.append((*prompt, *entry.completion))
         for at, token in enumerate(said, 1):
             cut = "length" if said[-1] not in vocab.TURN_ENDS else "stop"
-            yield Step((token,), cut if at == len(said) else None, cached)  # type: ignore[arg-type]
+            finish: Finish | None = cut if at == len(said) else None  # type: ignore[assignment]
+            logprob = -0.01
+            found = TokenLogprob(token, logprob, ((token, logprob),))
+            asked = request.settings.top_logprobs is not None
+            yield Step((token,), finish, cached, logprobs=(found,) if asked else ())
             await asyncio.sleep(entry.delay_ms / 1000)
 
 

@@ -207,6 +207,23 @@ OF_ONE: dict[str, Fault] = {
         posted(previous_response_id="resp_0123456789abcdef"),
         request=forget("previous_response_id"),
     ),
+    "responses.conversation": Fault(
+        posted(conversation=..., input=...),
+        request=lambda body: (
+            forget("conversation")(body) if wire.SECOND in json.dumps(body) else None
+        ),
+    ),
+    "responses.conversation, items": Fault(
+        at("GET", "/v1/conversations/.*"), reply=swapped("4711", "4712")
+    ),
+    "chat.decision": Fault(
+        at("POST", "/v1/systemone"), reply=swapped('"blue": ?1.0', '"blue":0.5')
+    ),
+    "chat.decision, choice": Fault(
+        at("POST", "/v1/systemone"), reply=swapped('"choice": ?"blue"', '"choice":"green"')
+    ),
+    "chat.ollama": Fault(at("POST", "/api/chat"), reply=swapped('"done": ?true', '"done":false')),
+    "chat.ollama, text": Fault(at("POST", "/api/chat"), reply=swapped('"content":', '"text":')),
     "messages.count-tokens": Fault(
         at("POST", "/v1/messages/count_tokens"),
         reply=each(lambda document: document.update(input_tokens=document["input_tokens"] + 1)),

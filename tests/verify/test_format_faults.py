@@ -224,7 +224,7 @@ def test_repeated_checks_count_each_run() -> None:
     ("only", "count"),
     [
         ((), None),
-        (("wire.chat",), 23),
+        (("wire.chat",), 25),
         (("*.stop",), 2),
         (("wire.chat.stop", "loop"), 7),
         (("x",), 0),

@@ -34,4 +34,4 @@ def test_everything_passes_through_a_gateway(monkeypatch: pytest.MonkeyPatch) ->
         with served(gateway(settings)) as base:
             found = outcomes(base)
     assert {name: each.problem for name, each in found.items() if each.state != "passed"} == {}
-    assert len(found) == len(CHECKS) == 263
+    assert len(found) == len(CHECKS) == 266

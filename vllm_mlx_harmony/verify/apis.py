@@ -109,13 +109,17 @@ def _types() -> dict[str, TypeAdapter[Any]]:
     from anthropic.types import Message, MessageTokensCount, RawMessageStreamEvent
     from openai.types import Model
     from openai.types.chat import ChatCompletion, ChatCompletionChunk
+    from openai.types.conversations import Conversation
     from openai.types.responses import Response, ResponseStreamEvent
 
     unions = {
         "ResponseStreamEvent": ResponseStreamEvent,
         "RawMessageStreamEvent": RawMessageStreamEvent,
     }
-    models = (Model, ChatCompletion, ChatCompletionChunk, Response, Message, MessageTokensCount)
+    models = (
+        *(Model, ChatCompletion, ChatCompletionChunk, Response, Conversation),
+        *(Message, MessageTokensCount),
+    )
     types = {**unions, **{model.__name__: model for model in models}}
     return {name: TypeAdapter(each) for name, each in types.items()}
 

@@ -47,6 +47,7 @@ WIRE = (
     ),
     Script(_to(wire.FIRST), _said("OK.")),
     Script(_to(wire.SECOND), _said("4711.")),
+    Script("B. blue<|end|>", _said("B")),
 )
 
 

@@ -337,11 +337,85 @@ async def missing_response(trial: Trial) -> None:
     refused(trial, reply, HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND)
 
 
+ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
+"""Statuses of endpoints that a server does not have."""
+
+
+async def conversation(trial: Trial) -> None:
+    reply = await trial.send("POST", "/v1/conversations", {})
+    if reply.status_code in ABSENT:
+        raise Unsupported("no /v1/conversations")
+    require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
+    created = parsed(reply.text)
+    validate("Conversation", created)
+    within = {"conversation": created["id"]}
+    first = await trial.document(Ask((FIRST,), extra=within))
+    second = await trial.document(Ask((SECOND,), extra=within))
+    before, after = (trial.api.read(each).usage.prompt for each in (first, second))
+    require(after > before, f"{after} prompt tokens after {before}: the first turn is missing")
+    path = f"/v1/conversations/{created['id']}/items?order=asc&limit=100"
+    reply = await trial.send("GET", path)
+    require(reply.status_code == HTTPStatus.OK, f"GET of its items: status {reply.status_code}")
+    items = parsed(reply.text)["data"]
+    asked = [each for each in items if each["type"] == "message" and each["role"] == "user"]
+    texts = [part["text"] for item in asked for part in item["content"]]
+    require(texts == [FIRST, SECOND], f"the user's items are {texts!r:.80}")
+    answers = [each["id"] for each in first["output"] + second["output"]]
+    listed = [each["id"] for each in items if each not in asked]
+    require(listed == answers, "the other items are not those of the responses")
+
+
+SKY = {
+    "type": "choice",
+    "instructions": "Which color has the sky on a clear day?",
+    "criteria": {"green": None, "blue": None},
+}
+
+
+async def decision(trial: Trial) -> None:
+    body = {"model": trial.server.model, "state": "A sunny day.", "questions": {"sky": SKY}}
+    reply = await trial.send("POST", "/v1/systemone", body)
+    if reply.status_code in ABSENT:
+        raise Unsupported("no /v1/systemone")
+    if reply.status_code == HTTPStatus.BAD_REQUEST:
+        raise Unsupported("not with this model")
+    require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
+    answer = parsed(reply.text)["answers"]["sky"]
+    found = answer["probabilities"]
+    require(set(found) == {"green", "blue"}, f"probabilities of {sorted(found)}")
+    require(abs(sum(found.values()) - 1) < ROUNDED, f"the probabilities are {found}")
+    chosen = answer["choice"]
+    require(found[chosen] == max(found.values()), f"{chosen!r} is not the likeliest of {found}")
+
+
+ROUNDED = 0.01
+"""The most that rounded probabilities may add up to more, or less, than 1."""
+
+
+async def ollama(trial: Trial) -> None:
+    messages = [{"role": "user", "content": PLAIN.messages[0]}]
+    body = {"model": trial.server.model, "messages": messages}
+    reply = await trial.send("POST", "/api/chat", {**body, "stream": False})
+    if reply.status_code in ABSENT:
+        raise Unsupported("no /api/chat")
+    require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
+    reply_streamed = await trial.send("POST", "/api/chat", body)  # as it is by default
+    lines = [parsed(line) for line in reply_streamed.text.splitlines()]
+    for way, parts in (("whole", [parsed(reply.text)]), ("streamed", lines)):
+        text = "".join(part["message"].get("content") or "" for part in parts)
+        require(text, f"the answer has no text ({way})")
+        last = parts[-1]
+        require(last["done"] is True, f"the last line is not done ({way})")
+        require(last.get("done_reason") == "stop", f"done_reason {last.get('done_reason')!r}")
+        require(last["prompt_eval_count"] > 0 and last["eval_count"] > 0, f"no tokens ({way})")
+        require(not any(part["done"] for part in parts[:-1]), f"a line after the last ({way})")
+
+
 async def count_tokens(trial: Trial) -> None:
     body = trial.api.body(trial.server.model, TIME)
     del body["max_tokens"]
     reply = await trial.send("POST", f"{Messages.path}/count_tokens", body)
-    if reply.status_code in (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED):
+    if reply.status_code in ABSENT:
         raise Unsupported("no /v1/messages/count_tokens")
     require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
     validate("MessageTokensCount", parsed(reply.text))
@@ -449,6 +523,15 @@ ROWS: tuple[tuple[str, tuple[str, ...], str, dict[str, str] | str, Run], ...] = 
     (
         *("missing-response", ("responses",), "an unknown previous response gets 400 or 404"),
         *(STATE, missing_response),
+    ),
+    ("conversation", ("responses",), "responses continue a conversation", STATE, conversation),
+    (
+        *("decision", ("chat",), "a decision has probabilities, and the likeliest is chosen"),
+        *("https://docs.ollama.com/api/systemone", decision),
+    ),
+    (
+        *("ollama", ("chat",), "Ollama's chat answers, whole and as lines"),
+        *("https://docs.ollama.com/api/chat", ollama),
     ),
     (
         "search",
