@@ -358,7 +358,11 @@ LEGS: tuple[Leg, ...] = (
             *("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
             *("torch", "torchvision", "gradio", "opencv-python"),
         ),
-        commands=((*PYTEST, "tests/light"),),
+        commands=(
+            (*PYTEST, "tests/light"),
+            (*PYTEST, "tests/served", "-m", "not of_vllm_mlx and not nightly"),
+        ),
+        variables=(("SERVED", "few"),),
         runners=("ubuntu-latest", "macos-14"),
         paths=("vllm_mlx_harmony/gateway/local", "tests/light"),
     ),

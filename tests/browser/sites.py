@@ -32,6 +32,7 @@ THOUGHT = f"<|channel|>analysis<|message|>{' .' * 12}<|channel|>final<|message|>
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 SCRIPTS = (
     Script("Tell me a long story", f"<|channel|>final<|message|>{'so ' * 400}<|return|>", 40),
+    Script("Think for a long time", f"<|channel|>analysis<|message|>{'so ' * 400}<|end|>", 40),
     Script("What is the weather in Paris?", CALL, 5),
     Script("functions.get_weather to=assistant", ANSWER, 5),
     Script("Repair", REPAIRED),

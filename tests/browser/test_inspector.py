@@ -207,6 +207,21 @@ def test_an_answer_grows_and_is_ended(site: Site, open_page: Open) -> None:
     assert answers[0].status_code == 499
 
 
+def test_reasoning_is_ended(site: Site, open_page: Open) -> None:
+    page = open_page(site)
+    before = site.recorded
+    answers: list[httpx.Response] = []
+    asking = threading.Thread(target=lambda: answers.append(site.say("Think for a long time")))
+    asking.start()
+    expect(page.locator(".list tbody tr")).to_have_count(before + 1)
+    newest(page)
+    expect(page.locator(".facts")).to_contain_text("answering")
+    page.get_by_role("button", name="Answer now").click()
+    expect(page.locator(".did")).to_contain_text("Ended the reasoning (request)")
+    asking.join(60)
+    assert answers[0].status_code == 200
+
+
 def test_copied_as_curl_it_is_the_same_request(direct: Site, open_page: Open) -> None:
     direct.say("Repair what's broken")
     page = newest(open_page(direct, permissions=["clipboard-read", "clipboard-write"]))

@@ -42,7 +42,19 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Activate]:
 
 ROWS = [
     # setting, name asked for, whether it is one of the others
-    ("", "gpt-4o", False),
+    ("none", "gpt-4o", False),
+    ("", "gpt-4o", True),
+    ("", "claude-opus-4-5-20251101", True),
+    ("", "gpt-5.2-codex", True),
+    ("", "o4-mini", True),
+    ("", "gpt-oss:20b", True),
+    ("", "openai/gpt-oss-20b", True),
+    ("", "gpt-oss:120b", False),
+    ("", "gpt-oss-120b", False),
+    ("", "openai/gpt-oss-120b", False),
+    ("", "ollama", False),
+    ("", "llama-3", False),
+    ("", "", False),
     ("gpt-4o", "gpt-4o", True),
     ("gpt-4o", "gpt-4o-mini", False),
     ("claude-*, gpt-*", "claude-opus-4", True),
@@ -87,7 +99,7 @@ def ids(listed: Any) -> list[str]:
 
 
 def test_the_names_are_listed_as_they_were_given(activate: Activate) -> None:
-    activate("")
+    activate("")  # the common names are no models of their own
     assert ids(get("/v1/models").json()) == ["gpt-oss-20b"]
     activate("claude-*,gpt-4o,gpt-4o,gpt-oss-20b")
     for path in ("/v1/models", "/v1/models/"):

@@ -216,7 +216,7 @@ def test_its_state_is_shown(server: Server, client: openai.OpenAI) -> None:
     assert MODEL in sections
     assert "Prefix cache" in sections
     assert httpx.get(f"{server.url}/health").json()["status"] == "ok"
-    assert "131072 tokens of context; prefix cache: up to" in server.log.read_text()
+    assert "context: 131,072 tokens; prefix cache: up to" in server.log.read_text()
 
 
 def test_the_prefix_cache_is_counted_and_emptied(server: Server, client: openai.OpenAI) -> None:

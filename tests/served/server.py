@@ -22,7 +22,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 from preloaded import POSSIBLE, Forked, Process
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,8 +43,6 @@ EXPLICIT = (sys.executable, "-m", "vllm_mlx_harmony", "serve")
 
 IS_LIGHT = find_spec("vllm_mlx") is None
 """Whether the server is the light one here, without vllm-mlx."""
-
-of_vllm_mlx = pytest.mark.skipif(IS_LIGHT, reason="only vllm-mlx has it")
 
 HARMONY = HOST if INSTALLED else EXPLICIT
 """The command that has the plugin in it, here."""

@@ -290,6 +290,7 @@ def test_clients_that_go_at_any_moment_leave_the_engine_free(
     assert ask(client, "Hi.", timeout=60).status_code == 200
 
 
+@pytest.mark.of_vllm_mlx
 def test_the_hosts_own_routes_and_ours_share_the_engine(
     server: Server, client: httpx.Client
 ) -> None:
@@ -337,6 +338,12 @@ def test_key_and_limit_hold(guarded: Server) -> None:
         assert error(limited)["code"] == "rate_limit_exceeded"
         assert int(limited.headers["retry-after"]) > 0
         assert client.get("/v1/models/nobody").status_code == 404
+
+
+@pytest.mark.of_vllm_mlx
+def test_errors_of_the_hosts_own_routes_have_its_shape(guarded: Server) -> None:
+    with guarded.client() as client:
+        client.headers.update(KEY)
         assert "detail" in client.post("/v1/completions", json={"prompt": 3}).json()
 
 

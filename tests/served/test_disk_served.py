@@ -303,6 +303,7 @@ def test_killed_while_it_writes_and_emptied(loops: Loops, model: Path) -> None:
     server.stop()
 
 
+@pytest.mark.of_vllm_mlx
 def test_loops_go_on_when_the_model_was_unloaded(start: Start, model: Path, tmp_path: Path) -> None:
     place = tmp_path / "cache"
     flags = (*FLAG, "--auto-unload-idle-seconds", "2", "--ssd-cache-dir", str(place))

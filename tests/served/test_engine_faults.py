@@ -72,7 +72,7 @@ def test_a_thread_that_dies_is_seen_everywhere(dying: tuple[Server, Path]) -> No
     server, file = dying
     model = str(server.model)
     with server.client(300) as client:
-        assert client.get("/health").json()["status"] == "healthy"
+        assert client.get("/health").status_code == 200
         asked = {"model": model, **body(CHAT, "Slowly.", stream=True, max_tokens=500)}
         with client.stream("POST", CHAT, json=asked) as running:
             lines = running.iter_lines()
@@ -80,8 +80,7 @@ def test_a_thread_that_dies_is_seen_everywhere(dying: tuple[Server, Path]) -> No
             file.touch()
             said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
         assert "the engine stopped unexpectedly" in said[-1]["error"]["message"]
-        health = client.get("/health")
-        assert (health.status_code, health.json()["status"]) == (503, "unhealthy")
+        assert client.get("/health").status_code == 503
         for path in (CHAT, RESPONSES, MESSAGES):
             for stream in (False, True):
                 asked = {"model": model, **body(path, "Hi.", stream=stream)}
@@ -131,6 +130,7 @@ def test_what_can_never_fit_is_rejected_and_what_does_not_fit_now_waits(
 # --- Two of them.
 
 
+@pytest.mark.of_vllm_mlx
 def test_two_models_run_side_by_side(start: Start, standin_dir: Path, tmp_path: Path) -> None:
     """One of them is loaded while the other generates, and neither stops the other."""
     standin.rescript(standin_dir, SCRIPTS)
@@ -184,6 +184,7 @@ def unloading(start: Start, standin_dir: Path) -> Iterator[Server]:
     server.stop()
 
 
+@pytest.mark.of_vllm_mlx
 def test_requests_that_arrive_while_the_model_is_unloaded_are_answered(unloading: Server) -> None:
     """Each wave meets the model while it is being unloaded, or just after; none finds it loaded."""
     model = str(unloading.model)
@@ -205,6 +206,7 @@ def test_requests_that_arrive_while_the_model_is_unloaded_are_answered(unloading
             assert client.get("/health").status_code == 200
 
 
+@pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_an_answer_longer_than_the_idle_time_keeps_its_model(unloading: Server, path: str) -> None:
     with unloading.client(300) as client:
@@ -216,6 +218,7 @@ def test_an_answer_longer_than_the_idle_time_keeps_its_model(unloading: Server, 
         _wait_until_unloading(client)
 
 
+@pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
 def test_an_invalid_request_loads_no_model(unloading: Server, path: str) -> None:
     with unloading.client(300) as client:

@@ -11,7 +11,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from server import HARMONY
+from server import FLAG, HARMONY, IS_LIGHT
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -34,10 +34,8 @@ SCRIPTS = [
 @pytest.fixture(scope="module")
 def server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(
-        *("--tool-call-parser", "harmony", "--prefix-cache-size", "9", "--cache-memory-mb", "64"),
-        command=HARMONY,
-    )
+    hosts_own = () if IS_LIGHT else ("--prefix-cache-size", "9")
+    server = start(*FLAG, *hosts_own, "--cache-memory-mb", "64", command=HARMONY)
     yield server
     server.stop()
 
@@ -114,6 +112,7 @@ def test_a_client_is_told_that_it_was_cancelled(server: Server, api: str) -> Non
         list(rest)
 
 
+@pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("key", ["chatcmpl-0", "resp_ab", "msg_xyz", "what"])
 def test_an_unknown_id_is_answered_by_the_host(server: Server, key: str) -> None:
     answer = httpx.post(f"{server.base_url}/v1/requests/{key}/cancel", timeout=20)
@@ -122,6 +121,7 @@ def test_an_unknown_id_is_answered_by_the_host(server: Server, key: str) -> None
     assert answer.json() == {"detail": said}
 
 
+@pytest.mark.of_vllm_mlx
 def test_caches_are_shown_and_emptied_without_importing_torch(server: Server) -> None:
     """The host imports mlx_vlm for it, on the event loop: nobody else was served for seconds."""
     for _ in range(2):
@@ -134,6 +134,7 @@ def test_caches_are_shown_and_emptied_without_importing_torch(server: Server) ->
     assert stats["engine_cache"]["harmony_prefix_reuse"]["nbytes"] == 0
 
 
+@pytest.mark.of_vllm_mlx
 def test_the_start_says_what_a_user_needs(server: Server) -> None:
     log = server.log
     assert "\nvllm-mlx-harmony 0." in log

@@ -177,7 +177,9 @@ def test_a_client_that_leaves_leaves_nothing_wrong(server: Server, client: OpenA
     assert 0 < stats["harmony_prefix_reuse"]["nbytes"] <= stats["harmony_prefix_reuse"]["budget"]
 
 
-@pytest.mark.parametrize("path", ["/v1/cache", "/v1/cache/prefix"])
+@pytest.mark.parametrize(
+    "path", ["/v1/cache", pytest.param("/v1/cache/prefix", marks=pytest.mark.of_vllm_mlx)]
+)
 def test_emptied_caches_are_empty(server: Server, client: OpenAI, path: str) -> None:
     messages = [{"role": "user", "content": f"{words(6, 60)} I am 2."}]
     ask(client, messages)
@@ -211,6 +213,7 @@ def test_real_architecture_says_the_same_with_and_without(
     assert not any(one[2] for one in answers[1])
 
 
+@pytest.mark.of_vllm_mlx
 def test_nothing_is_left_on_disk_and_idle_models_take_all_with_them(
     start: Start, standin_dir: Path
 ) -> None:

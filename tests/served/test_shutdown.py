@@ -172,6 +172,7 @@ def busy_machine() -> Iterator[None]:
             loop.wait()
 
 
+@pytest.mark.of_vllm_mlx
 def test_all_that_run_are_ended_in_words(start: Start, standin_dir: Path) -> None:
     """On a busy machine, too: who runs is ended, who waits or comes is refused; then it is gone."""
     standin.rescript(standin_dir, [SLOW])

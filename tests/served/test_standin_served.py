@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     Start = Callable[..., Server]
 
-pytestmark = pytest.mark.served
+pytestmark = [pytest.mark.served, pytest.mark.of_vllm_mlx]
 
 # The host's own path shows text between control tokens, so plain text shows most of the ids.
 NUMBERS = "|".join(f"{n} is {n * n}, 🙂 日本" for n in range(6))

@@ -30,12 +30,12 @@ LABEL = {
     "criteria": {"billing": "Payments", "bug": None, "account": "Logins"},
 }
 URGENT = {"type": "noul", "instructions": "The ticket is urgent.", "criteria": {"true": "Today"}}
-ANGER = {"type": "score", "instructions": {"rate": "anger"}, "criteria": ["calm", "cross", "mad"]}
+ANGER = {"type": "score", "instructions": {"rate": "Zörn"}, "criteria": ["calm", "cross", "mad"]}
 
 LIKELY = {
     "label fits": {"A": 0.1, "B": 0.3},
     "urgent": {"A": 0.1, "B": 0.4},
-    "anger": {"A": 0.2, "B": 0.2, "C": 0.1},
+    "Zörn": {"A": 0.2, "B": 0.2, "C": 0.1},
 }
 """The probabilities of labels, by what a question contains."""
 
@@ -88,7 +88,7 @@ def test_prompts_begin_with_the_input(wire: TestClient, engine: DecidingEngine) 
         assert text.startswith(f"{begin}{STATE}<|end|><|start|>user<|message|>")
         assert text.endswith("<|end|><|start|>assistant<|channel|>final<|message|>")
     assert "Which label fits?\n\nOptions:\nA. billing: Payments\nB. bug\nC. account: Logins<" in end
-    assert '{"rate":"anger"}' in texts[2] and "ordered, from the lowest to the highest" in texts[2]
+    assert '{"rate": "Zörn"}' in texts[2] and "ordered, from the lowest to the highest" in texts[2]
 
 
 CHOICE = {
@@ -101,7 +101,7 @@ PREDICATE = {"type": "predicate", "instructions": "It is urgent."}
 SCORE = {
     "type": "score",
     "name": "anger",
-    "instructions": "Rate the anger.",
+    "instructions": "Rate the Zörn.",
     "levels": [{"label": "calm"}, {"label": "cross", "description": "Loud"}],
 }
 UNKNOWN = {"type": "predicate", "name": "other", "instructions": "It rains."}
@@ -134,7 +134,7 @@ def test_input_of_decisions(wire: TestClient, engine: DecidingEngine) -> None:
     """Messages and calls, as Responses has them."""
     wire.post("/v1/decisions", json=decisions(PREDICATE, input=INPUT)).raise_for_status()
     text = vocab.encoding().decode([*engine.prompts[0]])
-    for part in ("Be fair.", f'{{"text":"{STATE}"}}', "functions.look", "It is down."):
+    for part in ("Be fair.", f'{{"text": "{STATE}"}}', "functions.look", "It is down."):
         assert part in text
 
 

@@ -23,7 +23,7 @@ from starlette.testclient import TestClient
 
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fakes import KEY, Alone, ScriptedEngine, ids
+from fakes import KEY, Alone, ObedientEngine, ScriptedEngine, ids
 
 from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core import vocab
@@ -403,6 +403,38 @@ def test_a_request_is_ended_from_the_page() -> None:
     ended, answer = asyncio.run(_ended_from_the_page())
     assert ended == {"ended": True}
     assert answer.status_code == 499 and "cancelled" in answer.text
+
+
+async def _answered_from_the_page() -> tuple[int, Any, int]:
+    import httpx
+
+    thinks = f"<|channel|>analysis<|message|>{'so ' * 5_000}<|end|>"
+    site = Site(Alone(ObedientEngine({"Hello!": thinks}, context_length=None)))
+    transport = httpx.ASGITransport(app=site.app)
+    path, body = BODIES["chat_completions"]
+    headers = {"authorization": f"Bearer {KEY}"}
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://localhost", headers=headers
+    ) as client:
+        body = {"model": "gpt-oss-20b", **body, "reasoning_effort": "high"}
+        asking = asyncio.ensure_future(client.post(path, json=body))
+        row: dict[str, Any] = {}
+        while row.get("generated", 0) < 5:
+            assert not asking.done(), asking.result().text
+            await asyncio.sleep(0)
+            rows = (await client.get("/harmony/inspector/requests")).json()["requests"]
+            row = rows[0] if rows else {}
+        url = f"/harmony/inspector/requests/{row['id']}/answer"
+        ended = await client.post(url)
+        return ended.status_code, (await asking).json(), (await client.post(url)).status_code
+
+
+def test_reasoning_is_ended_from_the_page() -> None:
+    status, answer, later = asyncio.run(_answered_from_the_page())
+    assert (status, later) == (200, 409)
+    (choice,) = answer["choices"]
+    assert choice["message"]["content"] == "Well."
+    assert choice["message"]["reasoning_ended_by"] == "request"
 
 
 # --- What a record holds

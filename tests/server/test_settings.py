@@ -36,6 +36,7 @@ READ: list[tuple[str, str, object]] = [
     ("date", "None", "none"),
     ("date", "today", "today"),
     ("model_names", " claude-*, ,gpt-4o,", ("claude-*", "gpt-4o")),
+    ("model_names", "None", ()),
     ("none_effort", "Low", Effort.LOW),
     ("none_effort", "none", None),
     ("grammar", "Strict", Policy.STRICT),

@@ -26,7 +26,15 @@ from starlette.responses import JSONResponse, Response
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.core.turn import Sampling
-from vllm_mlx_harmony.engine import device, loading, mlx_lm_names, resources, state, status_line
+from vllm_mlx_harmony.engine import (
+    device,
+    loading,
+    mlx_lm_names,
+    resources,
+    state,
+    status_line,
+    summary,
+)
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
 from vllm_mlx_harmony.engine_api.engine import Engine
@@ -38,13 +46,13 @@ from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.model_files import (
     GENERATION,
     configuration,
+    length_of,
     lists_harmony,
 )
 from vllm_mlx_harmony.required_names import check
 from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.host import Deadline
-from vllm_mlx_harmony.sizes import size
 from vllm_mlx_harmony.standin import is_standin
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -154,14 +162,10 @@ class LocalGateway(Gateway):
 
 def start_line(source: str, engine: MlxEngine) -> str:
     """The description of a loaded model for the log."""
-    used, limit = size(engine.weights), size(engine.budget.limit)
-    budget, disk = resources.budget(), resources.disk
-    cache = [f"up to {size(budget)} in memory"] if budget else ["off"]
-    if disk is not None:
-        cache.append(f"up to {size(disk.budget)} in {disk.directory}")
+    context = summary.context(engine, length_of(source))
     return (
-        f"{LOCAL}{source}: {used} of {limit} used, {engine.context_length} tokens of context; "
-        f"prefix cache: {', '.join(cache)}"
+        f"{LOCAL}{source}: {summary.memory(engine)}; context: {context}; "
+        f"prefix cache: {', '.join(summary.prefix_cache())}"
     )
 
 

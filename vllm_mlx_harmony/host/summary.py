@@ -9,12 +9,11 @@ import argparse
 from collections.abc import Iterable, Iterator
 
 from vllm_mlx_harmony import inspector
-from vllm_mlx_harmony.engine import resources
+from vllm_mlx_harmony.engine import summary
 from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.host.entry_points import versions
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.model_files import length_of
-from vllm_mlx_harmony.sizes import size
 
 WIDTH = 14
 
@@ -56,7 +55,6 @@ def show_model(path: str, engine: MlxEngine | None) -> None:
     """Prints the only model, in ``path``, and its ``engine``, None if it is loaded on demand."""
     name, given = server()._model_name, server()._model_path
     window = length_of(path)
-    context = "unknown: no config.json" if window is None else f"{window:,} tokens"
     facts = [("model", str(name) if name == given else f"{name} ({given})")]
     if engine is None:
         facts.append(("engine", "loaded on demand"))
@@ -64,12 +62,9 @@ def show_model(path: str, engine: MlxEngine | None) -> None:
         limits = engine.options.limits
         facts += [
             ("engine", f"up to {min(limits.answers, limits.sequences)} concurrent answers"),
-            ("memory", f"{size(engine.weights)} of {size(engine.budget.limit)} used"),
+            ("memory", summary.memory(engine)),
         ]
-        fits = engine.context_length
-        if window is not None and fits is not None and fits < window:
-            context = f"{fits:,} tokens fit in memory, of {window:,}"
-    show(*facts, ("context", context))
+    show(*facts, ("context", summary.context(engine, window)))
 
 
 def show(*facts: tuple[str, str]) -> None:
@@ -83,11 +78,6 @@ def show(*facts: tuple[str, str]) -> None:
 
 
 def _common() -> Iterator[tuple[str, str]]:
-    budget, disk = resources.budget(), resources.disk
-    yield "prefix cache", f"up to {size(budget)} in memory" if budget else "off"
-    if disk is not None:
-        found = disk.counters()
-        conversations = f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"
-        held = f"{size(found.nbytes)}, {conversations}, from {disk.directory}"
-        yield "", f"up to {size(disk.budget)} on disk: {held}"
+    for at, part in enumerate(summary.prefix_cache()):
+        yield "" if at else "prefix cache", part
     yield from _of_flags

@@ -3,7 +3,7 @@
 ``/harmony`` is the page. Below ``/harmony/inspector/``: ``login`` and ``logout``; ``requests``, the
 list; ``events``, its changes as server-sent events; ``requests/ID``, one request with its prompt;
 ``requests/ID/output``, what follows the ids and events that a client has already; ``requests/ID/
-end``; ``server``, the state of the server.
+end``, and ``requests/ID/answer``, which ends the reasoning; ``server``, the state of the server.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class Pages:
             ("GET", one, self._request),
             ("GET", f"{one}/output", self._output),
             ("POST", f"{one}/end", self._end),
+            ("POST", f"{one}/answer", self._answer_now),
             ("GET", f"{BELOW}/server", self._server),
             ("POST", f"{BELOW}/login", self._login),
             ("POST", f"{BELOW}/logout", self._logout),
@@ -157,9 +158,18 @@ class Pages:
         return Response(await in_thread(shown), media_type="application/json")
 
     async def _end(self, request: Request) -> Response:
-        observed = (await self._found(request)).observed
-        key = AnswerKey(observed.id_seed, observed.tenant)
+        key = await self._key(request)
         return JSONResponse({"ended": front_end_of(request).answers.cancel(key)})
+
+    async def _answer_now(self, request: Request) -> Response:
+        key = await self._key(request)
+        if not front_end_of(request).answers.end_reasoning(key):
+            raise HTTPException(409, "the server cannot end the reasoning of this answer")
+        return JSONResponse({"ended": True})
+
+    async def _key(self, request: Request) -> AnswerKey:
+        observed = (await self._found(request)).observed
+        return AnswerKey(observed.id_seed, observed.tenant)
 
     # --- The server
 

@@ -1,7 +1,8 @@
 """The names of the model: its own, and its aliases.
 
-Agents come with built-in model names (``claude-…``, ``gpt-…``). A server with one model can have
-them as aliases, in all APIs. On a server with several models a name always means one of them.
+Clients come with built-in model names (``claude-…``, ``gpt-5``), and users copy those that other
+servers have for gpt-oss (``gpt-oss:20b``). A server with one model answers to them in all APIs, or
+to those that the operator sets. On a server with several models a name always means one of them.
 """
 
 from __future__ import annotations
@@ -9,24 +10,45 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+COMMON = (
+    *("claude-*", "gpt-[0-9]*", "chatgpt-*", "codex-*", "o[0-9]", "o[0-9]-*"),
+    *("gpt-oss", "gpt-oss:latest", "default", "default_model", "local-model"),
+)
+"""Names that clients send by default: those of Anthropic's and OpenAI's models, and what the
+documentation of Ollama, mlx-lm, vLLM and LM Studio calls a model. docs/agents.md has the table."""
+
+SIZES = ("20b", "120b")
+OF_SIZE = ("gpt-oss:{}", "gpt-oss-{}", "openai/gpt-oss-{}")
+"""Names of gpt-oss elsewhere, for a model whose own name has the size: a client that asks for the
+other size gets 404."""
+
+
+def common_names(model: str) -> tuple[str, ...]:
+    """The names by which clients may mean ``model`` if the operator sets none."""
+    sizes = [size for size in SIZES if size in model.lower()]
+    return (*COMMON, *(name.format(size) for name in OF_SIZE for size in sizes))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
     """The names of the only ``model``, ``None`` if there are several: its own and those that are
-    ``configured``, which may be patterns."""
+    ``configured``, which may be patterns; ``None``: the common ones."""
 
     model: str | None
-    configured: tuple[str, ...]
+    configured: tuple[str, ...] | None
 
     @property
     def aliases(self) -> tuple[str, ...]:
-        """The aliases and patterns of them; empty if there are several models."""
-        if not self.model:
+        """The configured aliases and patterns of them; empty if there are several models."""
+        if not self.model or self.configured is None:
             return ()
         return tuple(dict.fromkeys(name for name in self.configured if name != self.model))
 
     def is_alias(self, name: str) -> bool:
-        return name != self.model and any(fnmatchcase(name, alias) for alias in self.aliases)
+        if not self.model or name == self.model:
+            return False
+        names = common_names(self.model) if self.configured is None else self.aliases
+        return any(fnmatchcase(name, alias) for alias in names)
 
     def canonical_name(self, name: str) -> str:
         """The server's name for the model that a request calls ``name``."""

@@ -73,6 +73,10 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(filter(None, map(str.strip, text.split(","))))
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return () if text.lower() == "none" else _words(text)
+
+
 def _choice(kind: type[E]) -> Callable[[str], E]:
     """A reader of the values of an enumeration, in any case."""
     members = {each.value: each for each in kind}
@@ -133,8 +137,9 @@ class ServerSettings:
 
     date: Annotated[str, _date] = TODAY
     """The date in the system message: ``YYYY-MM-DD``, ``today``, or ``none`` for no date."""
-    model_names: Annotated[tuple[str, ...], _words] = ()
-    """Other names of the only model, and shell patterns of them (``claude-*``)."""
+    model_names: Annotated[tuple[str, ...] | None, _names] = None
+    """Other names of the only model, and shell patterns of them (``claude-*``). ``None``: those
+    that clients send by default (`model_names`)."""
     none_effort: Annotated[Effort | None, _effort] = None
     """The effort that ``none`` selects. ``None``: no reasoning."""
     attachments: Annotated[Attachments, _choice(Attachments)] = Attachments.OMIT

@@ -17,6 +17,7 @@ export class Request {
     this.messages = h('div', { className: 'messages' });
     this.gaps = h('figure', { className: 'gaps', hidden: true });
     this.end = h('button', { textContent: 'End it', onclick: () => this.act(() => post(`requests/${id}/end`)) });
+    this.now = h('button', { textContent: 'Answer now', onclick: () => this.act(() => post(`requests/${id}/answer`)) });
     this.redacted = h('input', { type: 'checkbox', id: 'redacted' });
     this.body = h('pre', { tabIndex: 0 });
     this.answer = h('pre', { tabIndex: 0 });
@@ -30,6 +31,7 @@ export class Request {
         'div',
         { className: 'actions' },
         this.end,
+        this.now,
         button('Copy as curl', () => copy(this.curl())),
         button('Save as a case', () => save(`case-${id}.json`, this.case())),
         h('label', { htmlFor: 'redacted' }, this.redacted, ' without texts'),
@@ -172,7 +174,7 @@ export class Request {
   describe() {
     const { row } = this;
     this.title.textContent = `${row.api.replaceAll('_', ' ')} · ${row.model}`;
-    this.end.hidden = !running(row);
+    this.end.hidden = this.now.hidden = !running(row);
     const facts = [
       state(row),
       `${count(row.prompt)} prompt tokens`,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from json import dumps
 from math import exp, log
 from typing import Annotated, Literal, TypeAlias
 
@@ -17,7 +18,6 @@ from pydantic import BeforeValidator
 from pydantic_core import PydanticCustomError
 
 from vllm_mlx_harmony.core.deltas import TokenLogprob
-from vllm_mlx_harmony.protocols.events import encode
 
 MAX_QUESTIONS = 64
 """Questions of a request: each has a prompt of its own, which begins with the same input."""
@@ -110,7 +110,7 @@ def _as_text(value: object) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, (dict, list)):
-        return encode(value)
+        return dumps(value, ensure_ascii=False)
     raise PydanticCustomError("content_type", "must be a string, an object or a list")
 
 
