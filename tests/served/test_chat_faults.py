@@ -322,6 +322,7 @@ def guarded(start: Start, standin_dir: Path) -> Iterator[Server]:
     server.stop()
 
 
+@pytest.mark.of_vllm_mlx
 def test_key_and_limit_hold(guarded: Server) -> None:
     with guarded.client() as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}):

@@ -174,6 +174,9 @@ def resident(server: Server) -> int:
 @pytest.mark.skipif(not Path("/proc").exists(), reason="memory is read from /proc")
 def test_who_reads_nothing_holds_nobody_up(server: Server, model: str) -> None:
     """Their answers are generated beside others until they are as long as may be unread."""
+    asked = {"model": model, **body("/v1/chat/completions", "Hi.")}
+    with server.client(PATIENCE) as client:  # the first request loads the vocabulary
+        client.post("/v1/chat/completions", json=asked).raise_for_status()
     before, given_up = resident(server), server.log.count(GIVEN_UP)
     url = server.base_url.replace("http", "ws") + "/v1/responses"
     with ExitStack() as stack:
@@ -188,7 +191,6 @@ def test_who_reads_nothing_holds_nobody_up(server: Server, model: str) -> None:
         document = {"type": "response.create", "model": model, **WITHOUT_END["/v1/responses"]}
         websocket.send(json.dumps(document))
         with server.client(PATIENCE) as client:
-            asked = {"model": model, **body("/v1/chat/completions", "Hi.")}
             answer = client.post("/v1/chat/completions", json=asked)
         assert answer.json()["choices"][0]["message"]["content"] == "Hi."
         wait_until(lambda: is_free(server))  # and nobody has read anything
