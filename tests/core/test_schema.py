@@ -381,6 +381,14 @@ PROPERTIES: dict[str, tuple[object, str]] = {
         "p?: [string, ...number[]],",
     ),
     "tuple of draft 4": ({"items": [{"type": "string"}, {}]}, "p?: [string, any],"),
+    "tuple of draft 4 with more": (
+        {"items": [{"type": "string"}], "additionalItems": {"type": "integer"}},
+        "p?: [string, ...number[]],",
+    ),
+    "tuple of draft 4 with anything": (
+        {"items": [{"type": "string"}], "additionalItems": True},
+        "p?: [string],",
+    ),
     "tuple with an object": (
         {"prefixItems": [{"type": "string"}, {"properties": {"a": {"type": "string"}}}]},
         "// Items of these types may be mixed.\np?:\n | string[]\n | {\n   a?: string,\n   }[]\n,",

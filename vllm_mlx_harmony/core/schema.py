@@ -2,7 +2,8 @@
 
 What the model is shown (`core.typescript`) and what it is held to (`core.grammar`) are two views of
 one copy of a schema, which `SchemaReader` makes keyword by keyword: a keyword that is malformed, or
-a ``$ref`` that leads nowhere, is in neither. Each ``$ref`` refers to a definition at the root.
+a ``$ref`` that leads nowhere, is in neither. Each ``$ref`` refers to a definition at the root, and
+the tuples of drafts before 2020-12 are written as since then.
 
 llguidance (https://github.com/guidance-ai/llguidance/blob/main/docs/json_schema.md) supports most
 of draft 2020-12, and rejects a schema that has any other keyword. So for a grammar:
@@ -19,8 +20,9 @@ it.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, TypeAlias
 from urllib.parse import unquote
@@ -140,11 +142,13 @@ class SchemaReader:
             # these keywords first (`core.typescript`).
             first = ("anyOf", "oneOf", "$ref", "allOf")
             items.sort(key=lambda item: first.index(item[0]) if item[0] in first else len(first))
-        for key, content in items:
+        renamed: Mapping[str, str] = _SINCE_2020 if isinstance(value.get("items"), list) else {}
+        for written, content in items:
+            key = renamed.get(written, written)
             if key in self._annotations:
                 copy[key] = content
                 continue
-            if key in _MEANINGLESS and content in _MEANINGLESS[key]:
+            if written in _MEANINGLESS and content in _MEANINGLESS[written]:
                 continue
             if key == "format" and content not in FORMATS:
                 continue
@@ -154,8 +158,8 @@ class SchemaReader:
                 try:
                     copy[key] = KEYWORDS[key](self, content, depth + 1)
                 except _Malformed:
-                    what = "a $ref that leads nowhere" if key == "$ref" else f"a malformed {key}"
-                    self.drop(what)
+                    is_lost = key == "$ref"
+                    self.drop("a $ref that leads nowhere" if is_lost else f"a malformed {written}")
         is_nullable = value.get("nullable") is True and "nullable" not in copy
         if is_nullable and value is not self._root:
             return {"anyOf": [copy, {"type": "null"}]}
@@ -196,10 +200,6 @@ class SchemaReader:
         branches = _require(content, isinstance(content, list) and bool(content))
         return [self.schema(branch, depth) for branch in branches]
 
-    def items(self, content: object, depth: int) -> object:
-        is_prefix = isinstance(content, list)  # in drafts before 2020-12
-        return self.subschemas(content, depth) if is_prefix else self.schema(content, depth)
-
     def named(self, content: object, depth: int) -> dict[str, AnySchema]:
         schemas = _require(content, isinstance(content, Mapping))
         return {clean(str(name)): self.schema(schema, depth) for name, schema in schemas.items()}
@@ -231,7 +231,75 @@ def _without_nul(pattern: str) -> str:
 
 _NEGATED = re.compile(r"\\.|\[\^", re.DOTALL)
 
-TYPES = ("null", "boolean", "number", "integer", "string", "array", "object")
+
+def cache_key(schema: Mapping[str, object], of_object: bool, tenant: str) -> str | None:
+    """A key for what is made of ``schema``; ``None`` if that is not JSON. It has the ``tenant``, so
+    that no timing reveals another tenant's tools."""
+    try:
+        return json.dumps([tenant, of_object, schema], separators=(",", ":"))
+    except (RecursionError, TypeError, ValueError):
+        return None
+
+
+# --- what a copy says ---
+
+MAX_FOLLOWED = 64
+"""References in a row."""
+
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "null": ("null",),
+    "boolean": ("true", "false"),
+    "integer": ("integer",),
+    "number": ("integer", "fraction"),
+    "string": ("string",),
+    "array": ("array",),
+    "object": ("object",),
+}
+"""The kinds of values of each type."""
+
+TYPES = (*KINDS,)
+
+
+def resolve(ref: str, root: Schema) -> AnySchema:
+    """What ``ref`` refers to in the copy ``root``: the root, or one of its definitions."""
+    schema: AnySchema = root if ref == "#" else root["$defs"][ref.removeprefix("#/$defs/")]
+    return schema
+
+
+def followed(schema: AnySchema, root: Schema) -> AnySchema:
+    """``schema``, or what it refers to if it is nothing but a reference."""
+    for _ in range(MAX_FOLLOWED):
+        if isinstance(schema, bool) or schema.keys() - {"$defs"} != {"$ref"}:
+            break
+        schema = resolve(schema["$ref"], root)
+    return schema
+
+
+def literals(schema: Schema) -> list[Sequence[object]]:
+    """The lists of values of which one of each is allowed."""
+    lists: list[Sequence[object]] = [[schema["const"]]] if "const" in schema else []
+    return [*lists, schema["enum"]] if "enum" in schema else lists
+
+
+def kinds(schema: Schema) -> set[str]:
+    """The kinds of values that the types and literals of ``schema`` allow."""
+    named = schema.get("type", [*KINDS])
+    names = [named] if isinstance(named, str) else named
+    allowed = {kind for name in names for kind in KINDS[name]}
+    return allowed.intersection(*({*map(_kind, values)} for values in literals(schema)))
+
+
+def _kind(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    if isinstance(value, (int, float)):
+        return "integer" if value % 1 == 0 else "fraction"
+    if isinstance(value, str):
+        return "string"
+    return "array" if isinstance(value, list) else "object"
+
+
+# --- keywords ---
 
 FORMATS = (
     "date-time",
@@ -273,11 +341,13 @@ KEYWORDS: Mapping[str, Callable[[SchemaReader, object, int], object]] = {
     "type": SchemaReader.types,
     "properties": SchemaReader.named,
     "additionalProperties": SchemaReader.schema,
-    "items": SchemaReader.items,
+    "items": SchemaReader.schema,
     "prefixItems": SchemaReader.subschemas,
-    "additionalItems": SchemaReader.schema,
 }
 """How the content of each supported keyword is copied; the likeliest to be rejected come first."""
+
+_SINCE_2020 = {"items": "prefixItems", "additionalItems": "items"}
+"""The names that two keywords have since draft 2020-12, if ``items`` is a list."""
 
 ANNOTATIONS = ("title", "description", "examples", "default", "format", "nullable")
 """What the prompt shows beside the keywords."""

@@ -381,9 +381,8 @@ class _Converter:
             elif key in ("properties", "patternProperties"):
                 self._budget.take(sum(map(len, content)))
                 own[key] = {name: subschema(inner) for name, inner in content.items()}
-            elif isinstance(content, list) and key in ("items", "prefixItems", "anyOf", "oneOf"):
-                # Draft 4 has a list in `items`.
-                own["prefixItems" if key == "items" else key] = [*map(subschema, content)]
+            elif key in ("prefixItems", "anyOf", "oneOf"):
+                own[key] = [*map(subschema, content)]
             elif key in ("items", "additionalProperties", "propertyNames"):
                 own[key] = subschema(content)
         yield own

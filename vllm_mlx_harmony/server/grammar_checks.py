@@ -53,7 +53,6 @@ CACHE_BYTES = 4 * 2**20
 
 LIMIT_EXCEEDED = "it takes too much time, memory or depth to compile"
 
-
 Verdict: TypeAlias = tuple[str, int]
 """Why a grammar cannot be compiled, empty if it can; and its compiled size in bytes."""
 

@@ -56,7 +56,6 @@ of a processor, and then nothing is known about the grammar."""
 
 _VOCABULARY = 201_088
 _FIRST_CONTROL = 199_998
-_END_OF_TEXT = 199_999
 
 
 def main(nice: int) -> None:
@@ -118,11 +117,9 @@ def _problem(tokenizer: LLTokenizer, question: dict[str, Any]) -> str:
     if begun and not matcher.is_error():
         matcher.try_consume_tokens(list(begun))
     for _ in range(STEPS):
-        if matcher.is_stopped():
-            break
         bias = matcher.compute_logit_bias()
         allowed = [token for token in _CANDIDATES if bias[token]]
-        if not allowed:
+        if not allowed:  # the output is complete
             break
         matcher.consume_token(draws.choice(allowed))
     problem: str = matcher.get_error() if matcher.is_error() else ""
@@ -143,7 +140,7 @@ class _Bytes:
 
     is_tokenizer_wrapper = True
     bos_token_id = None
-    eos_token_id = _END_OF_TEXT
+    eos_token_id = 199_999
     special_token_ids = range(_FIRST_CONTROL, _VOCABULARY)
 
     def __init__(self) -> None:

@@ -34,25 +34,14 @@ renderer and the grammar always agree on where a message ends.
 
 *Without strict*, the caller asked for no guarantee, so valid output must not change: only what
 models really get wrong is not in the language (`any_order`). No number, pattern or grammar of a
-client reaches llguidance, so these grammars are compiled without further ado. JSON has no bounds
-here, but the rules do:
-
-- 256 characters of white space in one place
-- 64 undeclared names in a row in an object with required names
-- 64 names of an object that are checked for duplicates
-- the size of all rules of a turn
-
-The last two accept invalid text; the others reject valid text that models hardly ever write, and
-stop a model that loops.
+client reaches llguidance, so these grammars are compiled without further ado. Such a schema never
+fails a request. What of it cannot be read is left out, with a note; if the grammar is too large or
+llguidance rejects it, there are weaker ones (`weakenings`).
 
 *With strict*, a schema is enforced in the order of its properties, as OpenAI documents it, by
 ``%json`` (`strict`), and completely: a keyword that llguidance does not support is an error
 that names it. Such grammars are `Grammar.untrusted`: a few bytes of a schema can bring llguidance
 down, so they are to be tried in another process first.
-
-A schema without strict never fails a request. What of it cannot be read is left out, with a note.
-If the grammar is too large or llguidance rejects it, there are weaker ones (`weakenings`), in
-which any JSON object is accepted for the largest schemas, then for all, then any text.
 
 The syntax of a freeform tool's input is enforced inside the JSON string that carries it
 (`escaped`): the prompt shows such a tool with one string parameter, and earlier calls in the

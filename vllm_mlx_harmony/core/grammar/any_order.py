@@ -37,26 +37,34 @@ inventing names reaches a required one before its output is cut.
 room for ten levels of indentation and for columns, while a model that writes nothing else is
 stopped after a few dozen tokens.
 
-**Bounds.** Depth, shapes, names and text are limited, because rules that are too deep or too large
-bring llguidance down, too. What exceeds a limit is left out, which only ever accepts more.
+**Bounds.** Depth, alternatives, names and text are limited, because rules that are too deep or too
+large bring llguidance down, too. What exceeds a limit is left out, which only ever accepts more:
+an object with more than 64 names may have one of them twice. Only the limits of white space and of
+undeclared names reject valid text, which models hardly ever write, and stop one that loops.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, product
 from typing import TypeAlias
 
-from vllm_mlx_harmony.core import lru, vocab
+from vllm_mlx_harmony.core import json_escapes, lru, vocab
 from vllm_mlx_harmony.core.schema import (
+    KINDS,
     UNSUPPORTED,
     AnySchema,
     Schema,
     SchemaReader,
+    cache_key,
+    followed,
+    kinds,
+    literals,
+    resolve,
 )
 
 MAX_DEPTH = 64
@@ -107,36 +115,32 @@ def _integer() -> str:
     return f"-?(?:{'|'.join(forms)})"
 
 
-_COMMON = {
-    "JSON_SPACE": f"/{_SPACE}/",
-    "JSON_BLANK": f"/{_SPACE.replace('{0,', '{1,')}/",
-    "JSON_OPEN": rf"/\{{{_SPACE}/",
-    "JSON_CLOSE": rf"/\}}{_SPACE}/",
-    "JSON_FIRST": rf"/\[{_SPACE}/",
-    "JSON_LAST": rf"/\]{_SPACE}/",
-    "JSON_COMMA": f"/,{_SPACE}/",
-    "JSON_COLON": f"/{_SPACE}:{_SPACE}/",
-    "JSON_NAME": f"/{_STRING}/",
-    "JSON_STRING": f"/{_STRING}{_SPACE}/",
-    "JSON_NUMBER": f"/{_NUMBER}{_SPACE}/",
-    "JSON_INTEGER": f"/{_integer()}{_SPACE}/",
-    "JSON_TRUE": f"/true{_SPACE}/",
-    "JSON_FALSE": f"/false{_SPACE}/",
-    "JSON_NULL": f"/null{_SPACE}/",
-    "json_value": "JSON_STRING | JSON_NUMBER | JSON_TRUE | JSON_FALSE | JSON_NULL | json_object"
-    " | json_array",
-    "json_object": "JSON_OPEN (json_member (JSON_COMMA json_member)*)? JSON_CLOSE",
-    "json_member": "JSON_NAME JSON_COLON json_value",
-    "json_array": "JSON_FIRST (json_value (JSON_COMMA json_value)*)? JSON_LAST",
-}
+COMMON = rf"""JSON_BLANK: /{_SPACE.replace("{0,", "{1,")}/
+JSON_OPEN: /\{{{_SPACE}/
+JSON_CLOSE: /\}}{_SPACE}/
+JSON_FIRST: /\[{_SPACE}/
+JSON_LAST: /\]{_SPACE}/
+JSON_COMMA: /,{_SPACE}/
+JSON_COLON: /{_SPACE}:{_SPACE}/
+JSON_NAME: /{_STRING}/
+JSON_STRING: /{_STRING}{_SPACE}/
+JSON_NUMBER: /{_NUMBER}{_SPACE}/
+JSON_INTEGER: /{_integer()}{_SPACE}/
+JSON_TRUE: /true{_SPACE}/
+JSON_FALSE: /false{_SPACE}/
+JSON_NULL: /null{_SPACE}/
+json_value: JSON_STRING | JSON_NUMBER | JSON_TRUE | JSON_FALSE | JSON_NULL
+ | json_object | json_array
+json_object: JSON_OPEN (json_member (JSON_COMMA json_member)*)? JSON_CLOSE
+json_member: JSON_NAME JSON_COLON json_value
+json_array: JSON_FIRST (json_value (JSON_COMMA json_value)*)? JSON_LAST
+"""
+"""Rules that are shared by all schemas."""
 
 NOTHING = f"<[{vocab.UNUSED}]>"
 """Matches an id that no model generates: a rule cannot be empty."""
 
-COMMON = "".join(f"{name}: {body}\n" for name, body in _COMMON.items())
-"""Rules that are shared by all schemas."""
-
-_SHORT = {"\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t", '"': '"', "\\": "\\", "/": "/"}
+_SHORT = {character: letter for letter, character in json_escapes.CHARACTERS.items()}
 
 
 def _spelled(texts: Iterable[str]) -> str:
@@ -148,16 +152,13 @@ def _spelled(texts: Iterable[str]) -> str:
 def _character(char: str) -> str:
     code = ord(char)
     units = [code] if char <= "\uffff" else [0xD7C0 + (code >> 10), 0xDC00 + (code & 0x3FF)]
-    forms = ["".join(rf"\\u{''.join(map(_hexadecimal, f'{unit:04x}'))}" for unit in units)]
+    escapes = "".join(rf"\\u{unit:04x}" for unit in units)
+    forms = [re.sub("[a-f]", lambda digit: f"[{digit[0]}{digit[0].upper()}]", escapes)]
     if char in _SHORT:
         forms.append(rf"\\{_literal(_SHORT[char])}")
     if char >= " " and char not in '"\\' and not "\ud800" <= char <= "\udfff":
         forms.append(_literal(char))
     return f"(?:{'|'.join(forms)})"
-
-
-def _hexadecimal(digit: str) -> str:
-    return digit if digit.isdigit() else f"[{digit}{digit.upper()}]"
 
 
 def _literal(char: str) -> str:
@@ -166,21 +167,10 @@ def _literal(char: str) -> str:
 
 # --- schemas that apply together ---
 
-_KINDS: Mapping[str, tuple[str, ...]] = {
-    "null": ("null",),
-    "boolean": ("true", "false"),
-    "integer": ("integer",),
-    "number": ("integer", "fraction"),
-    "string": ("string",),
-    "array": ("array",),
-    "object": ("object",),
-}
-"""The kinds of values of each type."""
-
 _OF_OBJECTS = frozenset(
     {"properties", "required", "additionalProperties", "patternProperties", "propertyNames"}
 )
-_OF_ARRAYS = frozenset({"items", "prefixItems", "additionalItems"})
+_OF_ARRAYS = frozenset({"items", "prefixItems"})
 _KEYWORDS = frozenset({"type", "enum", "const"}) | _OF_OBJECTS | _OF_ARRAYS
 
 _Texts: TypeAlias = "Mapping[str, None] | None"
@@ -190,47 +180,14 @@ _Alternatives: TypeAlias = "tuple[tuple[Schema, ...], ...]"
 """Sets of schemas, of which all of one set hold, as far as they combine no others."""
 
 
-def _literals(schema: Schema) -> Iterator[Sequence[object]]:
-    """The lists of values of which one of each is allowed."""
-    if "const" in schema:
-        yield [schema["const"]]
-    if "enum" in schema:
-        yield schema["enum"]
-
-
-def _kinds(schema: Schema) -> set[str]:
-    """The kinds of values that ``schema`` allows."""
-    named = schema.get("type", [*_KINDS])
-    names = [named] if isinstance(named, str) else named
-    kinds = {kind for name in names for kind in _KINDS[name]}
-    return kinds.intersection(*({*map(_kind, literals)} for literals in _literals(schema)))
-
-
-def _kind(literal: object) -> str:
-    if literal is None or isinstance(literal, bool):
-        return json.dumps(literal)
-    if isinstance(literal, (int, float)):
-        return "integer" if literal % 1 == 0 else "fraction"
-    if isinstance(literal, str):
-        return "string"
-    return "array" if isinstance(literal, list) else "object"
-
-
 def _texts(schemas: Iterable[Schema]) -> _Texts:
     """The texts that all of ``schemas`` list."""
     texts: _Texts = None
     for schema in schemas:
-        for literals in _literals(schema):
-            listed = {text: None for text in literals if isinstance(text, str)}
+        for values in literals(schema):
+            listed = {text: None for text in values if isinstance(text, str)}
             texts = listed if texts is None else {text: None for text in texts if text in listed}
     return texts
-
-
-def _product(left: _Alternatives, right: _Alternatives) -> _Alternatives:
-    """Each of ``left`` together with each of ``right``; the fewer alone if that is too much."""
-    if len(left) * len(right) > max(MAX_ALTERNATIVES, len(left), len(right)):
-        return min(left, right, key=len)
-    return _distinct((*one, *other)[:MAX_ALTERNATIVES] for one, other in product(left, right))
 
 
 def _distinct(alternatives: Iterable[tuple[Schema, ...]]) -> _Alternatives:
@@ -262,12 +219,10 @@ OBJECT_RULES = Rules("json_object")
 def rules_of(schema: Mapping[str, object], *, of_object: bool = False, tenant: str = "") -> Rules:
     """The rules of the values that ``schema`` accepts.
 
-    With ``of_object`` it describes an object even if it does not say so. Never raises. Cached per
-    ``tenant``, so that no timing reveals another tenant's tools.
+    With ``of_object`` it describes an object even if it does not say so. Never raises. Cached.
     """
-    try:
-        key = json.dumps([tenant, of_object, schema], separators=(",", ":"))
-    except (RecursionError, TypeError, ValueError):
+    key = cache_key(schema, of_object, tenant)
+    if key is None:
         return replace(OBJECT_RULES, dropped=("a schema that is not JSON",))
     known = _cache.get(key)
     if known is None:
@@ -362,7 +317,7 @@ class _RuleWriter:
         parts = [own]
         parts += map(self.alternatives, schema.get("allOf", ()))
         if "$ref" in schema:
-            parts.append(self.alternatives(self.target(schema["$ref"])))
+            parts.append(self.alternatives(resolve(schema["$ref"], self._root)))
         for union in ("anyOf", "oneOf"):
             if union in schema:
                 branches = map(self.alternatives, schema[union])
@@ -372,27 +327,17 @@ class _RuleWriter:
         return self._alternatives[key]
 
     def both(self, parts: Iterable[_Alternatives]) -> _Alternatives:
-        """The alternatives if all of ``parts`` hold."""
+        """The alternatives if all of ``parts`` hold: each of one together with each of the next, or
+        the fewer of them alone if that is too much."""
         found: _Alternatives = ((),)
         for part in parts:
             self.work(len(found) + len(part))
-            found = _product(found, part)
+            if len(found) * len(part) > max(MAX_ALTERNATIVES, len(found), len(part)):
+                found = min(found, part, key=len)
+            else:
+                pairs = product(found, part)
+                found = _distinct((*one, *other)[:MAX_ALTERNATIVES] for one, other in pairs)
         return found
-
-    def followed(self, schema: AnySchema) -> AnySchema:
-        """``schema``, or what it refers to, so that all references to it share one rule."""
-        for _ in range(MAX_DEPTH):
-            if isinstance(schema, bool) or schema.keys() != {"$ref"}:
-                break
-            schema = self.target(schema["$ref"])
-        return schema
-
-    def target(self, ref: str) -> AnySchema:
-        """The schema that ``ref`` refers to: the root, or one of its definitions."""
-        if ref == "#":
-            return self._root
-        schema: AnySchema = self._root.get("$defs", {}).get(ref.removeprefix("#/$defs/"), True)
-        return schema
 
     # Values
 
@@ -400,7 +345,7 @@ class _RuleWriter:
         """The symbol of the values that all ``schemas`` accept."""
         wanted = {
             id(schema): schema
-            for schema in map(self.followed, schemas)
+            for schema in (followed(schema, self._root) for schema in schemas)
             if schema is not True and schema != {}
         }
         if not wanted:
@@ -418,15 +363,10 @@ class _RuleWriter:
         alternatives = self.both(map(self.alternatives, wanted.values()))
         symbols = [*dict.fromkeys(self.of_kinds(alternatives))]
         self._depth -= 1
-        if not symbols:
-            self._symbols[key] = None
-            if key in self._referred:  # by a rule that refers to itself through it
-                self.rule(symbol, [NOTHING])
-        elif len(symbols) == 1 and symbols[0].isidentifier() and key not in self._referred:
-            # No rule is needed, unless a recursive reference uses the symbol already.
-            self._symbols[key] = symbols[0]
-        else:
-            self.rule(symbol, symbols)
+        is_alias = len(symbols) == 1 and symbols[0].isidentifier()
+        self._symbols[key] = symbols[0] if is_alias else symbol if symbols else None
+        if self._symbols[key] == symbol or key in self._referred:
+            self.rule(symbol, symbols or [NOTHING])
         return self._symbols[key]
 
     def of_kinds(self, alternatives: _Alternatives) -> Iterator[str]:
@@ -434,13 +374,13 @@ class _RuleWriter:
         if () in alternatives:
             yield "json_value"
             return
-        kinds: set[str] = set()
+        found: set[str] = set()
         texts: _Texts = {}
         arrays, objects = list[tuple[Schema, ...]](), list[tuple[Schema, ...]]()
         for schemas in alternatives:
-            self.work(sum(1 + sum(map(len, _literals(schema))) for schema in schemas))
-            own = set.intersection(*map(_kinds, schemas))
-            kinds |= own
+            self.work(sum(1 + sum(map(len, literals(schema))) for schema in schemas))
+            own = set.intersection(*map(kinds, schemas))
+            found |= own
             if "string" in own:
                 listed = _texts(schemas)
                 texts = None if texts is None or listed is None else {**texts, **listed}
@@ -448,49 +388,39 @@ class _RuleWriter:
                 arrays.append(tuple(each for each in schemas if not _OF_ARRAYS.isdisjoint(each)))
             if "object" in own:
                 objects.append(tuple(each for each in schemas if not _OF_OBJECTS.isdisjoint(each)))
-        yield from (f"JSON_{name.upper()}" for name in ("null", "true", "false") if name in kinds)
+        yield from (f"JSON_{name.upper()}" for name in ("null", "true", "false") if name in found)
         if texts is None:
             yield "JSON_STRING"
         elif texts:
             self.work(sum(map(len, texts)))
             yield self.terminal(f"/{_spelled(texts)}{_SPACE}/")
-        if not kinds.isdisjoint(_KINDS["number"]):
-            yield "JSON_NUMBER" if "fraction" in kinds else "JSON_INTEGER"
+        if not found.isdisjoint(KINDS["number"]):
+            yield "JSON_NUMBER" if "fraction" in found else "JSON_INTEGER"
         yield from map(self.array, _distinct(arrays))
         yield from filter(None, map(self.object, _distinct(objects)))
 
     def array(self, schemas: Sequence[Schema]) -> str:
-        prefixes, rests = [], []
-        for schema in schemas:
-            items = schema.get("items", True)
-            if isinstance(items, list):  # of drafts before 2020-12
-                prefixes.append(items)
-                rests.append(schema.get("additionalItems", True))
-            else:
-                prefixes.append(schema.get("prefixItems", []))
-                rests.append(items)
-        length = max(map(len, prefixes), default=0)
+        tuples = [(schema.get("prefixItems", []), schema.get("items", True)) for schema in schemas]
+        length = max((len(prefix) for prefix, _ in tuples), default=0)
         if length > MAX_PREFIX:
             self._dropped["prefixItems"] = None
+        if not tuples or length > MAX_PREFIX:
             return "json_array"
-        heads: list[str] = []
+        items: list[str] = []
         for at in range(length):
-            pairs = zip(prefixes, rests, strict=True)
-            head = self.value(items[at] if at < len(items) else rest for items, rest in pairs)
-            if head is None:  # no item fits here, so the array ends before
+            item = self.value(prefix[at] if at < len(prefix) else rest for prefix, rest in tuples)
+            if item is None:  # nothing fits here, so the array ends before
                 break
-            heads.append(head)
-        rest = self.value(rests) if len(heads) == length else None
-        if not heads:
+            items.append(item)
+        rest = self.value(rest for _, rest in tuples) if len(items) == length else None
+        more = "" if rest is None else f"(JSON_COMMA {rest})*"
+        if not items:
             if rest is None:
                 return "JSON_FIRST JSON_LAST"
-            if rest == "json_value":
-                return "json_array"
-            return f"JSON_FIRST ({rest} (JSON_COMMA {rest})*)? JSON_LAST"
-        within = "" if rest is None else f"(JSON_COMMA {rest})*"
-        for head in reversed(heads[1:]):
-            within = f"(JSON_COMMA {head} {within})?"
-        return f"JSON_FIRST ({heads[0]} {within})? JSON_LAST"
+            items = [rest]
+        for item in reversed(items[1:]):
+            more = f"(JSON_COMMA {item} {more})?"
+        return f"JSON_FIRST ({items[0]} {more})? JSON_LAST"
 
     def object(self, schemas: Sequence[Schema]) -> str | None:
         required = dict.fromkeys(name for schema in schemas for name in schema.get("required", ()))
@@ -513,7 +443,12 @@ class _RuleWriter:
             elif name in required:
                 return None
         undeclared = self.value(rests.values()) if allowed is None else None
-        return self.walk([name for name in values if name in required], values, names, undeclared)
+        loops = []
+        if undeclared is not None:
+            known = " | ".join(map(self.text, names))
+            name = self.terminal(f"JSON_NAME & ~({known})") if known else "JSON_NAME"
+            loops.append(f"{name} JSON_COLON {undeclared}")
+        return self.walk([name for name in values if name in required], values, loops)
 
     def allowed_names(self, schemas: Iterable[Schema]) -> _Texts:
         """The names that ``propertyNames`` lists; ``None`` if it lists none."""
@@ -529,18 +464,11 @@ class _RuleWriter:
             rest = self._rests.setdefault(id(schema), {"anyOf": branches})
         return rest
 
-    def walk(
-        self,
-        required: Sequence[str],
-        values: Mapping[str, str],
-        declared: Iterable[str],
-        undeclared: str | None,
-    ) -> str:
+    def walk(self, required: Sequence[str], values: Mapping[str, str], loops: Sequence[str]) -> str:
         """An object with ``values`` for its names in any order, the ``required`` ones among them.
 
-        ``undeclared`` is the symbol of members whose name is none of the ``declared`` ones. If
-        there may be some beside ``{"a": …, "b"?: …}``, the rules of the object ``o`` are, without
-        their digests::
+        ``loops`` are members that may come again, with other names. If there are some beside
+        ``{"a": …, "b"?: …}``, the rules of the object ``o`` are, without their digests::
 
             o:     JSON_OPEN o_m::0x0
             o_m::_: o_l A o_s::set_bit(0) %if bit_clear(0)      next comes the member a
@@ -548,8 +476,8 @@ class _RuleWriter:
                   | o_o (JSON_COMMA o_o)* JSON_CLOSE %if is_ones([0:1])
             o_s::_: JSON_CLOSE %if is_ones([0:1])               a member has come
                   | JSON_COMMA o_m::_
-            o_l:   (o_o JSON_COMMA){0,64}                       undeclared ones before a or b
-            o_o:   an undeclared member
+            o_l:   (o_o JSON_COMMA){0,64}                       some of the others before a or b
+            o_o:   one of the others
         """
         if len(required) > BITS:
             self._dropped[f"required for more than {BITS} names of one object"] = None
@@ -558,7 +486,8 @@ class _RuleWriter:
         tracked = [*required]
         if len(values) <= BITS:
             tracked += [name for name in values if name not in required]
-        loops = [*self.untracked(values, tracked, declared, undeclared)]
+        untracked = sorted(values.keys() - {*tracked})
+        loops = [*loops, *(f"{self.text(name)} JSON_COLON {values[name]}" for name in untracked)]
         if not tracked:
             if not loops:
                 return "JSON_OPEN JSON_CLOSE"
@@ -586,18 +515,3 @@ class _RuleWriter:
         self.rule(f"{walk}_s::_", [f"JSON_CLOSE{complete}", f"JSON_COMMA {walk}_m::_{left}"])
         empty = [] if required else ["JSON_OPEN JSON_CLOSE"]
         return self.rule(walk, [f"JSON_OPEN {walk}_m::0x0", *empty])
-
-    def untracked(
-        self,
-        values: Mapping[str, str],
-        tracked: Sequence[str],
-        declared: Iterable[str],
-        undeclared: str | None,
-    ) -> Iterator[str]:
-        """The members that may come again: undeclared ones, and names that have no bit."""
-        if undeclared is not None:
-            known = " | ".join(map(self.text, declared))
-            name = self.terminal(f"JSON_NAME & ~({known})") if known else "JSON_NAME"
-            yield f"{name} JSON_COLON {undeclared}"
-        for name in sorted(values.keys() - {*tracked}):
-            yield f"{self.text(name)} JSON_COLON {values[name]}"

@@ -71,9 +71,15 @@ _LEXEME = re.compile(
 )
 
 
-def lark(definition: str) -> Iterator[str]:
-    """Grammars of the escaped text, for use in ``%lark { … }``. Use the first one that llguidance
-    accepts. Each has the rule ``r_start`` or the terminal ``R_START``.
+_INPUT = r"""
+OPENING: /\{[ \n]{0,4}"input"[ ]?:[ ]?"/
+CLOSING: /"[ \n]{0,4}\}/
+"""
+
+
+def inputs(definition: str) -> Iterator[str]:
+    """Grammars of the JSON of a freeform tool whose input matches ``definition``, for use in
+    ``%lark { … }``. Use the first one that llguidance accepts.
 
     Raises ``NotExpressible`` for constructs that cannot be rewritten, for token ids and other
     grammars, and for unbalanced braces.
@@ -81,15 +87,16 @@ def lark(definition: str) -> Iterator[str]:
     lexemes = _lexemes(definition)
     ignores = any(lexeme.group() == "%ignore" for lexeme in lexemes)
     if not ignores and _expanded(lexemes) <= MAX_EXPANDED:
-        yield "".join(_LarkRewriter(as_terminal=True).pieces(lexemes))
+        written = "".join(_LarkRewriter(as_terminal=True).pieces(lexemes))
+        yield f"start: ALL\nALL: OPENING R_START CLOSING{_INPUT}{written}"
     writing = _LarkRewriter(as_terminal=False)
     written = "".join(writing.pieces(lexemes))
     if not writing.is_ambiguous:
-        yield written
+        yield f"start: OPENING r_start CLOSING{_INPUT}{written}"
 
 
-def plain_lark(definition: str) -> str:
-    """``definition``, for use in ``%lark { … }``. Raises the same errors as ``lark``."""
+def plain(definition: str) -> str:
+    """``definition``, for use in ``%lark { … }``. Raises the same errors as ``inputs``."""
     lexemes = _lexemes(definition)
     return "".join(lexeme.group() for lexeme in lexemes if lexeme.lastgroup != "priority")
 
@@ -106,7 +113,7 @@ def _expanded(lexemes: Iterable[re.Match[str]]) -> float:
         name = lexeme.group().lstrip("!?") if lexeme.lastgroup == "name" else ""
         if name and _DEFINES.match(lexeme.string, lexeme.end()):
             defined = name
-        elif name or lexeme.lastgroup in ("string", "cased", "regex", "flags", "range"):
+        elif name or lexeme.lastgroup in ("cased", "flags", "range"):
             named.setdefault(defined, []).append(name)
     sizes: dict[str, float] = {}
 
@@ -155,18 +162,18 @@ class _LarkRewriter:
     def pieces(self, lexemes: Iterable[re.Match[str]]) -> Iterator[str]:
         for lexeme in lexemes:
             kind, text = lexeme.lastgroup, lexeme.group()
-            if kind in ("cased", "string"):
+            if kind == "cased":
                 literal = _read(lexeme["string"])
                 if lexeme["cased"]:
                     yield self.regex(re.escape(literal), "i")
                 else:
                     yield json.dumps("".join(map(_word, literal)), ensure_ascii=False)
-            elif kind in ("flags", "regex"):
+            elif kind == "flags":
                 yield self.regex(lexeme["regex"][1:-1].replace(r"\/", "/"), lexeme["flags"])
             elif kind == "range":
                 first, last = map(_read, _STRING.findall(text))
                 yield self.regex(f"[{re.escape(first)}-{re.escape(last)}]")
-            elif kind in ("import", "imported", "local"):
+            elif kind == "import":
                 yield from self.imported(lexeme)
             elif kind == "name":
                 yield self.name(text)

@@ -379,7 +379,7 @@ class _GrammarWriter:
         rule = _syntaxes.get(key)
         if rule is None:
             try:
-                rule = self.rule_of_input(syntax) if as_input else self.rule_of_text(syntax)
+                rule = self.rule_of_syntax(syntax, as_input)
             except escaped.NotExpressible as error:
                 problem = f"{what}: {error} cannot be enforced"
                 if strict or self._all_strict:
@@ -390,27 +390,16 @@ class _GrammarWriter:
         self._untrusted = True
         return rule
 
-    def rule_of_input(self, syntax: Syntax) -> str:
-        definition = syntax.definition
+    def rule_of_syntax(self, syntax: Syntax, as_input: bool) -> str:
+        definition, problem = syntax.definition, "it is recursive"
         if syntax.kind == "regex":
             definition = f"start: /{escaped.between_slashes(definition)}/"
-        for written in escaped.lark(definition):
-            start = "start: OPENING r_start CLOSING"
-            if "R_START" in written:
-                start = "start: ALL\nALL: OPENING R_START CLOSING"
-            rule = f"%lark {{\n{start}{_INPUT}{written}\n}}"
-            if not self._check(f"start: {rule}"):
+        for grammar in escaped.inputs(definition) if as_input else [escaped.plain(definition)]:
+            rule = f"%lark {{\n{grammar}\n}}"
+            problem = self._check(f"start: {rule}")
+            if not problem:
                 return rule
-        problem = "a Lark grammar that is recursive or that llguidance rejects"
-        raise escaped.NotExpressible(problem)
-
-    def rule_of_text(self, syntax: Syntax) -> str:
-        rule = f"/{escaped.between_slashes(syntax.definition)}/"
-        if syntax.kind != "regex":
-            rule = f"%lark {{\n{escaped.plain_lark(syntax.definition)}\n}}"
-        if problem := self._check(f"start: {rule}"):
-            raise escaped.NotExpressible(f"its syntax ({problem})")
-        return rule
+        raise escaped.NotExpressible(f"its syntax ({problem})")
 
 
 _syntaxes: lru.ByteLRU[tuple[str, Syntax, bool], str] = lru.ByteLRU(2**22, most=64)
@@ -426,11 +415,6 @@ _ANY_INPUT = {
     "required": ["input"],
     "additionalProperties": False,
 }
-
-_INPUT = r"""
-OPENING: /\{[ \n]{0,4}"input"[ ]?:[ ]?"/
-CLOSING: /"[ \n]{0,4}\}/
-"""
 
 
 def as_trained(tool: Tool) -> Tool:

@@ -78,9 +78,8 @@ def compile_grammar(grammar: Grammar, tenant: str = "", size: int = 0) -> Compil
     A new grammar takes milliseconds, so this is not for an event loop; the GIL is released
     meanwhile.
 
-    llguidance's limits can be evaded: some grammars exhaust its stack, which ends the process. So a
-    grammar that contains a client's text has to be compiled in another process first; ``size`` is
-    the memory that this took there, in bytes.
+    One that is ``untrusted`` has to be compiled in another process first; ``size`` is the memory
+    that this took there, in bytes.
 
     The cache is per ``tenant``, so that no timing reveals another tenant's tools.
 

@@ -28,10 +28,13 @@ from typing import Any, TypeAlias
 from vllm_mlx_harmony.core import lru
 from vllm_mlx_harmony.core.schema import (
     KEYWORDS,
-    TYPES,
     AnySchema,
     Schema,
     SchemaReader,
+    cache_key,
+    followed,
+    kinds,
+    literals,
 )
 
 CACHE_BYTES = 8 * 2**20
@@ -93,22 +96,23 @@ def strict_schema(
     """``schema`` for ``%json``, with an empty text if not all of it can be enforced.
 
     With ``of_object`` it describes an object even if it does not say so. Keywords that the reader
-    does not support are reported before those that llguidance rejects. Never raises. Cached per
-    ``tenant``, since every turn of a conversation asks for it.
+    does not support are reported before those that llguidance rejects. Never raises. Cached, since
+    every turn of a conversation asks for it.
     """
-    try:
-        key = json.dumps([tenant, of_object, schema], separators=(",", ":"))
-    except (RecursionError, TypeError, ValueError):
+    key = cache_key(schema, of_object, tenant)
+    if key is None:
         return StrictSchema("", ("a schema that is not JSON",))
     strict = _cache.get(key)
     if strict is None:
         reader = SchemaReader(schema)
         copy = reader.root(of_object)
-        rewritten, inexact = rewrite(copy)
-        unsupported = tuple(dict.fromkeys([*reader.dropped, *inexact]))
+        rewritten = rewrite(copy)
+        unsupported = tuple(reader.dropped)
         if not unsupported and _is_rejected(rewritten, check):
             unsupported = _rejected_keywords(copy, check)
-        strict = StrictSchema("" if unsupported else _json_text(rewritten), unsupported)
+        options = _NO_ESCAPES if any(map(_is_open, _schemas(rewritten))) else _OPTIONS
+        text = json.dumps({"x-guidance": options, **rewritten}, separators=(",", ":"))
+        strict = StrictSchema("" if unsupported else text, unsupported)
         _cache.put(key, strict, 2 * (len(key) + len(strict.text)) + 512)
     return strict
 
@@ -116,12 +120,6 @@ def strict_schema(
 def _is_rejected(schema: Schema, check: Check) -> bool:
     with_options = {"x-guidance": _OPTIONS, **schema}
     return bool(check(json.dumps({"grammars": [{"json_schema": with_options}]})))
-
-
-def _json_text(schema: Schema) -> str:
-    """``schema``, with the options for white space and escapes."""
-    options = _NO_ESCAPES if any(map(_is_open, _schemas(schema))) else _OPTIONS
-    return json.dumps({"x-guidance": options, **schema}, separators=(",", ":"))
 
 
 def _is_open(schema: Schema) -> bool:
@@ -136,21 +134,19 @@ def _rejected_keywords(copy: Schema, check: Check) -> tuple[str, ...]:
     present = [key for key in KEYWORDS if key in used and key not in _NEVER_REJECTED]
     attempts = [[key] for key in present] + [present[:end] for end in range(2, len(present) + 1)]
     for keywords in attempts:
-        rewritten, _ = rewrite(_without(copy, keywords))
-        if not _is_rejected(rewritten, check):
+        if not _is_rejected(rewrite(_without(copy, keywords)), check):
             return tuple(keywords)
     return ("the schema as a whole",)
 
 
-_NEVER_REJECTED = frozenset({"type", "properties", "additionalProperties"})
-_NEVER_REJECTED |= {"items", "prefixItems", "additionalItems"}
+_NEVER_REJECTED = ("type", "properties", "additionalProperties", "items", "prefixItems")
 
 
 # --- all schemas within a schema ---
 
 _MAPPINGS_OF_SCHEMAS = frozenset({"properties", "patternProperties", "$defs"})
-_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalItems"})
-_SCHEMAS |= {"additionalProperties", "propertyNames"}
+_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "items", "additionalProperties"})
+_SCHEMAS |= {"propertyNames"}
 
 
 def _map(schema: Schema, function: Callable[[Schema], object]) -> Schema:
@@ -194,21 +190,16 @@ MAX_NAMES = 200
 MAX_PAIRS = 5_000
 """Branches that are compared with each other, of all ``oneOf`` of a schema."""
 
-MAX_FOLLOWED = 64
-"""References in a row."""
 
-
-def rewrite(root: Schema) -> tuple[Schema, list[str]]:
-    """``root`` without the two keywords, and those of them that cannot be enforced."""
-    rewriter = _Rewriter(root)
-    return rewriter.schema(root), [*rewriter.inexact]
+def rewrite(root: Schema) -> Schema:
+    """``root`` without the two keywords, as far as they can be expressed."""
+    return _Rewriter(root).schema(root)
 
 
 class _Rewriter:
-    """Rewrites one schema. ``inexact`` has keywords for which there is no equivalent."""
+    """Rewrites one schema."""
 
     def __init__(self, root: Schema) -> None:
-        self.inexact: dict[str, None] = {}
         self._root = root
         self._pairs_left = MAX_PAIRS
 
@@ -216,51 +207,41 @@ class _Rewriter:
         copy = _map(schema, self.schema)
         if "oneOf" in schema and "anyOf" not in schema and self.are_disjoint(schema["oneOf"]):
             copy = {"anyOf" if key == "oneOf" else key: copy[key] for key in copy}
-        if "propertyNames" in copy:
+        if "propertyNames" in schema and (equivalent := self.property_names(schema)) is not None:
             del copy["propertyNames"]
-            copy["allOf"] = [*copy.get("allOf", ()), self.property_names(schema)]
+            copy["allOf"] = [*copy.get("allOf", ()), equivalent]
         return copy
-
-    def followed(self, schema: AnySchema) -> AnySchema:
-        """``schema``, or what it refers to if it is nothing but a reference."""
-        for _ in range(MAX_FOLLOWED):
-            if isinstance(schema, bool) or schema.keys() - {"$defs"} != {"$ref"}:
-                break
-            name = schema["$ref"].removeprefix("#/$defs/")
-            schema = self._root if name == "#" else self._root["$defs"][name]
-        return schema
 
     def are_disjoint(self, branches: Sequence[AnySchema]) -> bool:
         """Whether no value satisfies two of ``branches``, as far as that is obvious."""
         self._pairs_left -= len(branches) ** 2
-        pairs = combinations(map(self.followed, branches), 2)
+        pairs = combinations((followed(branch, self._root) for branch in branches), 2)
         return self._pairs_left >= 0 and all(self.excludes(one, other) for one, other in pairs)
 
     def excludes(self, one: AnySchema, other: AnySchema) -> bool:
         if isinstance(one, bool) or isinstance(other, bool):
             return one is False or other is False
-        common = _types(one) & _types(other)
+        common = kinds(one) & kinds(other)
         if not common or _are_different(one, other):
             return True
         left, right = one.get("properties", {}), other.get("properties", {})
         both = {*one.get("required", ())}.intersection(other.get("required", ()), left, right)
         return common == {"object"} and any(
-            _are_different(self.followed(left[name]), self.followed(right[name])) for name in both
+            _are_different(followed(left[name], self._root), followed(right[name], self._root))
+            for name in both
         )
 
-    def property_names(self, schema: Schema) -> Schema:
-        """The member of ``allOf`` that stands for ``propertyNames``."""
-        names = self.followed(schema["propertyNames"])
+    def property_names(self, schema: Schema) -> Schema | None:
+        """The member of ``allOf`` that stands for ``propertyNames``; ``None`` if there is none."""
+        names = followed(schema["propertyNames"], self._root)
         if isinstance(names, bool):
             names = {} if names else {"enum": []}
         if not names:
             return {}
         listed = _listed(names)
-        plain = names.keys() <= {"type", "enum", "const"}
-        if listed is None or not plain or len(listed) > MAX_NAMES:
-            self.inexact["propertyNames"] = None
-            return {}
-        texts = [name for name in listed if isinstance(name, str) and "string" in _types(names)]
+        if listed is None or len(listed) > MAX_NAMES or names.keys() - {"type", "enum", "const"}:
+            return None
+        texts = [name for name in listed if isinstance(name, str) and "string" in kinds(names)]
         # Properties come in the order in which they are declared.
         declared = [name for name in schema.get("properties", ()) if name in texts]
         allowed = dict.fromkeys([*declared, *texts], True)
@@ -274,15 +255,6 @@ def _are_different(one: AnySchema, other: AnySchema) -> bool:
     return left is not None and right is not None and not any(value in right for value in left)
 
 
-def _types(schema: AnySchema) -> set[str]:
-    """The types of JSON that ``schema`` names; all of them if it names none."""
-    named = schema.get("type", TYPES) if isinstance(schema, dict) else TYPES
-    types = {named} if isinstance(named, str) else set(named)
-    return types | {"integer"} if "number" in types else types
-
-
-def _listed(schema: AnySchema) -> list[object] | None:
+def _listed(schema: AnySchema) -> Sequence[object] | None:
     """The values of ``const`` or ``enum``."""
-    if isinstance(schema, bool):
-        return None
-    return [schema["const"]] if "const" in schema else schema.get("enum")
+    return None if isinstance(schema, bool) else next(iter(literals(schema)), None)
