@@ -27,6 +27,17 @@ settings.load_profile("untimed")
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
+@pytest.fixture
+def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars are checked however busy the machine is, which is no reason to weaken one."""
+    from vllm_mlx_harmony.server import grammar_checks
+
+    monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
+    monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
+    monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
+    monkeypatch.setattr(grammar_checks, "NICE", 0)
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Takes the mark from every N-th row."""

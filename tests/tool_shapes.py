@@ -42,6 +42,13 @@ class Map:
 
 
 @dataclass(frozen=True)
+class Pair:
+    """An array of two, of which the last may be missing."""
+
+    of: tuple[Shape, Shape]
+
+
+@dataclass(frozen=True)
 class Many:
     """An array of some length."""
 
@@ -304,6 +311,8 @@ class _Writer:
         elif isinstance(shape, Map):
             names = {"propertyNames": self._names(shape.names)} if shape.names else {}
             out = {"type": "object", **names, "additionalProperties": self._of(shape.of)}
+        elif isinstance(shape, Pair):
+            out = {"type": "array", "prefixItems": [*map(self._of, shape.of)], "items": False}
         elif isinstance(shape, list):
             out = self._of(Many(shape[0]))
         elif isinstance(shape, Many):
@@ -378,6 +387,8 @@ def fitting(shape: Shape, dialect: Dialect, chance: random.Random, depth: int = 
     elif isinstance(shape, Map):
         names = shape.names or ("", "Content-Type", "größe")
         value = {name: inner(shape.of) for name in names if chance.random() < 0.6}
+    elif isinstance(shape, Pair):
+        value = [*map(inner, shape.of)][: chance.randrange(3)]
     elif isinstance(shape, list):
         value = [] if depth > 4 else [inner(shape[0]) for _ in range(chance.randrange(3))]
     elif isinstance(shape, Many):
@@ -392,6 +403,28 @@ def fitting(shape: Shape, dialect: Dialect, chance: random.Random, depth: int = 
             elif dialect.all_required:
                 value[name] = None
     return value
+
+
+def drawn(chance: random.Random, depth: int = 0) -> Shape:
+    """A shape of any kind, with others in it."""
+
+    def inner() -> Shape:
+        return drawn(chance, depth + 1)
+
+    kind = chance.choice((Of, Many, Pair, Map, Choice, dict, dict))
+    if depth > 2 or kind is Of:
+        low, high = sorted((chance.randrange(-50, 2000), chance.randrange(2000)))
+        numbers = N, I, whole(low, high), decimal(low / 8, high)
+        texts = S, short(3, 1), text("^[a-z]+(-[0-9]{2})?$", "ab", "ab-12")
+        return chance.choice((B, *numbers, *texts, one_of("a", "b/c", 1, 2.5, None)))
+    if kind in (Pair, Choice):
+        return kind((inner(), inner()))
+    if kind is Many:
+        return Many(inner(), 1, chance.choice((2, 4)))
+    if kind is Map:
+        return Map(inner(), chance.choice(((), ("a", 'q"'))))
+    names = chance.sample(("a", "b?", "é", 'q"?', "long name", "/?"), chance.randint(1, 5))
+    return {name: inner() for name in names}
 
 
 def changed(value: Any) -> Iterator[Any]:

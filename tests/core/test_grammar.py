@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from vllm_mlx_harmony.core.grammar import (
     grammar_of,
     with_compact_json,
 )
+from vllm_mlx_harmony.core.header import CHANNELS
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import (
@@ -71,33 +73,23 @@ def held_to(asked: Turn, policy: Policy = Policy.AUTO) -> Compiled:
 
 # --- rows ---
 
-PLAIN = turn()
-SILENT = turn(thinking=False)
 AUTO = turn(tools=TOOLS)
-SILENT_AUTO = turn(tools=TOOLS, thinking=False)
-REQUIRED = turn(tools=TOOLS, tool_choice=ToolChoice(required=True))
 NAMED = turn(tools=TOOLS, tool_choice=ToolChoice(required=True, names=("weather",)))
-ALLOWED = turn(tools=TOOLS, tool_choice=ToolChoice(names=("weather_now",)))
 TYPED = turn(response_format=ResponseFormat(ANSWER))
-OBJECT = turn(response_format=ResponseFormat())
 TYPED_TOOLS = turn(tools=TOOLS, response_format=ResponseFormat(ANSWER))
-TYPED_REQUIRED = turn(
-    tools=TOOLS, response_format=ResponseFormat(ANSWER), tool_choice=ToolChoice(required=True)
-)
-BUILTIN = turn(builtin_tools=("browser", "python"))
 CHOICES = {
-    "plain": PLAIN,
-    "silent": SILENT,
+    "plain": turn(),
+    "silent": turn(thinking=False),
     "auto": AUTO,
-    "silent auto": SILENT_AUTO,
-    "required": REQUIRED,
+    "silent auto": turn(tools=TOOLS, thinking=False),
+    "required": turn(tools=TOOLS, tool_choice=ToolChoice(required=True)),
     "named": NAMED,
-    "allowed": ALLOWED,
+    "allowed": turn(tools=TOOLS, tool_choice=ToolChoice(names=("weather_now",))),
     "typed": TYPED,
-    "object": OBJECT,
+    "object": turn(response_format=ResponseFormat()),
     "typed with tools": TYPED_TOOLS,
-    "typed, required": TYPED_REQUIRED,
-    "built-in": BUILTIN,
+    "typed, required": replace(TYPED_TOOLS, tool_choice=ToolChoice(required=True)),
+    "built-in": turn(builtin_tools=("browser", "python")),
 }
 
 ARGS = '{"city":"Rome"}'
@@ -109,111 +101,97 @@ CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>
 JSON = '{"title":"t","tags":["a"]}'
 TYPED_FINAL = f"<|channel|>final<|message|>{JSON}<|return|>"
 
-CALLERS = ("auto", "silent auto", "required", "named", "typed with tools", "typed, required")
-TALKERS = ("plain", "silent", "auto", "silent auto", "allowed", "built-in")
-THINKERS = tuple(name for name in CHOICES if not name.startswith("silent"))
+NONE = frozenset[str]()
+CALLERS = NONE | {"auto", "silent auto", "required", "named", "typed with tools", "typed, required"}
+TALKERS = NONE | {"plain", "silent", "auto", "silent auto", "allowed", "built-in"}
+ANSWERERS = TALKERS | {"typed", "object", "typed with tools"}
+THINKERS = NONE | {name for name in CHOICES if not name.startswith("silent")}
 
 
 @dataclass(frozen=True)
 class Row:
     id: str
     output: str
-    choices: tuple[str, ...]
+    choices: frozenset[str]
     """Under which all of it is taken; under any other some of it is refused."""
 
 
-def types(*before: str) -> list[str]:
-    return [
-        f"{header}{kind}<|message|>{ARGS}<|call|>"
-        for header in before
-        for kind in (
-            "",
-            " json",
-            " code",
-            "<|constrain|>json",
-            " <|constrain|>json",
-            " <|constrain|>code",
-        )
-    ]
-
-
-HEADERS = types(
-    *(
-        f"<|channel|>{channel} to={functions}weather"
-        for channel in ("analysis", "commentary", "final")
-        for functions in ("functions.", "")
-    ),
-    *(
-        f" to={functions}weather{space}<|channel|>{channel}"
-        for space in ("", " ")
-        for channel in ("analysis", "commentary", "final")
-        for functions in ("functions.", "")
-    ),
-    " to=functions.weather",
-)
+NAMES = ("functions.weather", "weather")
+TYPES = (
+    "", " json", " code", "<|constrain|>json", " <|constrain|>json", " <|constrain|>code",
+)  # fmt: skip
+HEADERS = [
+    f"{header}{kind}<|message|>{ARGS}<|call|>"
+    for header in (
+        *(f"<|channel|>{channel} to={name}" for channel, name in product(sorted(CHANNELS), NAMES)),
+        *(
+            f" to={name}{space}<|channel|>{channel}"
+            for name, space, channel in product(NAMES, ("", " "), sorted(CHANNELS))
+        ),
+        " to=functions.weather",
+    )
+    for kind in TYPES
+]
 
 OUTPUTS = [
     *(Row(f"header: {header}", header, CALLERS) for header in HEADERS),
     Row("an answer", FINAL, TALKERS),
     Row("an answer with a type", FINAL.replace("final", "final <|constrain|>json"), TALKERS),
     Row("an empty answer", "<|channel|>final<|message|><|return|>", TALKERS),
-    Row("thought, an answer", THOUGHT + FINAL, tuple(set(TALKERS) & set(THINKERS))),
-    Row("thought often", THOUGHT * 3 + CALL, tuple(set(CALLERS) & set(THINKERS))),
+    Row("thought, an answer", THOUGHT + FINAL, TALKERS & THINKERS),
+    Row("thought often", THOUGHT * 3 + CALL, CALLERS & THINKERS),
     Row("said, a call", SAID + CALL, CALLERS),
-    Row("said and thought, a call", (SAID + THOUGHT) * 2 + CALL, tuple({*CALLERS} & {*THINKERS})),
-    Row("said, an answer", SAID + FINAL, tuple(set(TALKERS) - {"silent"})),
-    Row("typed", TYPED_FINAL, ("typed", "object", "typed with tools", *TALKERS)),
+    Row("said and thought, a call", (SAID + THOUGHT) * 2 + CALL, CALLERS & THINKERS),
+    Row("said, an answer", SAID + FINAL, TALKERS - {"silent"}),
+    Row("typed", TYPED_FINAL, ANSWERERS),
     Row("typed, pretty", "<|channel|>final<|message|>" + '{\n  "title": "t",\n  "tags": [\n    "a"'
-        "\n  ]\n}<|return|>", ("typed", "object", "typed with tools", *TALKERS)),
-    Row("typed with a type", TYPED_FINAL.replace("final", "final<|constrain|>json"),
-        ("typed", "object", "typed with tools", *TALKERS)),
-    Row("thought, typed", THOUGHT + TYPED_FINAL,
-        ("typed", "object", "typed with tools", *({*TALKERS} & {*THINKERS}))),
-    Row("said, typed", SAID + TYPED_FINAL, tuple(set(TALKERS) - {"silent"})),
-    Row("other JSON", '<|channel|>final<|message|>{"x":[1,null]}<|return|>', ("object", *TALKERS)),
+        "\n  ]\n}<|return|>", ANSWERERS),
+    Row("typed with a type", TYPED_FINAL.replace("final", "final<|constrain|>json"), ANSWERERS),
+    Row("thought, typed", THOUGHT + TYPED_FINAL, ANSWERERS & THINKERS),
+    Row("said, typed", SAID + TYPED_FINAL, TALKERS - {"silent"}),
+    Row("other JSON", '<|channel|>final<|message|>{"x":[1,null]}<|return|>', TALKERS | {"object"}),
     # Behind a message without words comes one with words, or the last one.
-    Row("blank thought, an answer", BLANK_THOUGHT + FINAL, tuple({*TALKERS} & {*THINKERS})),
+    Row("blank thought, an answer", BLANK_THOUGHT + FINAL, TALKERS & THINKERS),
     Row("blank thoughts between others", (BLANK_THOUGHT + THOUGHT) * 3 + BLANK_THOUGHT + CALL,
-        tuple({*CALLERS} & {*THINKERS})),
+        CALLERS & THINKERS),
     Row("blank thoughts, typed", (BLANK_THOUGHT + THOUGHT) * 2 + BLANK_THOUGHT + TYPED_FINAL,
-        ("typed", "object", "typed with tools", *({*TALKERS} & {*THINKERS}))),
-    Row("white space thought", THOUGHT.replace("Hm.", " \n") + FINAL,
-        tuple({*TALKERS} & {*THINKERS})),
+        ANSWERERS & THINKERS),
+    Row("white space thought", THOUGHT.replace("Hm.", " \n") + FINAL, TALKERS & THINKERS),
     Row("said nothing, a call", BLANK_SAID + CALL, CALLERS),
     Row("said nothing, thought, said nothing, a call", BLANK_SAID + THOUGHT + BLANK_SAID + CALL,
-        tuple({*CALLERS} & {*THINKERS})),
+        CALLERS & THINKERS),
     Row("said nothing, thought, said, a call", BLANK_SAID + THOUGHT + SAID + CALL,
-        tuple({*CALLERS} & {*THINKERS})),
-    Row("blank thought, said, a call", BLANK_THOUGHT + SAID + CALL,
-        tuple({*CALLERS} & {*THINKERS})),
-    Row("two blank thoughts", BLANK_THOUGHT * 2 + FINAL, ()),
-    Row("said nothing twice", BLANK_SAID * 2 + CALL, ()),
-    Row("white space twice", THOUGHT.replace("Hm.", " ") * 2 + FINAL, ()),
-    Row("nothing said and thought", BLANK_SAID + BLANK_THOUGHT + CALL, ()),
-    Row("nothing thought and said", THOUGHT + BLANK_THOUGHT + BLANK_SAID + CALL, ()),
-    Row("an answer with a lone word", FINAL.replace("final", "final json"), ()),
+        CALLERS & THINKERS),
+    Row("blank thought, said, a call", BLANK_THOUGHT + SAID + CALL, CALLERS & THINKERS),
+    Row("two blank thoughts", BLANK_THOUGHT * 2 + FINAL, NONE),
+    Row("said nothing twice", BLANK_SAID * 2 + CALL, NONE),
+    Row("white space twice", THOUGHT.replace("Hm.", " ") * 2 + FINAL, NONE),
+    Row("nothing said and thought", BLANK_SAID + BLANK_THOUGHT + CALL, NONE),
+    Row("nothing thought and said", THOUGHT + BLANK_THOUGHT + BLANK_SAID + CALL, NONE),
+    Row("an answer with a lone word", FINAL.replace("final", "final json"), NONE),
     Row("JSON, and no object", "<|channel|>final<|message|>[1]<|return|>", TALKERS),
     Row("another tool", "<|channel|>commentary to=functions.weather_now<|message|>{}<|call|>",
-        tuple({*CALLERS, "allowed"} - {"named"})),
+        CALLERS - {"named"} | {"allowed"}),
     Row("a tool with dots", '<|channel|>commentary to=last.one<|message|>{"a":1}<|call|>',
-        tuple(set(CALLERS) - {"named"})),
-    Row("an undeclared tool", "<|channel|>commentary to=functions.rain<|message|>{}<|call|>", ()),
-    Row("nobody", "<|channel|>commentary to=user<|message|>Hi.<|end|>", ()),
+        CALLERS - {"named"}),
+    Row("an undeclared tool", "<|channel|>commentary to=functions.rain<|message|>{}<|call|>", NONE),
+    Row("nobody", "<|channel|>commentary to=user<|message|>Hi.<|end|>", NONE),
     Row("no parameters, but an argument",
-        '<|channel|>commentary to=functions.weather_now<|message|>{"a":1}<|call|>', ()),
-    Row("a wrong argument", CALL.replace("Rome", "R" * 21), ()),
-    Row("one argument too many", CALL.replace("}", ',"x":1}'), ()),
-    Row("no JSON", CALL.replace(ARGS, "Rome"), ()),
-    Row("a call without its end", CALL.replace("<|call|>", "<|end|>"), ()),
-    Row("an answer that calls", FINAL.replace("<|return|>", "<|call|>"), ()),
-    Row("thought that ends the turn", "<|channel|>analysis<|message|>Hm.<|return|>", ()),
-    Row("no channel", "<|message|>Hi.<|return|>", ()),
-    Row("no header", "Hi.<|return|>", ()),
-    Row("another role", THOUGHT.replace("assistant", "user") + FINAL, ()),
+        '<|channel|>commentary to=functions.weather_now<|message|>{"a":1}<|call|>', NONE),
+    Row("a wrong argument", CALL.replace("Rome", "R" * 21), NONE),
+    Row("one argument too many", CALL.replace("}", ',"x":1}'), NONE),
+    Row("no JSON", CALL.replace(ARGS, "Rome"), NONE),
+    Row("a call without its end", CALL.replace("<|call|>", "<|end|>"), NONE),
+    Row("an answer that calls", FINAL.replace("<|return|>", "<|call|>"), NONE),
+    Row("thought that ends the turn", "<|channel|>analysis<|message|>Hm.<|return|>", NONE),
+    Row("no channel", "<|message|>Hi.<|return|>", NONE),
+    Row("no header", "Hi.<|return|>", NONE),
+    Row("another role", THOUGHT.replace("assistant", "user") + FINAL, NONE),
     Row("a search", '<|channel|>analysis to=browser.search code<|message|>{"query":"x"}<|call|>',
-        ("built-in",)),
-    Row("code", "<|channel|>analysis to=python code<|message|>print(1)<|call|>", ("built-in",)),
-    Row("no browser", "<|channel|>analysis to=browser.buy code<|message|>{}<|call|>", ()),
+        NONE | {"built-in"}),
+    Row("code", "<|channel|>analysis to=python code<|message|>print(1)<|call|>",
+        NONE | {"built-in"}),
+    Row("no browser", "<|channel|>analysis to=browser.buy code<|message|>{}<|call|>", NONE),
 ]  # fmt: skip
 
 
@@ -362,9 +340,6 @@ def test_a_typed_answer_that_is_whole_can_only_end() -> None:
         assert not strict or texts == ["<|return|>"]
 
 
-REASONED = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-
-
 @pytest.mark.parametrize(
     ("rest", "taken"),
     [
@@ -380,7 +355,7 @@ def test_behind_reasoning_that_was_ended_there_is_no_more_of_it(rest: str, taken
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     free = compile_grammar(grammar).matcher()
-    assert all(map(free.consume, ids_of(REASONED + rest)))
+    assert all(map(free.consume, ids_of(THOUGHT + rest)))
     matcher = compile_grammar(replace(grammar, text=grammar.without_analysis)).matcher()
     assert all(map(matcher.consume, ids_of(rest))) is taken
 
@@ -396,22 +371,22 @@ def test_json_without_white_space() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "rest"),
-    [("I think", " so.<|return|>"), ('{"title":', '"t","tags":[]}<|return|>')],
+    ("asked", "rest"),
+    [
+        (turn(tools=TOOLS, prefill="I think"), " so.<|return|>"),
+        (turn(tools=TOOLS, prefill='{"title":'), '"t","tags":[]}<|return|>'),
+        (replace(TYPED, prefill='{"title":'), '"t","tags":[]}<|return|>'),
+    ],
 )
-def test_prefill(prefill: str, rest: str) -> None:
-    matcher = held_to(turn(tools=TOOLS, prefill=prefill)).matcher()
+def test_prefill(asked: Turn, rest: str) -> None:
+    matcher = held_to(asked).matcher()
     assert all(map(matcher.consume, ids_of(rest)))
     assert matcher.done
 
 
-def test_prefill_of_a_typed_answer() -> None:
-    asked = turn(response_format=ResponseFormat(ANSWER), prefill='{"title":')
-    matcher = held_to(asked).matcher()
-    assert all(map(matcher.consume, ids_of('"t","tags":[]}<|return|>')))
-    assert matcher.done
+def test_prefill_that_does_not_match_the_format() -> None:
     with pytest.raises(RequestError):
-        held_to(turn(response_format=ResponseFormat(ANSWER), prefill="I think"))
+        held_to(replace(TYPED, prefill="I think"))
 
 
 LOOKALIKES = (

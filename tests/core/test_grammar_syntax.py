@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 
 import pytest
+from rows import ids as ids_of
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
@@ -97,49 +97,38 @@ ROWS = [
 ]  # fmt: skip
 
 
+def asking(kind: str, definition: str, place: str, *, strict: bool = False) -> Turn:
+    """What asks for a text that matches the syntax: from a freeform tool, or as the answer."""
+    syntax = Syntax(kind, definition)  # type: ignore[arg-type]
+    if place == "answer":
+        return Turn((User("Hi."),), response_format=ResponseFormat(syntax=syntax, strict=strict))
+    parameters = {"type": "object", "properties": {"input": {"type": "string"}}}
+    tool = Tool("patch", parameters=parameters, syntax=syntax, strict=strict)
+    return Turn((User("Hi."),), tools=(tool,))
+
+
+def written(text: str, place: str) -> list[int]:
+    if place == "answer":
+        return [*ids_of("<|channel|>final<|message|>"), *vocab.encode(text), vocab.RETURN]
+    separators = (", ", ": ") if place == "tool, with spaces" else (",", ":")
+    arguments = json.dumps({"input": text}, ensure_ascii=False, separators=separators)
+    header = "<|channel|>commentary to=functions.patch <|constrain|>json<|message|>"
+    return [*ids_of(header), *vocab.encode(arguments), vocab.CALL]
+
+
 def matcher(asked: Turn) -> tuple[Grammar, Matcher]:
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     return grammar, compile_grammar(grammar).matcher()
 
 
-def tool(kind: str, definition: str, *, strict: bool = False) -> Turn:
-    parameters = {"type": "object", "properties": {"input": {"type": "string"}}}
-    syntax = Syntax(kind, definition)  # type: ignore[arg-type]
-    one = Tool("patch", parameters=parameters, syntax=syntax, strict=strict)
-    return Turn((User("Hi."),), tools=(one,))
-
-
-def answer(kind: str, definition: str, *, strict: bool = False) -> Turn:
-    syntax = Syntax(kind, definition)  # type: ignore[arg-type]
-    return Turn((User("Hi."),), response_format=ResponseFormat(syntax=syntax, strict=strict))
-
-
-def called_with(text: str, *, spaces: bool) -> list[int]:
-    separators = (", ", ": ") if spaces else (",", ":")
-    arguments = json.dumps({"input": text}, ensure_ascii=False, separators=separators)
-    header = "<|channel|>commentary to=functions.patch <|constrain|>json<|message|>"
-    ids = vocab.encoding().encode(header, allowed_special="all")
-    return [*ids, *vocab.encode(arguments), vocab.CALL]
-
-
-@pytest.mark.parametrize("spaces", [False, True])
+@pytest.mark.parametrize("place", ["tool", "tool, with spaces", "answer"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_tool(row: Row, spaces: bool) -> None:
+def test_row(row: Row, place: str) -> None:
     for text in row.taken + row.refused:
-        grammar, follows = matcher(tool(row.kind, row.definition))
+        grammar, follows = matcher(asking(row.kind, row.definition, place))
         assert grammar.notes == ()
-        took = all(map(follows.consume, called_with(text, spaces=spaces)))
-        assert took == (text in row.taken), text
-
-
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_answer(row: Row) -> None:
-    header = vocab.encoding().encode("<|channel|>final<|message|>", allowed_special="all")
-    for text in row.taken + row.refused:
-        grammar, follows = matcher(answer(row.kind, row.definition))
-        assert grammar.notes == ()
-        took = all(map(follows.consume, [*header, *vocab.encode(text), vocab.RETURN]))
+        took = all(map(follows.consume, written(text, place)))
         assert took == (text in row.taken), text
 
 
@@ -181,28 +170,23 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_enforced(case: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [
+        (case, place)
+        for case in BAD
+        for place in (("tool",) if case in WITHIN_JSON else ("tool", "answer"))
+    ],
+)
+def test_what_cannot_be_enforced(case: str, place: str) -> None:
     kind, definition, words = BAD[case]
-    grammar, follows = matcher(tool(kind, definition))
-    assert re.search(rf"tool 'patch'.*{re.escape(words)}", grammar.notes[0])
-    assert all(map(follows.consume, called_with("anything\n", spaces=False)))
-    asked = tool(kind, definition, strict=True)
-    with pytest.raises(RequestError, match="'patch'") as raised:
-        grammar_of(asked, Names.of(asked))
-    assert raised.value.param == "tools"
-    asked = tool(kind, definition)
-    with pytest.raises(RequestError):
-        grammar_of(asked, Names.of(asked), Policy.STRICT)
-
-
-@pytest.mark.parametrize("case", [case for case in BAD if case not in WITHIN_JSON])
-def test_what_cannot_be_enforced_of_an_answer(case: str) -> None:
-    kind, definition, _ = BAD[case]
-    grammar, follows = matcher(answer(kind, definition))
-    assert grammar.notes[0].startswith("the response format")
-    anything = "<|channel|>final<|message|>Anything.<|return|>"
-    assert all(map(follows.consume, vocab.encoding().encode(anything, allowed_special="all")))
-    asked = answer(kind, definition, strict=True)
-    with pytest.raises(RequestError, match="response format"):
-        grammar_of(asked, Names.of(asked))
+    grammar, follows = matcher(asking(kind, definition, place))
+    what = "the response format" if place == "answer" else "the format of tool 'patch'"
+    assert grammar.notes[0].startswith(what)
+    assert place == "answer" or words in grammar.notes[0]
+    assert all(map(follows.consume, written("anything\n", place)))
+    for policy, strict in ((Policy.AUTO, True), (Policy.STRICT, False)):
+        asked = asking(kind, definition, place, strict=strict)
+        with pytest.raises(RequestError, match=what) as raised:
+            grammar_of(asked, Names.of(asked), policy)
+        assert raised.value.param == ("response_format" if place == "answer" else "tools")

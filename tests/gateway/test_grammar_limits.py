@@ -21,9 +21,11 @@ from fake_engines import FakeEngine, served
 from grammar_texts import LARK, SCHEMAS
 from in_process import Watched
 from starlette.testclient import TestClient
-from test_grammar_limits import FINAL, KEY, _patient  # noqa: F401
+from test_grammar_limits import FINAL, KEY
 
 from vllm_mlx_harmony.server.app import application
+
+pytestmark = pytest.mark.usefixtures("patient_checks")
 
 
 @pytest.fixture

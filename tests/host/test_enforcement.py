@@ -36,7 +36,7 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSett
 from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.host.engine import HarmonyEngine
-from vllm_mlx_harmony.server import enforcement, generation, grammar_checks
+from vllm_mlx_harmony.server import enforcement, generation
 from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.front_end import Caller, FrontEnd
 from vllm_mlx_harmony.server.messages import MESSAGES
@@ -224,14 +224,7 @@ class Job:
 # --- Engines.
 
 
-@pytest.fixture(autouse=True)
-def _time_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy with other tests is no reason to weaken a grammar."""
-    monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
-    monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
-    monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
-    monkeypatch.setattr(grammar_checks, "NICE", 0)
-
+pytestmark = pytest.mark.usefixtures("patient_checks")
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 

@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 
-import grammar_texts
 import pytest
-from grammar_texts import LARK, SCHEMAS, grammar, multiple_of
+from grammar_texts import LARK, Schema, grammar, multiple_of
 
 from vllm_mlx_harmony.server import grammar_checks, grammar_process
 from vllm_mlx_harmony.server.grammar_checks import (
@@ -24,25 +24,15 @@ from vllm_mlx_harmony.server.grammar_checks import (
     WorkerPool,
 )
 
-ENDLESS = grammar(multiple_of(99_999_989))
+pytestmark = pytest.mark.usefixtures("patient_checks")
 
-ATTACKS = {name: grammar(schema) for name, schema in SCHEMAS.items()} | LARK
+ENDLESS = grammar(multiple_of(99_999_989))
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    one = WorkerPool()
-    yield one
-    one.close()
-
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine of a test may have much else to do."""
-    monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
-    monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
-    monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
-    monkeypatch.setattr(grammar_checks, "NICE", 0)
+    with closing(WorkerPool()) as one:
+        yield one
 
 
 def soon(true: Callable[[], bool], seconds: float = 60.0) -> bool:
@@ -78,9 +68,10 @@ def worker(pool: WorkerPool) -> int:
     return pool.idle[-1].process.pid
 
 
-@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("name", LARK)
 def test_what_would_end_the_server_is_stopped(pool: WorkerPool, name: str) -> None:
-    problem = GrammarCheck("tenant", pool)(ATTACKS[name])
+    """For schemas, see `test_grammar_limits`."""
+    problem = GrammarCheck("tenant", pool)(LARK[name])
     assert problem
     assert "panic" not in problem
     assert GrammarCheck("tenant", pool)('start: "a"') == ""
@@ -98,7 +89,7 @@ def test_verdict_is_cached_for_its_tenant(
 
     monkeypatch.setattr(WorkerPool, "trial", counted)
     for tenant in ("a", "a", "b", "a", "b"):
-        assert GrammarCheck(tenant, pool)(ATTACKS["5000 rules"]) == LIMIT_EXCEEDED
+        assert GrammarCheck(tenant, pool)(LARK["5000 rules"]) == LIMIT_EXCEEDED
     assert tried == ["a", "b"]
     tried.clear()
     tenant, found = "c", list[str]()
@@ -117,7 +108,7 @@ def test_what_is_legitimately_large_passes(pool: WorkerPool) -> None:
     problem, size = GrammarCheck("large", pool).verdict(grammar({"enum": values}))
     assert not problem
     assert size > 2**20
-    deep: grammar_texts.Schema = {"type": "string"}
+    deep: Schema = {"type": "string"}
     for _ in range(60):
         deep = {"type": "object", "properties": {"x": deep}, "required": ["x"]}
     assert not GrammarCheck("large", pool)(grammar(deep))
@@ -125,8 +116,7 @@ def test_what_is_legitimately_large_passes(pool: WorkerPool) -> None:
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
 def test_process_that_is_gone_or_hangs_is_replaced(sent: int) -> None:
-    pool = WorkerPool()
-    try:
+    with closing(WorkerPool()) as pool:
         first = worker(pool)
         pool.idle[0]._socket.settimeout(0.5)
         os.kill(first, sent)
@@ -135,8 +125,6 @@ def test_process_that_is_gone_or_hangs_is_replaced(sent: int) -> None:
         assert processes_below(os.getpid()).count(first) == 0
         assert GrammarCheck("t", pool)('start: "b"') == ""
         assert worker(pool) != first
-    finally:
-        pool.close()
 
 
 def test_memory_of_a_check_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,28 +139,21 @@ def test_memory_of_a_check_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             "; from vllm_mlx_harmony.server import grammar_process"
             f"; grammar_process._problem = {take.format(size=size)}; main = grammar_process.main",
         )
-        pool = WorkerPool()
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, closing(WorkerPool()) as pool:
             patch.setattr(grammar_checks, "_PROGRAM", program)
-            try:
-                assert GrammarCheck("t", pool)('start: "a"') == verdict
-            finally:
-                pool.close()
+            assert GrammarCheck("t", pool)('start: "a"') == verdict
 
 
 def test_without_a_helper_process_nothing_is_known(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    pool = WorkerPool()
-    with monkeypatch.context() as patch:
-        patch.setattr(grammar_checks, "_PROGRAM", "raise SystemExit(3)")
-        with pytest.raises(CheckUnavailable, match="does not answer"):
-            GrammarCheck("t", pool)('start: "a"')
-    assert "cannot be checked" in caplog.text
-    try:
+    with closing(WorkerPool()) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_checks, "_PROGRAM", "raise SystemExit(3)")
+            with pytest.raises(CheckUnavailable, match="does not answer"):
+                GrammarCheck("t", pool)('start: "a"')
+        assert "cannot be checked" in caplog.text
         assert GrammarCheck("t", pool)('start: "a"') == ""
-    finally:
-        pool.close()
 
 
 # --- places ---
@@ -235,15 +216,12 @@ def test_process_is_nice_and_of_no_process_group_of_the_server(
 ) -> None:
     """Ctrl-C does not reach it. Its session is the server's, beside which its niceness counts."""
     monkeypatch.setattr(grammar_checks, "NICE", 3)
-    pool = WorkerPool()
-    try:
+    with closing(WorkerPool()) as pool:
         pid = worker(pool)
         mine = os.getpriority(os.PRIO_PROCESS, 0)
         assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, mine + 3)
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpgid(pid) == pid != os.getpgid(0)
-    finally:
-        pool.close()
 
 
 SERVER = """

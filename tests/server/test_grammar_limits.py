@@ -15,7 +15,7 @@ pytest.importorskip("starlette")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 from fakes import KEY, MODEL, Alone, ScriptedEngine
-from grammar_texts import LARK, OBJECT, SCHEMAS, multiple_of, pattern
+from grammar_texts import LARK, OBJECT, SCHEMAS, pattern
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import grammar_checks
@@ -25,13 +25,7 @@ FINAL = "<|channel|>final<|message|>Good day.<|return|>"
 HELLO = [{"role": "user", "content": "Hello!"}]
 
 
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The machine of a test may have much else to do."""
-    monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 300.0)
-    monkeypatch.setattr(grammar_checks, "MAX_ELAPSED", 120.0)
-    monkeypatch.setattr(grammar_checks, "ANSWER_TIMEOUT", 300.0)
-    monkeypatch.setattr(grammar_checks, "NICE", 0)
+pytestmark = pytest.mark.usefixtures("patient_checks")
 
 
 @pytest.fixture
@@ -97,32 +91,6 @@ def test_a_syntax_that_would_end_the_server(client: TestClient, name: str) -> No
         assert answer.status_code in (200, 400), answer.text
         assert "panic" not in answer.text
         assert client.post(path, json={"model": MODEL, **body}).status_code == answer.status_code
-
-
-@pytest.mark.parametrize(
-    "tools",
-    [
-        [(f"f{at}", {"type": "object", "properties": {"x": {}}}) for at in range(1_500)],
-        [
-            (f"f{at}", {"type": "object", "properties": {f"p{of}": {} for of in range(30)}})
-            for at in range(500)
-        ],
-        [("f", pattern(r"^(\s*\S+){1,300}$"))],
-        [("f", multiple_of(999_999_937))],
-    ],
-    ids=["1500 tools", "500 tools of 30 parameters", "a pattern", "a multiple"],
-)
-def test_nothing_is_refused_where_nothing_strict_was_asked_for(
-    client: TestClient, tools: list[tuple[str, Any]]
-) -> None:
-    declared = [
-        {"type": "function", "function": {"name": name, "parameters": schema, "strict": False}}
-        for name, schema in tools
-    ]
-    body = {"model": MODEL, "messages": HELLO, "tools": declared}
-    answer = client.post("/v1/chat/completions", json=body)
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["choices"][0]["message"]["content"] == "Good day."
 
 
 def test_only_strict_schemas_and_syntaxes_start_the_helper_process(client: TestClient) -> None:
