@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import random
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
+from zlib import crc32
 
 Shape: TypeAlias = Any
 Schema: TypeAlias = dict[str, Any]
@@ -322,7 +322,7 @@ class _Writer:
         elif isinstance(shape, Named):
             out = self._referred(shape.name, lambda: self._of(NAMED[shape.name]))
         elif self._dialect.referred:
-            name = f"Object{'_'.join(re.sub('[^a-z]', '', key) for key in shape)}"
+            name = f"Object{crc32(repr(shape).encode())}"
             out = self._referred(name, lambda: self._object(shape))
         else:
             out = self._object(shape)

@@ -396,14 +396,8 @@ LOOKALIKES = (
 
 @pytest.mark.parametrize("choice", ["plain", "auto", "typed", "required"])
 def test_what_looks_like_a_control_token_is_text(choice: str) -> None:
-    matcher = held_to(CHOICES[choice]).matcher()
+    matcher, mask = held_to(CHOICES[choice]).matcher(), Mask()
     assert all(map(matcher.consume, ids_of("<|channel|>analysis<|message|>")))
     assert all(map(matcher.consume, vocab.encode(LOOKALIKES)))
-    assert matcher.consume(vocab.END)
-
-
-def test_no_control_id_within_a_text() -> None:
-    matcher, mask = held_to(AUTO).matcher(), Mask()
-    assert all(map(matcher.consume, ids_of("<|channel|>analysis<|message|>Hm")))
     assert matcher.fill(mask)
     assert [token for token in allowed_ids(mask) if token >= vocab.STARTOFTEXT] == [vocab.END]

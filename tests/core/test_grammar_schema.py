@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import permutations
@@ -17,6 +17,7 @@ import pytest
 from grammar_texts import OBJECT, SCHEMAS, chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rows import ids as ids_of
 from sizes import FEW, examples
 from spellings_of_json import respelled
 from tool_shapes import DIALECTS, SHAPES, Dialect, Shape, changed, drawn, fitting, schema_of
@@ -37,7 +38,7 @@ from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
 from vllm_mlx_harmony.core.typescript import Object, parameters, type_of
 
-HEADER = vocab.encoding().encode("<|channel|>final<|message|>", allowed_special="all")
+HEADER = ids_of("<|channel|>final<|message|>")
 
 
 def answering(schema: Any, *, strict: bool = False) -> Turn:
@@ -232,28 +233,26 @@ def test_null_where_openapi_allows_it(
 
 
 def check(
-    shape: Shape, dialect: Dialect, chance: random.Random, values: int, *, ordered: bool
+    shape: Shape, dialect: Dialect, chance: random.Random, most: int, *, ordered: bool
 ) -> None:
-    """Holds values that fit ``shape``, and others, to its schema, with and without ``strict``.
-
-    ``ordered``: others that fit have their members in the order of the schema, too.
+    """Holds a value that fits ``shape``, and at most ``most`` that were changed, to its schema,
+    with and without ``strict``. ``ordered``: those that still fit have their members in its order.
     """
     schema = schema_of(shape, dialect)
     jsonschema.Draft202012Validator.check_schema(schema)
     assert strict_schema(schema, of_object=True).unsupported == ()
     assert rules_of(schema, of_object=True).dropped == ()
     is_exact = ordered and '"format"' not in json.dumps(schema)  # an annotation without strict
-    for _ in range(values):
-        value = fitting(shape, dialect, chance)
-        assert is_valid(schema, value)
-        assert taken(schema, json.dumps(value, ensure_ascii=False), strict=True), value
-        assert taken(schema, respelled(value, chance)), value
-        others = [*changed(value)]
-        for other in chance.sample(others, min(len(others), 10)):
-            took = taken(schema, json.dumps(other, ensure_ascii=False), strict=True)
-            assert took == is_valid(schema, other) or not (took or is_exact), (schema, other)
-            fits = is_valid(checked(schema), other)
-            assert taken(schema, respelled(other, chance)) == fits, (schema, other)
+    value = fitting(shape, dialect, chance)
+    assert is_valid(schema, value)
+    assert taken(schema, json.dumps(value, ensure_ascii=False), strict=True), value
+    assert taken(schema, respelled(value, chance)), value
+    others = [*changed(value)]
+    for other in chance.sample(others, min(len(others), most)):
+        took = taken(schema, json.dumps(other, ensure_ascii=False), strict=True)
+        assert took == is_valid(schema, other) or not (took or is_exact), (schema, other)
+        fits = is_valid(checked(schema), other)
+        assert taken(schema, respelled(other, chance)) == fits, (schema, other)
 
 
 @pytest.mark.nightly(sample=3)
@@ -262,7 +261,8 @@ def check(
 @pytest.mark.parametrize("name", SHAPES)
 def test_tool(name: str, dialect: Dialect) -> None:
     chance = random.Random(f"{name} {dialect.name}")
-    check(SHAPES[name], dialect, chance, 1 if FEW else 3, ordered=True)
+    for _ in range(1 if FEW else 3):
+        check(SHAPES[name], dialect, chance, 10, ordered=True)
 
 
 @pytest.mark.once
@@ -271,7 +271,7 @@ def test_tool(name: str, dialect: Dialect) -> None:
 def test_what_is_valid_is_taken_and_nothing_else(seed: int) -> None:
     chance = random.Random(seed)
     shape = {"v": drawn(chance), "w?": drawn(chance)}
-    check(shape, chance.choice(DIALECTS), chance, 2, ordered=False)
+    check(shape, chance.choice(DIALECTS), chance, 3, ordered=False)
 
 
 def test_there_are_some_hundreds_of_them() -> None:
@@ -577,40 +577,30 @@ def test_what_is_deep_or_large_becomes_a_note(case: str) -> None:
     assert len(grammar.text) < 300_000
     matcher = compile_grammar(grammar).matcher()
     call = "<|channel|>commentary to=functions.lookup<|message|>{"
-    assert all(map(matcher.consume, vocab.encoding().encode(call, allowed_special="all")))
-
-
-def small(number: int) -> Tool:
-    return Tool(f"t{number}", parameters=of(path={"type": "string"}, **{f"x{number}": {}}))
-
-
-def many(number: int) -> Tool:
-    kinds = ("string", "integer", "boolean")
-    return Tool(
-        f"t{number}",
-        parameters=of(**{f"p_{number}_{n}": {"type": kinds[n % 3]} for n in range(30)}),
-    )
+    assert all(map(matcher.consume, ids_of(call)))
 
 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.once
-@pytest.mark.parametrize(("make", "count"), [(many, 500), (small, 1500)])
-def test_many_tools_are_not_refused(make: Callable[[int], Tool], count: int) -> None:
-    asked = Turn((User("Hi."),), tools=tuple(map(make, range(count))))
+@pytest.mark.parametrize(("count", "parameters"), [(500, 30), (1500, 2)])
+def test_many_tools_are_not_refused(count: int, parameters: int) -> None:
+    kind = {"type": "string"}
+    properties = [{f"p_{n}_{at}": kind for at in range(parameters)} for n in range(count)]
+    tools = tuple(Tool(f"t{n}", parameters=of(**own)) for n, own in enumerate(properties))
+    asked = Turn((User("Hi."),), tools=tools)
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
     assert all("any JSON object" in note for note in grammar.notes)
-    loose = count - len(grammar.notes)
-    assert loose > 20
-    taken_calls = 0
+    assert len(grammar.notes) < count - 20
+    weakened = set()
     for number in range(0, count, 100):
         call = f"<|channel|>commentary to=functions.t{number}<|message|>{{}}<|call|>"
         matcher = compile_grammar(grammar).matcher()
-        took = all(map(matcher.consume, vocab.encoding().encode(call, allowed_special="all")))
-        noted = any(f"'t{number}'" in note for note in grammar.notes)
-        assert took == noted
-        taken_calls += took
-    assert (taken_calls > 0) == bool(grammar.notes)
+        if all(map(matcher.consume, ids_of(call))):
+            weakened.add(number)
+    noted = {number for number in range(count) if any(f"'t{number}'" in n for n in grammar.notes)}
+    assert weakened == {number for number in noted if number % 100 == 0}
+    assert bool(weakened) == bool(noted)
 
 
 def test_largest_schemas_are_weakened_first(monkeypatch: pytest.MonkeyPatch) -> None:
