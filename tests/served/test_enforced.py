@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import anthropic
 import openai
+import psutil
 import pytest
 from server import FLAG, HARMONY
 
@@ -46,6 +47,22 @@ def asked(text: str) -> list[Any]:
 
 def is_city(arguments: Any) -> bool:
     return arguments in ({"city": "Rome"}, {"city": "Oslo"})
+
+
+def test_only_a_strict_request_starts_a_process(start: Start, standin_dir: Path) -> None:
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start(*FLAG, command=HARMONY, env={VARIABLE: "auto"})
+    with server.openai() as client:
+        create: Any = client.chat.completions.create
+        model = client.models.list().data[0].id
+        for strict in (False, True):
+            assert not psutil.Process(server.pid).children(recursive=True)
+            function = {"name": "pick", "parameters": CITY, "strict": strict}
+            tools = [{"type": "function", "function": function}]
+            said = create(model=model, messages=asked("Talk."), tools=tools, tool_choice="required")
+            assert is_city(json.loads(said.choices[0].message.tool_calls[0].function.arguments))
+    assert psutil.Process(server.pid).children()
+    server.stop()
 
 
 def test_chat(client: openai.OpenAI, model: str) -> None:
