@@ -27,6 +27,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_lm_compat import load_model, load_tokenizer
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
@@ -51,32 +52,24 @@ def rows(long: int) -> Iterator[Row]:
     """All measurements, as they are made, with a prefix cache as a server has one."""
     with tempfile.TemporaryDirectory() as directory:
         tiny = standin.write_tiny(Path(directory, "tiny"))
+        tokenizer = load_tokenizer(tiny)
         engine = MlxEngine(str(tiny))
-        engine.load(lambda: reusing(*loaded(tiny)))
+        engine.load(lambda: reusing(load_model(tiny)))
         try:
             yield from asyncio.run(beside(engine, long))
-            yield from decoding("tiny", engine)
-            tokenizer = engine.tokenizer
+            yield from decoding("tiny", engine, tokenizer)
         finally:
             engine.close()
         engine = MlxEngine("12 layers of 256")
-        engine.load(lambda: reusing(wide(), tokenizer))
+        engine.load(lambda: reusing(wide()))
         try:
-            yield from decoding("12 layers of 256", engine)
+            yield from decoding("12 layers of 256", engine, tokenizer)
         finally:
             engine.close()
 
 
-def reusing(model: Any, tokenizer: Any) -> tuple[Any, Any, PrefixCache]:
-    return model, tokenizer, PrefixCache(model, PrefixTree(1 << 30))
-
-
-def loaded(directory: Path) -> tuple[Any, Any]:
-    """A model and its tokenizer, as mlx-lm loads them."""
-    from mlx_lm.utils import load
-
-    model, tokenizer = load(str(directory))
-    return model, tokenizer
+def reusing(model: Any) -> tuple[Any, PrefixCache]:
+    return model, PrefixCache(model, PrefixTree(1 << 30))
 
 
 def wide(width: int = 256) -> Any:
@@ -170,12 +163,12 @@ def at_least(what: str, host: float, ours: float, goal: float) -> Row:
     return Row(what, "ids/s", host, ours, f"≥ {goal:g}", ours / host >= goal)
 
 
-def decoding(name: str, engine: MlxEngine) -> Iterator[Row]:
+def decoding(name: str, engine: MlxEngine, tokenizer: Any) -> Iterator[Row]:
     """One answer alone, beside ``mlx_lm.stream_generate`` on the same weights, by turns."""
     theirs, ours = [], []
     for run in range(RUNS + 1):
         prompt = ids(10 + run, SHORT)
-        theirs.append(on_thread(engine, partial(by_mlx_lm, engine, prompt)))
+        theirs.append(on_thread(engine, partial(by_mlx_lm, engine, tokenizer, prompt)))
         answer = asyncio.run(ask(engine, prompt, DECODED))
         ours.append((DECODED - 1) / (answer.times[-1] - answer.times[0]))
     host = median(theirs[1:])
@@ -188,7 +181,7 @@ def on_thread(engine: MlxEngine, function: Callable[[], float]) -> float:
     return engine._thread.call(function).result()
 
 
-def by_mlx_lm(engine: MlxEngine, prompt: Sequence[int]) -> float:
+def by_mlx_lm(engine: MlxEngine, tokenizer: Any, prompt: Sequence[int]) -> float:
     """Ids per second behind the first one, as mlx-lm generates and spells them."""
     import mlx.core as mx
     from mlx_lm import stream_generate
@@ -199,7 +192,7 @@ def by_mlx_lm(engine: MlxEngine, prompt: Sequence[int]) -> float:
         return logits.at[:, banned].add(-100.0)
 
     options = {"max_tokens": DECODED, "logits_processors": [never_ends]}
-    chunks = stream_generate(engine.module, engine.tokenizer, list(prompt), **options)
+    chunks = stream_generate(engine.loop.module, tokenizer, list(prompt), **options)
     times = [time.perf_counter() for _ in chunks]
     return (len(times) - 1) / (times[-1] - times[0])
 

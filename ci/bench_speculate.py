@@ -328,9 +328,9 @@ clock = time.perf_counter if device.has_metal() else time.process_time
 
 
 def opened(load: Callable[[], Any], speculate: Any) -> MlxEngine:
-    def loaded() -> tuple[Any, None, PrefixCache]:
+    def loaded() -> tuple[Any, PrefixCache]:
         model = load()
-        return model, None, PrefixCache(model, PrefixTree(1 << 30))
+        return model, PrefixCache(model, PrefixTree(1 << 30))
 
     engine = MlxEngine("random", Options(speculate=speculate))
     engine.load(loaded)
@@ -354,9 +354,9 @@ def seconds(pairs: Sequence[tuple[str, str, str]], count: int, most: int) -> Ite
     """The time of answers with drafts and without, by turns."""
     engines = [opened(lambda: Replayed(wide()), each) for each in ("off", "auto")]
     try:
-        module: Any = engines[1].module
+        module: Any = engines[1].loop.module
         measure = partial(step_costs.measured, module, make_prompt_cache(module), clock)
-        engines[1].costs = found = engines[1]._thread.call(measure).result()
+        engines[1].loop.costs = found = engines[1]._thread.call(measure).result()
         shares = [f"{each / found.seconds[0]:.2f}" for each in found.seconds]
         print(f"steps of {found.ids} ids cost {', '.join(shares)} of one")
         pairs = [each for each in pairs if len(each[2]) in SHORT][:count]
@@ -371,7 +371,7 @@ def seconds(pairs: Sequence[tuple[str, str, str]], count: int, most: int) -> Ite
             for edit in pairs:
                 prompt, answer = vocab.encode(edit[1]), write(*edit)[:most]
                 for at, engine in enumerate(engines):
-                    engine.module.script = [*prompt, *answer]
+                    engine.loop.module.script = [*prompt, *answer]
                     ids, time_taken = asyncio.run(generated(engine, prompt, len(answer)))
                     assert ids == tuple(answer)
                     taken[at] += time_taken
@@ -394,7 +394,7 @@ def greedy(count: int, most: int = 60) -> Iterator[Row]:
     """How many greedy answers are the same with drafts and without; and of the others, the largest
     difference between the two best logits where they part."""
     one, other = opened(small, "off"), opened(small, "forced")
-    other.options, other.costs = Options(speculate="auto"), FREE
+    other.loop.options, other.loop.costs = Options(speculate="auto"), FREE
     same, widest = 0, 0.0
     try:
         for seed in range(count):
@@ -422,7 +422,7 @@ def greedy(count: int, most: int = 60) -> Iterator[Row]:
 
 def gap_after(engine: MlxEngine, ids: Sequence[int]) -> float:
     """The difference of the two best logits after ``ids``."""
-    logits = engine.module(mx.array([ids]), cache=make_prompt_cache(engine.module))[0, -1]
+    logits = engine.loop.module(mx.array([ids]), cache=make_prompt_cache(engine.loop.module))[0, -1]
     best = mx.sort(logits.astype(mx.float32))[-2:].tolist()
     return float(best[1] - best[0])
 

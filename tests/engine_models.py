@@ -25,12 +25,12 @@ def load_module(directory: Path) -> Any:
 
 def loading(
     model: Callable[[], Any], cache: Callable[[Any], PrefixCache] = PrefixCache
-) -> Callable[[], tuple[Any, None, PrefixCache]]:
-    """What ``MlxEngine.load`` takes, for a model without a tokenizer."""
+) -> Callable[[], tuple[Any, PrefixCache]]:
+    """What ``MlxEngine.load`` takes."""
 
-    def load() -> tuple[Any, None, PrefixCache]:
+    def load() -> tuple[Any, PrefixCache]:
         module = model()
-        return module, None, cache(module)
+        return module, cache(module)
 
     return load
 

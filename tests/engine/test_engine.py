@@ -28,6 +28,7 @@ from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.loop import EngineLoop
 from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
@@ -76,9 +77,15 @@ async def steps(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> li
         return [step async for step in coming if step.progress is None]
 
 
+def limit(engine: MlxEngine, nbytes: int) -> None:
+    """Lets the engine, whose thread has nothing to do, use so many bytes."""
+    engine.loop.budget = replace(engine.loop.budget, limit=nbytes)
+    engine.loop.publish()
+
+
 def rows(engine: MlxEngine) -> int:
     """How many answers are generated."""
-    return sum(len(batch.rows) for batch in engine._batches)
+    return sum(len(batch.rows) for batch in engine.loop.batches)
 
 
 async def answer(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> tuple[int, ...]:
@@ -92,7 +99,7 @@ def of_mlx_lm(engine: MlxEngine, asked: tuple[int, ...], most: int = 40) -> tupl
         import mlx.core as mx
         from mlx_lm.models.cache import make_prompt_cache
 
-        model, found = engine.module, []
+        model, found = engine.loop.module, []
         cache = make_prompt_cache(model)
         for at in range(0, len(asked) - 1, 512):
             model(mx.array([asked[at : min(at + 512, len(asked) - 1)]]), cache=cache)
@@ -168,7 +175,7 @@ def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: R
             ) as coming:
                 async for step in coming:
                     found += step.ids
-                    batches.append(len(tiny_engine._batches))
+                    batches.append(len(tiny_engine.loop.batches))
             return found
 
         both = await asyncio.gather(answer(tiny_engine, long, max_tokens=60), short_one())
@@ -201,8 +208,10 @@ def idle(engine: MlxEngine) -> bool:
     """Whether nothing of any request is left."""
 
     def left() -> bool:
-        scheduler = engine._scheduler
-        return not (engine._requests or engine._batches or scheduler._prompts or scheduler._answers)
+        scheduler = engine.loop.scheduler
+        return not (
+            engine.loop.requests or engine.loop.batches or scheduler._prompts or scheduler._answers
+        )
 
     return engine._thread.call(left).result()
 
@@ -285,7 +294,7 @@ def test_failure_of_the_device_ends_a_request_and_not_the_engine(
 ) -> None:
     engine = opened(tiny)
     try:
-        model, wanted = engine.module, when == "answer"
+        model, wanted = engine.loop.module, when == "answer"
 
         class Full:
             make_cache = staticmethod(model.make_cache)
@@ -295,11 +304,11 @@ def test_failure_of_the_device_ends_a_request_and_not_the_engine(
                     raise RuntimeError(problem)
                 return model(ids, cache=cache)
 
-        engine.module = Full()
+        engine.loop.module = Full()
         with pytest.raises(HostError) as error:
             run(answer(engine, words(3, 50)))
         assert (error.value.status, error.value.code) == (503, code)
-        engine.module = model
+        engine.loop.module = model
         assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
         assert idle(engine)
     finally:
@@ -392,7 +401,7 @@ def test_who_is_on_the_way_when_the_thread_dies_is_told(tiny: Path, run: Run) ->
         raise AssertionError("a bug")
 
     async def asking() -> Any:
-        engine._scheduler.next = dies  # type: ignore[method-assign, assignment]
+        engine.loop.scheduler.next = dies  # type: ignore[method-assign, assignment]
         engine._thread.call(bool)
         asked = asyncio.ensure_future(answer(engine, words(3, 50)))
         await asyncio.sleep(0.05)
@@ -402,7 +411,7 @@ def test_who_is_on_the_way_when_the_thread_dies_is_told(tiny: Path, run: Run) ->
         return error.value
 
     assert run(asking()).status == 503
-    assert not engine._requests
+    assert not engine.loop.requests
     engine.close()
     assert not engine.loaded, "what a dead thread leaves is freed"
 
@@ -439,7 +448,7 @@ def test_a_thread_that_dies_ends_all_requests(tiny: Path, run: Run) -> None:
     def broken(*_: Any) -> None:
         raise AssertionError("a bug")
 
-    engine._scheduler.next = broken  # type: ignore[method-assign, assignment]
+    engine.loop.scheduler.next = broken  # type: ignore[method-assign, assignment]
     for _ in range(2):
         with pytest.raises(HarmonyFailure) as error:
             run(answer(engine, words(3, 50)))
@@ -504,10 +513,10 @@ async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
     while not rows(engine):
         await asyncio.sleep(0.001)
     tasks["prefill"] = asyncio.ensure_future(asked(30_000, 2))
-    while not any(each.at > 0 and not each.ids for each in engine._requests.values()):
+    while not any(each.at > 0 and not each.ids for each in engine.loop.requests.values()):
         await asyncio.sleep(0.001)
     tasks["waiting"] = asyncio.ensure_future(asked(30_000, 3))
-    while len(engine._scheduler.order()) < 2:
+    while len(engine.loop.scheduler.order()) < 2:
         await asyncio.sleep(0.001)
     return tasks
 
@@ -527,7 +536,7 @@ def test_a_client_may_go_in_any_state(crowded: MlxEngine, run: Run, state: str) 
         tasks[state].cancel()
         await asyncio.wait({tasks[state]})
         assert tasks[state].cancelled()
-        assert len(crowded._requests) == 2
+        assert len(crowded.loop.requests) == 2
         await asyncio.sleep(0.1)
         for name in others:
             assert not tasks[name].done()
@@ -549,7 +558,7 @@ def test_unloaded_under_load_it_ends_requests_in_all_states(crowded: MlxEngine, 
             assert error.value.status == 503
 
     run(test())
-    assert not (crowded.loaded or crowded._requests or crowded._batches)
+    assert not (crowded.loaded or crowded.loop.requests or crowded.loop.batches)
 
 
 # --- Limits.
@@ -559,15 +568,15 @@ class Watched:
     """A model, and how it is called: rows, and ids of each, and whether answers run beside."""
 
     def __init__(self, engine: MlxEngine) -> None:
-        self.engine, self.model = engine, engine.module
-        self.make_cache = engine.module.make_cache
+        self.engine, self.model = engine, engine.loop.module
+        self.make_cache = engine.loop.module.make_cache
         self.chunks: list[tuple[bool, int]] = []
         self.rows: list[int] = []
         self.begun: list[int] = []
         self.running: list[int] = []
 
     def __call__(self, ids: Any, cache: Any) -> Any:
-        requests = list(self.engine._requests.values())
+        requests = list(self.engine.loop.requests.values())
         answers = rows(self.engine)
         prompts = sum(each.begun and not each.ids for each in requests)
         self.begun.append(prompts)
@@ -598,7 +607,7 @@ def test_nothing_exceeds_its_limit(tiny: Path, run: Run, limits: Limits) -> None
     ``--prefill-step-size`` and ``--chunked-prefill-tokens`` set them."""
     engine = opened(tiny, limits=limits, queue=4)
     expected = [of_mlx_lm(engine, words(seed, 200 + seed), 25) for seed in range(4)]
-    watched = engine.module = Watched(engine)
+    watched = engine.loop.module = Watched(engine)
 
     async def together() -> list[tuple[int, ...]]:
         asked = (answer(engine, words(seed, 200 + seed), max_tokens=25) for seed in range(4))
@@ -626,7 +635,7 @@ def test_what_would_not_fit_waits_until_it_does(tiny: Path, run: Run) -> None:
         budget = engine.budget
         one = budget.layout.nbytes(1000 + 40)
         room = device.used() + budget.work + int(one * 1.5)
-        engine.budget = type(budget)(room, budget.layout, budget.work)
+        limit(engine, room)
         most = 0
 
         async def watched() -> list[tuple[int, ...]]:
@@ -634,7 +643,9 @@ def test_what_would_not_fit_waits_until_it_does(tiny: Path, run: Run) -> None:
             asked = [asyncio.ensure_future(answer(engine, words(seed, 1000))) for seed in range(3)]
             while not all(each.done() for each in asked):
                 await asyncio.sleep(0.001)
-                most = max(most, sum(each.begun > 0 for each in list(engine._requests.values())))
+                most = max(
+                    most, sum(each.begun > 0 for each in list(engine.loop.requests.values()))
+                )
             return [each.result() for each in asked]
 
         found = run(watched())
@@ -650,7 +661,7 @@ def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
         assert engine.context_length == 131_072
         budget = engine.budget
         room = device.weights() + budget.work + budget.layout.nbytes(5000)
-        engine.budget = type(budget)(room, budget.layout, budget.work)
+        limit(engine, room)
         assert engine.context_length is not None and 4600 < engine.context_length <= 5120
     finally:
         engine.close()
@@ -676,7 +687,7 @@ def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weig
         assert first.weights == second.weights == (device.weights() - before) // 2 > 10**6
         budget = first.budget
         room = device.weights() + budget.work + budget.layout.nbytes(5120) + weights
-        first.budget = type(budget)(room, budget.layout, budget.work)
+        limit(first, room)
         alone = first.context_length
         device.add_weights(weights)
         assert first.context_length == min(alone or 0, 5120)
@@ -694,18 +705,18 @@ def test_a_model_is_measured_as_if_it_were_alone(
     """Another one that computes neither adds to its work nor to the costs of its steps, and goes on
     afterwards with the same ids."""
     first = opened(tiny, speculate="auto")
-    alone, steps_of = first.budget.work, first.totals
-    measured = MlxEngine._measure
+    alone, steps_of = first.budget.work, first.loop
+    measured = EngineLoop._measure
     seen: list[tuple[int, int]] = []
 
-    def observed(engine: MlxEngine, module: Any) -> None:
-        before, used = steps_of.steps, device.used()
+    def observed(loop: EngineLoop, module: Any) -> None:
+        before, used = steps_of.totals.steps, device.used()
         time.sleep(0.2)  # the other one would compute some steps
         assert device.used() == used
-        measured(engine, module)
-        seen.append((before, steps_of.steps))
+        measured(loop, module)
+        seen.append((before, steps_of.totals.steps))
 
-    monkeypatch.setattr(MlxEngine, "_measure", observed)
+    monkeypatch.setattr(EngineLoop, "_measure", observed)
     asked = words(5, 1500)
     expected = run(answer(first, asked))
     loads: list[int] = []
@@ -767,11 +778,11 @@ def test_what_is_wired_is_released_while_an_engine_waits(
 def waiting_for_memory(engine: MlxEngine, missing: int, since: float) -> Request:
     """A request for which ``missing`` bytes are missing; it arrived ``since`` seconds ago."""
     request = Request(99, words(1, 200), GREEDY, "", Sampler(GREEDY), time.perf_counter() - since)
-    engine._requests[99] = request
-    engine._scheduler.add(99, 199, "", request.since)
+    engine.loop.requests[99] = request
+    engine.loop.scheduler.add(99, 199, "", request.since)
     budget = engine.budget
     room = device.used() + budget.needed([request.end]) - missing
-    engine.budget = type(budget)(room, budget.layout, budget.work)
+    limit(engine, room)
     return request
 
 
@@ -786,13 +797,13 @@ def test_a_prompt_without_memory_waits_from_its_first_attempt(
         monkeypatch.setattr(device, "used", lambda: used[0])
         try:
             request = waiting_for_memory(engine, 1, 1000.0)
-            assert not engine._fits(99) and 99 in engine._requests
-            monkeypatch.setattr("vllm_mlx_harmony.engine.engine.ADMISSION_TIMEOUT", -1.0)
+            assert not engine.loop._fits(99) and 99 in engine.loop.requests
+            monkeypatch.setattr("vllm_mlx_harmony.engine.loop.ADMISSION_TIMEOUT", -1.0)
             for change in (1, 2):
                 used[0] += change
-                assert not engine._fits(99) and 99 in engine._requests
-            assert not engine._fits(99) and 99 not in engine._requests
-            engine._deliver()
+                assert not engine.loop._fits(99) and 99 in engine.loop.requests
+            assert not engine.loop._fits(99) and 99 not in engine.loop.requests
+            engine.loop._deliver()
             with pytest.raises(HostError) as error:
                 await request.next()
             assert error.value.code == "out_of_memory"
@@ -812,7 +823,7 @@ def test_the_prefix_cache_is_evicted_only_if_that_makes_the_room(
             await answer(engine, words(1, 300), max_tokens=2)
             held = engine.cache.status().nbytes
             waiting_for_memory(engine, missing, 0.0)
-            assert held and engine._thread.call(partial(engine._fits, 99)).result() == evicted
+            assert held and engine._thread.call(partial(engine.loop._fits, 99)).result() == evicted
             assert (engine.cache.status().nbytes < held) == evicted
         finally:
             engine.close()
@@ -838,7 +849,7 @@ def test_no_more_is_evicted_while_what_was_is_being_written(
             for seed in range(5):
                 await answer(engine, words(seed, 300), max_tokens=2)
             waiting_for_memory(engine, 1, 0.0)
-            fits = partial(engine._thread.call, partial(engine._fits, 99))
+            fits = partial(engine._thread.call, partial(engine.loop._fits, 99))
             for _ in range(5):
                 assert not fits().result()
                 assert engine.cache.status().evictions == 1
@@ -846,7 +857,7 @@ def test_no_more_is_evicted_while_what_was_is_being_written(
 
             def written() -> bool:
                 held.set()
-                return flushed(disk, 60) and engine._fits(99)
+                return flushed(disk, 60) and engine.loop._fits(99)
 
             # In one call: the engine would begin the request as soon as there is memory.
             assert engine._thread.call(written).result()
@@ -858,40 +869,59 @@ def test_no_more_is_evicted_while_what_was_is_being_written(
     run(test())
 
 
-class Arrival:
-    """A request beside which another one arrives whenever it is looked at."""
+class Owned(dict[int, Request]):
+    """Requests by their numbers, and ``readers``: the threads that looked at them."""
 
-    end, number = 240, 98
+    readers: set[str]
 
-    def __init__(self, engine: MlxEngine) -> None:
-        self.requests = engine._requests
+    def seen(self) -> None:
+        self.readers.add(threading.current_thread().name)
 
-    def looked_at(self) -> int:
-        self.requests[len(self.requests) + 1000] = self.requests[99]
-        return 0
+    def __iter__(self) -> Iterator[int]:
+        self.seen()
+        return super().__iter__()
 
-    begun = ids = property(looked_at)
+    def __len__(self) -> int:
+        self.seen()
+        return super().__len__()
+
+    def __getitem__(self, key: int) -> Request:
+        self.seen()
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: int, value: Request) -> None:
+        self.seen()
+        super().__setitem__(key, value)
+
+    def values(self) -> Any:
+        self.seen()
+        return super().values()
+
+    def pop(self, *given: Any) -> Any:
+        self.seen()
+        return super().pop(*given)
 
 
-@pytest.mark.parametrize("look", ["fits", "fail"])
-def test_a_request_may_arrive_while_the_others_are_looked_at(
-    tiny: Path, run: Run, look: str
-) -> None:
+def test_requests_belong_to_the_thread(tiny: Path, run: Run) -> None:
+    engine = opened(tiny)
+    owned = engine.loop.requests = Owned()
+    owned.readers = set()
+
     async def test() -> None:
-        engine = opened(tiny)
-        try:
-            engine._requests[98] = Arrival(engine)  # type: ignore[assignment]
-            engine._requests[99] = Request(99, words(1, 200), GREEDY, "", Sampler(GREEDY))
-            if look == "fits":
-                assert engine._fits(99)
-            else:
-                engine._fail((), OutputError("of the model"))
-            assert len(engine._requests) > 2
-        finally:
-            engine._requests.clear()
-            engine.close()
+        task = asyncio.ensure_future(answer(engine, words(1, 600), max_tokens=5000))
+        while not any(each.generated for each in engine.status()):
+            await asyncio.sleep(0.001)
+        await answer(engine, words(2, 50), max_tokens=5)
+        assert engine.context_length and engine.totals.requests == 1
+        task.cancel()
+        await asyncio.wait({task})
+        assert engine.status() == []
 
-    run(test())
+    try:
+        run(test())
+        assert owned.readers == {engine._thread._thread.name}
+    finally:
+        engine.close()
 
 
 def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
@@ -916,17 +946,17 @@ def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
                 pass
             budget = engine.budget
             room = device.used() + budget.needed([1000])
-            engine.budget = type(budget)(room, budget.layout, budget.work)
+            limit(engine, room)
             waiting = [
                 asyncio.ensure_future(answer(engine, words(n, 400 + n), max_tokens=500))
                 for n in range(50)
             ]
-            while len(engine._scheduler.order()) < len(waiting):
+            while len(engine.loop.scheduler.order()) < len(waiting):
                 await anext(running)
-            counted[0], before = 0, engine.totals.steps
-            while engine.totals.steps < before + 20:
+            counted[0], before = 0, engine.loop.totals.steps
+            while engine.loop.totals.steps < before + 20:
                 await anext(running)
-            assert 20 <= counted[0] <= 3 * (engine.totals.steps - before)
+            assert 20 <= counted[0] <= 3 * (engine.loop.totals.steps - before)
             for each in waiting:
                 each.cancel()
             await running.aclose()
@@ -1032,7 +1062,7 @@ def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
         budget, cache = engine.budget, engine.cache
         assert cache.status().nbytes > 0
         room = device.used() - cache.status().nbytes + budget.work + budget.layout.nbytes(2100)
-        engine.budget = type(budget)(room, budget.layout, budget.work)
+        limit(engine, room)
         assert len(run(answer(engine, words(2, 2000), max_tokens=2))) == 2
         assert run(engine.reusable_tokens(words(1, 2000), "")) == 0
     finally:
@@ -1064,7 +1094,7 @@ def test_cancelled_prompt_continues_where_it_was(
     tiny: Path, run: Run, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same one, and one that differs behind that place."""
-    monkeypatch.setattr("vllm_mlx_harmony.engine.engine.SPAN", CHUNK)  # as with the real numbers
+    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.SPAN", CHUNK)  # as with the real numbers
     asked = words(7, 10 * CHUNK)
     engine = opened(tiny, cache=reusing(), limits=Limits(chunk=CHUNK))
     try:
@@ -1081,7 +1111,7 @@ def test_prompt_that_is_cancelled_again_and_again_is_computed_once(tiny: Path, r
     asked = words(9, 12 * CHUNK + 5)
     engine = opened(tiny, cache=reusing(), limits=Limits(chunk=CHUNK), speculate="off")
     passes: list[int] = []
-    module = engine.module
+    module = engine.loop.module
 
     def counted(inputs: mx.array, cache: Any) -> mx.array:
         passes.append(inputs.shape[1])
@@ -1089,7 +1119,7 @@ def test_prompt_that_is_cancelled_again_and_again_is_computed_once(tiny: Path, r
 
     try:
         expected = of_mlx_lm(engine, asked, 8)
-        engine.module = counted
+        engine.loop.module = counted
         for chunks in range(2, 12, 2):
             run(cancelled(engine, asked, chunks))
         assert run(answer(engine, asked, max_tokens=8)) == expected
@@ -1101,7 +1131,7 @@ def test_prompt_that_is_cancelled_again_and_again_is_computed_once(tiny: Path, r
 def test_prompt_of_a_server_that_is_killed_is_on_disk(
     tiny: Path, open_disk: Callable[..., DiskCache], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_mlx_harmony.engine.engine.SPAN", 2 * CHUNK)
+    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.SPAN", 2 * CHUNK)
     asked, disk = words(10, 12 * CHUNK), open_disk()
 
     def cached(model: Any) -> PrefixCache:
@@ -1115,7 +1145,7 @@ def test_prompt_of_a_server_that_is_killed_is_on_disk(
                 if step.progress is not None and step.progress.processed >= 7 * CHUNK:
                     break
             await asyncio.to_thread(flushed, disk)
-            other = PrefixCache(engine.module, PrefixTree(1 << 30), open_disk(), b"weights")
+            other = PrefixCache(engine.loop.module, PrefixTree(1 << 30), open_disk(), b"weights")
             return (await other.find(asked, "")).cached
 
     engine = opened(tiny, cache=cached, limits=Limits(chunk=CHUNK))
@@ -1137,7 +1167,7 @@ def test_memory_in_use_is_within_the_limit_after_every_step(
     engine = opened(tiny, cache=reusing(tree), limits=Limits(chunk=256), speculate="off")
     prompts = [words(seed, 1500) for seed in range(4)]
     used: list[int] = []
-    work = engine._work
+    work = engine.loop.work
 
     def watched() -> float | None:
         wait = work()
@@ -1148,7 +1178,7 @@ def test_memory_in_use_is_within_the_limit_after_every_step(
         expected = [of_mlx_lm(engine, asked, 6) for asked in prompts]
         budget = engine.budget
         room = device.used() + budget.work + budget.layout.nbytes(1506)
-        engine.budget = Budget(room, budget.layout, budget.work)
+        limit(engine, room)
         engine._thread._work = watched
         for asked, answered in zip(prompts, expected, strict=True):
             assert run(answer(engine, asked, max_tokens=6)) == answered
@@ -1165,7 +1195,7 @@ def test_prompts_are_stored_in_what_is_left(tiny: Path, run: Run) -> None:
         budget = engine.budget
         piece = budget.layout.piece(1006)
         room = device.used() + budget.work + budget.layout.nbytes(1006) + 5 * piece // 2
-        engine.budget = Budget(room, budget.layout, budget.work)
+        limit(engine, room)
         for asked in prompts:
             run(answer(engine, asked, max_tokens=6))
         assert run(engine.reusable_tokens(prompts[2], "")) == 999
@@ -1179,7 +1209,7 @@ def test_caches_of_a_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
     engine = opened(tiny, limits=Limits(chunk=256), speculate="off")
     asked = words(3, 2000)
     sizes: set[tuple[int, ...]] = set()
-    model = engine.module
+    model = engine.loop.module
 
     def watched(ids: Any, cache: Any) -> Any:
         logits = model(ids, cache=cache)
@@ -1188,7 +1218,7 @@ def test_caches_of_a_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
 
     try:
         expected = of_mlx_lm(engine, asked, 6)
-        engine.module = watched
+        engine.loop.module = watched
         assert run(answer(engine, asked, max_tokens=6)) == expected
         assert len(sizes) == 1 and set(*sizes) == {2006}
     finally:
@@ -1206,7 +1236,7 @@ def test_slow_disk_does_not_keep_memory_from_a_prompt(
         write(*given)
 
     monkeypatch.setattr(DiskCache, "_write", slow)
-    monkeypatch.setattr("vllm_mlx_harmony.engine.engine.WRITING", 0.2)
+    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.WRITING", 0.2)
     cached = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
     engine = opened(tiny, cache=cached, speculate="off")
     try:
@@ -1215,7 +1245,7 @@ def test_slow_disk_does_not_keep_memory_from_a_prompt(
         budget, long = engine.budget, words(9, 2000)
         held_bytes = engine.cache.status().nbytes
         room = device.used() - held_bytes // 2 + budget.work + budget.layout.nbytes(2002)
-        engine.budget = Budget(room, budget.layout, budget.work)
+        limit(engine, room)
         expected = of_mlx_lm(engine, long, 2)
         assert run(answer(engine, long, max_tokens=2)) == expected
         assert disk.counters().dropped > 0

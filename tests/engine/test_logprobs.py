@@ -57,7 +57,7 @@ def of_the_model(engine: MlxEngine, prompt: tuple[int, ...], ids: tuple[int, ...
     """The log probabilities of all ids where each of ``ids`` was generated, computed at once."""
 
     def scores() -> Any:
-        logits = engine.module(mx.array([[*prompt, *ids]]))[0, len(prompt) - 1 : -1]
+        logits = engine.loop.module(mx.array([[*prompt, *ids]]))[0, len(prompt) - 1 : -1]
         logits = logits.astype(mx.float32)
         return (logits - mx.logsumexp(logits, axis=-1, keepdims=True)).tolist()
 

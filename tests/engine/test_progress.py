@@ -18,7 +18,7 @@ pytest.importorskip("mlx.core")
 from engine_models import load_module, loading
 
 from vllm_mlx_harmony.core.deltas import Progress
-from vllm_mlx_harmony.engine import engine as engine_module
+from vllm_mlx_harmony.engine import loop as loop_module
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options, RequestStatus
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
@@ -33,7 +33,7 @@ PLENTY = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "REPORTED", 0.0)
+    monkeypatch.setattr(loop_module, "REPORTED", 0.0)
 
 
 @pytest.fixture

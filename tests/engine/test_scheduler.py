@@ -7,7 +7,6 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
@@ -23,7 +22,6 @@ from vllm_mlx_harmony.engine.scheduler import (
     Limits,
     Scheduler,
     Step,
-    _Tenant,
 )
 
 PACE = 1e-3
@@ -318,41 +316,6 @@ def test_who_was_served_is_forgotten_with_the_last_prompt() -> None:
         scheduler.start_answer(request)
         scheduler.remove(request)
     assert len(scheduler._tenants) < 3
-
-
-def test_the_order_while_a_prompt_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other threads ask for it at any moment."""
-    scheduler, orders = Scheduler(Limits()), []
-
-    def asked_meanwhile() -> _Tenant:
-        orders.append(scheduler.order())
-        return _Tenant()
-
-    monkeypatch.setattr("vllm_mlx_harmony.engine.scheduler._Tenant", asked_meanwhile)
-    scheduler.add(1, 60, "a", 0.0)
-    assert orders == [[]] and scheduler._tenants.keys() == {"a"}
-
-
-def test_the_order_while_a_prompt_ends() -> None:
-    scheduler = Scheduler(Limits())
-    began(scheduler, 1, 60, tenant="a")
-    scheduler.computed(1, 30, 0.03)
-    began(scheduler, 2, 60, tenant="b")
-
-    class Meanwhile(dict[str, _Tenant]):
-        """At the first look, the second prompt and its tenant go."""
-
-        def __getitem__(self, name: str) -> _Tenant:
-            scheduler._tenants = dict(self)
-            scheduler.remove(2)
-            return super().__getitem__(name)
-
-        def get(self, name: str, default: Any = None) -> Any:
-            return self[name]
-
-    scheduler._tenants = Meanwhile(scheduler._tenants)
-    assert set(scheduler.order()) == {1, 2}
-    assert scheduler._tenants.keys() == {"a"} and scheduler.order() == [1]
 
 
 # --- The simulation

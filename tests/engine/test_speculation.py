@@ -284,7 +284,7 @@ def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
         return engine
 
     both = opened(speculate="auto"), opened()
-    both[0].costs = CHEAP
+    both[0].loop.costs = CHEAP
     yield both
     for engine in both:
         engine.close()
@@ -319,8 +319,8 @@ def test_answers_that_come_and_go_are_the_same(
 
     wide, narrow = engines
     assert run(asked(wide)) == run(asked(narrow))
-    assert max(wide.module.sizes) > 1  # type: ignore[union-attr]
-    assert not wide._requests
+    assert max(wide.loop.module.sizes) > 1  # type: ignore[union-attr]
+    assert not wide.loop.requests
 
 
 def test_an_answer_is_cancelled_while_it_drafts(
@@ -338,7 +338,7 @@ def test_an_answer_is_cancelled_while_it_drafts(
         return step.accepted
 
     accepted = run(cancelled())
-    assert not wide._requests and wide.totals.drafts_accepted - totals >= accepted
+    assert not wide.loop.requests and wide.totals.drafts_accepted - totals >= accepted
     assert run(answer(wide, PROMPT, seed=4)) == run(answer(narrow, PROMPT, seed=4))
 
 
@@ -381,7 +381,7 @@ def test_a_drafted_answer_is_on_disk_as_any_other(
         engine.load(loading(Recall, cache))
         try:
             if not ids:
-                engine.costs = CHEAP
+                engine.loop.costs = CHEAP
                 ids = (*PROMPT, *run(answer(engine, PROMPT, seed=1, max_tokens=150)))
                 totals = engine.totals
                 assert totals.drafts_accepted > 20
@@ -399,7 +399,7 @@ def test_a_drafted_answer_is_on_disk_as_any_other(
 def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
     engine = MlxEngine("recall", Options(speculate="auto"))
     engine.load(loading(Recall))
-    engine.costs = CHEAP
+    engine.loop.costs = CHEAP
 
     async def asked() -> None:
         settings = GenerationSettings(max_tokens=100_000, temperature=0.7, top_p=0.9)
@@ -414,7 +414,7 @@ def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
             await closing
 
     run(asked())
-    assert not engine.loaded and not engine._requests
+    assert not engine.loaded and not engine.loop.requests
 
 
 def test_what_follows_a_drafted_answer_is_cached_right(

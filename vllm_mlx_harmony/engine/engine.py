@@ -4,137 +4,42 @@
 What it passes through:
 
     event loop    generate ─▶ read cached pieces from disk ─▶ wait for steps ─▶ yield
-    thread        queued ─▶ admitted: memory, cached prefix ─▶ chunks ─▶ row of a batch ─▶ ended
-
-`scheduler` decides what the thread does next, `memory` whether a request fits. An error of the
-model ends the requests that were being computed together, and no others. An error in this file ends
-the thread: all requests fail, and the engine reports that it is not healthy.
+    thread        `loop.EngineLoop`
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import replace
 from functools import partial
 from itertools import count
-from math import inf
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
 
-import mlx.core as mx
-from mlx.nn import Module
-from mlx.utils import tree_reduce
-from mlx_lm.models.cache import make_prompt_cache
-
-from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.engine import costs, device, pieces
-from vllm_mlx_harmony.engine.batch import Batch
-from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine.drafts import UNKNOWN
+from vllm_mlx_harmony.engine.loop import EngineLoop, Load, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
-from vllm_mlx_harmony.engine.memory import Budget, Layout
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
-from vllm_mlx_harmony.engine.prefix_cache import SPAN, PrefixCache, boundaries
-from vllm_mlx_harmony.engine.request import Item, Request, hand_over
+from vllm_mlx_harmony.engine.memory import Budget
+from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
-from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
-from vllm_mlx_harmony.engine.scheduler import Step as NextStep
-from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
-from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, Speculate, Step, Steps
+from vllm_mlx_harmony.engine.status import RequestStatus, Totals
+from vllm_mlx_harmony.engine.thread import Stopped
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Steps
 from vllm_mlx_harmony.model_files import length_of
 from vllm_mlx_harmony.tasks import wait_until_done
 
-logger = logging.getLogger(__name__)
-
-WAITING = 256
-"""Requests that may wait to begin, by default. Those of the same moment may exceed it."""
-
-FREED, STEP_COUNTS = 2048, 8
-"""Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``STEP_COUNTS`` ids."""
-
-PROBE = 64
-"""Length of the probe chunk whose peak memory is measured when a model is loaded."""
-
-HEADROOM = 64
-"""Ids of an answer for which its caches are allocated in advance."""
-
-ADMISSION_TIMEOUT = 10.0
-"""Seconds after which a prompt without enough memory fails, if meanwhile no other request runs and
-no memory is freed."""
-
-WRITING = 2.0
-"""Seconds that a prompt waits for evicted pieces to be written, if it lacks their memory."""
-
-REPORTED = 0.5
-"""Seconds between two progress reports of prompts that wait."""
-
-Load: TypeAlias = "Callable[[], tuple[Module, Any, PrefixCache]]"
-"""Returns a model, its tokenizer, and the prefix cache for it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How an engine runs. ``utilization``: part of the device's memory that it may use.
-
-    ``interval``: ids of an answer in one ``Step``. ``costs``: the file that remembers what steps of
-    several ids cost. ``queue``: requests that may wait to begin. ``memory`` and ``wired`` as in
-    ``device``, in bytes.
-    """
-
-    limits: Limits = field(default_factory=Limits)
-    utilization: float = 0.9
-    interval: int = 1
-    speculate: Speculate = "auto"
-    costs: Path | None = None
-    queue: int = WAITING
-    memory: int | None = None
-    wired: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestStatus:
-    """The state of a request. ``place`` is its place in the queue, from 1; 0 once it generates.
-
-    ``computed`` of the ``total`` ids of the prompt are done, the ``cached`` ones included.
-    ``seconds`` since it arrived. ``speed`` in ids per second: of the answer while it generates, of
-    the prompt before. ``expected`` seconds to its first id, by the speed so far, if nothing else
-    arrives; ``None`` while no speed is known.
-    """
-
-    state: Literal["waiting", "computing", "generating"]
-    place: int
-    total: int
-    cached: int
-    computed: int
-    generated: int
-    seconds: float
-    speed: float
-    expected: float | None
-
-
-@dataclass(slots=True)
-class Totals:
-    """What an engine has done since it was loaded; drafts are counted in ids."""
-
-    steps: int = 0
-    requests: int = 0
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    drafts_accepted: int = 0
-    drafts_rejected: int = 0
+__all__ = ["MlxEngine", "Options", "RequestStatus"]
 
 
 class MlxEngine:
-    """A model on a thread of its own, as `engine_api.engine.Engine`.
+    """A model on a thread of its own, as `engine_api.engine.Engine`; used on any other thread.
 
-    Closed for good by ``close``. ``model`` is its directory or the name of its repository.
-    ``module`` is the model itself, for the engine's thread alone. Unless it is loaded, ``module``,
-    ``cache`` and ``budget`` are empty.
+    Closed for good by ``close``. ``model`` is its directory or the name of its repository. What is
+    read here is what the thread has published last.
     """
 
     remote = False
@@ -143,42 +48,43 @@ class MlxEngine:
     def __init__(self, model: str, options: Options | None = None) -> None:
         self.model = model
         self.options = options or Options()
-        self.loaded = False
-        self.module, self.tokenizer = Module(), None
-        self.cache = PrefixCache(self.module)
-        self.budget = Budget(0, Layout(), 0)
-        self.weights = 0
-        self.totals = Totals()
-        self._batches: list[Batch] = []
-        self.costs = None if self.options.speculate == "off" else UNKNOWN
-        self._scheduler = Scheduler(self.options.limits)
-        self._requests: dict[int, Request] = {}
+        self.loop = EngineLoop(model, self.options)
+        self._thread = self.loop.thread
         self._numbers = count(1)
-        self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[Request, Item]]]
-        self._out = defaultdict(list)
-        self._shapes: pieces.Shapes = []
-        self._computed = 0
-        self._reported = 0.0
-        self._too_long = inf
-        """Length of the shortest request that did not fit beside others in this call of `_work`;
-        longer ones are not tried."""
-        self._stopped = "the engine was stopped"
-        self._thread = EngineThread(f"engine of {model}", self._work, self._abandon)
-
-    # --- From any thread
 
     @property
     def healthy(self) -> bool:
         return self._thread.alive
 
     @property
+    def loaded(self) -> bool:
+        return self.loop.published.loaded
+
+    @property
+    def cache(self) -> PrefixCache:
+        return self.loop.published.cache
+
+    @property
+    def budget(self) -> Budget:
+        return self.loop.published.budget
+
+    @property
+    def weights(self) -> int:
+        return self.loop.published.weights
+
+    @property
+    def totals(self) -> Totals:
+        return self.loop.published.totals
+
+    @property
     def relative_costs(self) -> dict[int, float]:
         """Measured duration of a step of *n* ids, relative to a step of one; empty if not
         measured."""
-        if self.costs in (None, UNKNOWN):
+        costs = self.loop.published.costs
+        if costs in (None, UNKNOWN):
             return {}
-        first, *_ = self.costs.seconds
-        pairs = zip(self.costs.ids, self.costs.seconds, strict=True)
+        first, *_ = costs.seconds
+        pairs = zip(costs.ids, costs.seconds, strict=True)
         return {ids: round(seconds / first, 2) for ids, seconds in pairs}
 
     @property
@@ -200,58 +106,30 @@ class MlxEngine:
 
         Raises what it raises, and ``HostError`` if the model does not fit.
         """
-        self._thread.call(partial(self._load, load)).result()
+        self._thread.call(partial(self.loop.load, load)).result()
 
     def close(self) -> None:
         """Ends all requests, frees everything, ends the thread."""
         with suppress(Stopped):
-            self._thread.call(self._free)
+            self._thread.call(self.loop.free)
             self._thread.call(device.end_streams)
         self._thread.close()
         if self.loaded:  # the thread died and could not free it
-            self._free()
+            self.loop.free()
 
     def status(self) -> list[RequestStatus]:
         """All requests: those that generate first, then the others in the order in which they will
         be served."""
-        now, scheduler = time.perf_counter(), self._scheduler
-        places = {key: place for place, key in enumerate(scheduler.order(), start=1)}
-        requests = [
-            (0 if each.ids else places.get(each.number, len(places) + 1), each)
-            for each in list(self._requests.values())
-        ]
-        found = []
-        expected: float | None = 0.0
-        for place, each in sorted(requests, key=lambda one: one[0]):
-            progress = each.progress()
-            rest = scheduler.seconds(each.number) if place <= len(places) else None
-            expected = None if expected is None or rest is None else expected + rest
-            speed = 0.0
-            if not place and now > each.first > 0:
-                speed = each.generated / (now - each.first)
-            elif each.begun and rest:
-                speed = (progress.total - progress.processed) / rest
-            found.append(
-                RequestStatus(
-                    state="waiting" if not each.begun else "computing" if place else "generating",
-                    place=place,
-                    total=len(each.prompt),
-                    cached=progress.cached,
-                    computed=progress.processed,
-                    generated=each.generated,
-                    seconds=round(now - each.since, 3),
-                    speed=round(speed, 3),
-                    expected=None if expected is None else round(expected, 3),
-                )
-            )
-        return found
+        published = self.loop.published
+        age = time.perf_counter() - published.at
+        return [replace(each, seconds=round(each.seconds + age, 3)) for each in published.requests]
 
     def generate(self, request: GenerationRequest) -> Steps:
         """See ``engine_api.engine.Engine``. Raises ``HostError`` when too many requests wait, and
         when the engine has stopped."""
         if not self._thread.alive:
-            raise HostError(self._stopped)
-        waiting = sum(not each.begun for each in list(self._requests.values()))
+            raise HostError(self.loop.published.stopped)
+        waiting = self.loop.waiting.count
         if waiting >= self.options.queue:
             problem = f"the queue is full ({waiting} requests are waiting); try again later"
             raise HostError(problem, code="queue_full")
@@ -262,370 +140,27 @@ class MlxEngine:
         return self._generated(Request(number, prompt, settings, request.tenant, sampler))
 
     async def _generated(self, request: Request) -> Steps:
-        # Registered before the first wait, so that it ends when the engine does.
-        self._requests[request.number] = request
+        loop = self.loop
+        try:
+            # Known to the loop before the first wait, so that it ends when the engine does.
+            self._thread.call(partial(loop.arrive, request))
+        except Stopped:
+            raise HostError(loop.published.stopped) from None
+        loop.waiting.add(1)
         try:
             match = await self.cache.find(request.prompt, request.tenant)
             request.match = await self.cache.load(match)
             try:
-                await asyncio.wrap_future(self._thread.call(partial(self._admit, request)))
+                await asyncio.wrap_future(self._thread.call(partial(loop.admit, request)))
             except Stopped:
-                raise HostError(self._stopped) from None
+                raise HostError(loop.published.stopped) from None
             while not request.ended:
                 yield await request.next()
         finally:
             if not request.ended:
-                try:
-                    cancelling = self._thread.call(partial(self._cancel, request))
-                except Stopped:
-                    self._requests.pop(request.number, None)
-                else:
+                with suppress(Stopped):
+                    cancelling = self._thread.call(partial(loop.cancel, request))
                     await wait_until_done(asyncio.ensure_future(asyncio.wrap_future(cancelling)))
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         return (await self.cache.find(prompt, tenant)).cached
-
-    # --- On the thread: loading and freeing
-
-    def _load(self, load: Load) -> None:
-        with device.loading:
-            module, self.tokenizer, self.cache = load()
-            self.weights = tree_reduce(
-                lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
-            )
-            self.module, self.loaded = module, True
-            device.add_weights(
-                self.weights,
-                self.cache.status().budget,
-                self.options.utilization,
-                self.options.wired,
-            )
-            with device.turns.measuring():
-                self._measure(module)
-                mx.clear_cache()
-
-    def _measure(self, module: Module) -> None:
-        """What a prompt and steps cost. Raises ``HostError`` if there is no memory for a prompt."""
-        limit = int(device.memory(self.options.memory) * self.options.utilization)
-        layers = make_prompt_cache(module)
-        mx.reset_peak_memory()
-        before = device.used()
-        module(mx.array([[vocab.ENDOFTEXT] * PROBE]), cache=layers)
-        evaluate(layers)
-        work_per_id = max(0, mx.get_peak_memory() - before) / PROBE
-        work = int(work_per_id * self.options.limits.chunk)
-        self.budget = Budget(limit, Layout.of(layers), work)
-        self._shapes = pieces.shapes(layers)
-        if self.budget.longest(device.weights()) < 1:
-            raise HostError(
-                f"the weights take {device.weights():,} of the {limit:,} bytes that may be used, "
-                "which leaves no memory for a prompt: use a smaller model, or increase "
-                "--gpu-memory-utilization",
-                code="out_of_memory",
-            )
-        if self.options.speculate == "auto":
-            where = f"mlx {mx.__version__}, {mx.device_info().get('device_name')}"
-            # Version 1 measured steps of one id too short, version 2 only short contexts.
-            key = f"{self.model}: {self.weights} bytes, {where}, version 3"
-            deep = self.budget.longest(device.weights()) > 2 * costs.DEPTH
-            measure = partial(costs.measured_at_depths, module, layers, deep)
-            self.costs = costs.remembered(self.options.costs, key, measure)
-
-    def _free(self) -> None:
-        """Ends all requests and unloads in one call; a request arriving between two calls would
-        never end."""
-        self._abandon()
-        device.turns.compute(self)  # what is freed meanwhile would falsify a measurement
-        self.cache.close()
-        self.module, self.tokenizer, self.loaded = Module(), None, False
-        self.cache, self._shapes = PrefixCache(self.module), []
-        device.add_weights(-self.weights)
-        self.weights = 0
-        mx.clear_cache()
-        device.turns.rest(self)
-
-    def _abandon(self, error: BaseException | None = None) -> None:
-        """Ends all requests with 503. ``error`` is what the thread died of."""
-        if error is not None:
-            self._stopped = f"the engine stopped unexpectedly: {type(error).__name__}"
-        for key in list(self._requests):
-            if request := self._requests.pop(key, None):
-                request.layers = None
-                self._put(request, HostError(self._stopped))
-        self._batches, self._scheduler = [], Scheduler(self.options.limits)
-        device.turns.rest(self)
-        self._deliver()
-
-    # --- On the thread: requests
-
-    def _admit(self, request: Request) -> None:
-        if not self.loaded:
-            raise HostError(self._stopped)
-        known = 0 if request.match is None else request.match.cached
-        rest = max(0, len(request.prompt) - 1 - known)
-        self._scheduler.add(request.number, rest, request.tenant, request.since)
-
-    def _cancel(self, request: Request) -> None:
-        """Removes a request whose client has gone. What was computed of its prompt is kept: a
-        client that gave up will send it again (semantics E2)."""
-        if request.layers is not None:
-            self._store(request, request.layers)
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
-        """Removes a request, wherever it is."""
-        if self._requests.pop(request.number, None) is None:
-            return
-        self._scheduler.remove(request.number)
-        self.totals.requests += 1
-        self.totals.prompt_tokens += request.at
-        self.totals.completion_tokens += request.generated
-        self.totals.drafts_accepted += request.accepted
-        self.totals.drafts_rejected += request.rejected
-        request.layers = None
-        for batch in self._batches:
-            if request in batch.rows:
-                try:
-                    batch.remove([request])
-                except Exception as error:  # noqa: BLE001 - as in ``_step``
-                    self._fail((), error)
-        self._batches = [batch for batch in self._batches if batch.rows]
-
-    def _put(self, request: Request, item: Item) -> None:
-        self._out[request.loop].append((request, item))
-
-    def _deliver(self) -> None:
-        """Gives requests what has arrived for them, with one call of each event loop."""
-        if not self._out:
-            return
-        out, self._out = self._out, defaultdict(list)
-        for loop, items in out.items():
-            try:
-                loop.call_soon_threadsafe(hand_over, items)
-            except RuntimeError:  # the loop is closed
-                for request, _ in items:  # later: a step may be using its row now
-                    with suppress(Stopped):
-                        self._thread.call(partial(self._cancel, request))
-
-    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
-        """Ends ``requests``, and answers whose batch has failed, with ``error``.
-
-        When memory has run out, the prefix cache is emptied.
-        """
-        failure: HarmonyFailure
-        if exhausted := device.exhausted(error):
-            logger.error("out of memory: %s", error)
-            problem = "not enough memory for this request: try again later, or shorten the prompt"
-            failure = HostError(problem, code="out_of_memory", retry_after=5)
-        elif device.gpu_failed(error):
-            logger.error("the GPU failed: %s", error)
-            problem = "the GPU ended the computation of this answer: send the request again"
-            failure = HostError(problem, code="gpu_error", retry_after=5)
-        else:
-            logger.error("the engine failed", exc_info=error)
-            problem = "internal engine error during generation; see the server log"
-            failure = OutputError(problem)
-        rows = {request for batch in self._batches for request in batch.rows}
-        lost = {each for each in list(self._requests.values()) if each.ids} - rows
-        for request in {*requests, *lost}:
-            self._put(request, failure)
-            self._forget(request)
-        if exhausted:
-            self.cache.evict(1 << 62)
-            mx.clear_cache()
-
-    # --- On the thread: work
-
-    def _work(self) -> float | None:
-        self._too_long = inf
-        if self._requests:
-            device.turns.compute(self)
-            device.computing()
-        with self.cache.computing():
-            decision = self._scheduler.next(time.perf_counter(), self._fits)
-            match decision:
-                case Chunk(key, ids):
-                    request = self._requests[key]
-                    try:
-                        if request.layers is None:
-                            self._begin(request)
-                        else:
-                            self._compute(request, request.layers, ids)
-                    except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                        self._fail([request], error)
-                case NextStep():
-                    self._step()
-            if self._computed >= FREED:
-                self._computed = 0
-                mx.clear_cache()
-            self._report()
-            self._deliver()
-        if decision is not None:
-            return 0
-        device.turns.rest(self)
-        if not self._requests:
-            mx.clear_cache()  # nobody needs what is left in mlx's pool
-            return device.release()
-        return IDLE
-
-    def _report(self) -> None:
-        """Tells prompts that wait their places, from time to time."""
-        if time.perf_counter() - self._reported >= REPORTED:
-            self._reported = time.perf_counter()
-            for place, key in enumerate(self._scheduler.order(), start=1):
-                self._put(self._requests[key], self._requests[key].report(place))
-
-    def _fits(self, key: int) -> bool:
-        """Whether there is memory for the request to its end.
-
-        Evicts cached pieces if that suffices, and fails the request after `ADMISSION_TIMEOUT`.
-        """
-        budget, request = self.budget, self._requests[key]
-        if request.end >= self._too_long:
-            request.others = -1  # others run: their memory will be freed
-            return False
-        running, own = self._running()
-        ends = [*(each.end for each in running), request.end]
-        others, now = device.used() - own, time.perf_counter()
-        missing = budget.missing(others, ends)
-        # A slow disk is not a lack of memory: what waits to be written is given up after a while.
-        since = request.admission_deadline - ADMISSION_TIMEOUT
-        late = missing > 0 and request.others >= 0 and now > since + WRITING
-        freed = late and self.cache.give_up_writing()
-        if self.cache.make_room(missing, writing=not late) or freed:
-            mx.clear_cache()
-            others = device.used() - own
-            missing = budget.missing(others, ends)
-        if running and missing:
-            self._too_long = request.end
-        if running or others != request.others:
-            request.others, request.admission_deadline = others, now + ADMISSION_TIMEOUT
-        elif missing and now > request.admission_deadline:
-            self._fail([request], MemoryError(f"{missing} bytes are missing"))
-        return not missing
-
-    def _running(self) -> tuple[list[Request], int]:
-        """The requests that have begun, and the bytes of their caches."""
-        running = [each for each in list(self._requests.values()) if each.begun]
-        holders: list[Request | Batch] = [*running, *self._batches]
-        return running, sum(layer.nbytes for each in holders for layer in each.layers or ())
-
-    def _begin(self, request: Request) -> None:
-        """Makes the request's caches, with as much of the prompt as is cached."""
-        started = time.perf_counter()
-        match, request.match = request.match, None
-        assert match is not None
-        room = len(request.prompt) + min(request.settings.max_tokens, HEADROOM)
-        request.layers, known = self.cache.restore(match, room)
-        if not known:
-            pieces.reserve(request.layers, self._shapes, room)
-        last = len(request.prompt) - 1
-        cut = boundaries(request.prompt, known) if self.cache.enabled else [last]
-        request.marks = deque(cut)
-        request.begun = started
-        request.at = request.cached = request.stored = known
-        self._put(request, request.report())
-        self._scheduler.begin(request.number, last - known, known)
-        self._scheduler.computed(request.number, 0, time.perf_counter() - started)
-        if known == last:
-            self._join(request, request.layers)
-
-    def _compute(self, request: Request, layers: Layers, ids: int) -> None:
-        """Computes up to ``ids`` ids of the prompt, stopping at the next boundary. The prefix is
-        stored there, and at least every `SPAN` ids."""
-        # Waits for the step that is being computed, so that its time does not count as the chunk's.
-        mx.eval([batch.pending for batch in self._batches])
-        end = min(request.at + ids, request.marks[0])
-        chunk = request.prompt[request.at : end]
-        started = time.perf_counter()
-        self.module(mx.array([chunk], dtype=mx.uint32), cache=layers)
-        evaluate(layers)
-        request.at = end
-        if end == request.marks[0]:
-            request.marks.popleft()
-            self._store(request, layers)
-        elif end - request.stored >= SPAN:
-            self._store(request, layers)
-        self._computed += len(chunk)
-        self._scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
-        if request.marks:
-            self._put(request, request.report())
-        else:
-            self._join(request, layers)
-
-    def _store(self, request: Request, layers: Layers) -> None:
-        """Stores what is computed of the prompt."""
-        if request.at > request.stored:
-            self._store_ids(request, request.prompt[: request.at], layers)
-            request.stored = request.at
-
-    def _store_ids(
-        self, request: Request, ids: Sequence[int], layers: Layers, row: int = 0
-    ) -> None:
-        """Stores ``ids``, which ``layers`` hold in ``row``, if there is memory for a copy of what
-        the cache lacks of them, beside what running requests need to their ends. Evicts other
-        cached prompts for it."""
-        if not self.cache.enabled:
-            return
-        size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
-        running, own = self._running()
-        ends = [each.end for each in running]
-        missing = size - self.budget.free(device.used() - own, ends)
-        if missing > 0 and self.cache.make_room(missing):
-            mx.clear_cache()
-            # What it continues may have been evicted, too.
-            size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
-            missing = size - self.budget.free(device.used() - own, ends)
-        if missing <= 0:
-            self.cache.store(ids, layers, request.tenant, row)
-
-    def _join(self, request: Request, layers: Layers) -> None:
-        """The request generates from now on: all of its prompt but the last id is computed."""
-        if request.settings.max_tokens == 0:
-            self._put(request, Step((), "length", request.cached))
-            self._forget(request)
-            return
-        request.at = len(request.prompt)
-        self._put(request, request.report())
-        self._scheduler.start_answer(request.number)
-        request.layers, request.ids = None, list(request.prompt)
-        if self.options.speculate == "auto" and request.top_logprobs is None:
-            request.drafts = Drafts((*request.settings.prediction, *request.prompt))
-        for batch in self._batches:
-            if batch.takes(request):
-                batch.join(request, layers)
-                return
-        self._batches.append(Batch(request, layers, self.costs))
-
-    def _step(self) -> None:
-        """An id or more for every answer. A finished answer is stored before its last ids are sent,
-        so that an immediate follow-up request finds it cached."""
-        started = time.perf_counter()
-        for batch in list(self._batches):
-            ended: dict[Request, Finish] = {}
-            try:
-                for request, token in batch.step(self.module):
-                    request.ids.append(token)
-                    request.held.append(token)
-                    request.first = request.first or time.perf_counter()
-                    if token in vocab.TURN_ENDS:
-                        ended[request] = "stop"
-                    elif request.generated >= request.settings.max_tokens:
-                        ended[request] = "length"
-                    elif len(request.held) >= self.options.interval:
-                        self._put(request, request.step())
-                self._deliver()
-                for request, finish in ended.items():
-                    row = batch.rows.index(request)
-                    self._store_ids(request, request.ids, batch.layers, row)
-                    self._put(request, request.step(finish))
-                if ended:
-                    batch.remove(ended)
-                    for request in ended:
-                        self._forget(request)
-            except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                batch.rows = []  # its caches may be broken
-                self._fail((), error)
-        self.totals.steps += 1
-        self._computed += STEP_COUNTS
-        self._scheduler.stepped(time.perf_counter() - started)

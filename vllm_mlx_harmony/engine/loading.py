@@ -35,7 +35,7 @@ def directory_of(source: str, *, trust_remote_code: bool = False) -> Path:
 
 def load(
     source: str, directory: Path, *, trust_remote_code: bool = False
-) -> tuple[Module, None, PrefixCache]:
+) -> tuple[Module, PrefixCache]:
     """The model and its prefix cache, for ``MlxEngine.load``: call it on the engine's thread."""
     loading = partial(load_model, directory, trust_remote_code=trust_remote_code)
     weights = None
@@ -43,4 +43,4 @@ def load(
         module = loading()
     else:
         module, weights = identity.load_and_identify(source, loading)
-    return module, None, PrefixCache(module, resources.tree(), resources.disk, weights)
+    return module, PrefixCache(module, resources.tree(), resources.disk, weights)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
@@ -103,6 +102,16 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class Reused:
+    """What a model reused: prompts and their ids."""
+
+    hits: int = 0
+    misses: int = 0
+    tokens_reused: int = 0
+    tokens_new: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Status(Counters):
     """What this model reused; and what memory and ``disk`` hold, of all models."""
 
@@ -140,7 +149,7 @@ class PrefixCache:
             self._disk = disk
             layout = identity.of_layout(model.__class__.__name__, windows)
             self._root = partial(identity.root, weights, layout)
-        self._reused: Counter[str] = Counter()
+        self._reused = Reused()
 
     def lookup(self, ids: Iterable[int], tenant: str) -> Match:
         """How much of a prompt is cached. Never its last id: something must be left to compute.
@@ -201,8 +210,13 @@ class PrefixCache:
                     layers = pieces.join(self._model, found, max(0, capacity - known))
                     cached = known
             new = len(match.sequence) // WIDTH - cached
-            self._reused.update({"hits" if cached else "misses": 1})
-            self._reused.update(tokens_reused=cached, tokens_new=new)
+            before = self._reused
+            self._reused = Reused(
+                before.hits + bool(cached),
+                before.misses + (not cached),
+                before.tokens_reused + cached,
+                before.tokens_new + new,
+            )
         return layers or make_prompt_cache(self._model), cached
 
     def store(self, ids: Sequence[int], layers: Layers, tenant: str, row: int = 0) -> None:
@@ -252,7 +266,7 @@ class PrefixCache:
     def status(self) -> Status:
         """The counters now, without waiting for another thread."""
         disk = None if self._disk is None else self._disk.counters()
-        return Status(**asdict(self._tree.counters()), **self._reused, disk=disk)
+        return Status(**asdict(self._tree.counters()), **asdict(self._reused), disk=disk)
 
     def _owners(self, tenant: str) -> Sequence[Hashable]:
         return (self._id, tenant), (self._id, SHARED_TENANT)

@@ -34,7 +34,8 @@ class Request:
     since: float = field(default_factory=time.perf_counter)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     match: Match | None = None
-    """What is cached of the prompt, until it begins."""
+    """What is cached of the prompt: set on the event loop before the request is admitted, taken on
+    the engine's thread when it begins. Nothing else refers to it, because it holds memory."""
 
     # On the engine's thread.
     begun: float = 0.0
@@ -107,8 +108,7 @@ class Request:
         """How much of the prompt is computed. Before it begins: what is cached, and its place."""
         total = len(self.prompt)
         if not self.begun:
-            match = self.match  # once: the engine's thread takes it when the prompt begins
-            known = 0 if match is None else min(match.cached, total - 1)
+            known = 0 if self.match is None else min(self.match.cached, total - 1)
             return Progress(total, known, known, place=place)
         return Progress(total, self.cached, self.at, time.perf_counter() - self.begun)
 

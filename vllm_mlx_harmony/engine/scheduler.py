@@ -219,12 +219,12 @@ class Scheduler:
         return Step() if self._answers else None
 
     def order(self) -> list[int]:
-        """Keys of prompts in the order in which they would be served; called from any thread."""
+        """Keys of prompts in the order in which they would be served."""
         return [each.request for each in self._ranked()]
 
     def seconds(self, request: int) -> float | None:
         """How long the rest of a prompt takes beside the answers that run, by the speed so far, if
-        any; called from any thread."""
+        any."""
         prompt = self._prompts.get(request)
         if prompt is None or not prompt.rest:
             return 0.0
@@ -252,9 +252,8 @@ class Scheduler:
         oldest = self._oldest()
 
         def rank(prompt: _Prompt) -> tuple[int, bool, int, int]:
-            # In `order`, on another thread, a tenant may be gone after `sorted` listed its prompt.
-            tenant = self._tenants.get(prompt.tenant, _Tenant())
-            by_age = tenant.owed > 0 and prompt is oldest.get(prompt.tenant)
+            tenant = self._tenants[prompt.tenant]
+            by_age = tenant.owed > 0 and prompt is oldest[prompt.tenant]
             return tenant.turn, not by_age, prompt.rest, prompt.request
 
         return sorted(self._prompts.values(), key=rank)

@@ -130,7 +130,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
             enabled=ServerSettings.read().status_line,
         )
 
-    def _load(self) -> tuple[Any, Any, PrefixCache]:
+    def _load(self) -> tuple[Any, PrefixCache]:
         vocab.encoding()  # one that cannot be loaded is an error at the start
         directory, trusted = self._files()
         if (harmony := is_harmony_model(str(directory))) is None:

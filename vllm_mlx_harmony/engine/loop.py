@@ -1,0 +1,553 @@
+"""The engine's loop: everything that its thread alone touches.
+
+What a request passes through::
+
+    queued ─▶ admitted: memory, cached prefix ─▶ chunks ─▶ row of a batch ─▶ ended
+
+`scheduler` decides what is done next, `memory` whether a request fits. An error of the model ends
+the requests that were being computed together, and no others. An error in this file ends the
+thread: all requests fail, and the engine reports that it is not healthy.
+
+Other threads post calls to ``thread``, and read what was ``published``: an immutable status, a new
+one after each chunk, every ``PUBLISHED`` seconds while answers are generated, and before a request
+is told that it has ended. Requests get their steps by calls of their event loops. Nothing else is
+shared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import inf
+from pathlib import Path
+from typing import TypeAlias
+
+import mlx.core as mx
+from mlx.nn import Module
+from mlx.utils import tree_reduce
+from mlx_lm.models.cache import make_prompt_cache
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
+from vllm_mlx_harmony.engine import costs, device, pieces
+from vllm_mlx_harmony.engine.batch import Batch
+from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
+from vllm_mlx_harmony.engine.memory import Budget, Layout
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
+from vllm_mlx_harmony.engine.prefix_cache import SPAN, PrefixCache, boundaries
+from vllm_mlx_harmony.engine.request import Item, Request, hand_over
+from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
+from vllm_mlx_harmony.engine.scheduler import Step as NextStep
+from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, Totals, Waiting
+from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
+from vllm_mlx_harmony.engine_api.engine import Finish, Speculate, Step
+
+logger = logging.getLogger(__name__)
+
+WAITING = 256
+"""Requests that may wait to begin, by default. Those of the same moment may exceed it."""
+
+FREED, STEP_COUNTS = 2048, 8
+"""Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``STEP_COUNTS`` ids."""
+
+PROBE = 64
+"""Length of the probe chunk whose peak memory is measured when a model is loaded."""
+
+HEADROOM = 64
+"""Ids of an answer for which its caches are allocated in advance."""
+
+ADMISSION_TIMEOUT = 10.0
+"""Seconds after which a prompt without enough memory fails, if meanwhile no other request runs and
+no memory is freed."""
+
+WRITING = 2.0
+"""Seconds that a prompt waits for evicted pieces to be written, if it lacks their memory."""
+
+REPORTED = 0.5
+"""Seconds between two progress reports of prompts that wait."""
+
+PUBLISHED = 0.1
+"""Seconds between two statuses while nothing but steps is computed, which are short."""
+
+Load: TypeAlias = "Callable[[], tuple[Module, PrefixCache]]"
+"""Returns a model and the prefix cache for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How an engine runs. ``utilization``: part of the device's memory that it may use.
+
+    ``interval``: ids of an answer in one ``Step``. ``costs``: the file that remembers what steps of
+    several ids cost. ``queue``: requests that may wait to begin. ``memory`` and ``wired`` as in
+    ``device``, in bytes.
+    """
+
+    limits: Limits = field(default_factory=Limits)
+    utilization: float = 0.9
+    interval: int = 1
+    speculate: Speculate = "auto"
+    costs: Path | None = None
+    queue: int = WAITING
+    memory: int | None = None
+    wired: int | None = None
+
+
+class EngineLoop:
+    """A model, what is computed with it, and the thread for both. All attributes but ``thread``,
+    ``published`` and ``waiting`` are the thread's.
+
+    Unless the model is loaded, ``module``, ``cache`` and ``budget`` are empty.
+    """
+
+    def __init__(self, model: str, options: Options) -> None:
+        self.model, self.options = model, options
+        self.loaded = False
+        self.module = Module()
+        self.cache = PrefixCache(self.module)
+        self.budget = Budget(0, Layout(), 0)
+        self.weights = 0
+        self.costs = None if options.speculate == "off" else UNKNOWN
+        self.totals = Totals()
+        self.scheduler = Scheduler(options.limits)
+        self.requests: dict[int, Request] = {}
+        self.batches: list[Batch] = []
+        self.waiting = Waiting()
+        self._out: defaultdict[asyncio.AbstractEventLoop, list[tuple[Request, Item]]]
+        self._out = defaultdict(list)
+        self._shapes: pieces.Shapes = []
+        self._computed = 0
+        self._reported = 0.0
+        self._changed = False
+        """Whether a request has ended since the last status."""
+        self._too_long = inf
+        """Length of the shortest request that did not fit beside others in this call of `work`;
+        longer ones are not tried."""
+        self._stopped = "the engine was stopped"
+        self.published = self._status()
+        self.thread = EngineThread(f"engine of {model}", self.work, self.abandon)
+
+    # --- What others see
+
+    def publish(self) -> None:
+        self.published, self._changed = self._status(), False
+
+    def _status(self) -> EngineStatus:
+        return EngineStatus(
+            at=time.perf_counter(),
+            loaded=self.loaded,
+            stopped=self._stopped,
+            cache=self.cache,
+            budget=self.budget,
+            weights=self.weights,
+            costs=self.costs,
+            totals=self.totals,
+            requests=tuple(self._request_statuses()),
+        )
+
+    def _request_statuses(self) -> list[RequestStatus]:
+        """Those that generate first, then the others in the order in which they will be served."""
+        now, scheduler = time.perf_counter(), self.scheduler
+        places = {key: place for place, key in enumerate(scheduler.order(), start=1)}
+        requests = [
+            (0 if each.ids else places.get(each.number, len(places) + 1), each)
+            for each in self.requests.values()
+        ]
+        found = []
+        expected: float | None = 0.0
+        for place, each in sorted(requests, key=lambda one: one[0]):
+            progress = each.progress()
+            rest = scheduler.seconds(each.number) if place <= len(places) else None
+            expected = None if expected is None or rest is None else expected + rest
+            speed = 0.0
+            if not place and now > each.first > 0:
+                speed = each.generated / (now - each.first)
+            elif each.begun and rest:
+                speed = (progress.total - progress.processed) / rest
+            found.append(
+                RequestStatus(
+                    state="waiting" if not each.begun else "computing" if place else "generating",
+                    place=place,
+                    total=len(each.prompt),
+                    cached=progress.cached,
+                    computed=progress.processed,
+                    generated=each.generated,
+                    seconds=round(now - each.since, 3),
+                    speed=round(speed, 3),
+                    expected=None if expected is None else round(expected, 3),
+                )
+            )
+        return found
+
+    # --- On the thread: loading and freeing
+
+    def load(self, load: Load) -> None:
+        """Loads and measures the model."""
+        with device.loading:
+            module, self.cache = load()
+            self.weights = tree_reduce(
+                lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
+            )
+            self.module, self.loaded = module, True
+            device.add_weights(
+                self.weights,
+                self.cache.status().budget,
+                self.options.utilization,
+                self.options.wired,
+            )
+            with device.turns.measuring():
+                self._measure(module)
+                mx.clear_cache()
+        self.publish()
+
+    def _measure(self, module: Module) -> None:
+        """What a prompt and steps cost. Raises ``HostError`` if there is no memory for a prompt."""
+        limit = int(device.memory(self.options.memory) * self.options.utilization)
+        layers = make_prompt_cache(module)
+        mx.reset_peak_memory()
+        before = device.used()
+        module(mx.array([[vocab.ENDOFTEXT] * PROBE]), cache=layers)
+        evaluate(layers)
+        work_per_id = max(0, mx.get_peak_memory() - before) / PROBE
+        work = int(work_per_id * self.options.limits.chunk)
+        self.budget = Budget(limit, Layout.of(layers), work)
+        self._shapes = pieces.shapes(layers)
+        if self.budget.longest(device.weights()) < 1:
+            raise HostError(
+                f"the weights take {device.weights():,} of the {limit:,} bytes that may be used, "
+                "which leaves no memory for a prompt: use a smaller model, or increase "
+                "--gpu-memory-utilization",
+                code="out_of_memory",
+            )
+        if self.options.speculate == "auto":
+            where = f"mlx {mx.__version__}, {mx.device_info().get('device_name')}"
+            # Version 1 measured steps of one id too short, version 2 only short contexts.
+            key = f"{self.model}: {self.weights} bytes, {where}, version 3"
+            deep = self.budget.longest(device.weights()) > 2 * costs.DEPTH
+            measure = partial(costs.measured_at_depths, module, layers, deep)
+            self.costs = costs.remembered(self.options.costs, key, measure)
+
+    def free(self) -> None:
+        """Ends all requests and unloads in one call; a request arriving between two calls would
+        never end."""
+        self.abandon()
+        device.turns.compute(self)  # what is freed meanwhile would falsify a measurement
+        self.cache.close()
+        self.module, self.loaded = Module(), False
+        self.cache, self._shapes = PrefixCache(self.module), []
+        device.add_weights(-self.weights)
+        self.weights = 0
+        mx.clear_cache()
+        device.turns.rest(self)
+        self.publish()
+
+    def abandon(self, error: BaseException | None = None) -> None:
+        """Ends all requests with 503. ``error`` is what the thread died of."""
+        if error is not None:
+            self._stopped = f"the engine stopped unexpectedly: {type(error).__name__}"
+        for key in list(self.requests):
+            request = self.requests.pop(key)
+            self.waiting.add(-(not request.begun))
+            request.layers = request.match = None
+            self._put(request, HostError(self._stopped))
+        self.batches, self.scheduler = [], Scheduler(self.options.limits)
+        device.turns.rest(self)
+        self.publish()
+        self._deliver()
+
+    # --- On the thread: requests
+
+    def arrive(self, request: Request) -> None:
+        self.requests[request.number] = request
+
+    def admit(self, request: Request) -> None:
+        """The request, whose ``match`` is known, waits for its turn from now on."""
+        if not self.loaded or request.number not in self.requests:
+            raise HostError(self._stopped)
+        assert request.match is not None
+        rest = max(0, len(request.prompt) - 1 - request.match.cached)
+        self.scheduler.add(request.number, rest, request.tenant, request.since)
+
+    def cancel(self, request: Request) -> None:
+        """Removes a request whose client has gone. What was computed of its prompt is kept: a
+        client that gave up will send it again (semantics E2)."""
+        if request.layers is not None:
+            self._store(request, request.layers)
+        self._forget(request)
+        self.publish()
+
+    def _forget(self, request: Request) -> None:
+        """Removes a request, wherever it is."""
+        if self.requests.pop(request.number, None) is None:
+            return
+        self.waiting.add(-(not request.begun))
+        self.scheduler.remove(request.number)
+        self._changed = True
+        before = self.totals
+        self.totals = Totals(
+            before.steps,
+            before.requests + 1,
+            before.prompt_tokens + request.at,
+            before.completion_tokens + request.generated,
+            before.drafts_accepted + request.accepted,
+            before.drafts_rejected + request.rejected,
+        )
+        request.layers = request.match = None
+        for batch in self.batches:
+            if request in batch.rows:
+                try:
+                    batch.remove([request])
+                except Exception as error:  # noqa: BLE001 - as in ``_step``
+                    self._fail((), error)
+        self.batches = [batch for batch in self.batches if batch.rows]
+
+    def _put(self, request: Request, item: Item) -> None:
+        self._out[request.loop].append((request, item))
+
+    def _deliver(self) -> None:
+        """Gives requests what has arrived for them, with one call of each event loop. Those that
+        have ended are counted before their clients know."""
+        if self._changed:
+            self.publish()
+        if not self._out:
+            return
+        out, self._out = self._out, defaultdict(list)
+        for loop, items in out.items():
+            try:
+                loop.call_soon_threadsafe(hand_over, items)
+            except RuntimeError:  # the loop is closed
+                for request, _ in items:  # later: a step may be using its row now
+                    with suppress(Stopped):
+                        self.thread.call(partial(self.cancel, request))
+
+    def _fail(self, requests: Iterable[Request], error: Exception) -> None:
+        """Ends ``requests``, and answers whose batch has failed, with ``error``.
+
+        When memory has run out, the prefix cache is emptied.
+        """
+        failure: HarmonyFailure
+        if exhausted := device.exhausted(error):
+            logger.error("out of memory: %s", error)
+            problem = "not enough memory for this request: try again later, or shorten the prompt"
+            failure = HostError(problem, code="out_of_memory", retry_after=5)
+        elif device.gpu_failed(error):
+            logger.error("the GPU failed: %s", error)
+            problem = "the GPU ended the computation of this answer: send the request again"
+            failure = HostError(problem, code="gpu_error", retry_after=5)
+        else:
+            logger.error("the engine failed", exc_info=error)
+            problem = "internal engine error during generation; see the server log"
+            failure = OutputError(problem)
+        rows = {request for batch in self.batches for request in batch.rows}
+        lost = {each for each in self.requests.values() if each.ids} - rows
+        for request in {*requests, *lost}:
+            self._put(request, failure)
+            self._forget(request)
+        if exhausted:
+            self.cache.evict(1 << 62)
+            mx.clear_cache()
+
+    # --- On the thread: work
+
+    def work(self) -> float | None:
+        self._too_long = inf
+        if self.requests:
+            device.turns.compute(self)
+            device.computing()
+        with self.cache.computing():
+            decision = self.scheduler.next(time.perf_counter(), self._fits)
+            match decision:
+                case Chunk(key, ids):
+                    request = self.requests[key]
+                    try:
+                        if request.layers is None:
+                            self._begin(request)
+                        else:
+                            self._compute(request, request.layers, ids)
+                    except Exception as error:  # noqa: BLE001 - of the model, whatever it is
+                        self._fail([request], error)
+                case NextStep():
+                    self._step()
+            if self._computed >= FREED:
+                self._computed = 0
+                mx.clear_cache()
+            self._report()
+            age = time.perf_counter() - self.published.at
+            if age >= PUBLISHED or not isinstance(decision, NextStep):
+                self.publish()
+            self._deliver()
+        if decision is not None:
+            return 0
+        device.turns.rest(self)
+        if not self.requests:
+            mx.clear_cache()  # nobody needs what is left in mlx's pool
+            return device.release()
+        return IDLE
+
+    def _report(self) -> None:
+        """Tells prompts that wait their places, from time to time."""
+        if time.perf_counter() - self._reported >= REPORTED:
+            self._reported = time.perf_counter()
+            for place, key in enumerate(self.scheduler.order(), start=1):
+                self._put(self.requests[key], self.requests[key].report(place))
+
+    def _fits(self, key: int) -> bool:
+        """Whether there is memory for the request to its end.
+
+        Evicts cached pieces if that suffices, and fails the request after `ADMISSION_TIMEOUT`.
+        """
+        budget, request = self.budget, self.requests[key]
+        if request.end >= self._too_long:
+            request.others = -1  # others run: their memory will be freed
+            return False
+        running, own = self._running()
+        ends = [*(each.end for each in running), request.end]
+        others, now = device.used() - own, time.perf_counter()
+        missing = budget.missing(others, ends)
+        # A slow disk is not a lack of memory: what waits to be written is given up after a while.
+        since = request.admission_deadline - ADMISSION_TIMEOUT
+        late = missing > 0 and request.others >= 0 and now > since + WRITING
+        freed = late and self.cache.give_up_writing()
+        if self.cache.make_room(missing, writing=not late) or freed:
+            mx.clear_cache()
+            others = device.used() - own
+            missing = budget.missing(others, ends)
+        if running and missing:
+            self._too_long = request.end
+        if running or others != request.others:
+            request.others, request.admission_deadline = others, now + ADMISSION_TIMEOUT
+        elif missing and now > request.admission_deadline:
+            self._fail([request], MemoryError(f"{missing} bytes are missing"))
+        return not missing
+
+    def _running(self) -> tuple[list[Request], int]:
+        """The requests that have begun, and the bytes of their caches."""
+        running = [each for each in self.requests.values() if each.begun]
+        holders: list[Request | Batch] = [*running, *self.batches]
+        return running, sum(layer.nbytes for each in holders for layer in each.layers or ())
+
+    def _begin(self, request: Request) -> None:
+        """Makes the request's caches, with as much of the prompt as is cached."""
+        started = time.perf_counter()
+        match, request.match = request.match, None
+        assert match is not None
+        room = len(request.prompt) + min(request.settings.max_tokens, HEADROOM)
+        request.layers, known = self.cache.restore(match, room)
+        if not known:
+            pieces.reserve(request.layers, self._shapes, room)
+        last = len(request.prompt) - 1
+        cut = boundaries(request.prompt, known) if self.cache.enabled else [last]
+        request.marks = deque(cut)
+        request.begun = started
+        self.waiting.add(-1)
+        request.at = request.cached = request.stored = known
+        self._put(request, request.report())
+        self.scheduler.begin(request.number, last - known, known)
+        self.scheduler.computed(request.number, 0, time.perf_counter() - started)
+        if known == last:
+            self._join(request, request.layers)
+
+    def _compute(self, request: Request, layers: Layers, ids: int) -> None:
+        """Computes up to ``ids`` ids of the prompt, stopping at the next boundary. The prefix is
+        stored there, and at least every `SPAN` ids."""
+        # Waits for the step that is being computed, so that its time does not count as the chunk's.
+        mx.eval([batch.pending for batch in self.batches])
+        end = min(request.at + ids, request.marks[0])
+        chunk = request.prompt[request.at : end]
+        started = time.perf_counter()
+        self.module(mx.array([chunk], dtype=mx.uint32), cache=layers)
+        evaluate(layers)
+        request.at = end
+        if end == request.marks[0]:
+            request.marks.popleft()
+            self._store(request, layers)
+        elif end - request.stored >= SPAN:
+            self._store(request, layers)
+        self._computed += len(chunk)
+        self.scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
+        if request.marks:
+            self._put(request, request.report())
+        else:
+            self._join(request, layers)
+
+    def _store(self, request: Request, layers: Layers) -> None:
+        """Stores what is computed of the prompt."""
+        if request.at > request.stored:
+            self._store_ids(request, request.prompt[: request.at], layers)
+            request.stored = request.at
+
+    def _store_ids(
+        self, request: Request, ids: Sequence[int], layers: Layers, row: int = 0
+    ) -> None:
+        """Stores ``ids``, which ``layers`` hold in ``row``, if there is memory for a copy of what
+        the cache lacks of them, beside what running requests need to their ends. Evicts other
+        cached prompts for it."""
+        if not self.cache.enabled:
+            return
+        size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
+        running, own = self._running()
+        ends = [each.end for each in running]
+        missing = size - self.budget.free(device.used() - own, ends)
+        if missing > 0 and self.cache.make_room(missing):
+            mx.clear_cache()
+            # What it continues may have been evicted, too.
+            size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
+            missing = size - self.budget.free(device.used() - own, ends)
+        if missing <= 0:
+            self.cache.store(ids, layers, request.tenant, row)
+
+    def _join(self, request: Request, layers: Layers) -> None:
+        """The request generates from now on: all of its prompt but the last id is computed."""
+        if request.settings.max_tokens == 0:
+            self._put(request, Step((), "length", request.cached))
+            self._forget(request)
+            return
+        request.at = len(request.prompt)
+        self._put(request, request.report())
+        self.scheduler.start_answer(request.number)
+        request.layers, request.ids = None, list(request.prompt)
+        if self.options.speculate == "auto" and request.top_logprobs is None:
+            request.drafts = Drafts((*request.settings.prediction, *request.prompt))
+        for batch in self.batches:
+            if batch.takes(request):
+                batch.join(request, layers)
+                return
+        self.batches.append(Batch(request, layers, self.costs))
+
+    def _step(self) -> None:
+        """An id or more for every answer. A finished answer is stored before its last ids are sent,
+        so that an immediate follow-up request finds it cached."""
+        started = time.perf_counter()
+        for batch in list(self.batches):
+            ended: dict[Request, Finish] = {}
+            try:
+                for request, token in batch.step(self.module):
+                    request.ids.append(token)
+                    request.held.append(token)
+                    request.first = request.first or time.perf_counter()
+                    if token in vocab.TURN_ENDS:
+                        ended[request] = "stop"
+                    elif request.generated >= request.settings.max_tokens:
+                        ended[request] = "length"
+                    elif len(request.held) >= self.options.interval:
+                        self._put(request, request.step())
+                self._deliver()
+                for request, finish in ended.items():
+                    row = batch.rows.index(request)
+                    self._store_ids(request, request.ids, batch.layers, row)
+                    self._put(request, request.step(finish))
+                if ended:
+                    batch.remove(ended)
+                    for request in ended:
+                        self._forget(request)
+            except Exception as error:  # noqa: BLE001 - of the model, whatever it is
+                batch.rows = []  # its caches may be broken
+                self._fail((), error)
+        self.totals = replace(self.totals, steps=self.totals.steps + 1)
+        self._computed += STEP_COUNTS
+        self.scheduler.stepped(time.perf_counter() - started)
