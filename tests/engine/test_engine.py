@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from functools import partial
@@ -442,17 +443,24 @@ def test_too_many_that_wait_are_rejected_before_anything_is_sent(tiny: Path, run
         engine.close()
 
 
-def test_a_thread_that_dies_ends_all_requests(tiny: Path, run: Run) -> None:
+@pytest.mark.parametrize("device_fails", [False, True])
+def test_a_thread_that_dies_ends_all_requests(
+    tiny: Path, run: Run, device_fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = opened(tiny)
 
     def broken(*_: Any) -> None:
         raise AssertionError("a bug")
 
     engine.loop.scheduler.next = broken  # type: ignore[method-assign, assignment]
-    for _ in range(2):
-        with pytest.raises(HarmonyFailure) as error:
-            run(answer(engine, words(3, 50)))
-        assert error.value.status == 503
+    with monkeypatch.context() as patched:
+        if device_fails:
+            patched.setattr(device.turns, "_settle", broken)
+        for _ in range(2):
+            with pytest.raises(HarmonyFailure) as error:
+                run(answer(engine, words(3, 50)))
+            assert error.value.status == 503
+        engine._thread._thread.join(10)
     assert not engine.healthy
     engine.close()
 
@@ -968,6 +976,23 @@ def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
     run(test())
 
 
+def test_whoever_cancels_frees_the_engine_even_if_nothing_can_be_stored(
+    crowded: MlxEngine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    async def test() -> None:
+        tasks = await in_every_state(crowded)
+        monkeypatch.setattr(EngineLoop, "_store", broken)
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.wait(tasks.values())
+        assert idle(crowded) and not crowded.loop.waiting.count
+
+    run(test())
+
+
 def test_an_answer_may_end_in_the_step_in_which_its_event_loop_closes(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1153,6 +1178,45 @@ def test_prompt_of_a_server_that_is_killed_is_on_disk(
         assert run(on_disk(engine)) >= 6 * CHUNK
     finally:
         engine.close()
+
+
+def test_requests_of_two_event_loops_reuse_what_is_on_disk(
+    tiny: Path, open_disk: Callable[..., DiskCache], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each asks while the other's prompt is read."""
+    asked = [words(seed, 500) for seed in range(4)]
+
+    def with_disk() -> MlxEngine:
+        disk = open_disk()
+        return opened(tiny, cache=lambda model: PrefixCache(model, tree(), disk, b"weights"))
+
+    def tree() -> PrefixTree[Any]:
+        return PrefixTree(1 << 30)
+
+    first = with_disk()
+    expected = [run(answer(first, each, max_tokens=8)) for each in asked]
+    assert first.cache._disk is not None and flushed(first.cache._disk)
+    first.close()
+    second, load = with_disk(), DiskCache._load
+    both = threading.Barrier(2)
+
+    async def two(prompts: list[tuple[int, ...]]) -> list[list[Step]]:
+        both.wait(10)
+        return await asyncio.gather(*(steps(second, each, max_tokens=8) for each in prompts))
+
+    def slowly(*given: Any) -> Any:
+        time.sleep(0.05)
+        return load(*given)
+
+    monkeypatch.setattr(DiskCache, "_load", slowly)
+    try:
+        with ThreadPoolExecutor(2) as threads:
+            loops = [threads.submit(asyncio.run, two(asked[at : at + 2])) for at in (0, 2)]
+            found = [each for loop in loops for each in loop.result(60)]
+        assert [sum((step.ids for step in each), ()) for each in found] == expected
+        assert [each[-1].cached_tokens for each in found] == [499] * 4
+    finally:
+        second.close()
 
 
 # --- What is stored is within the limit, too.

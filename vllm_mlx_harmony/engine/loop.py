@@ -256,9 +256,9 @@ class EngineLoop:
             request.layers = request.match = None
             self._put(request, HostError(self._stopped))
         self.batches, self.scheduler = [], Scheduler(self.options.limits)
-        device.turns.rest(self)
         self.publish()
         self._deliver()
+        device.turns.rest(self)  # last: it fails with a device that has failed
 
     # --- On the thread: requests
 
@@ -276,10 +276,12 @@ class EngineLoop:
     def cancel(self, request: Request) -> None:
         """Removes a request whose client has gone. What was computed of its prompt is kept: a
         client that gave up will send it again (semantics E2)."""
-        if request.layers is not None:
-            self._store(request, request.layers)
-        self._forget(request)
-        self.publish()
+        try:
+            if request.layers is not None:
+                self._store(request, request.layers)
+        finally:
+            self._forget(request)
+            self.publish()
 
     def _forget(self, request: Request) -> None:
         """Removes a request, wherever it is."""

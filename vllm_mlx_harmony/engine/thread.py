@@ -84,7 +84,10 @@ class EngineThread:
             logger.exception("the engine's thread has died")
             with self._lock:
                 self.alive = False
-            self._died(error)
+            try:
+                self._died(error)
+            except Exception:
+                logger.exception("what it was doing could not be ended")
         with suppress(Empty):
             while call := self._calls.get_nowait():
                 if call[1].set_running_or_notify_cancel():
