@@ -74,6 +74,12 @@ class Leg:
     alone: bool = False
 
 
+ON_BOTH_SERVERS = tuple(
+    f"tests/served/test_{name}.py"
+    for name in ("chat_answers", "messages", "requests", "responses", "tools_served")
+)
+"""What the gate runs on vllm-mlx, too. `served-whole` runs everything there."""
+
 GATE = ("-m", "not nightly")
 """The gate leaves out what is marked `nightly`: rows that cost much, and prove what the rows that
 stay prove in part. The leg `rest` runs them."""
@@ -188,27 +194,35 @@ FRONT_END = ("-e", ".[test]")
 """No host, and no optional package."""
 
 
-LIGHT = ("-e", ".[mlx,test,tools]", "mlx-lm>=0.32,<0.33", "psutil")
+LIGHT = ("-e", ".[mlx,test,tools]", "mlx-lm>=0.32,<0.33", "openai-agents>=0.3", "psutil")
 """A model in its own process: the newest mlx-lm, which vllm-mlx does not allow yet."""
 
 
 LEGS: tuple[Leg, ...] = (
     # The first three install different packages: none waits for another's environment.
     Leg(
-        name="served",
-        what="the real server, official clients",
-        install=HOSTED,
-        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
-        commands=((*PYTEST, "tests/served", *GATE),),
-        runners=("ubuntu-latest", "macos-14"),
+        name="light",
+        what="the server without vllm-mlx and torch: official clients, a real process",
+        install=LIGHT,
+        present=("mlx", "mlx-lm", "uvicorn", "openai", "anthropic"),
+        absent=(
+            *("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
+            *("torch", "torchvision", "gradio", "opencv-python"),
+        ),
+        commands=(
+            (*PYTEST, "tests/light"),
+            (*PYTEST, "tests/served", "-m", "not of_vllm_mlx and not nightly"),
+        ),
         variables=(("SERVED", "few"),),
+        runners=("ubuntu-latest", "macos-14"),
         group="gate",
         paths=(
             "vllm_mlx_harmony/core",
             "vllm_mlx_harmony/engine",
-            "vllm_mlx_harmony/host",
+            "vllm_mlx_harmony/gateway/local",
             "vllm_mlx_harmony/server",
             "vllm_mlx_harmony/standin",
+            "tests/light",
             "tests/served",
         ),
     ),
@@ -282,8 +296,29 @@ LEGS: tuple[Leg, ...] = (
         ),
     ),
     Leg(
+        name="served",
+        what="the plugin in the real vllm-mlx: what only that has, and some of all the rest",
+        install=HOSTED,
+        present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
+        commands=(
+            (*PYTEST, "tests/served", "-m", "of_vllm_mlx and not nightly"),
+            (*PYTEST, *ON_BOTH_SERVERS, "-m", "not of_vllm_mlx and not nightly"),
+        ),
+        runners=("ubuntu-latest", "macos-14"),
+        variables=(("SERVED", "few"),),
+        group="gate",
+        paths=(
+            "vllm_mlx_harmony/core",
+            "vllm_mlx_harmony/engine",
+            "vllm_mlx_harmony/host",
+            "vllm_mlx_harmony/server",
+            "vllm_mlx_harmony/standin",
+            "tests/served",
+        ),
+    ),
+    Leg(
         name="served-whole",
-        what="the real server, official clients: more rows, and all tests",
+        what="the plugin in the real vllm-mlx: more rows, and all tests of both servers",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
         commands=((*PYTEST, "tests/served"),),
@@ -348,23 +383,6 @@ LEGS: tuple[Leg, ...] = (
         present=("mlx", "mlx-lm", "openai-harmony"),
         absent=("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
         commands=((*PYTEST, "tests/engine", "-m", "not once", *NOT_OF_MLX_LM),),
-    ),
-    Leg(
-        name="light",
-        what="the server without vllm-mlx and torch: official clients, a real process",
-        install=LIGHT,
-        present=("mlx", "mlx-lm", "uvicorn", "openai", "anthropic"),
-        absent=(
-            *("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
-            *("torch", "torchvision", "gradio", "opencv-python"),
-        ),
-        commands=(
-            (*PYTEST, "tests/light"),
-            (*PYTEST, "tests/served", "-m", "not of_vllm_mlx and not nightly"),
-        ),
-        variables=(("SERVED", "few"),),
-        runners=("ubuntu-latest", "macos-14"),
-        paths=("vllm_mlx_harmony/gateway/local", "tests/light"),
     ),
     Leg(
         name="browser",

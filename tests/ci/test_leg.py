@@ -354,7 +354,7 @@ def test_matrix_has_every_runner() -> None:
         assert {"leg": "host", "python": legs.HOST_PYTHON, "runner": runner} in jobs
 
 
-GATE = ["served", "core", "engine", "host", "front-end", "lint"]
+GATE = ["light", "served", "core", "engine", "host", "front-end", "lint"]
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,10 @@ GATE = ["served", "core", "engine", "host", "front-end", "lint"]
     [
         (["docs/api.md"], ["core", "lint"]),
         (["vllm_mlx_harmony/protocols/chat/schema.py"], ["core", "front-end", "lint"]),
-        (["vllm_mlx_harmony/engine/batch.py"], ["served", "core", "engine", "host", "lint"]),
+        (
+            ["vllm_mlx_harmony/engine/batch.py"],
+            ["light", "served", "core", "engine", "host", "lint"],
+        ),
         (["vllm_mlx_harmony/gateway/app.py"], ["core", "gateway", "lint"]),
         (["tests/host/test_engine.py", "docs/api.md"], ["core", "host", "lint"]),
         (["tests/rows.py"], GATE),

@@ -1,11 +1,10 @@
-"""Processes that begin with the libraries of a host already imported: a server starts in a second.
+"""Processes that begin with the libraries of a server already imported: it starts in a second.
 
-Importing torch, transformers and FastAPI, and reading the tokenizer, is most of what a server does
-until it is healthy, and the same each time. A process that has done that and nothing else is forked
-for each server (`multiprocessing`'s fork server). ``vllm_mlx``, ``mlx`` and the plugin are not
-imported before the fork, but behind it, as in any process, so that what the plugin does then is
-what is tested. Only on Linux: elsewhere a process cannot be forked once system libraries have been
-used.
+Importing torch, transformers and FastAPI is most of what a server does until it is healthy, and the
+same each time. A process that has done that and nothing else is forked for each server
+(`multiprocessing`'s fork server). ``vllm_mlx``, ``mlx`` and this project are not imported before
+the fork, but behind it, as in any process, so that what they do then is what is tested. Only on
+Linux: elsewhere a process cannot be forked once system libraries have been used.
 """
 
 from __future__ import annotations
@@ -24,15 +23,14 @@ from pathlib import Path
 from typing import Protocol
 from unittest.mock import patch
 
-import read_tokenizer
-
-POSSIBLE = sys.platform == "linux" and find_spec("vllm_mlx") is not None
+POSSIBLE = sys.platform == "linux" and find_spec("mlx_lm") is not None
 
 LIBRARIES = (
-    *("torch", "torch.nn", "transformers", "transformers.tokenization_utils_fast"),
+    *("transformers", "transformers.tokenization_utils_fast"),
     "transformers.models.auto.tokenization_auto",
-    *("fastapi", "uvicorn", "numpy", "openai_harmony", "httpx"),
+    *("uvicorn", "numpy", "openai_harmony", "pydantic", "starlette.applications"),
 )
+OF_VLLM_MLX = ("torch", "torch.nn", "fastapi", "httpx")
 
 
 class Process(Protocol):
@@ -57,9 +55,9 @@ class Forked:
     """``command`` in a process forked from one that has the libraries."""
 
     def __init__(
-        self, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str], model: Path
+        self, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str]
     ) -> None:
-        _fork_server(env, model / "tokenizer.json")
+        _fork_server(env)
         self._command = [*command]
         self._process = get_context("forkserver").Process(
             target=_become, args=(self._command, str(log), str(cwd), dict(env)), daemon=True
@@ -97,15 +95,13 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _fork_server(env: Mapping[str, str], tokenizer: Path) -> None:
+def _fork_server(env: Mapping[str, str]) -> None:
     """Starts it, once: with the environment of a server, as libraries read it when imported."""
     context = get_context("forkserver")
     assert isinstance(context, ForkServerContext)
-    context.set_forkserver_preload([*LIBRARIES, "read_tokenizer"])
-    own = {"PYTHONPATH": str(Path(__file__).parent)}  # where that is found
-    if tokenizer.exists():
-        own[read_tokenizer.VARIABLE] = str(tokenizer)
-    with patch.dict(os.environ, {**env, **own}):
+    hosts_own = OF_VLLM_MLX if find_spec("vllm_mlx") else ()
+    context.set_forkserver_preload([*LIBRARIES, *hosts_own])
+    with patch.dict(os.environ, env):
         forkserver.ensure_running()
 
 
@@ -127,7 +123,6 @@ def _become(command: Sequence[str], log: str, cwd: str, env: Mapping[str, str]) 
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)
-    read_tokenizer.use()
     if command[0] == sys.executable:
         command = command[1:]
     match command:

@@ -162,7 +162,7 @@ def start(
     environment = _environment(home, env or {})
     process: Process
     if preloaded and POSSIBLE:
-        process = Forked(arguments, log_path, home, environment, model)
+        process = Forked(arguments, log_path, home, environment)
     else:
         with log_path.open("wb") as log:
             process = subprocess.Popen(
