@@ -8,7 +8,7 @@ becomes a control token (semantics A7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -19,6 +19,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols import chat
+from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.validation import Wire, required, validate
 from vllm_mlx_harmony.server import models
 from vllm_mlx_harmony.server.body import read as read_body
@@ -64,19 +65,28 @@ async def _tokenize(received: Received) -> Response:
     body = document if isinstance(document, dict) else {}
     if body.get("messages") is not None:
         ids: Sequence[int] = await rendered_prompt(received)
-        return JSONResponse(_of_vllm(ids, length, strings=body.get("return_token_strs") is True))
+        strings = body.get("return_token_strs") is True
+        return await _written(_of_vllm, ids, length, strings)
     parsed = _read(document, Defaults(), received.caller)
     assert isinstance(parsed, TokenizeBody)  # there are no messages
     if parsed.prompt is not None:
         ids = await in_thread(vocab.encode, parsed.prompt)
-        return JSONResponse(_of_vllm(ids, length, strings=bool(parsed.return_token_strs)))
+        return await _written(_of_vllm, ids, length, bool(parsed.return_token_strs))
     ids = await in_thread(vocab.encode, parsed.content or "")
-    if parsed.with_pieces:
-        return JSONResponse({"tokens": [{"id": each, "piece": _piece(each)} for each in ids]})
-    return JSONResponse({"tokens": ids})
+    return await _written(_of_llamacpp, ids, bool(parsed.with_pieces))
 
 
-def _of_vllm(ids: Sequence[int], length: int | None, *, strings: bool) -> dict[str, Any]:
+async def _written(document: Callable[..., dict[str, Any]], *arguments: Any) -> Response:
+    """A document of as many tokens as a prompt may have, made and written in a thread."""
+    text = await in_thread(lambda: encode_slowly(document(*arguments)))
+    return Response(text, media_type=JSONResponse.media_type)
+
+
+def _of_llamacpp(ids: Sequence[int], pieces: bool) -> dict[str, Any]:
+    return {"tokens": [{"id": each, "piece": _piece(each)} for each in ids] if pieces else ids}
+
+
+def _of_vllm(ids: Sequence[int], length: int | None, strings: bool) -> dict[str, Any]:
     return {
         "count": len(ids),
         "max_model_len": length,
@@ -99,8 +109,12 @@ async def detokenize(request: Request) -> Response:
     settings = front_end_of(request).settings
     _, document = await read_body(request, settings, CONTEXT_TOKENS)
     tokens = (await in_thread(validate, DetokenizeBody, document.value)).tokens
-    text = await in_thread(_text, tokens)
-    return JSONResponse({"prompt": text, "content": text})
+    return await _written(_of_both, tokens)
+
+
+def _of_both(tokens: Sequence[int]) -> dict[str, str]:
+    text = _text(tokens)
+    return {"prompt": text, "content": text}
 
 
 def _text(tokens: Sequence[int]) -> str:
