@@ -33,13 +33,14 @@ OUTPUT = 32_768
 class Served:
     """A server and its model: ``url`` without a path, ``context`` in tokens.
 
-    ``keyed``: the server requires a key.
+    ``keyed``: the server requires a key. ``searches``: it searches the web (``--web-search``).
     """
 
     url: str
     model: str
     context: int = CONTEXT
     keyed: bool = False
+    searches: bool = False
 
     @property
     def output(self) -> int:
@@ -155,10 +156,13 @@ def codex_settings(served: Served, catalog: Path) -> dict[str, Any]:
     }
     if served.keyed:
         provider["env_key"] = KEY_VARIABLE
+    # By default, Codex asks for results of an index without access to the web ("cached").
+    search = {"web_search": "live"} if served.searches else {}
     return {
         "model": served.model,
         "model_provider": NAME,
         "model_catalog_json": str(catalog),
+        **search,
         "model_providers": {NAME: provider},
     }
 
@@ -229,14 +233,16 @@ def claude_variables(served: Served) -> dict[str, str]:
     }
 
 
-CLAUDE_PERMISSIONS: Mapping[str, Any] = {"deny": ["WebSearch"]}
-"""Claude Code's WebSearch asks its server to search, which this one does not. A tool that is denied
-is not shown to the model: https://code.claude.com/docs/en/permissions"""
+def claude_permissions(served: Served) -> dict[str, Any]:
+    """The setting ``permissions``. Claude Code's WebSearch asks its server to search, which not
+    every one does. A tool that is denied is not shown to the model:
+    https://code.claude.com/docs/en/permissions"""
+    return {} if served.searches else {"permissions": {"deny": ["WebSearch"]}}
 
 
 def _claude(served: Served, key: str, _: Path) -> Run:
     # Settings given as an argument take precedence over a user's, unlike the environment.
-    settings = {"env": claude_variables(served), "permissions": CLAUDE_PERMISSIONS}
+    settings = {"env": claude_variables(served), **claude_permissions(served)}
     token = {"ANTHROPIC_AUTH_TOKEN": key, "ANTHROPIC_API_KEY": ""}
     return Run(("--settings", json.dumps(settings)), token)
 

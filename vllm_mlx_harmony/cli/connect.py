@@ -143,7 +143,7 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
     if model is not None and context is not None:
         return served
     try:
-        lengths, keyed = _models(base, key)
+        entries, keyed = _models(base, key)
     except HTTPError as error:
         raise _refused(base, error, key) from error
     except (OSError, ValueError, HTTPException) as error:
@@ -154,18 +154,19 @@ def look(url: str, model: str | None, key: str | None, context: int | None) -> S
             f"no server answers at {base} ({reason}): start it, set --url, or set --model to "
             "configure the agent without it"
         ) from error
-    serves = f"the server at {base} serves {', '.join(lengths) or 'nothing'}"
-    if model is None and len(lengths) != 1:
+    serves = f"the server at {base} serves {', '.join(entries) or 'nothing'}"
+    if model is None and len(entries) != 1:
         raise Refused(f"{serves}: choose one with --model")
-    if model is not None and model not in lengths:
+    if model is not None and model not in entries:
         raise Refused(f"{serves}, not {model}")
-    name = model or next(iter(lengths))
-    tokens = int(context or lengths[name] or CONTEXT)
-    return replace(served, model=name, context=tokens, keyed=keyed)
+    name = model or next(iter(entries))
+    tokens = int(context or entries[name].get("max_model_len") or CONTEXT)
+    searches = entries[name].get("web_search") is True
+    return replace(served, model=name, context=tokens, keyed=keyed, searches=searches)
 
 
-def _models(base: str, key: str | None) -> tuple[dict[str, Any], bool]:
-    """The context lengths of a server's models, and whether it requires the key."""
+def _models(base: str, key: str | None) -> tuple[dict[str, dict[str, Any]], bool]:
+    """The entries of a server's models, by name, and whether it requires the key."""
     keyed = False
     try:
         document = _json(f"{base}/v1/models", None)
@@ -177,7 +178,7 @@ def _models(base: str, key: str | None) -> tuple[dict[str, Any], bool]:
     if not isinstance(listed, list):
         raise ValueError("it does not list its models at /v1/models")
     entries = (each for each in listed if isinstance(each, dict) and "id" in each)
-    return {str(entry["id"]): entry.get("max_model_len") for entry in entries}, keyed
+    return {str(entry["id"]): entry for entry in entries}, keyed
 
 
 def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) -> str:
@@ -244,7 +245,7 @@ def claude(served: Served) -> Setup:
         variables["ANTHROPIC_AUTH_TOKEN"] = "local"
     token = f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}" ' if served.keyed else ""
     command = f"{token}claude --settings {_shown(path)}"
-    settings = {"env": variables, "permissions": agents.CLAUDE_PERMISSIONS}
+    settings = {"env": variables, **agents.claude_permissions(served)}
     files = {path: agents.json_text(settings)}
     question = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
     return Setup(files, command, ("/v1/messages", question))

@@ -45,6 +45,8 @@ def parser() -> argparse.ArgumentParser:
     add("--speculate", steps, metavar="MODE")
     patterns = "URL patterns of MCP servers that requests may use, comma-separated"
     add("--tool-urls", patterns, metavar="PATTERNS")
+    engine = "let requests search the web: ddgs, searxng:URL, brave or tavily"
+    add("--web-search", engine, metavar="ENGINE")
     return made
 
 

@@ -2,7 +2,8 @@
 
 A turn is ``Started``, then ``Progress``… while its prompt waits and is computed, then ``Opened``,
 ``Text``…, ``Closed`` for each visible message, then ``Finished`` or ``Failed``. ``ToolStarted`` and
-``ToolFinished`` follow a message that calls a tool which the server runs.
+``ToolFinished`` follow a message that calls a tool which the server runs. ``Citation`` stands
+between texts, if the turn has a browser (`core.pages`).
 """
 
 from __future__ import annotations
@@ -140,6 +141,20 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Citation:
+    """The text of the open message cites ``passage``, of the page at ``url``.
+
+    ``mark`` is what the model wrote in the text; ``logprobs`` as in ``Text``.
+    """
+
+    mark: str
+    url: str
+    title: str
+    passage: str = ""
+    logprobs: tuple[TextLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """The open message ends; ``complete`` is false if the output was cut inside it."""
 
@@ -159,10 +174,12 @@ class ToolStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolFailure:
-    """Why a call failed. ``by_tool``: ``text`` is the tool's own report."""
+    """Why a call failed. ``by_tool``: ``text`` is the tool's own report. ``code`` is the kind of
+    failure, in the words of Anthropic's API, if the tool states it."""
 
     text: str
     by_tool: bool = False
+    code: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +212,16 @@ class Failed:
 
 
 Delta: TypeAlias = (
-    Started | Progress | Opened | Text | Closed | ToolStarted | ToolFinished | Finished | Failed
+    Started
+    | Progress
+    | Opened
+    | Text
+    | Citation
+    | Closed
+    | ToolStarted
+    | ToolFinished
+    | Finished
+    | Failed
 )
 
 

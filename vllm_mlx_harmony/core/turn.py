@@ -167,6 +167,34 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class WebLimits:
+    """What a request permits a browser: domains with their subdomains, and numbers of calls.
+
+    ``allowed`` empty: all domains but the ``blocked`` ones. A domain may have a path.
+    """
+
+    allowed: tuple[str, ...] = ()
+    blocked: tuple[str, ...] = ()
+    searches: int | None = None
+    fetches: int | None = None
+
+    def permits(self, url: str) -> bool:
+        """Whether the page at ``url`` may be shown."""
+        if any(_is_in(url, domain) for domain in self.blocked):
+            return False
+        return not self.allowed or any(_is_in(url, domain) for domain in self.allowed)
+
+
+def _is_in(url: str, domain: str) -> bool:
+    host, _, path = url.partition("://")[2].partition("/")
+    site, _, below = domain.lower().rstrip("/").partition("/")
+    host = host.rpartition("@")[2].partition(":")[0].lower()
+    if host != site and not host.endswith(f".{site}"):
+        return False
+    return not below or f"{path}/".startswith(f"{below}/")
+
+
+@dataclass(frozen=True, slots=True)
 class Namespace:
     """Tools that the server runs; the model calls one as ``NAMESPACE.TOOL``.
 
@@ -185,6 +213,8 @@ class Namespace:
     """The tools whose calls need the caller's approval."""
     given: bool = False
     """Whether the URL of the tool server is in the request, not in the operator's configuration."""
+    limits: WebLimits | None = None
+    """What the request permits; ``None``: the tool server cannot be limited."""
 
     @property
     def is_builtin(self) -> bool:
@@ -207,6 +237,9 @@ class Namespace:
 
 PYTHON = "python"
 """The built-in namespace that is its own and only tool."""
+
+BROWSER = "browser"
+"""The built-in namespace that searches the web and shows pages (`core.pages`)."""
 
 
 @dataclass(frozen=True, slots=True)

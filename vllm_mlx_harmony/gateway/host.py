@@ -67,6 +67,8 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, rule: Rule | None = None) -> None:
         self.settings = settings
         self.server_settings = ServerSettings.read()
+        if settings.web_search:
+            self.server_settings = replace(self.server_settings, web_search=settings.web_search)
         connection = connect(self.server_settings)
         self.sharing = open_sharing(self.server_settings, connection)
         """What the front end shares: for ``server.app.application``."""
@@ -293,8 +295,9 @@ def _toolbox(path: str | None, settings: ServerSettings) -> Toolbox | None:
     if settings.tools is Use.OFF:
         if path is not None:
             raise HostError(f"--mcp-config has no effect without {tools.VARIABLE}=on")
-        ClientServers.of(settings)
-        return None
+        if not settings.web_search:
+            ClientServers.of(settings)
+            return None
     return Toolbox.of(tools.ToolsConfig() if path is None else tools.read(path), settings)
 
 

@@ -369,6 +369,9 @@ class GatewaySettings:
         str | None,
         Help("FILE", "MCP servers, JSON or YAML; requires VLLM_MLX_HARMONY_TOOLS=on (or all)"),
     ] = None
+    web_search: Annotated[
+        str, Help("ENGINE", "let requests search the web: ddgs, searxng:URL, brave or tavily")
+    ] = ""
     inspect: Annotated[bool, Help("", "show prompts and answers, token by token, at /harmony")] = (
         False
     )
@@ -428,8 +431,8 @@ class GatewaySettings:
 
 
 AT_THE_START = (
-    *("model", "host", "port", "workers", "mcp_config", "shutdown_grace", "inspect"),
-    *("metrics_by_key", "log_level"),
+    *("model", "host", "port", "workers", "mcp_config", "web_search", "shutdown_grace"),
+    *("inspect", "metrics_by_key", "log_level"),
     *("cache_memory_mb", "ssd_cache_dir", "ssd_cache_max_gb", "gpu_memory_utilization"),
     *("max_num_seqs", "prefill_batch_size", "completion_batch_size", "prefill_step_size"),
     *("chunked_prefill_tokens", "stream_interval", "warm_prompts"),

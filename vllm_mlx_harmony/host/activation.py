@@ -134,9 +134,9 @@ def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
         if getattr(args, "mllm", False):
             raise HostError("--mllm is not supported: gpt-oss takes text only")
     ClientServers.of(settings)
-    if settings.tools is Use.OFF:
-        return
     path = getattr(args, "mcp_config", None)
+    if settings.tools is Use.OFF or (settings.web_search and not path):
+        return
     if not path:
         raise HostError(f"{config.VARIABLE}={settings.tools.value} requires --mcp-config")
     if config.read(path).servers:
@@ -167,7 +167,7 @@ def _check_flags(args: argparse.Namespace) -> None:
 def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     """Configures engines and caches by flags and settings. Raises HostError for an invalid one."""
     from vllm_mlx_harmony.engine import resources
-    from vllm_mlx_harmony.host import flags, summary
+    from vllm_mlx_harmony.host import flags, summary, tools
 
     given = flags.given(args)
     options = resources.engine_options(args, resources.configured_options(settings))
@@ -180,7 +180,8 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
         settings.ssd_writes,
     )
     without_effect = flags.without_effect(given, enabled=resources.budget() > 0)
-    summary.set_flags(args, without_effect, inspected=settings.inspect)
+    running = tools.start_browser(settings, getattr(args, "mcp_config", None))
+    summary.set_flags(args, without_effect, running, inspected=settings.inspect)
     if path := getattr(args, "models_config", None):
         summary.show(("models", f"{path}, loaded on demand"))
 

@@ -24,10 +24,14 @@ _of_flags: list[tuple[str, str]] = []
 
 
 def set_flags(
-    args: argparse.Namespace, without_effect: Iterable[str], *, inspected: bool = False
+    args: argparse.Namespace,
+    without_effect: Iterable[str],
+    tools: Iterable[str] = (),
+    *,
+    inspected: bool = False,
 ) -> None:
-    """Sets what the flags say, and the sentences about those ``without_effect``. ``inspected``:
-    the server has an inspector."""
+    """Sets what the flags say: the sentences about those ``without_effect``, and about the
+    ``tools`` that they enable. ``inspected``: the server has an inspector."""
     host, port = getattr(args, "host", _LOCAL[0]), getattr(args, "port", _PORT)
     rate = getattr(args, "rate_limit", 0)
     local = host in _LOCAL
@@ -46,6 +50,7 @@ def set_flags(
     _of_flags[:] = [
         ("access", access),
         *([("inspector", page)] if inspected else ()),
+        *(("tools", line) for line in tools),
         *(("no effect", sentence) for sentence in without_effect),
         ("next", f"vllm-mlx-harmony launch codex{url}"),
     ]

@@ -1,4 +1,5 @@
-"""Tool servers of ``--mcp-config`` that the model can call, if ``VLLM_MLX_HARMONY_TOOLS`` is set.
+"""Tools that the server runs: those of ``--mcp-config``, if ``VLLM_MLX_HARMONY_TOOLS`` is set, and
+the browser of ``--web-search``.
 
 vllm-mlx itself starts the servers of that file for its endpoints ``/v1/mcp/…`` only. With the
 setting they are started here instead, once, and vllm-mlx's endpoints, ``/health`` and metrics show
@@ -46,6 +47,18 @@ def init_mcp(original: Init) -> Init:
         server()._mcp_manager = server()._mcp_executor = Tools(toolbox)
 
     return init
+
+
+def start_browser(settings: ServerSettings, config_path: str | None) -> list[str]:
+    """Makes the browser of ``--web-search``, if `init_mcp` does not; returns what it is.
+
+    Raises ``HostError`` if it cannot be made.
+    """
+    global running
+    if not settings.web_search or (config_path and settings.tools is not Use.OFF):
+        return []
+    running = Toolbox.of(config.ToolsConfig(), settings)
+    return running.lines
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import (
     ChoiceDelta,
+    Citation,
     Delta,
     Failed,
     Finished,
@@ -32,11 +33,13 @@ from vllm_mlx_harmony.core.deltas import (
     Usage,
 )
 from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.core.pages import Citations
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.render import answer_ids
 from vllm_mlx_harmony.core.replay import ReplayScope
-from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
+from vllm_mlx_harmony.core.turn import BROWSER, Message, ServerCall, ServerResult
 from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, GenerationSettings, Step
+from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.host import Context, Lease, Tracker
 from vllm_mlx_harmony.server.observer import Observer, watched
@@ -129,6 +132,14 @@ class Job:
     reasoning_end: ReasoningEnd = field(default_factory=ReasoningEnd)
     write_last: FinalWriter | None = None
     """Writes the last delta in place of the emitter, for example to store a response first."""
+    cited: Callable[[Citation], str] = link
+    """The text of a citation in the API."""
+
+    @property
+    def has_browser(self) -> bool:
+        """Whether the turn may cite pages."""
+        namespaces = () if self.tools is None else self.tools.turn.namespaces
+        return any(each.name == BROWSER for each in namespaces)
 
 
 async def _reusable_tokens(job: Job) -> int | None:
@@ -138,7 +149,21 @@ async def _reusable_tokens(job: Job) -> int | None:
     return await lease.engine.reusable_tokens(prompt, lease.tenant)
 
 
-async def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
+def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
+    """The deltas of a turn, in groups: those of `_turn`, with the citations of the browser's
+    pages."""
+    turn = _turn(job, tracker, observers)
+    return _cited(turn, job.context.messages) if job.has_browser else turn
+
+
+async def _cited(turn: Deltas, messages: Sequence[Message]) -> Deltas:
+    citations = Citations(messages)
+    async with aclosing(turn) as groups:
+        async for deltas in groups:
+            yield citations.feed(deltas)
+
+
+async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
     """The deltas of a turn, in groups.
 
     When the model calls a tool of the server, the tool is run and the model continues, until it
@@ -256,7 +281,10 @@ async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta
         last.append(delta)
     if job.replay is not None:
         for output in job.context.outputs:
-            stored = replace(output, messages=tuple(map(job.echoed, output.messages)))
+            messages: Sequence[Message] = output.messages
+            if job.has_browser:
+                messages = Citations(output.before).echoed(messages, job.cited)
+            stored = replace(output, messages=tuple(map(job.echoed, messages)))
             if job.replay.blocks:  # before the client can ask another server
                 await asyncio.to_thread(job.replay.remember, stored)
             else:

@@ -35,6 +35,7 @@ MESSAGES = Api(
     comments_progress=True,
     reports_cached=True,
     servers=messages.client_servers,
+    cited=lambda _: "",  # a citation is beside the text
 )
 
 

@@ -8,13 +8,14 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import BROWSER
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.front_end import FrontEnd, front_end_of
 
 
 async def entries(front_end: FrontEnd) -> list[dict[str, Any]]:
     """The entries of ``GET /v1/models``: the host's, and one for each alias of its model."""
-    listed = [*map(_with_lengths, (await front_end.host.models())["data"])]
+    listed = [_described(front_end, each) for each in (await front_end.host.models())["data"]]
     aliases = ({**listed[0], "id": name} for name in front_end.names.aliases)
     return [*listed, *aliases]
 
@@ -24,7 +25,7 @@ async def entry(front_end: FrontEnd, name: str) -> dict[str, Any]:
     canonical = front_end.names.canonical_name(name)
     for each in (await front_end.host.models())["data"]:
         if each["id"] == canonical:
-            return {**_with_lengths(each), "id": name}
+            return {**_described(front_end, each), "id": name}
     problem = f"the model {name!r} does not exist"
     raise RequestError(problem, param="model", code="model_not_found", status=404)
 
@@ -32,6 +33,18 @@ async def entry(front_end: FrontEnd, name: str) -> dict[str, Any]:
 LENGTHS = ("max_model_len", "context_length", "context_window", "max_context_length")
 """The fields in which clients look for the context length: those of vLLM and SGLang, OpenRouter,
 Groq, and LM Studio. llama.cpp has it as ``n_ctx`` of ``meta``."""
+
+
+WEB_SEARCH = "web_search"
+"""The field that says that the server searches the web for requests which ask for that."""
+
+
+def _described(front_end: FrontEnd, entry: dict[str, Any]) -> dict[str, Any]:
+    toolbox = front_end.host.toolbox
+    browses = toolbox is not None and any(
+        each.name == BROWSER and each.tools for each in toolbox.namespaces
+    )
+    return {**_with_lengths(entry), **({WEB_SEARCH: True} if browses else {})}
 
 
 def _with_lengths(entry: dict[str, Any]) -> dict[str, Any]:

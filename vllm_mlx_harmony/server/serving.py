@@ -25,12 +25,14 @@ from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
+from vllm_mlx_harmony.core.deltas import Citation
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong, RequestError
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
+from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
 from vllm_mlx_harmony.protocols.events import encode_slowly
 from vllm_mlx_harmony.protocols.validation import unsupported
@@ -105,6 +107,8 @@ class Api:
     logprobs: str = "logprobs"
     """The field that requests log probabilities."""
     framing: Framing = SERVER_SENT_EVENTS
+    cited: Callable[[Citation], str] = link
+    """The text of a citation in an answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,6 +342,7 @@ async def prepare(received: Received) -> Job:
         comments_progress=api.comments_progress and request.stream,
         reports_cached=api.reports_cached,
         answer=turn.answer,
+        cited=api.cited,
     )
     if not others:
         return job

@@ -227,6 +227,10 @@ class ServerSettings:
     """Whether the tools of ``--mcp-config`` are run."""
     tool_urls: Annotated[tuple[str, ...], _words] = ()
     """Patterns of the URLs of tool servers that requests may name."""
+    web_search: Annotated[str, str] = ""
+    """The search engine of the browser (`tools.browser.engines`); empty: there is no browser."""
+    web_intranet: Annotated[tuple[str, ...], _words] = ()
+    """Patterns of URLs that the browser may open although their hosts have private addresses."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> ServerSettings:

@@ -10,6 +10,7 @@ from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, FinishReason, Kind, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import ReasoningField, ResponseInfo
+from vllm_mlx_harmony.protocols.citations import link, span
 from vllm_mlx_harmony.protocols.events import (
     DONE,
     REASONING_ENDED_BY,
@@ -22,7 +23,7 @@ from vllm_mlx_harmony.protocols.freeform import FreeformInput
 from vllm_mlx_harmony.protocols.openai_answer import entries, error_body, output_details
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
 
-_REASONING, _CONTENT = "reasoning", "content"
+_REASONING, _CONTENT, _ANNOTATIONS = "reasoning", "content", "annotations"
 SERVER_CALLS = "server_tool_calls"
 """The calls that the server ran: a field of the message, and of a chunk when a call has its
 answer. The API has no field for them; clients that do not know this one see the reasoning and
@@ -63,6 +64,9 @@ class Emitter:
         self._tail = ',"usage":null}' if self.include_usage else "}"
         self._texts: dict[str, list[str]] = {}
         self._logprobs: list[Document] = []
+        self._annotations: list[Document] = []
+        self._length = 0  # of the content
+        self._is_content = False  # whether the open message is part of it
         self._calls: list[Document] = []
         self._ran_calls: list[Document] = []
         self._call: tuple[Document, str] | None = None  # an open one, and the field for its text
@@ -85,6 +89,11 @@ class Emitter:
                 return self._show(self._input.feed(delta.text))
             case deltas.Text():
                 return [] if self._hidden else self._show(delta.text, delta.logprobs)
+            case deltas.Citation():
+                events = self._show(link(delta), delta.logprobs)
+                cited = {"type": "url_citation", "url_citation": span(delta, self._length)}
+                self._annotations.append(cited)
+                return [*events, *self._send(encode({_ANNOTATIONS: [cited]}))]
             case deltas.Started():
                 return self._send('{"role":"assistant","content":null,"refusal":null}')
             case deltas.Progress() if self.shows_progress:
@@ -154,6 +163,7 @@ class Emitter:
         self._input = self._call = None
         self._joint = ""
         self._served = delta.kind is Kind.SERVER_CALL
+        self._is_content = delta.kind in (Kind.PREAMBLE, Kind.ANSWER)
         key = self.info.call_id(delta.index)
         if self._served:
             # Sent once its result is known: the client does not have to make this call.
@@ -187,6 +197,8 @@ class Emitter:
             return []
         if self._joint:
             text, self._joint = self._joint + text, ""
+        if self._is_content:
+            self._length += len(text)
         if self.stream and logprobs:
             scores = encode({"content": entries(logprobs), "refusal": None})
             return self._send(encode({_CONTENT: text}), logprobs=scores)
@@ -232,6 +244,8 @@ class Emitter:
         # One without an answer was not run, and is not in a stream either (D2).
         if ran := [call for call in self._ran_calls if call["output"] is not None]:
             message[SERVER_CALLS] = ran
+        if self._annotations:
+            message[_ANNOTATIONS] = self._annotations
         if self._calls:
             message["tool_calls"] = self._calls
         return message

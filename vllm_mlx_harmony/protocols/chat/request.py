@@ -9,6 +9,7 @@ from itertools import groupby
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
+    BROWSER,
     NO_THINKING,
     VOCAB_SIZE,
     Answer,
@@ -18,6 +19,7 @@ from vllm_mlx_harmony.core.turn import (
     Instructions,
     Limits,
     Message,
+    Namespace,
     Preamble,
     Reasoning,
     ReasoningField,
@@ -112,7 +114,8 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
     declared = enumerate(body.tools or ())
     tools = () if none else tuple(_tool(tool, f"tools[{at}]") for at, tool in declared)
     builtin_tools = () if none else defaults.enabled(template.builtin_tools)
-    namespaces = () if none else defaults.default_namespaces(tools)
+    browser = _browser(body, defaults)
+    namespaces = () if none else defaults.default_namespaces(tools, browser)
     callable_ = bool(tools or builtin_tools or namespaces)
     tool_choice = _tool_choice(choice, body.tools or (), callable_)
     if tool_choice.required and prefill is not None:
@@ -319,6 +322,17 @@ def _tool(tool: schema.AnyTool, where: str) -> Tool:
     if isinstance(custom.format, schema.GrammarFormat):
         syntax, definition = custom.format.grammar.syntax, custom.format.grammar.definition
     return freeform_tool(custom.name, custom.description or "", where, syntax, definition)
+
+
+def _browser(body: ChatBody, defaults: Defaults) -> tuple[Namespace, ...]:
+    """The browser, if the request asks for web search."""
+    field = "web_search_options"
+    if body.web_search_options is None:
+        return ()
+    browser = (each for each in defaults.namespaces if each.name == BROWSER and each.tools)
+    if (found := next(browser, None)) is None:
+        raise unsupported(field, f"{field}: web search is not available: declare it as a tool")
+    return (found,)
 
 
 def _tool_choice(

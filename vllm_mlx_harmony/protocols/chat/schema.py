@@ -323,6 +323,7 @@ class ChatBody(OpenAIBody):
 
     tools: list[AnyTool] | None = None
     tool_choice: Annotated[ChatToolChoice | None, BeforeValidator(_as_nested)] = None
+    web_search_options: Document | None = None
 
     response_format: ChatFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -358,7 +359,6 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
     ("audio", given, _TEXT_ONLY),
     ("functions", bool, "deprecated: use tools with the type 'function'"),
     ("function_call", given, "deprecated: use tool_choice"),
-    ("web_search_options", given, "web search is not available: declare it as a tool"),
     ("moderation", given, "not supported"),
     ("echo", bool, "not supported: only the generated text is returned"),
     ("use_beam_search", bool, "not supported"),

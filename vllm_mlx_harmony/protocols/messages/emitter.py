@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from http import HTTPStatus
@@ -15,7 +16,8 @@ from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ResponseInfo
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.messages.schema import THREAD_UNSUPPORTED
-from vllm_mlx_harmony.protocols.messages.tool_types import SERVER_TOOLS
+from vllm_mlx_harmony.protocols.messages.tool_types import SERVER_TOOLS, WEB_TOOLS
+from vllm_mlx_harmony.protocols.messages.web import citation_of, native_result, native_tool
 from vllm_mlx_harmony.protocols.partial_json import ObjectText
 from vllm_mlx_harmony.protocols.server_calls import CodeArguments, label_and_name
 from vllm_mlx_harmony.protocols.unavailable import NONE, Unavailable
@@ -81,9 +83,13 @@ class _TextBlock:
     """A text while it is written, and the base of other blocks.
 
     ``delta`` is the type of its deltas and ``name`` the field that carries their text.
+    ``citations`` are those of the text.
     """
 
     delta, name = "text_delta", "text"
+
+    def __init__(self) -> None:
+        self.citations: list[Document] = []
 
     def take(self, text: str) -> str:
         """Adds to the message; returns the text to send."""
@@ -99,7 +105,8 @@ class _TextBlock:
 
     def document(self, text: str, signature: str) -> Document:
         """The block with ``text``, all that was sent or nothing."""
-        return {"type": "text", "text": text}
+        cited = {"citations": self.citations} if self.citations else {}
+        return {"type": "text", "text": text, **cited}
 
 
 class _ThinkingBlock(_TextBlock):
@@ -108,6 +115,7 @@ class _ThinkingBlock(_TextBlock):
     delta, name = "thinking_delta", "thinking"
 
     def __init__(self, cipher: Cipher, *, shown: bool, mark: str = "") -> None:
+        super().__init__()
         self._cipher = cipher
         self._shown = shown
         self._parts = [mark]
@@ -126,14 +134,20 @@ class _ThinkingBlock(_TextBlock):
 class _ToolUseBlock(_TextBlock):
     """A call: of a tool of the server ``label``, which the server runs, or of the client's.
 
-    Since the input is an object, ``code`` becomes a field of it.
+    Since the input is an object, ``code`` becomes a field of it. ``native``: the tool is one of
+    Anthropic's.
     """
 
     delta, name = "input_json_delta", "partial_json"
 
-    def __init__(self, call_id: str, tool: str, label: str = "", *, code: bool = False) -> None:
+    def __init__(
+        self, call_id: str, tool: str, label: str = "", *, code: bool = False, native: bool = False
+    ) -> None:
+        super().__init__()
         self._head = {"type": "tool_use", "id": call_id, "name": tool}
-        if label:
+        if native:
+            self._head |= {"type": "server_tool_use", "id": _server_id(call_id)}
+        elif label:
             self._head |= {"type": "mcp_tool_use", "id": _mcp_id(call_id)}
         self._server = {"server_name": label} if label else {}
         self._input = ObjectText()
@@ -156,6 +170,11 @@ def _mcp_id(call_id: str) -> str:
     return f"mcptoolu_{key}" if head == "call" else call_id
 
 
+def _server_id(call_id: str) -> str:
+    head, _, key = call_id.partition("_")
+    return f"srvtoolu_{key}" if head == "call" else call_id
+
+
 # --- The answer.
 
 _STOP_REASONS: dict[FinishReason, str] = {
@@ -172,7 +191,8 @@ class Emitter:
 
     A stream has ``message_start``; for each message the start, deltas and stop of a block;
     ``message_delta`` with the stop reason and the usage; ``message_stop``. Only the text of an open
-    thinking block (to encrypt it) or an open call is stored.
+    thinking block (to encrypt it) or an open call is stored. ``native``: calls of the browser are
+    those of Anthropic's tools.
     """
 
     info: ResponseInfo
@@ -181,11 +201,14 @@ class Emitter:
     stream: bool
     thinking: Display = "shown"
     namespaces: Sequence[Namespace] = ()
+    native: bool = False
     unavailable: Unavailable = NONE
 
     def __post_init__(self) -> None:
         self._block: _TextBlock | None = None  # the open one, unless it is hidden
         self._server_call = ""  # the id of the last one
+        self._tool = ""  # and its tool of Anthropic's, if it is one
+        self._uses: Counter[str] = Counter()
         self._count = 0
         self._head = ""
         self._parts: list[str] = []
@@ -201,7 +224,13 @@ class Emitter:
         """The events for ``delta``; always empty if the answer is not streamed."""
         match delta:
             case deltas.Text():
-                return self._show(self._block.take(delta.text)) if self._block else []
+                if self._block is None:
+                    return []
+                # A block has the text that its citations support, and ends with them.
+                again = self._next_block() if self._block.citations else []
+                return [*again, *self._show(self._block.take(delta.text))]
+            case deltas.Citation():
+                return self._cite(delta)
             case deltas.Started():
                 # The cached part is left out while it is unknown, because clients add up these
                 # numbers.
@@ -215,29 +244,20 @@ class Emitter:
                 block = self._block = self._new_block(delta)
                 if block is None:
                     return []
-                index, self._count = self._count, self._count + 1
-                self._parts = []
-                self._head = (
-                    f'{{"type":"content_block_delta","index":{index},'
-                    f'"delta":{{"type":"{block.delta}","{block.name}":'
-                )
-                opened = block.document("", "")
-                return self._send("content_block_start", index=index, content_block=opened)
+                return self._open(block)
             case deltas.Closed():
                 block, self._block = self._block, None
-                if block is None:
-                    return []
-                index = self._count - 1
-                events, signature = self._show(block.rest()), block.signature()
-                if signature:
-                    signed = {"type": "signature_delta", "signature": signature}
-                    events += self._send("content_block_delta", index=index, delta=signed)
-                if not self.stream:
-                    self._content.append(block.document("".join(self._parts), signature))
-                return [*events, *self._send("content_block_stop", index=index)]
+                return [] if block is None else self._close(block)
             case deltas.ToolStarted():
-                self._server_call = delta.call.id if delta.call else self._server_call
+                if delta.call is not None:
+                    self._server_call = delta.call.id
+                    self._tool = native_tool(delta.call.name) if self.native else ""
                 return []
+            case deltas.ToolFinished() if self._tool:
+                self._uses[self._tool] += 1
+                content = native_result(self._tool, delta, self.cipher)
+                key, kind = _server_id(self._server_call), f"{self._tool}_tool_result"
+                return self._add_block({"type": kind, "tool_use_id": key, "content": content})
             case deltas.ToolFinished():  # its block is complete when it starts
                 return self._add_block(
                     {
@@ -249,7 +269,7 @@ class Emitter:
                 )
             case deltas.Finished():
                 self._finished = delta
-                stopped, usage = _ending(delta)
+                stopped, usage = self._ending(delta)
                 return [
                     *self._send("message_delta", delta=stopped, usage=usage),
                     *self._send("message_stop"),
@@ -268,7 +288,46 @@ class Emitter:
             raise self._error
         if self._finished is None or self.stream:
             raise OutputError("the answer is incomplete or was streamed")
-        return self._message(*_ending(self._finished))
+        return self._message(*self._ending(self._finished))
+
+    def _open(self, block: _TextBlock) -> list[Event]:
+        index, self._count = self._count, self._count + 1
+        self._parts, self._block = [], block
+        self._head = (
+            f'{{"type":"content_block_delta","index":{index},'
+            f'"delta":{{"type":"{block.delta}","{block.name}":'
+        )
+        opened = block.document("", "")
+        return self._send("content_block_start", index=index, content_block=opened)
+
+    def _close(self, block: _TextBlock) -> list[Event]:
+        index = self._count - 1
+        events, signature = self._show(block.rest()), block.signature()
+        if signature:
+            signed = {"type": "signature_delta", "signature": signature}
+            events += self._send("content_block_delta", index=index, delta=signed)
+        if not self.stream:
+            self._content.append(block.document("".join(self._parts), signature))
+        return [*events, *self._send("content_block_stop", index=index)]
+
+    def _next_block(self) -> list[Event]:
+        assert self._block is not None
+        return [*self._close(self._block), *self._open(_TextBlock())]
+
+    def _cite(self, citation: deltas.Citation) -> list[Event]:
+        if type(self._block) is not _TextBlock:
+            return []
+        document = citation_of(citation)
+        self._block.citations.append(document)
+        cited = {"type": "citations_delta", "citation": document}
+        return self._send("content_block_delta", index=self._count - 1, delta=cited)
+
+    def _ending(self, finished: deltas.Finished) -> tuple[Document, Document]:
+        stopped, usage = _ending(finished)
+        if self._uses:
+            counted = {f"{name}_requests": self._uses[name] for name in WEB_TOOLS}
+            usage["server_tool_use"] = counted
+        return stopped, usage
 
     def _new_block(self, delta: deltas.Opened) -> _TextBlock | None:
         """The block for a message; ``None`` if the request hides it."""
@@ -278,6 +337,9 @@ class Emitter:
             case Kind.SERVER_CALL:
                 label, tool = label_and_name(self.namespaces, delta.name)
                 self._server_call = self.info.call_id(delta.index)
+                self._tool = native_tool(delta.name) if self.native else ""
+                if self._tool:
+                    return _ToolUseBlock(self._server_call, self._tool, native=True)
                 return _ToolUseBlock(self._server_call, tool, label, code=delta.name == PYTHON)
             case Kind.REASONING if self.thinking in ("hidden", "preambles"):
                 return None

@@ -11,6 +11,7 @@ from typing import NamedTuple, TypeAlias
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.turn import (
+    BROWSER,
     NO_THINKING,
     AdditionalTools,
     Answer,
@@ -40,6 +41,7 @@ from vllm_mlx_harmony.protocols.messages.content import FILES, TextReader, lines
 from vllm_mlx_harmony.protocols.messages.emitter import UPDATE, Display, Emitter
 from vllm_mlx_harmony.protocols.messages.schema import Block, MessagesBody
 from vllm_mlx_harmony.protocols.messages.server_tools import (
+    declares_web,
     found_tools,
     requested_namespaces,
     result_text,
@@ -48,6 +50,7 @@ from vllm_mlx_harmony.protocols.messages.server_tools import (
     unavailable_tools,
 )
 from vllm_mlx_harmony.protocols.messages.tool_types import client_tool
+from vllm_mlx_harmony.protocols.messages.web import displayed, recipients_of_native
 from vllm_mlx_harmony.protocols.partial_json import INVALID_JSON
 from vllm_mlx_harmony.protocols.request_body import sampling
 from vllm_mlx_harmony.protocols.server_calls import (
@@ -64,8 +67,9 @@ from vllm_mlx_harmony.protocols.validation import required, unsupported, validat
 class MessagesRequest:
     """A parsed request: the turn for the model, and the form of the answer.
 
-    ``unavailable`` has the declared tools that nobody runs. ``notes`` names, for the log, the
-    fields that were accepted but have no effect.
+    ``unavailable`` has the declared tools that nobody runs. ``native``: the request declares
+    Anthropic's web search or web fetch. ``notes`` names, for the log, the fields that were accepted
+    but have no effect.
     """
 
     turn: Turn
@@ -73,6 +77,7 @@ class MessagesRequest:
     stream: bool
     thinking: Display
     unavailable: Unavailable
+    native: bool
     notes: tuple[str, ...]
     cipher: Cipher = field(repr=False)
 
@@ -83,6 +88,7 @@ class MessagesRequest:
             stream=self.stream,
             thinking=self.thinking,
             namespaces=self.turn.namespaces,
+            native=self.native,
             unavailable=self.unavailable,
         )
 
@@ -122,6 +128,7 @@ def read(
         stream=bool(request.stream),
         thinking=shown,
         unavailable=missing,
+        native=declares_web(request),
         notes=notes(request, missing),
         cipher=cipher,
     )
@@ -292,12 +299,12 @@ class _Reader:
         off = body.thinking is not None and body.thinking.type in _OFF
         for at, message in enumerate(body.messages):
             cleared = message.clear_at == "next_user_message" and at < last_user
-            blocks = [
+            blocks = _joined(
                 _Placed(block, f"messages[{at}].content[{index}]")
                 for index, block in enumerate(message.content)
                 if not (isinstance(block, schema.TextBlock) and not block.text)
                 and (not cleared or isinstance(block, schema.ToolAdditionBlock))
-            ]
+            )
             update = None
             if message.output_config is not None and message.output_config.effort is not None:
                 word = (f"messages[{at}].output_config.effort", message.output_config.effort)
@@ -406,7 +413,10 @@ class _Reader:
                 yield ServerResult(block.tool_use_id, "", self.result(block, where))
             case schema.ServerResultBlock():
                 yield from self.declare(found_tools(block.content))
-                text = result_text(block.content, f"{where}.content", self.defaults.attachments)
+                shown = displayed(block.content, self.cipher)
+                text = shown or result_text(
+                    block.content, f"{where}.content", self.defaults.attachments
+                )
                 yield ServerResult(block.tool_use_id, "", text)
             case _ if block.type in FILES:
                 yield Preamble(self.text([_Placed(block, where)]))
@@ -444,6 +454,22 @@ class _Reader:
     def declare(self, names: Iterable[str]) -> Iterator[Message]:
         if tools := self.load(names):
             yield AdditionalTools(tuple(tools))
+
+
+def _joined(placed: Iterable[_Placed]) -> list[_Placed]:
+    """``placed`` with each text that its citations have divided as one block again."""
+    joined: list[_Placed] = []
+    cites = False
+    for each in placed:
+        block, last = each.block, joined[-1].block if joined else None
+        is_text = isinstance(block, schema.TextBlock)
+        if cites and isinstance(block, schema.TextBlock) and isinstance(last, schema.TextBlock):
+            whole = last.model_copy(update={"text": last.text + block.text})
+            joined[-1] = joined[-1]._replace(block=whole)
+        else:
+            joined.append(each)
+        cites = is_text and bool(getattr(block, "citations", None))
+    return joined
 
 
 def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | None, bool]:
@@ -552,6 +578,8 @@ def _tool_choice(
     if choice.name in {tool.name for tool in tools}:
         return ToolChoice(required=True, names=(choice.name,))
     served = recipients_of(namespaces, None, choice.name)
+    if any(each.name == BROWSER for each in namespaces):
+        served = recipients_of_native(choice.name) or served
     if not served:
         problem = f"tool_choice.name: there is no tool named {quoted(choice.name)} to call"
         raise RequestError(problem, param="tool_choice.name")

@@ -9,7 +9,11 @@ from pydantic import Field, model_validator
 
 from vllm_mlx_harmony.protocols.client_servers import MAX_SERVERS
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.messages.tool_types import CLIENT_TOOLS
+from vllm_mlx_harmony.protocols.messages.tool_types import (
+    CLIENT_TOOLS,
+    SERVER_TOOLS,
+    WEB_TOOLS,
+)
 from vllm_mlx_harmony.protocols.request_body import RequestBody
 from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, listed
 
@@ -24,6 +28,7 @@ class Block(Wire):
 
 class TextBlock(Block):
     text: str
+    citations: object = None
 
 
 Part: TypeAlias = Annotated[Block, Variants({"text": TextBlock}, Block)]
@@ -104,6 +109,15 @@ class PredefinedTool(AnthropicTool):
     defer_loading: bool | None = None
 
 
+class WebTool(AnthropicTool):
+    """Web search or web fetch, and what it may show."""
+
+    type: str
+    max_uses: int | None = Field(default=None, ge=1)
+    allowed_domains: list[str] | None = None
+    blocked_domains: list[str] | None = None
+
+
 class ClientTool(AnthropicTool):
     name: str
     description: str | None = None
@@ -133,6 +147,7 @@ _TOOLS: dict[str, type[Wire]] = {
     CUSTOM: ClientTool,
     TOOLSET: Toolset,
     **dict.fromkeys(CLIENT_TOOLS, PredefinedTool),
+    **{kind: WebTool for kind, name in SERVER_TOOLS.items() if name in WEB_TOOLS},
 }
 AnyTool: TypeAlias = Annotated[AnthropicTool, Variants(_TOOLS, AnthropicTool, _tool_kind)]
 

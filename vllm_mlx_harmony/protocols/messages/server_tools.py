@@ -15,7 +15,7 @@ from json import dumps
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import RequestError, quoted
 from vllm_mlx_harmony.core.names import valid_name
-from vllm_mlx_harmony.core.turn import PYTHON, Namespace
+from vllm_mlx_harmony.core.turn import BROWSER, PYTHON, Namespace
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.messages.schema import (
     TOOL_SEARCH,
@@ -24,8 +24,10 @@ from vllm_mlx_harmony.protocols.messages.schema import (
     MessagesBody,
     PredefinedTool,
     Toolset,
+    WebTool,
 )
-from vllm_mlx_harmony.protocols.messages.tool_types import SERVER_TOOLS
+from vllm_mlx_harmony.protocols.messages.tool_types import SERVER_TOOLS, WEB_FETCH
+from vllm_mlx_harmony.protocols.messages.web import limits_of
 from vllm_mlx_harmony.protocols.server_calls import code_in, recipient_of
 from vllm_mlx_harmony.protocols.validation import unsupported
 
@@ -74,7 +76,20 @@ def requested_namespaces(
         }
         on = (tool for tool in namespace.tools if switches.get(tool.origin[-1], default))
         chosen[namespace.label] = replace(namespace, tools=tuple(on))
+    web = [
+        (f"tools[{index}]", tool)
+        for index, tool in enumerate(body.tools or ())
+        if isinstance(tool, WebTool)
+    ]
+    browser = next((each for each in available if each.name == BROWSER), None)
+    if web and browser is not None:
+        chosen.setdefault(browser.label, replace(browser, limits=limits_of(web, browser.limits)))
     return tuple(namespace for namespace in chosen.values() if namespace.tools)
+
+
+def declares_web(body: MessagesBody) -> bool:
+    """Whether ``body`` declares Anthropic's web search or web fetch."""
+    return any(isinstance(tool, WebTool) for tool in body.tools or ())
 
 
 def unavailable_tools(
@@ -173,6 +188,8 @@ def translated_call(
     if name not in _LIKE:
         return valid_name(name, set()), arguments
     recipient, there, here = _LIKE[name]
+    if name == WEB_FETCH and isinstance(given.get("pattern"), str):
+        return f"{BROWSER}.find", arguments
     value = given.get(there)
     if not isinstance(value, str):
         return recipient, arguments

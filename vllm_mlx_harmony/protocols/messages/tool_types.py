@@ -185,6 +185,9 @@ SERVER_TOOLS: Mapping[str, str] = {
 }
 """The types that Anthropic's servers run, each with the name of its calls and results."""
 
+WEB_TOOLS = WEB_SEARCH, WEB_FETCH = ("web_search", "web_fetch")
+"""Those of them that the server runs itself if it has a browser."""
+
 CLIENT_TOOLSETS = ("computer_toolset_20260801", "browser_toolset_20260801")
 """Sets of tools that the client runs and that are not offered to the model: almost all of their
 results are screenshots, which it cannot see."""

@@ -14,6 +14,7 @@ from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, Kind
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import ResponseInfo
+from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.events import REASONING_ENDED_BY, Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.openai_answer import entries
 from vllm_mlx_harmony.protocols.partial_json import ObjectText
@@ -85,6 +86,8 @@ class Emitter:
                 return []
             case deltas.Text():
                 return self._show(delta)
+            case deltas.Citation():
+                return self._show(deltas.Text(link(delta), delta.logprobs))
             case deltas.Started():
                 self._started = now
                 return []

@@ -19,6 +19,7 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     IN_PROGRESS,
     INCOMPLETE,
     LAST_APPROVED,
+    MessageItem,
     OutputItem,
     OutputOptions,
     PendingEvent,
@@ -94,6 +95,9 @@ class Emitter:
             case deltas.Text() if self._item is not None:
                 logprobs = entries(delta.logprobs, no_bytes=[])
                 return self._write_events(self._item.take(delta.text, logprobs))
+            case deltas.Citation() if isinstance(self._item, MessageItem):
+                logprobs = entries(delta.logprobs, no_bytes=[])
+                return self._write_events(self._item.cite(delta, logprobs))
             case deltas.Started():
                 return self._start()
             case deltas.Opened(kind=Kind.SERVER_CALL):
@@ -107,7 +111,7 @@ class Emitter:
                 return self._step(self._item, self._item.closed())
             case deltas.Closed():
                 return self._end_item()
-            case deltas.Text() | deltas.Progress():
+            case deltas.Text() | deltas.Citation() | deltas.Progress():
                 return []  # progress is in a comment: there is no event for it
             case deltas.ToolStarted(call=ServerCall() as call):
                 key = key_of(self.info, LAST_APPROVED - len(self._output))

@@ -11,9 +11,10 @@ from dataclasses import field as dataclass_field
 from json import loads
 from typing import ClassVar, TypeAlias
 
-from vllm_mlx_harmony.core.deltas import Kind, Opened
+from vllm_mlx_harmony.core.deltas import Citation, Kind, Opened
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Namespace, ResponseInfo
+from vllm_mlx_harmony.protocols.citations import link, span
 from vllm_mlx_harmony.protocols.encryption import Cipher
 from vllm_mlx_harmony.protocols.events import Document, Event, encode, quote
 from vllm_mlx_harmony.protocols.freeform import FreeformInput
@@ -228,10 +229,14 @@ class OutputItem:
             events.append(pending(f"{field.stem}.done", **writer.position, **whole))
             if field.part is not None:
                 cut = {"status": INCOMPLETE} if field.marks_cut and self.status != COMPLETED else {}
-                part = {**field.part, "text": text, **logprobs}
+                part = {**field.part, "text": text, **logprobs, **self.beside_text()}
                 kind = f"{field.part_stem}.done"
                 events.append(pending(kind, **writer.position, part=part, **cut))
         return events
+
+    def beside_text(self) -> Document:
+        """Fields of a part beside its text, once that is complete."""
+        return {}
 
     def finish(self, status: str) -> list[PendingEvent]:
         """Its last event, if it was shown."""
@@ -257,8 +262,29 @@ class MessageItem(OutputItem):
     phase: str
     prefix, text_fields = "msg", (OUTPUT_TEXT,)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.annotations: list[Document] = []
+
+    def cite(self, citation: Citation, logprobs: Sequence[Document]) -> list[PendingEvent]:
+        """Adds a link to the text, and its annotation."""
+        events = self.take(link(citation), logprobs)
+        annotation = {"type": "url_citation", **span(citation, len(self.text))}
+        self.annotations.append(annotation)
+        kind, index = f"{OUTPUT_TEXT.stem}.annotation.added", len(self.annotations) - 1
+        position = self._writers[0].position
+        return [*events, pending(kind, **position, annotation_index=index, annotation=annotation)]
+
+    def beside_text(self) -> Document:
+        return {"annotations": [*self.annotations]}
+
     def document(self) -> Document:
-        part = {**_OUTPUT_TEXT, "logprobs": [*self.logprobs], "text": self.text}
+        part = {
+            **_OUTPUT_TEXT,
+            **self.beside_text(),
+            "logprobs": [*self.logprobs],
+            "text": self.text,
+        }
         content = [part] if part["text"] else []
         return self.fields("message", role="assistant", phase=self.phase, content=content)
 

@@ -174,7 +174,28 @@ class McpTool(ResponsesTool):
     require_approval: Approval | None = None
 
 
+class WebFilters(Wire):
+    """The domains whose pages a web search may show; their subdomains are among them."""
+
+    allowed_domains: list[str] | None = None
+    blocked_domains: list[str] | None = None
+
+
+class WebSearchTool(ResponsesTool):
+    """Web search. Without ``external_web_access``, it is to use an index alone."""
+
+    filters: WebFilters | None = None
+    external_web_access: bool | None = None
+
+
+WEB_SEARCH = (
+    *("web_search", "web_search_2025_08_26"),
+    *("web_search_preview", "web_search_preview_2025_03_11"),
+)
+"""The types of web search."""
+
 TOOLS: dict[str, type[Wire]] = {
+    **dict.fromkeys(WEB_SEARCH, WebSearchTool),
     **_CLIENT_TOOLS,
     **dict.fromkeys(LOCAL_TOOLS, PredefinedTool),
     "namespace": NamespaceTool,

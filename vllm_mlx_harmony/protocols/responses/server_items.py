@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from vllm_mlx_harmony.core.deltas import ToolFailure
+from vllm_mlx_harmony.core.pages import read_page
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.responses.output_items import (
@@ -129,18 +130,24 @@ class WebSearchCall(ServerItem):
     def document(self) -> Document:
         value = parse_arguments(self.text)
         given = value if isinstance(value, dict) else {}
+        answer = None if self.failure else self.answer
+        page = None if answer is None else read_page(answer)
         action: Document
         if self.tool == "open":
-            page = given.get("id")
-            action = {"type": "open_page", "url": page if isinstance(page, str) else None}
+            named = given.get("id")
+            url = named if isinstance(named, str) else None
+            action = {"type": "open_page", "url": page.url if page else url}
         elif self.tool == "find":
             pattern = str(given.get("pattern", ""))
-            action = {"type": "find_in_page", "pattern": pattern, "url": ""}
+            url = page.url if page else ""
+            action = {"type": "find_in_page", "pattern": pattern, "url": url}
         else:
             query = str(given.get("query", ""))
             action = {"type": "search", "query": query, "queries": [query]}
-            if self.options.shows_sources and self.answer is not None and self.failure is None:
-                action["sources"] = [{"type": "url", "url": url} for url in _urls(self.answer)]
+            if self.options.shows_sources and answer is not None:
+                found = [each.url for each in page.found] if page else []
+                urls = found or _urls(answer)
+                action["sources"] = [{"type": "url", "url": url} for url in urls]
         return self.fields("web_search_call", action=action)
 
 

@@ -15,10 +15,11 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.core.turn import PYTHON, Namespace, Tool
+from vllm_mlx_harmony.core.turn import BROWSER, PYTHON, Namespace, Tool, WebLimits
 from vllm_mlx_harmony.protocols.client_servers import ClientServer, headers_of
 from vllm_mlx_harmony.protocols.responses.schema import (
     SEARCH,
+    WEB_SEARCH,
     AllowedTool,
     ClientTool,
     McpTool,
@@ -26,6 +27,8 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     PredefinedTool,
     ResponsesTool,
     ToolFilter,
+    WebFilters,
+    WebSearchTool,
 )
 from vllm_mlx_harmony.protocols.server_calls import recipients_of
 from vllm_mlx_harmony.protocols.validation import invalid, required, unsupported
@@ -34,10 +37,7 @@ Kind: TypeAlias = Literal["mcp", "code_interpreter", "web_search"]
 
 _NAMESPACES: Mapping[str, tuple[Kind, str]] = {
     "code_interpreter": ("code_interpreter", PYTHON),
-    "web_search": ("web_search", "browser"),
-    "web_search_2025_08_26": ("web_search", "browser"),
-    "web_search_preview": ("web_search", "browser"),
-    "web_search_preview_2025_03_11": ("web_search", "browser"),
+    **dict.fromkeys(WEB_SEARCH, ("web_search", BROWSER)),
 }
 """Types of tools that stand for a namespace which gpt-oss was trained with."""
 
@@ -110,11 +110,27 @@ def read_server_tools(
             listed += declared
         else:
             declared = [namespace for namespace in available if namespace.name == name]
+            if isinstance(tool, WebSearchTool):
+                declared = [_limited(tool, where, namespace) for namespace in declared]
+                if tool.external_web_access is False:  # there is no index here
+                    declared = []
         for namespace in declared:
             if namespace.tools:
                 chosen.setdefault(namespace.name, namespace)
                 kinds.setdefault(namespace.name, kind)
     return ServerTools(tuple(chosen.values()), tuple(listed), available, kinds)
+
+
+def _limited(tool: WebSearchTool, where: str, browser: Namespace) -> Namespace:
+    """The ``browser`` with what ``tool`` permits."""
+    filters = tool.filters or WebFilters()
+    allowed, blocked = filters.allowed_domains or (), filters.blocked_domains or ()
+    if not (allowed or blocked):
+        return browser
+    if browser.limits is None:
+        problem = f"{where}.filters: this server's browser cannot be limited to domains"
+        raise unsupported(f"{where}.filters", problem)
+    return replace(browser, limits=WebLimits(tuple(allowed), tuple(blocked)))
 
 
 HOSTED_TOOLS: Mapping[str, str] = {

@@ -11,8 +11,10 @@ from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, StoreError
+from vllm_mlx_harmony.core.pages import Citations
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
+from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
 from vllm_mlx_harmony.server.answers import AnswerKey
@@ -109,7 +111,8 @@ class StoringEmitter:
     def stored(self) -> StoredResponse:
         document = self._emitter.document()
         ended = document["status"] in ("completed", "incomplete")
-        messages = self.request.conversation(self._context.messages, ended=ended)
+        written = Citations().echoed(self._context.messages, link)
+        messages = self.request.conversation(written, ended=ended)
         return StoredResponse(self.key.id, document, self.input_items(), messages, self.key.tenant)
 
     def _store(self, keeps: bool) -> None:

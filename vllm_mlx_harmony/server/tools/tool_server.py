@@ -6,11 +6,11 @@ one as an entry point of the group ``GROUP``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from vllm_mlx_harmony.core.turn import Tool
+from vllm_mlx_harmony.core.turn import Message, Tool, WebLimits
 
 GROUP = "vllm_mlx_harmony.tools"
 """Entry points: functions without parameters that return a ``ToolServer``."""
@@ -55,5 +55,22 @@ class ToolServer(Protocol):
         """
 
 
+@runtime_checkable
+class Conversational(Protocol):
+    """A tool server whose calls depend on the conversation."""
+
+    def session(
+        self, messages: Sequence[Message], tenant: str, limits: WebLimits | None = None
+    ) -> ToolServer:
+        """The tool server for one turn, which is neither started nor stopped."""
+
+
 class ToolError(Exception):
-    """A call has no answer: the server is unreachable, rejects it, or has died."""
+    """A call has no answer: the server is unreachable, rejects it, or has died.
+
+    ``code`` as in ``ToolFailure``.
+    """
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code

@@ -22,16 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
-from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
-from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool
+from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool, Turn, WebLimits
 from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer, check_package
-from vllm_mlx_harmony.server.tools.tool_server import GROUP, ToolError, ToolServer
+from vllm_mlx_harmony.server.tools.tool_server import (
+    GROUP,
+    Conversational,
+    ToolError,
+    ToolServer,
+)
 from vllm_mlx_harmony.tasks import in_thread
 
 if TYPE_CHECKING:
@@ -67,8 +72,11 @@ class Toolbox:
         config: ToolsConfig | None = None,
         use: Use = Use.ON,
         clients: ClientServers | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.servers = tuple(servers)
+        self.notes = tuple(notes)
+        """What the operator should know about them."""
         self.config = config or ToolsConfig()
         self.use = use
         self.clients = clients or ClientServers((), self.config.default_timeout)
@@ -86,21 +94,35 @@ class Toolbox:
 
     @classmethod
     def of(cls, config: ToolsConfig, settings: ServerSettings) -> Toolbox:
-        """The MCP servers of ``config``, and the tool servers of other packages.
+        """The browser, the MCP servers of ``config``, and the tool servers of other packages.
 
-        Raises ``HostError`` if the package ``mcp`` is missing or too old, and for an invalid URL
+        If tools are off but for web search, it is the browser alone. Raises ``HostError`` if a
+        package is missing or too old, for a label that two servers have, and for an invalid URL
         pattern in the settings.
         """
         clients = ClientServers.of(settings, config.default_timeout)
         if config.servers:
             check_package()
+        web: list[ToolServer] = []
+        notes: list[str] = []
+        if settings.web_search:
+            from vllm_mlx_harmony.server.tools import browser
+
+            web = [made := browser.of(settings)]
+            notes = [f"the web is searched with {made.engine.name}, and pages are opened from here"]
+        if settings.tools is Use.OFF:
+            return cls(web, config, Use.ON, clients, notes)
         servers: list[ToolServer] = [
             McpServer(label, each, config.default_timeout)
             for label, each in config.servers.items()
             if each.enabled
         ]
         servers += [entry.load()() for entry in entry_points(group=GROUP)]
-        return cls(servers, config, settings.tools, clients)
+        repeated = {each.label for each in web} & {each.label for each in servers}
+        if repeated:
+            name = repeated.pop()
+            raise HostError(f"--web-search and another tool server are both named {name!r}")
+        return cls([*web, *servers], config, settings.tools, clients, notes)
 
     async def start(self) -> None:
         """Starts all servers concurrently. Failures are logged, and retried in the background."""
@@ -136,6 +158,7 @@ class Toolbox:
             f"{each.label}: {', '.join(tool.origin[-1] for tool in each.tools) or each.problem}"
             for each in self.namespaces
         ]
+        lines += self.notes
         if self.clients.allowed:
             lines.append(f"requests may name {', '.join(self.clients.allowed)}")
         return lines
@@ -150,6 +173,15 @@ class Toolbox:
             )
             for each in servers
         )
+
+    def sessions(self, turn: Turn) -> dict[str, ToolServer]:
+        """By label, the servers whose calls depend on the conversation of ``turn``."""
+        limits = {each.label: each.limits for each in turn.namespaces}
+        return {
+            each.label: each.session(turn.messages, turn.tenant, limits[each.label])
+            for each in self.servers
+            if each.label in limits and isinstance(each, Conversational)
+        }
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         """Counters of calls: the toolbox is a Prometheus collector."""
@@ -175,10 +207,13 @@ class Toolbox:
         seconds: float,
         room: int,
         given: Sequence[ToolServer] = (),
+        *,
+        sessions: Mapping[str, ToolServer] | None = None,
     ) -> ToolFinished:
         """Runs ``call`` of a turn that has ``namespaces``, some of them of ``given`` servers.
 
-        Takes ``seconds`` at most. The result has ``room`` tokens at most.
+        ``sessions`` are those of the turn (`sessions`). Takes ``seconds`` at most. The result has
+        ``room`` tokens at most.
         """
         began = time.monotonic()
         found = [each for each in namespaces if call.name in each.by_recipient]
@@ -190,6 +225,8 @@ class Toolbox:
         server = next(
             each for each in (given if namespace.given else self.servers) if each.label == label
         )
+        if sessions is not None and not namespace.given:
+            server = sessions.get(label, server)
         counted = GIVEN if namespace.given else (label, name)
         counts = self.counts.setdefault(counted, Counts())
         counts.calls += 1
@@ -229,7 +266,8 @@ class Toolbox:
         except TimeoutError:
             text = f"the tool did not answer within {limit:.0f} seconds"
         except ToolError as error:
-            text = str(error) or "the tool failed"
+            text, code = str(error) or "the tool failed", error.code
+            return ToolFinished(f"Error: {text}", ToolFailure(text, code=code))
         except Exception:
             logger.exception("a tool server failed")
             text = "the tool failed"
@@ -323,7 +361,8 @@ def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
             if tool.name in BROWSER_TOOLS
         )
         if len(chosen) == len(BROWSER_TOOLS):
-            return Namespace(name, chosen, server.description, server.label)
+            limits = WebLimits() if isinstance(server, Conversational) else None
+            return Namespace(name, chosen, server.description, server.label, limits=limits)
     if name in (PYTHON, "browser"):
         name = f"{name}_tools"
         logger.warning(

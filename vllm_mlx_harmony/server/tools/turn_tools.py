@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
@@ -42,6 +42,10 @@ class TurnTools:
     _calls: int = 0
     _refused: int = 0
     _until: float | None = None
+    _sessions: Mapping[str, ToolServer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._sessions = self.toolbox.sessions(self.turn)
 
     @property
     def exhausted(self) -> bool:
@@ -80,7 +84,9 @@ class TurnTools:
             room = context_length - prompt_tokens - LEFT_FOR_THE_ANSWER
         # A stream that is silent for the whole time limit is ended, so a call must end before that.
         seconds = min(self._until - now, max(self.seconds - 1.0, self.seconds / 2))
-        return await self.toolbox.run(call, self.turn.namespaces, seconds, room, self.given)
+        return await self.toolbox.run(
+            call, self.turn.namespaces, seconds, room, self.given, sessions=self._sessions
+        )
 
     async def continued(
         self,

@@ -1,0 +1,273 @@
+"""Pages as the model reads them, and citations: what it writes on the left, deltas on the right."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from vllm_mlx_harmony.core.deltas import (
+    Citation,
+    Closed,
+    Delta,
+    Failed,
+    Kind,
+    Opened,
+    Text,
+    TextLogprob,
+    ToolFailure,
+    ToolFinished,
+    ToolStarted,
+)
+from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.core.pages import Citations, Page, read_page, results_page
+from vllm_mlx_harmony.core.turn import (
+    Answer,
+    Message,
+    Preamble,
+    Reasoning,
+    ServerCall,
+    ServerResult,
+    User,
+    WebLimits,
+)
+
+ROME = Page(
+    3,
+    "Rome (city)",
+    "https://en.example/Rome_(city)?a=1",
+    20,
+    ("Rome is the capital of 【4†Italy】.", "", "It has 2.8 million 【5†people†x.example】."),
+    311,
+)
+RESULTS = results_page(
+    0,
+    "where is rome (https://evil.example)",
+    [
+        ("Rome 【1†L2】", "https://a.example/rome", ["A city in", "Italy."]),
+        ("", "https://b.example:8080/x", []),
+    ],
+)
+
+
+def test_a_page() -> None:
+    assert ROME.text == (
+        "[3] Rome (city) (https://en.example/Rome_(city)?a=1)\n"
+        "**viewing lines [20 - 22] of 310**\n\n"
+        "L20: Rome is the capital of 【4†Italy】.\n"
+        "L21: \n"
+        "L22: It has 2.8 million 【5†people†x.example】."
+    )
+
+
+def test_the_results_of_a_search() -> None:
+    assert RESULTS.lines == (
+        "【0†Rome 〖1‡L2〗†a.example】",
+        "https://a.example/rome",
+        "A city in",
+        "Italy.",
+        "",
+        "【1†b.example:8080†b.example:8080】",
+        "https://b.example:8080/x",
+    )
+    assert [(each.url, each.line) for each in RESULTS.found] == [
+        ("https://a.example/rome", 0),
+        ("https://b.example:8080/x", 5),
+    ]
+    assert results_page(0, "x", []).lines == ("No results were found.",)
+
+
+@pytest.mark.parametrize("page", [ROME, RESULTS, Page(0, "", "http://x", 0, ("",), 1)])
+def test_what_is_shown_can_be_read_back(page: Page) -> None:
+    shown = read_page(page.text)
+    assert shown == page
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "Error: x", "[0] Results for Rome", "0] a\n**viewing lines [0 - 0] of 0**\n\nL0: "],
+)
+def test_other_results_are_no_pages(text: str) -> None:
+    assert read_page(text) is None
+
+
+def test_a_cut_page_has_the_lines_that_are_left() -> None:
+    text = f"{ROME.text[:-30]}\n[… 30 more characters were cut off]"
+    page = read_page(text)
+    assert page is not None and page.url == ROME.url
+    assert page.lines[:2] == ROME.lines[:2]
+
+
+SHOWN = [
+    ServerCall("c0", "browser.search", "{}"),
+    ServerResult("c0", "browser.search", RESULTS.text),
+    ServerCall("c3", "browser.open", "{}"),
+    ServerResult("c3", "browser.open", ROME.text),
+    ServerResult("c4", "weather.now", ROME.text.replace("[3]", "[9]")),
+]
+A, B = "https://a.example/rome", "https://b.example:8080/x"
+CITED: dict[str, list[str | tuple[str, str, str]]] = {
+    # what is written: the texts, and the mark, the URL and the passage of each citation
+    "It is big【3†L22】.": [
+        "It is big",
+        ("【3†L22】", ROME.url, "It has 2.8 million people."),
+        ".",
+    ],
+    "【3†L20-L22】": [
+        ("【3†L20-L22】", ROME.url, "Rome is the capital of Italy. It has 2.8 million people.")
+    ],
+    "【3†L20-22】【3†source】": [
+        ("【3†L20-22】", ROME.url, "Rome is the capital of Italy. It has 2.8 million people."),
+        ("【3†source】", ROME.url, ""),
+    ],
+    "beyond 【3†L400-L500】": ["beyond ", ("【3†L400-L500】", ROME.url, "")],
+    "a result 【0†L2-L3】 or 【0†L6】": [
+        "a result ",
+        ("【0†L2-L3】", A, "A city in Italy."),
+        " or ",
+        ("【0†L6】", B, B),
+    ],
+    # Citations that lead nowhere are text.
+    "【7†L1】": ["【7†L1】"],
+    "【9†L1】 of another tool": ["【9†L1】 of another tool"],
+    "【0†source】 of a search": ["【0†source】 of a search"],
+    "【】【3】【3†】【3†L】【3†Lx】【x†L1】": ["【】【3】【3†】【3†L】【3†Lx】【x†L1】"],
+    "【4†Italy】 and 【5†people†x.example】": ["【4†Italy】 and 【5†people†x.example】"],
+    "【3†L20-": ["【3†L20-"],
+    "【【3†L21】": ["【", ("【3†L21】", ROME.url, "")],
+    "[3†L21]": ["[3†L21]"],
+}
+
+
+def joined(deltas: list[Delta]) -> list[str | tuple[str, str, str]]:
+    """The texts and citations; adjacent texts are joined."""
+    found: list[str | tuple[str, str, str]] = []
+    for delta in deltas:
+        if isinstance(delta, Citation):
+            found.append((delta.mark, delta.url, delta.passage))
+        elif isinstance(delta, Text):
+            assert delta.text
+            if found and isinstance(found[-1], str):
+                found[-1] += delta.text
+            else:
+                found.append(delta.text)
+    return found
+
+
+@pytest.mark.parametrize("written", CITED)
+def test_citations(written: str) -> None:
+    """Whole, character by character, and cut at every place."""
+    cuts = [[written], list(written)]
+    cuts += [[written[:at], written[at:]] for at in range(1, len(written))]
+    for pieces in cuts:
+        citations = Citations(SHOWN)
+        deltas: list[Delta] = [Opened(0, Kind.ANSWER), *map(Text, pieces), Closed()]
+        fed = [each for delta in deltas for each in citations.feed([delta])]
+        assert joined(fed) == CITED[written], pieces
+        assert (fed[0], fed[-1]) == (deltas[0], deltas[-1])
+
+
+def test_text_is_not_held_back_longer_than_a_citation_is() -> None:
+    citations = Citations(SHOWN)
+    citations.feed([Opened(0, Kind.ANSWER)])
+    held = 0
+    for character in "【" + "1" * 50:
+        held = held + 1 - sum(len(each.text) for each in citations.feed([Text(character)]))  # type: ignore[union-attr]
+        assert held <= 30
+    assert held == 0
+
+
+def test_a_page_of_this_turn() -> None:
+    """It can be cited once it was shown, in the answer and in a preamble, not in reasoning."""
+    cited = Text("【3†L21】")
+    deltas: list[Delta] = [
+        *(Opened(0, Kind.ANSWER), cited, Closed()),
+        *(Opened(1, Kind.SERVER_CALL, "browser.open"), Text("{}"), Closed()),
+        *(ToolStarted(), ToolFinished(ROME.text)),
+        *(Opened(2, Kind.REASONING), cited, Closed()),
+        *(Opened(3, Kind.PREAMBLE), cited, Closed()),
+        *(Opened(4, Kind.CALL, "f"), cited, Closed()),
+        *(Opened(5, Kind.ANSWER), cited, Closed()),
+    ]
+    fed = Citations([User("x")]).feed(deltas)
+    kinds = {b.kind: type(c) for b, c in pairwise(fed) if isinstance(b, Opened) and b.index}
+    assert kinds == {
+        Kind.SERVER_CALL: Text,
+        Kind.REASONING: Text,
+        Kind.PREAMBLE: Citation,
+        Kind.CALL: Text,
+        Kind.ANSWER: Citation,
+    }
+    assert fed[1] == cited
+
+
+def test_what_failed_shows_no_page() -> None:
+    failed = ToolFinished(ROME.text, ToolFailure("x"))
+    call = Opened(0, Kind.SERVER_CALL, "browser.open")
+    cited = Text("【3†L21】")
+    fed = Citations().feed([call, Closed(), ToolStarted(), failed, Opened(1, Kind.ANSWER), cited])
+    assert fed[-1] == cited
+
+
+def test_a_call_of_the_history_shows_a_page() -> None:
+    started = ToolStarted(ServerCall("c", "browser.open", "{}"))
+    fed = Citations().feed(
+        [started, ToolFinished(ROME.text), Opened(0, Kind.ANSWER), Text("【3†L21】")]
+    )
+    assert isinstance(fed[-1], Citation)
+
+
+def test_text_before_a_failure_is_sent() -> None:
+    fed = Citations(SHOWN).feed(
+        [Opened(0, Kind.ANSWER), Text("a 【3"), Failed(OutputError("x"))],
+    )
+    assert joined(fed) == ["a 【3"]
+
+
+def test_log_probabilities_are_reported_once() -> None:
+    """Whatever is held back, in order."""
+    pieces = ["a ", "【3", "†L2", "1】", " b", "【"]
+    scores = [TextLogprob(each, each.encode(), -1.0) for each in pieces]
+    deltas = [Text(text, (score,)) for text, score in zip(pieces, scores, strict=True)]
+    fed = Citations(SHOWN).feed([Opened(0, Kind.ANSWER), *deltas, Closed()])
+    found = [score for each in fed if isinstance(each, (Text, Citation)) for score in each.logprobs]
+    assert found == scores
+
+
+def test_messages_as_clients_receive_them() -> None:
+    text = "So【3†L21】 and 【9†L1】."
+    messages: list[Message] = [
+        Answer(text),
+        *SHOWN,
+        Reasoning(text),
+        Preamble(text),
+        Answer(text),
+    ]
+    echoed = Citations().echoed(messages, lambda citation: f"<{citation.url}>")
+    shown = f"So<{ROME.url}> and 【9†L1】."
+    assert echoed == [
+        Answer(text),
+        *SHOWN,
+        Reasoning(text),
+        Preamble(shown),
+        Answer(shown),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("limits", "url", "permitted"),
+    [
+        (WebLimits(), "https://a.example/", True),
+        (WebLimits(("a.example",)), "https://a.example/x", True),
+        (WebLimits(("a.example",)), "http://www.A.example:8080?x", True),
+        (WebLimits(("a.example",)), "https://aa.example/", False),
+        (WebLimits(("a.example",)), "https://a.example.evil/", False),
+        (WebLimits(("a.example",)), "https://evil/?a.example", False),
+        (WebLimits(("a.example/blog",)), "https://a.example/blog/1", True),
+        (WebLimits(("a.example/blog",)), "https://a.example/blogs", False),
+        (WebLimits(blocked=("a.example",)), "https://b.a.example/", False),
+        (WebLimits(blocked=("a.example",)), "https://b.example/", True),
+    ],
+)
+def test_domains(limits: WebLimits, url: str, permitted: bool) -> None:
+    assert limits.permits(url) is permitted

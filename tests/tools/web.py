@@ -1,0 +1,138 @@
+"""A search engine and web pages on 127.0.0.1, and a browser that may open them."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from vllm_mlx_harmony.server.tools.browser.browser import Browser
+from vllm_mlx_harmony.server.tools.browser.engines import engine_of
+from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher
+from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
+
+HTML = "text/html; charset=utf-8"
+
+
+@dataclass
+class Site:
+    """Answers to GET requests, by path: a status, headers, and a body or what writes it."""
+
+    pages: dict[str, tuple[int, dict[str, str], bytes | Callable[[Any], None]]] = field(
+        default_factory=dict
+    )
+    asked: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    port: int = 0
+    at_once: int = 0
+    most_at_once: int = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def add(
+        self,
+        path: str,
+        body: str | bytes | Callable[[Any], None] = b"",
+        status: int = 200,
+        **headers: str,
+    ) -> str:
+        """Adds a page; returns its URL."""
+        content = body.encode() if isinstance(body, str) else body
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        self.pages[path] = status, {"Content-Type": HTML, **named}, content
+        return f"{self.url}{path}"
+
+    def search(self, *results: tuple[str, str, str]) -> None:
+        """What the search engine finds: titles, URLs and extracts, in SearXNG's format."""
+        found = [
+            {
+                "url": url,
+                "title": title,
+                "content": extract,
+                "engine": "wikipedia",
+                "engines": ["wikipedia"],
+                "parsed_url": ["http", "127.0.0.1", "/", "", "", ""],
+                "positions": [1],
+                "score": 1.0,
+                "category": "general",
+            }
+            for title, url, extract in results
+        ]
+        document = {
+            "query": "x",
+            "number_of_results": 0,
+            "results": found,
+            "answers": [],
+            "corrections": [],
+            "infoboxes": [],
+            "suggestions": [],
+            "unresponsive_engines": [["brave", "timeout"]],
+        }
+        self.add("/search", json.dumps(document), Content_Type="application/json")
+
+    def queries(self) -> list[str]:
+        searches = (urlsplit(path) for path, _ in self.asked)
+        return [parse_qs(each.query)["q"][0] for each in searches if each.path == "/search"]
+
+
+@contextmanager
+def serving(*, host: str = "127.0.0.1") -> Iterator[Site]:
+    site = Site()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            site.asked.append((self.path, dict(self.headers)))
+            site.at_once += 1
+            site.most_at_once = max(site.most_at_once, site.at_once)
+            try:
+                missing: tuple[int, dict[str, str], bytes] = (404, {}, b"")
+                status, headers, body = site.pages.get(urlsplit(self.path).path, missing)
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                if not callable(body):
+                    self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                with suppress(OSError):
+                    if callable(body):
+                        body(self.wfile)
+                    else:
+                        self.wfile.write(body)
+            finally:
+                site.at_once -= 1
+
+        def log_message(self, *_: object) -> None:
+            """Tests look at what was asked."""
+
+    server = ThreadingHTTPServer((host, 0), Handler)
+    server.daemon_threads = True
+    site.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    try:
+        yield site
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def browser(site: Site, *, intranet: bool = True) -> Browser:
+    """A browser that searches with ``site``, and may open its pages."""
+    patterns = [UrlPattern.read(site.url)] if intranet else []
+    return Browser(engine_of(f"searxng:{site.url}"), Fetcher(patterns))
+
+
+def slowly(write: Any) -> None:
+    """A page that never ends, and arrives in drops."""
+    for _ in range(600):
+        write.write(b"<p>drop</p>")
+        write.flush()
+        time.sleep(0.1)
