@@ -184,7 +184,7 @@ tool server is started by `uvx`, which is part of uv."""
 
 
 FRONT_ENDS = (
-    *("-e", ".[fast,redis,test,tools,traces,verify]", *CHECKERS, REDIS),
+    *("-e", ".[browser,fast,redis,test,tools,traces,verify]", *CHECKERS, REDIS),
     *("openai-agents>=0.3", "opentelemetry-sdk>=1.27", "pytest-xdist"),
 )
 """No host, and all optional packages of the front end."""

@@ -56,10 +56,12 @@ def test_names_say_something() -> None:
 EXTRAS = {
     "anthropic",
     "anyio",
+    "ddgs",
     "httpx",
     "httpx2",
     "httpx_sse",
     "jsonschema",
+    "lxml",
     "mcp",
     "mcp_types",
     "openai",

@@ -6,6 +6,7 @@ import json
 import subprocess
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -301,6 +302,18 @@ def test_claude_has_one_model_by_every_name() -> None:
     assert {"ANTHROPIC_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL"} <= models
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "100000"
     assert json.loads(settings)["permissions"] == {"deny": ["WebSearch"]}
+
+
+def test_agents_search_the_web_where_the_server_does(server: Models) -> None:
+    assert not connect.look(server.url, None, None, None).searches
+    server.models = [{**ONE[0], "web_search": True}]
+    assert connect.look(server.url, None, None, None).searches
+    served = Served("http://h:1", "m", searches=True)
+    (settings,) = connect.claude(served).files.values()
+    assert "permissions" not in json.loads(settings)
+    for searches in (True, False):
+        _, config = connect.codex(replace(served, searches=searches)).files.values()
+        assert tomlkit.parse(config).get("web_search") == ("live" if searches else None)
 
 
 MINE = """\

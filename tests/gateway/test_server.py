@@ -421,6 +421,36 @@ def test_tools_of_the_configuration_are_run(
     assert str(servers) not in listed
 
 
+SEARCHES = '<|channel|>analysis to=browser.search code<|message|>{"query": "Rome"}<|call|>'
+
+
+def test_the_web_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the flag alone; the search engine is a server on 127.0.0.1."""
+    pytest.importorskip("httpx2")
+    pytest.importorskip("lxml")
+    sys.path.append(str(Path(__file__).parent.parent / "tools"))
+    import web
+
+    with web.serving() as site, ExitStack() as stack:
+        site.search(("Rome", "https://a.example/rome", "It has 20 °C."))
+        flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}
+        engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": SEARCHES, "20 °C": BEHIND})
+        url = stack.enter_context(served(engine.app))
+        base = stack.enter_context(served(gateway(load({**flags, "engines": [url]}, {}))))
+        body = {"model": MODEL, "input": "Is it warm in Rome?", "tools": [{"type": "web_search"}]}
+        answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
+        assert [each["type"] for each in answer["output"]] == ["web_search_call", "message"]
+        assert answer["output"][0]["action"]["query"] == "Rome"
+        listed = httpx.get(f"{base}/v1/models", timeout=120).json()["data"]
+        assert listed[0]["web_search"] is True
+        del body["tools"]
+        answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
+        assert answer["output"][0]["type"] != "web_search_call"
+    flags = {"--engine": "http://127.0.0.1:9", "--model": "m", "--web-search": "google"}
+    assert main(["gateway", *(part for each in flags.items() for part in each)]) == 2
+    assert "--web-search: 'google' is not one of ddgs" in capsys.readouterr().err
+
+
 def test_a_configuration_of_tools_that_is_none_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

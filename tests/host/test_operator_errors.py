@@ -90,6 +90,15 @@ def test_variables(
     assert not [*tmp_path.iterdir()], "nothing is created"
 
 
+def test_a_search_engine_that_does_not_exist(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or a package that the browser needs."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_WEB_SEARCH", "google")
+    line = refused("MODEL")
+    assert line.startswith(("--web-search: 'google' is not one of ddgs", "--web-search needs the"))
+
+
 @pytest.mark.parametrize("model", ["MODEL", "org/gpt-oss-20b", "org/gpt.oss_20b-MXFP4-Q8"])
 def test_names_of_repositories_are_not_directories(refused: Refused, model: str) -> None:
     assert "--port" in refused(model, "--port", "99999")

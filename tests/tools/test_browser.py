@@ -23,7 +23,7 @@ from web import Site
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.pages import read_page
-from vllm_mlx_harmony.core.turn import ServerResult, WebLimits
+from vllm_mlx_harmony.core.turn import WebLimits
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.tools import browser as package
 from vllm_mlx_harmony.server.tools.browser import browser, engines, fetching
@@ -90,7 +90,7 @@ def called(site: Site, *calls: tuple[str, dict[str, Any]], **options: Any) -> li
     """The results of calls in one conversation."""
 
     async def results() -> list[str]:
-        session = web.browser(site).session((), "", **options)
+        session = web.browser(site).session({}, "", **options)
         return [(await session.call(tool, arguments)).text for tool, arguments in calls]
 
     found: list[str] = run(results())
@@ -170,16 +170,11 @@ def test_a_conversation_that_continues(site: Site) -> None:
     """Earlier pages are known by what the model read of them."""
     earlier = called(site, ("search", {"query": "x"}), ("open", {"id": 0}))
     earlier += called(site, ("open", {"id": f"{site.url}/rome"}), ("find", {"pattern": "two"}))[1:]
-    messages = [
-        ServerResult("a", "browser.search", earlier[0]),
-        ServerResult("b", "browser.open", earlier[1]),
-        ServerResult("c", "browser.find", earlier[2].replace("[1]", "[5]")),
-        ServerResult("d", "weather.now", earlier[1].replace("[1]", "[7]")),
-        ServerResult("e", "browser.open", "Error: the page was not sent in time"),
-    ]
+    earlier[2] = earlier[2].replace("[1]", "[5]")
+    shown = {each.cursor: each for each in map(read_page, earlier) if each}
 
     async def results() -> list[str]:
-        session = web.browser(site).session(messages, "")
+        session = web.browser(site).session(shown, "")
         calls: list[dict[str, Any]] = [
             {"id": 0},
             {"id": 0, "cursor": 1},
@@ -263,7 +258,7 @@ def test_pages_of_one_tenant_are_not_cached_for_another(site: Site) -> None:
     async def results() -> None:
         made = web.browser(site)
         for tenant in ("a", "a", "b"):
-            session = made.session((), tenant)
+            session = made.session({}, tenant)
             await session.call("search", {"query": "x"})
             await session.call("open", {"id": 0})
 

@@ -232,6 +232,26 @@ def test_a_response_that_is_continued(site: Site) -> None:
     assert first.output[-1].content[0].text not in last_prompt(host)
 
 
+def test_a_client_that_sends_its_items_back(site: Site) -> None:
+    """They lack what the model read. The replayed turn has it, and cursors go on from there."""
+    host = serving(site)
+    host.engine.scripts["And Paris?"] = CALL.format("open", '{"id": 0, "cursor": 0}')  # type: ignore[attr-defined]
+    host.engine.scripts["[3] Rome"] = ANSWER.replace("1†", "3†")  # type: ignore[attr-defined]
+
+    async def conversation() -> Any:
+        first, _ = await respond(host, store=False)
+        items = [json.loads(each.to_json()) for each in first.output]
+        question = {"role": "user", "content": QUESTION}
+        again = [question, *items, {"role": "user", "content": "And Paris?"}]
+        second, _ = await respond(host, input=again, store=False)
+        return second
+
+    opened, answer = run(conversation()).output
+    assert opened.action.url == f"{site.url}/rome"
+    assert {each.url for each in answer.content[0].annotations} == {f"{site.url}/rome"}
+    assert "[2] Rome (" in last_prompt(host) and "[3] Rome (" in last_prompt(host)
+
+
 # --- Messages
 
 NATIVE: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "max_uses": 8}

@@ -21,7 +21,7 @@ conversation, so that nothing has to be stored beside it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_mlx_harmony.core.deltas import (
@@ -165,16 +165,13 @@ MAX_PASSAGE = 150
 
 
 class Citations:
-    """Finds the citations in a turn, whose conversation so far is ``messages``.
+    """Finds the citations in a turn, whose prompt shows ``pages``, by cursor.
 
-    A citation of a page that is not in the conversation remains text.
+    A citation of any other page remains text.
     """
 
-    def __init__(self, messages: Iterable[Message] = ()) -> None:
-        self.pages: dict[int, Page] = {}
-        for message in messages:
-            if isinstance(message, ServerResult):
-                self._add(message.name, message.text)
+    def __init__(self, pages: Mapping[int, Page] | None = None) -> None:
+        self.pages = dict(pages or {})
         self._call = ""
         self._cites = False
         self._text = ""  # which may be the beginning of a citation

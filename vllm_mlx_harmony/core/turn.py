@@ -416,6 +416,11 @@ class Turn:
         return tuple(dict.fromkeys((*self.builtin_tools, *served)))
 
     @property
+    def has_browser(self) -> bool:
+        """Whether the server runs a browser, whose pages the answer may cite."""
+        return any(each.name == BROWSER for each in self.namespaces)
+
+    @property
     def callable_tools(self) -> tuple[Tool, ...]:
         """The tools that the next turn of the assistant may call, as they were declared last."""
         return latest_tools(self.tools, self.messages)

@@ -126,7 +126,7 @@ def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
     _check_flags(args)
     from vllm_mlx_harmony.server import defaults
     from vllm_mlx_harmony.server.settings import Use
-    from vllm_mlx_harmony.server.tools import config
+    from vllm_mlx_harmony.server.tools import browser, config
     from vllm_mlx_harmony.server.tools.client_servers import ClientServers
 
     if not getattr(args, "models_config", None):  # else the options may be another model's
@@ -134,6 +134,8 @@ def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
         if getattr(args, "mllm", False):
             raise HostError("--mllm is not supported: gpt-oss takes text only")
     ClientServers.of(settings)
+    if settings.web_search:
+        browser.of(settings)
     path = getattr(args, "mcp_config", None)
     if settings.tools is Use.OFF or (settings.web_search and not path):
         return

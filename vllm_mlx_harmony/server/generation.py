@@ -37,7 +37,7 @@ from vllm_mlx_harmony.core.pages import Citations
 from vllm_mlx_harmony.core.parse import EndReason
 from vllm_mlx_harmony.core.render import answer_ids
 from vllm_mlx_harmony.core.replay import ReplayScope
-from vllm_mlx_harmony.core.turn import BROWSER, Message, ServerCall, ServerResult
+from vllm_mlx_harmony.core.turn import Message, ServerCall, ServerResult
 from vllm_mlx_harmony.engine_api.engine import Finish, GenerationRequest, GenerationSettings, Step
 from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.events import Event
@@ -135,12 +135,6 @@ class Job:
     cited: Callable[[Citation], str] = link
     """The text of a citation in the API."""
 
-    @property
-    def has_browser(self) -> bool:
-        """Whether the turn may cite pages."""
-        namespaces = () if self.tools is None else self.tools.turn.namespaces
-        return any(each.name == BROWSER for each in namespaces)
-
 
 async def _reusable_tokens(job: Job) -> int | None:
     if not (job.reports_cached and job.stream):
@@ -153,11 +147,12 @@ def run(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
     """The deltas of a turn, in groups: those of `_turn`, with the citations of the browser's
     pages."""
     turn = _turn(job, tracker, observers)
-    return _cited(turn, job.context.messages) if job.has_browser else turn
+    if job.tools is None or not job.tools.turn.has_browser:
+        return turn
+    return _cited(turn, Citations(job.tools.pages))
 
 
-async def _cited(turn: Deltas, messages: Sequence[Message]) -> Deltas:
-    citations = Citations(messages)
+async def _cited(turn: Deltas, citations: Citations) -> Deltas:
     async with aclosing(turn) as groups:
         async for deltas in groups:
             yield citations.feed(deltas)
@@ -282,8 +277,8 @@ async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta
     if job.replay is not None:
         for output in job.context.outputs:
             messages: Sequence[Message] = output.messages
-            if job.has_browser:
-                messages = Citations(output.before).echoed(messages, job.cited)
+            if job.tools is not None and job.tools.turn.has_browser:
+                messages = Citations(job.tools.pages).echoed(messages, job.cited)
             stored = replace(output, messages=tuple(map(job.echoed, messages)))
             if job.replay.blocks:  # before the client can ask another server
                 await asyncio.to_thread(job.replay.remember, stored)

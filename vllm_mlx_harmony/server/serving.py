@@ -27,6 +27,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import Citation
 from vllm_mlx_harmony.core.errors import HostError, PromptTooLong, RequestError
+from vllm_mlx_harmony.core.prompt_pages import prompt_pages
 from vllm_mlx_harmony.core.render import Rendered
 from vllm_mlx_harmony.core.replay import ReplayScope
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
@@ -325,7 +326,9 @@ async def prepare(received: Received) -> Job:
     tools = None
     if host.toolbox is not None and turn.namespaces:
         seconds = lease.deadline.total
-        tools = TurnTools(host.toolbox, turn, context.names, wanted, seconds, parsed.servers)
+        prompt = context.render_for_completion()
+        pages = await in_thread(prompt_pages, prompt) if turn.has_browser else {}
+        tools = TurnTools(host.toolbox, turn, context.names, wanted, seconds, parsed.servers, pages)
     job = Job(
         lease,
         context,

@@ -12,6 +12,7 @@ from typing import Any
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, StoreError
 from vllm_mlx_harmony.core.pages import Citations
+from vllm_mlx_harmony.core.prompt_pages import prompt_pages
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.citations import link
@@ -111,7 +112,8 @@ class StoringEmitter:
     def stored(self) -> StoredResponse:
         document = self._emitter.document()
         ended = document["status"] in ("completed", "incomplete")
-        written = Citations().echoed(self._context.messages, link)
+        pages = prompt_pages(self._context.render_for_completion())
+        written = Citations(pages).echoed(self._context.messages, link)
         messages = self.request.conversation(written, ended=ended)
         return StoredResponse(self.key.id, document, self.input_items(), messages, self.key.tenant)
 

@@ -6,11 +6,12 @@ one as an entry point of the group ``GROUP``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from vllm_mlx_harmony.core.turn import Message, Tool, WebLimits
+from vllm_mlx_harmony.core.pages import Page
+from vllm_mlx_harmony.core.turn import Tool, WebLimits
 
 GROUP = "vllm_mlx_harmony.tools"
 """Entry points: functions without parameters that return a ``ToolServer``."""
@@ -57,12 +58,13 @@ class ToolServer(Protocol):
 
 @runtime_checkable
 class Conversational(Protocol):
-    """A tool server whose calls depend on the conversation."""
+    """A browser, whose calls depend on the conversation."""
 
     def session(
-        self, messages: Sequence[Message], tenant: str, limits: WebLimits | None = None
+        self, pages: Mapping[int, Page], tenant: str, limits: WebLimits | None = None
     ) -> ToolServer:
-        """The tool server for one turn, which is neither started nor stopped."""
+        """The tool server for one turn, whose prompt shows ``pages``. It is neither started nor
+        stopped."""
 
 
 class ToolError(Exception):

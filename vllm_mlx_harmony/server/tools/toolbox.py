@@ -24,6 +24,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.names import valid_name
+from vllm_mlx_harmony.core.pages import Page
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
 from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool, Turn, WebLimits
 from vllm_mlx_harmony.protocols.validation import repair
@@ -174,11 +175,12 @@ class Toolbox:
             for each in servers
         )
 
-    def sessions(self, turn: Turn) -> dict[str, ToolServer]:
-        """By label, the servers whose calls depend on the conversation of ``turn``."""
+    def sessions(self, turn: Turn, pages: Mapping[int, Page]) -> dict[str, ToolServer]:
+        """By label, the servers whose calls depend on the conversation, whose prompt shows
+        ``pages``."""
         limits = {each.label: each.limits for each in turn.namespaces}
         return {
-            each.label: each.session(turn.messages, turn.tenant, limits[each.label])
+            each.label: each.session(pages, turn.tenant, limits[each.label])
             for each in self.servers
             if each.label in limits and isinstance(each, Conversational)
         }

@@ -10,6 +10,7 @@ from vllm_mlx_harmony.core.constraint import Constraint
 from vllm_mlx_harmony.core.deltas import ToolFailure, ToolFinished
 from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.names import Names
+from vllm_mlx_harmony.core.pages import Page
 from vllm_mlx_harmony.core.turn import Defaults, ServerCall, ToolChoice, Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.server.enforcement import constraint_for
@@ -30,7 +31,7 @@ class TurnTools:
     """The tools of a turn and the remaining limits.
 
     ``seconds`` is the time limit of the request. ``given`` has the tool servers that it names by
-    URL.
+    URL, and ``pages`` what the browser has shown in its prompt.
     """
 
     toolbox: Toolbox
@@ -39,13 +40,14 @@ class TurnTools:
     enforcement: Enforcement
     seconds: float
     given: Sequence[ToolServer] = ()
+    pages: Mapping[int, Page] = field(default_factory=dict)
     _calls: int = 0
     _refused: int = 0
     _until: float | None = None
     _sessions: Mapping[str, ToolServer] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._sessions = self.toolbox.sessions(self.turn)
+        self._sessions = self.toolbox.sessions(self.turn, self.pages)
 
     @property
     def exhausted(self) -> bool:

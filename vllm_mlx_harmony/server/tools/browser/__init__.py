@@ -14,6 +14,7 @@ is to search, and to open pages at public addresses.
 
 from __future__ import annotations
 
+import logging
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,8 @@ def of(settings: ServerSettings) -> Browser:
     if missing:
         fix = "pip install 'vllm-mlx-harmony-server[browser]'"
         raise HostError(f"--web-search needs the package {missing[0]}: {fix}")
+    for name in ("httpx2", "primp", "ddgs"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # at ``info``, they log queries and URLs
     from vllm_mlx_harmony.server.tools.browser.browser import Browser
     from vllm_mlx_harmony.server.tools.browser.engines import engine_of
     from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher

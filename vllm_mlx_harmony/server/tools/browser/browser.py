@@ -1,8 +1,8 @@
 """``Browser``: the tool server of ``--web-search``, with the tools that gpt-oss knows.
 
 ``search`` shows results, ``open`` a page, its link or another part of it, ``find`` the matches in a
-page. Each result is a page under the next cursor of its conversation (`core.pages`). The cursors of
-earlier turns are read from the conversation, and their pages fetched again if they are not cached.
+page. Each result is a page under the next cursor of its conversation (`core.pages`). The pages of
+earlier turns are those that the prompt shows; they are fetched again if they are not cached.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vllm_mlx_harmony.core import lru, vocab
-from vllm_mlx_harmony.core.pages import Citations, Page, results_page, without_marks
-from vllm_mlx_harmony.core.turn import BROWSER, Message, Tool, WebLimits
+from vllm_mlx_harmony.core.pages import Page, results_page, without_marks
+from vllm_mlx_harmony.core.turn import BROWSER, Tool, WebLimits
 from vllm_mlx_harmony.server.tools.browser.engines import SearchEngine
 from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher, read_url
 from vllm_mlx_harmony.server.tools.browser.reading import Document, read, wrapped
@@ -103,13 +103,13 @@ class Browser:
         self._cache.cache_clear()
 
     async def call(self, tool: str, arguments: Mapping[str, Any]) -> ToolResult:
-        return await self.session((), "").call(tool, arguments)
+        return await self.session({}, "").call(tool, arguments)
 
     def session(
-        self, messages: Sequence[Message], tenant: str, limits: WebLimits | None = None
+        self, pages: Mapping[int, Page], tenant: str, limits: WebLimits | None = None
     ) -> Session:
-        """The browser in the conversation ``messages`` of ``tenant``."""
-        return Session(self, messages, tenant, limits or WebLimits())
+        """The browser in a conversation of ``tenant`` that shows ``pages``."""
+        return Session(self, pages, tenant, limits or WebLimits())
 
     async def document(self, url: str, tenant: str, *, source: bool, again: bool) -> Document:
         """The page at ``url``, from the cache unless it is to be fetched ``again``."""
@@ -135,10 +135,10 @@ class Session:
     timeout = Browser.timeout
 
     def __init__(
-        self, browser: Browser, messages: Sequence[Message], tenant: str, limits: WebLimits
+        self, browser: Browser, pages: Mapping[int, Page], tenant: str, limits: WebLimits
     ) -> None:
         self._browser, self._tenant, self._limits = browser, tenant, limits
-        self._pages = Citations(messages).pages
+        self._pages = dict(pages)
         self._documents: dict[int, Document] = {}
         self._searches = self._opened = 0
 
