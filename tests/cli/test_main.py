@@ -234,7 +234,7 @@ def test_the_help_of_serve_has_the_flags_that_the_host_does_not_know(
     assert ("--tool-call-parser" in shown) is (code == 0)
     for flag in (
         *("--id-endpoint ", "--log-file FILE ", "--tool-urls PATTERNS", "--inspect "),
-        "--speculate MODE ",
+        *("--speculate MODE ", "--web-search ENGINE"),
     ):
         assert (f"\n  {flag}" in shown) is (code == 0)
 

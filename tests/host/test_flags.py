@@ -15,11 +15,13 @@ pytest.importorskip("vllm_mlx")
 import vllm_mlx.cli
 
 from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.engine import Options
 from vllm_mlx_harmony.engine.scheduler import Limits
-from vllm_mlx_harmony.host import activation, flags, summary
-from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.host import activation, flags, summary, tools
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.tools import browser
 
 MB = 1 << 20
 
@@ -241,3 +243,30 @@ def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> No
 def test_next_names_an_address_that_the_server_listens_on(host: str, port: int, url: str) -> None:
     summary.set_flags(argparse.Namespace(host=host, port=port), ())
     assert dict(summary._common())["next"] == f"vllm-mlx-harmony launch codex{url}"
+
+
+def test_web_search_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It needs no configuration; with one that is used, `init_mcp` makes the browser."""
+    made = SimpleNamespace(
+        label="browser",
+        description="",
+        timeout=1.0,
+        problem="",
+        tools=tuple(map(Tool, ("search", "open", "find"))),
+        engine=SimpleNamespace(name="ddgs"),
+    )
+    monkeypatch.setattr(browser, "of", lambda settings: made)
+    monkeypatch.setattr(tools, "running", None)
+    settings = ServerSettings(web_search="ddgs")
+    activation._check(parsed(), settings)
+    activation._check(parsed(), replace(settings, tools=Use.ALL))
+    lines = tools.start_browser(settings, None)
+    assert tools.running is not None and tools.running.use is Use.ON
+    summary.set_flags(argparse.Namespace(), (), lines)
+    assert [value for name, value in summary._common() if name == "tools"] == [
+        "browser: search, open, find",
+        "the web is searched with ddgs, and pages are opened from here",
+    ]
+    assert tools.start_browser(settings, "mcp.json") == lines
+    assert tools.start_browser(replace(settings, tools=Use.ON), "mcp.json") == []
+    assert tools.start_browser(ServerSettings(), None) == []

@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.core.turn import Defaults
+from vllm_mlx_harmony.core.turn import Defaults, Namespace, Tool
 from vllm_mlx_harmony.protocols import chat, messages, ollama, responses
 from vllm_mlx_harmony.protocols.chat.schema import UNSUPPORTED_FIELDS as CHAT_UNSUPPORTED
 from vllm_mlx_harmony.protocols.chat.schema import ChatBody
@@ -105,9 +105,12 @@ def read_ollama(body: Any) -> Any:
     return ollama.read_generate({"prompt": "Hello", **body}, Defaults())
 
 
+BROWSING = Defaults(namespaces=(Namespace("browser", (Tool("search"),)),))
+"""Those of a server that searches the web."""
+
 APIS = {
     "Chat Completions": Api(
-        lambda body: chat.read(body, Defaults()),
+        lambda body: chat.read(body, BROWSING),
         {
             "model": "m",
             "messages": [USER, ANSWER],
@@ -170,6 +173,7 @@ APIS = {
             "n": 2,
             "logprobs": True,
             "top_logprobs": 2,
+            "web_search_options": {},
         },
         {
             "ebnf": 'root ::= "a"',
@@ -181,7 +185,6 @@ APIS = {
             "audio": {"voice": "a"},
             "functions": [{"name": "f"}],
             "function_call": "auto",
-            "web_search_options": {},
             "moderation": {},
             "echo": True,
             "use_beam_search": True,
