@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from web import Site
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.pages import read_page
 from vllm_mlx_harmony.core.turn import WebLimits
-from vllm_mlx_harmony.server.settings import ServerSettings
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import browser as package
 from vllm_mlx_harmony.server.tools.browser import browser, engines, fetching
 from vllm_mlx_harmony.server.tools.browser.engines import Hit, JsonEngine, engine_of
@@ -32,7 +33,9 @@ from vllm_mlx_harmony.server.tools.browser.fetching import Fetched, Fetcher
 from vllm_mlx_harmony.server.tools.browser.reading import MAX_LINES, read
 from vllm_mlx_harmony.server.tools.client_servers import guarded_http
 from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
+from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
+from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
 ROME = """<!doctype html><html><head><title>Rome</title><style>p {color: red}</style></head><body>
 <nav><a href="/login">Log in</a></nav>
@@ -686,3 +689,20 @@ def test_settings() -> None:
     assert isinstance(made, browser.Browser)
     with pytest.raises(HostError, match="not a URL pattern"):
         package.of(ServerSettings(web_search="ddgs", web_intranet=("wiki",)))
+
+
+def test_the_toolbox_of_web_search() -> None:
+    """Without tools it is the browser alone; beside tool servers, none may have its name."""
+    settings = ServerSettings(web_search="searxng:http://127.0.0.1:9")
+    server = ServerConfig(transport="streamable-http", url="http://127.0.0.1:9/mcp")
+    config = ToolsConfig(servers={"weather": server})
+    made = Toolbox.of(config, settings)
+    assert (made.labels, made.use) == (["browser"], Use.ON)
+    assert made.lines == [
+        "browser: search, open, find",
+        "the web is searched with searxng at http://127.0.0.1:9, and pages are opened from here",
+    ]
+    made = Toolbox.of(config, replace(settings, tools=Use.ALL))
+    assert (made.labels, made.use) == (["browser", "weather"], Use.ALL)
+    with pytest.raises(HostError, match="are both named 'browser'"):
+        Toolbox.of(ToolsConfig(servers={"browser": server}), replace(settings, tools=Use.ON))
