@@ -178,7 +178,10 @@ EVERYTHING = tuple(
 
 WITH_HOST = ("-e", ".[cpu,test]", "-e", PLUGIN)
 
-HOSTED = (*WITH_HOST, *FRAMEWORKS, NODE, "playwright>=1.50", "uv>=0.5")
+HOSTED = (
+    *("-e", ".[browser,cpu,test]", "-e", PLUGIN),
+    *(*FRAMEWORKS, NODE, "playwright>=1.50", "uv>=0.5"),
+)
 """The host and all of its clients: most legs with a host share this environment. The README's
 tool server is started by `uvx`, which is part of uv."""
 

@@ -16,7 +16,7 @@ from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.pages import Page, results_page, without_marks
 from vllm_mlx_harmony.core.turn import BROWSER, Tool, WebLimits
 from vllm_mlx_harmony.server.tools.browser.engines import SearchEngine
-from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher, read_url
+from vllm_mlx_harmony.server.tools.browser.fetching import Fetched, Fetcher, read_url
 from vllm_mlx_harmony.server.tools.browser.reading import Document, read, wrapped
 from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult
 from vllm_mlx_harmony.tasks import in_thread
@@ -123,7 +123,7 @@ class Browser:
         return document
 
 
-def _read(fetched: Any, source: bool) -> Document:
+def _read(fetched: Fetched, source: bool) -> Document:
     return read(fetched, source=source)
 
 
