@@ -51,13 +51,16 @@ def site() -> Iterator[web.Site]:
 def server(
     site: web.Site, start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A host with the flag alone: neither a configuration nor ``VLLM_MLX_HARMONY_TOOLS``."""
+    """A host with the setting alone: neither a configuration nor ``VLLM_MLX_HARMONY_TOOLS``."""
     running = start(
         *FLAG,
-        *("--web-search", f"searxng:{site.url}"),
         model=standin.write(tmp_path_factory.mktemp("web") / "model", SCRIPTS),
         command=HARMONY,
-        env={"VLLM_MLX_HARMONY_WEB_INTRANET": site.url, "VLLM_MLX_HARMONY_GRAMMAR": "auto"},
+        env={
+            "VLLM_MLX_HARMONY_WEB_SEARCH": f"searxng:{site.url}",
+            "VLLM_MLX_HARMONY_WEB_INTRANET": site.url,
+            "VLLM_MLX_HARMONY_GRAMMAR": "auto",
+        },
     )
     yield running
     running.stop()
@@ -81,14 +84,13 @@ def test_responses(server: Server, site: web.Site) -> None:
 
 
 def test_messages(server: Server, site: web.Site) -> None:
-    """The request of Claude Code's WebSearch: a call is required."""
+    """The request of Claude Code's WebSearch."""
     client = anthropic.Anthropic(base_url=server.base_url, api_key="x", max_retries=0)
     request: Any = {
         "model": str(server.model),
         "max_tokens": 1000,
         "messages": [{"role": "user", "content": QUESTION}],
         "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
-        "tool_choice": {"type": "tool", "name": "web_search"},
     }
     with client.messages.stream(**request) as events:
         message = events.get_final_message()
