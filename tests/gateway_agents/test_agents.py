@@ -18,7 +18,9 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # importlib mode has no test dirs
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 
+import web
 from fake_engines import FakeEngine, Fault, ids, served
 
 from vllm_mlx_harmony.cli import agents as launch_agents
@@ -229,6 +231,66 @@ def test_codex_waits_for_a_slow_prompt(
     assert ended.returncode == 0 and ANSWER in ended.stdout, ended.stdout + ended.stderr
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert len(turns) == 1, "it gave up and tried again"
+
+
+SEARCH = "How many live in Rome? Search the web."
+
+
+class Searching(FakeEngine):
+    """Searches the web in the way of Codex, which declares it, or of Claude Code, whose tool
+    WebSearch is a request of its own; then it answers."""
+
+    def said(self, prompt: Sequence[int]) -> list[int]:
+        text = _text(prompt)
+        call = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+        if "[0] rome inhabitants" in text or "Links: [" in text:
+            return ids(f"<|channel|>final<|message|>{ANSWER}【0†L2】<|return|>")
+        if "namespace browser {" in text:
+            browse = "<|channel|>analysis to=browser.search code<|message|>{}<|call|>"
+            return ids(browse.format('{"query": "rome inhabitants"}'))
+        if "type WebSearch = (" in text:
+            return ids(call.format("WebSearch", '{"query": "rome inhabitants"}'))
+        if "type ToolSearch = (" in text:
+            return ids(call.format("ToolSearch", '{"query": "select:WebSearch"}'))
+        return ids("<|channel|>final<|message|>Inhabitants of Rome<|return|>")
+
+
+@pytest.mark.parametrize(
+    ("agent", "flags"),
+    [("codex", AGENTS["codex"][2]), ("claude", ("--allowedTools", "WebSearch", "-p"))],
+)
+def test_an_agent_searches_the_web(
+    agent: str,
+    flags: tuple[str, ...],
+    installed: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs, _ = install(launch_agents.AGENTS[agent], installed / agent)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    engine = Searching("vllm", {}, name=MODEL, length=131_072)
+    with ExitStack() as stack:
+        site = stack.enter_context(web.serving())
+        site.search(("Rome", "https://a.example/rome", "It has 2.8 million people."))
+        settings = GatewaySettings(
+            engines=(Spec(stack.enter_context(served(engine.app))),),
+            model=MODEL,
+            keys=(Key("agent", digest(KEY)),),
+            web_search=f"searxng:{site.url}",
+        )
+        base = stack.enter_context(served(gateway(settings)))
+        launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", agent, "--url", base, "--"]
+        ended = subprocess.run(
+            [*launch, *flags, SEARCH],
+            cwd=home,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
+    assert ended.returncode == 0 and ANSWER in ended.stdout, ended.stdout + ended.stderr
+    assert site.queries() == ["rome inhabitants"]
 
 
 def _text(prompt: Sequence[int]) -> str:
