@@ -197,7 +197,7 @@ FRONT_END = ("-e", ".[test]")
 """No host, and no optional package."""
 
 
-LIGHT = ("-e", ".[mlx,test,tools]", "mlx-lm>=0.32,<0.33", "openai-agents>=0.3", "psutil")
+LIGHT = ("-e", ".[browser,mlx,test,tools]", "mlx-lm>=0.32,<0.33", "openai-agents>=0.3", "psutil")
 """A model in its own process: the newest mlx-lm, which vllm-mlx does not allow yet."""
 
 
