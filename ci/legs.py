@@ -193,8 +193,8 @@ FRONT_ENDS = (
 """No host, and all optional packages of the front end."""
 
 
-FRONT_END = ("-e", ".[test]")
-"""No host, and no optional package."""
+FRONT_END = ("-e", ".[test]", "openai>=3.57")
+"""No host, and no optional package, but OpenAI's newest client: some frameworks do not allow it."""
 
 
 LIGHT = ("-e", ".[browser,mlx,test,tools]", "mlx-lm>=0.32,<0.33", "openai-agents>=0.3", "psutil")
