@@ -6,14 +6,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vllm_mlx_harmony.core.deltas import Delta, Failed, Finished
 from vllm_mlx_harmony.core.errors import HarmonyFailure, StoreError
 from vllm_mlx_harmony.core.pages import Citations
 from vllm_mlx_harmony.core.prompt_pages import prompt_pages
-from vllm_mlx_harmony.core.turn import ResponseInfo
+from vllm_mlx_harmony.core.turn import Message, ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.events import Event
@@ -112,8 +112,10 @@ class StoringEmitter:
     def stored(self) -> StoredResponse:
         document = self._emitter.document()
         ended = document["status"] in ("completed", "incomplete")
-        pages = prompt_pages(self._context.render_for_completion())
-        written = Citations(pages).echoed(self._context.messages, link)
+        written: Sequence[Message] = self._context.messages
+        if self.request.turn.has_browser:
+            pages = prompt_pages(self._context.render_for_completion())
+            written = Citations(pages).echoed(written, link)
         messages = self.request.conversation(written, ended=ended)
         return StoredResponse(self.key.id, document, self.input_items(), messages, self.key.tenant)
 
