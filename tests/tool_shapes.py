@@ -11,6 +11,7 @@ import copy
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeAlias
 from zlib import crc32
 
@@ -76,10 +77,14 @@ UUID = Of({"type": "string", "format": "uuid"}, ("123e4567-e89b-42d3-a456-426614
 
 
 def whole(least: int | None = None, most: int | None = None) -> Of:
-    bounds = {"minimum": least, "maximum": most}
+    limits = {"minimum": least, "maximum": most}
+    limits = {keyword: value for keyword, value in limits.items() if value is not None}
     examples = [one for one in (least, most, 7) if one is not None]
-    fit = [one for one in examples if (least is None or one >= least) and (most or one) >= one]
-    return Of({"type": "integer", **{k: v for k, v in bounds.items() if v is not None}}, (*fit,))
+    if least is not None:
+        examples = [one for one in examples if one >= least]
+    if most is not None:
+        examples = [one for one in examples if one <= most]
+    return Of({"type": "integer", **limits}, (*examples,))
 
 
 def decimal(least: float, most: float) -> Of:
@@ -342,9 +347,9 @@ class _Writer:
 
     def _union(self, options: Sequence[Shape]) -> Schema:
         written = [self._of(one) for one in options]
-        plain = [one["type"] for one in written if one.keys() == {"type"}]
-        if self._dialect.name == "by hand" and len(plain) == len(written):
-            return {"type": plain}
+        if self._dialect.name == "by hand" and all(one.keys() == {"type"} for one in written):
+            types = [[each] if isinstance(each := one["type"], str) else each for one in written]
+            return {"type": [*dict.fromkeys(chain.from_iterable(types))]}
         told_apart = all(isinstance(one, dict) and {"kind", "type"} & {*one} for one in options)
         return {self._dialect.union if told_apart else "anyOf": written}
 
