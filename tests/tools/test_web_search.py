@@ -195,6 +195,17 @@ def test_domains(site: Site) -> None:
     assert site.queries() == ["rome inhabitants site:a.example"]
 
 
+def test_domains_hold_however_the_browser_is_named(site: Site) -> None:
+    """As a server as well, or twice: what a request forbids is not undone by its other tools."""
+    forbidden = {**WEB_SEARCH, "filters": {"blocked_domains": ["127.0.0.1"]}}
+    mcp = {"type": "mcp", "server_label": "browser", "require_approval": "never"}
+    for tools in ([mcp, forbidden], [forbidden, WEB_SEARCH], [WEB_SEARCH, forbidden]):
+        host = serving(site)
+        host.engine.scripts["No results were found."] = ANSWER  # type: ignore[attr-defined]
+        run(respond(host, tools=tools))
+        assert f"{site.url}/rome" not in last_prompt(host), tools
+
+
 def test_a_browser_that_cannot_be_limited() -> None:
     tools = [{**WEB_SEARCH, "filters": {"allowed_domains": ["a.example"]}}]
     with pytest.raises(Exception, match="cannot be limited to domains") as error:
@@ -411,6 +422,14 @@ def test_domains_and_uses_in_messages(site: Site) -> None:
     assert answer.content[3].content.error_code == "max_uses_exceeded"
     with pytest.raises(Exception, match="cannot be limited to domains"):
         run(message(serving(None), tools=[tool]))
+
+
+def test_domains_in_messages_hold_beside_a_toolset(site: Site) -> None:
+    host = serving(site)
+    host.engine.scripts["No results were found."] = ANSWER  # type: ignore[attr-defined]
+    toolset = {"type": "mcp_toolset", "mcp_server_name": "browser"}
+    run(message(host, tools=[toolset, {**NATIVE, "blocked_domains": ["127.0.0.1"]}]))
+    assert f"{site.url}/rome" not in last_prompt(host)
 
 
 def test_tools_for_all_are_those_of_an_mcp_server(site: Site) -> None:

@@ -23,7 +23,7 @@ from vllm_mlx_harmony.core.grammar.strict import (
 )
 from vllm_mlx_harmony.core.header import CHANNELS, NOT_TOOLS
 from vllm_mlx_harmony.core.names import FUNCTIONS, Names
-from vllm_mlx_harmony.core.turn import PYTHON, ResponseFormat, Syntax, Tool, Turn
+from vllm_mlx_harmony.core.turn import BROWSER, PYTHON, ResponseFormat, Syntax, Tool, Turn
 
 MAX_TEXT = 2**20
 """Characters of the longest grammar that is compiled."""
@@ -297,7 +297,7 @@ class _GrammarWriter:
         for builtin in self._names.builtin if names is None else ():
             if builtin == PYTHON:
                 yield json.dumps(builtin), "text"  # gpt-oss writes code to it, not JSON
-            elif builtin == "browser":
+            elif builtin == BROWSER:
                 for function in ("search", "open", "find"):
                     name = f"{builtin}.{function}"
                     what = f"the parameters of tool {name!r}"

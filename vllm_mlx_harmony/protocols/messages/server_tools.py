@@ -44,12 +44,12 @@ def requested_namespaces(
     """
     if not available:
         return ()
-    known = {namespace.label: namespace for namespace in available}
+    servers = {namespace.label: namespace for namespace in available}
     chosen: dict[str, Namespace] = {}
     for index, server in enumerate(body.mcp_servers or ()):
-        namespace = known.get(server.name)
+        namespace = servers.get(server.name)
         if namespace is None:
-            raise _unknown(server.name, f"mcp_servers[{index}].name", known)
+            raise _unknown(server.name, f"mcp_servers[{index}].name", servers)
         # https://docs.claude.com/en/docs/agents-and-tools/mcp-connector, as it was in 2025-04-04.
         wanted = server.tool_configuration
         enabled = wanted is None or wanted.enabled is not False
@@ -64,9 +64,9 @@ def requested_namespaces(
         if not isinstance(toolset, Toolset):
             continue
         label = toolset.mcp_server_name
-        namespace = chosen.get(label) or known.get(label)
+        namespace = chosen.get(label) or servers.get(label)
         if namespace is None:
-            raise _unknown(label, f"tools[{index}].mcp_server_name", known)
+            raise _unknown(label, f"tools[{index}].mcp_server_name", servers)
         # The version of 2025-11-20: `configs` for single tools, `default_config` for the rest.
         default = toolset.default_config is None or toolset.default_config.enabled is not False
         switches = {
@@ -83,7 +83,8 @@ def requested_namespaces(
     ]
     browser = next((each for each in available if each.name == BROWSER), None)
     if web and browser is not None:
-        chosen.setdefault(browser.label, replace(browser, limits=limits_of(web, browser.limits)))
+        known = chosen.get(browser.label, browser)  # a toolset may have named it
+        chosen[browser.label] = replace(known, limits=limits_of(web, browser.limits))
     return tuple(namespace for namespace in chosen.values() if namespace.tools)
 
 

@@ -116,7 +116,9 @@ def read_server_tools(
                     declared = []
         for namespace in declared:
             if namespace.tools:
-                chosen.setdefault(namespace.name, namespace)
+                known = chosen.setdefault(namespace.name, namespace)
+                if namespace.limits not in (None, WebLimits()):  # also of one that was named before
+                    chosen[namespace.name] = replace(known, limits=namespace.limits)
                 kinds.setdefault(namespace.name, kind)
     return ServerTools(tuple(chosen.values()), tuple(listed), available, kinds)
 

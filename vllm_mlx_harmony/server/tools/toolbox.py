@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.names import valid_name
 from vllm_mlx_harmony.core.pages import Page
 from vllm_mlx_harmony.core.text_limits import is_quick_to_parse
-from vllm_mlx_harmony.core.turn import PYTHON, Namespace, ServerCall, Tool, Turn, WebLimits
+from vllm_mlx_harmony.core.turn import BROWSER, PYTHON, Namespace, ServerCall, Tool, Turn, WebLimits
 from vllm_mlx_harmony.protocols.validation import repair
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools.client_servers import ClientServers
@@ -356,7 +356,7 @@ def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
         if code and code_parameter(code[0]):
             runs = replace(code[0], origin=(server.label, code[0].name))
             return Namespace(name, (runs,), server.description, server.label)
-    elif name == "browser":
+    elif name == BROWSER:
         chosen = tuple(
             replace(tool, origin=(server.label, tool.name))
             for tool in tools
@@ -365,7 +365,7 @@ def _shown(name: str, server: ToolServer, tools: Sequence[Tool]) -> Namespace:
         if len(chosen) == len(BROWSER_TOOLS):
             limits = WebLimits() if isinstance(server, Conversational) else None
             return Namespace(name, chosen, server.description, server.label, limits=limits)
-    if name in (PYTHON, "browser"):
+    if name in (PYTHON, BROWSER):
         name = f"{name}_tools"
         logger.warning(
             "tool server %s is shown to the model as %s, because it does not have the tools that "
