@@ -106,9 +106,11 @@ def _lines(text: str) -> tuple[str, ...]:
 def _printable(text: str) -> str:
     """``text`` without control characters, with line feeds alone as line ends."""
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\t", "    ")
-    return _CONTROL.sub("", text)
+    # More blanks than a line has mean nothing, and `textwrap` takes quadratic time for them.
+    return _BLANKS.sub(" " * WIDTH, _CONTROL.sub("", text))
 
 
+_BLANKS = re.compile(rf" {{{WIDTH},}}")
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b\u2028\u2029\ufeff]")
 
 
