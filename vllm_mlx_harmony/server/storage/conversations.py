@@ -2,16 +2,19 @@
 
 A conversation is stored as its document and its items, under a tenant of its own kind, so that its
 id is no response's. Requests are read with its items in front of their input, as clients without a
-store send them, and what they add is written when their response ends. A front end changes its
-conversations one after the other. Of two servers that change the same one at once, the last wins.
+store send them, and what they add is written when their response ends. A front end makes the
+changes of a conversation one after the other. Of two servers that change the same one at once, the
+last wins.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.responses import conversations
@@ -27,8 +30,8 @@ class Conversations:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._changing = threading.Lock()
-        """Held while a conversation is read, changed and written."""
+        self._lock = threading.Lock()
+        self._locks: WeakValueDictionary[AnswerKey, threading.Lock] = WeakValueDictionary()
 
     def create(
         self, key: AnswerKey, document: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
@@ -50,7 +53,7 @@ class Conversations:
 
         Raises ``RequestError`` 404, or if it becomes too large.
         """
-        with self._changing:
+        with self._changing(key):
             changed = change(self.find(key))
             self._put(changed)
         return changed
@@ -60,15 +63,23 @@ class Conversations:
 
         Raises ``RequestError`` if it becomes too large.
         """
-        with self._changing:
+        with self._changing(key):
             found = self._get(key)
             if found is not None:
                 self._put(replace(found, input_items=[*found.input_items, *items]))
 
     def delete(self, key: AnswerKey) -> bool:
         """Deletes the conversation; returns whether it existed."""
-        with self._changing:
+        with self._changing(key):
             return self._store.delete(key.id, _tenant(key))
+
+    @contextmanager
+    def _changing(self, key: AnswerKey) -> Iterator[None]:
+        """Nobody else changes the conversation while it is read, changed and written."""
+        with self._lock:
+            lock = self._locks.setdefault(key, threading.Lock())
+        with lock:
+            yield
 
     def _get(self, key: AnswerKey) -> StoredResponse | None:
         return self._store.get(key.id, _tenant(key))
