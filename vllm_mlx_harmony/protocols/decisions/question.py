@@ -74,7 +74,7 @@ def true_or_false(
         Option(value, text, (descriptions or {}).get(text, ""))
         for value, text in ((False, "false"), (True, "true"))
     )
-    question = f"Is this statement true of the input, or is the answer yes?\n{instructions}"
+    question = f"Is the following true? If it is a question, is its answer yes?\n{instructions}"
     return Question(name, "statement", question, tuple(options))
 
 
