@@ -183,18 +183,7 @@ def test_an_agent_runs_a_command(
             engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
         )
         base = stack.enter_context(served(gateway(settings)))
-        launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", agent, "--url", base, "--"]
-        ended = subprocess.run(
-            [*launch, *command, ASKED],
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ANSWER in ended.stdout, ended.stdout + ended.stderr
+        answers(agent, base, home, *command, ASKED)
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert any("marker-42" in text for text in turns), "the command was not run"
     called = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
@@ -217,18 +206,8 @@ def test_codex_waits_for_a_slow_prompt(
             engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
         )
         base = stack.enter_context(served(gateway(settings)))
-        launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", "codex", "--url", base, "--"]
         _, _, command = AGENTS["codex"]
-        ended = subprocess.run(
-            [*launch, *impatient, *command, ASKED],
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
-    assert ended.returncode == 0 and ANSWER in ended.stdout, ended.stdout + ended.stderr
+        answers("codex", base, home, *impatient, *command, ASKED)
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert len(turns) == 1, "it gave up and tried again"
 
@@ -279,18 +258,24 @@ def test_an_agent_searches_the_web(
             web_search=f"searxng:{site.url}",
         )
         base = stack.enter_context(served(gateway(settings)))
-        launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", agent, "--url", base, "--"]
-        ended = subprocess.run(
-            [*launch, *flags, SEARCH],
-            cwd=home,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=900,
-        )
-    assert ended.returncode == 0 and ANSWER in ended.stdout, ended.stdout + ended.stderr
+        answers(agent, base, home, *flags, SEARCH)
     assert site.queries() == ["rome inhabitants"]
+
+
+def answers(agent: str, url: str, home: Path, *arguments: str) -> None:
+    """Launches ``agent`` on the server at ``url``, and waits for its answer."""
+    launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", agent, "--url", url, "--"]
+    ended = subprocess.run(
+        [*launch, *arguments],
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ANSWER in ended.stdout, ended.stdout + ended.stderr
 
 
 def _text(prompt: Sequence[int]) -> str:

@@ -12,6 +12,7 @@ from json import dumps
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 pytest.importorskip("starlette")
@@ -370,53 +371,18 @@ def test_pages_load_nothing_from_elsewhere_and_set_no_markup() -> None:
 # --- Ending
 
 
-async def _ended_from_the_page() -> tuple[Any, Any]:
-    import httpx
-
-    class Endless(ScriptedEngine):
-        async def generate(self, request: GenerationRequest) -> Steps:
-            yield Step(ids("<|channel|>final<|message|>"))
-            while True:
-                yield Step(ids("so "))
-                await asyncio.sleep(0.01)
-
-    site = Site(Alone(Endless({"Hello!": SCRIPT})))
-    transport = httpx.ASGITransport(app=site.app)
+async def _from_the_page(
+    engine: ScriptedEngine, action: str, **fields: Any
+) -> tuple[list[httpx.Response], httpx.Response]:
+    """The responses to ``action``, during the answer and after it, and the answer."""
+    site = Site(Alone(engine))
     path, body = BODIES["chat_completions"]
-    headers = {"authorization": f"Bearer {KEY}"}
     async with httpx.AsyncClient(
-        transport=transport, base_url="http://localhost", headers=headers
+        transport=httpx.ASGITransport(app=site.app),
+        base_url="http://localhost",
+        headers={"authorization": f"Bearer {KEY}"},
     ) as client:
-        asking = asyncio.ensure_future(client.post(path, json={"model": "gpt-oss-20b", **body}))
-        row: dict[str, Any] = {}
-        while row.get("generated", 0) < 5:
-            assert not asking.done(), asking.result().text
-            await asyncio.sleep(0.01)
-            rows = (await client.get("/harmony/inspector/requests")).json()["requests"]
-            row = rows[0] if rows else {}
-        assert row["state"] == "answer"
-        ended = await client.post(f"/harmony/inspector/requests/{row['id']}/end")
-        return ended.json(), await asking
-
-
-def test_a_request_is_ended_from_the_page() -> None:
-    ended, answer = asyncio.run(_ended_from_the_page())
-    assert ended == {"ended": True}
-    assert answer.status_code == 499 and "cancelled" in answer.text
-
-
-async def _answered_from_the_page() -> tuple[int, Any, int]:
-    import httpx
-
-    thinks = f"<|channel|>analysis<|message|>{'so ' * 5_000}<|end|>"
-    site = Site(Alone(ObedientEngine({"Hello!": thinks}, context_length=None)))
-    transport = httpx.ASGITransport(app=site.app)
-    path, body = BODIES["chat_completions"]
-    headers = {"authorization": f"Bearer {KEY}"}
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://localhost", headers=headers
-    ) as client:
-        body = {"model": "gpt-oss-20b", **body, "reasoning_effort": "high"}
+        body = {"model": "gpt-oss-20b", **body, **fields}
         asking = asyncio.ensure_future(client.post(path, json=body))
         row: dict[str, Any] = {}
         while row.get("generated", 0) < 5:
@@ -424,15 +390,31 @@ async def _answered_from_the_page() -> tuple[int, Any, int]:
             await asyncio.sleep(0)
             rows = (await client.get("/harmony/inspector/requests")).json()["requests"]
             row = rows[0] if rows else {}
-        url = f"/harmony/inspector/requests/{row['id']}/answer"
-        ended = await client.post(url)
-        return ended.status_code, (await asking).json(), (await client.post(url)).status_code
+        assert row["state"] == "answer"
+        url = f"/harmony/inspector/requests/{row['id']}/{action}"
+        first, answer = await client.post(url), await asking
+        return [first, await client.post(url)], answer
+
+
+def test_a_request_is_ended_from_the_page() -> None:
+    class Endless(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> Steps:
+            yield Step(ids("<|channel|>final<|message|>"))
+            while True:
+                yield Step(ids("so "))
+                await asyncio.sleep(0.01)
+
+    ended, answer = asyncio.run(_from_the_page(Endless({"Hello!": SCRIPT}), "end"))
+    assert [each.json() for each in ended] == [{"ended": True}, {"ended": False}]
+    assert answer.status_code == 499 and "cancelled" in answer.text
 
 
 def test_reasoning_is_ended_from_the_page() -> None:
-    status, answer, later = asyncio.run(_answered_from_the_page())
-    assert (status, later) == (200, 409)
-    (choice,) = answer["choices"]
+    thinks = f"<|channel|>analysis<|message|>{'so ' * 5_000}<|end|>"
+    engine = ObedientEngine({"Hello!": thinks}, context_length=None)
+    ended, answer = asyncio.run(_from_the_page(engine, "answer", reasoning_effort="high"))
+    assert [each.status_code for each in ended] == [200, 409]
+    (choice,) = answer.json()["choices"]
     assert choice["message"]["content"] == "Well."
     assert choice["message"]["reasoning_ended_by"] == "request"
 

@@ -20,6 +20,8 @@ Run: TypeAlias = Callable[[Trial], Awaitable[None]]
 """Raises ``Failed`` if what is checked does not hold, ``Unsupported`` if it cannot be checked."""
 
 ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
+"""Statuses of endpoints that a server does not have."""
+
 PROBE = Ask(("Hello.",), limit=16)
 
 

@@ -13,7 +13,7 @@ from uuid import uuid4
 from httpx import Response
 
 from vllm_mlx_harmony.verify.apis import APIS, DONE, Messages, parsed, validate
-from vllm_mlx_harmony.verify.checks import Check, Run
+from vllm_mlx_harmony.verify.checks import ABSENT, Check, Run
 from vllm_mlx_harmony.verify.trial import Trial
 from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Tool, Unsupported, require
 
@@ -335,10 +335,6 @@ async def missing_response(trial: Trial) -> None:
     body = trial.api.body(trial.server.model, PLAIN)
     reply = await post(trial, {**body, "previous_response_id": "resp_0123456789abcdef"})
     refused(trial, reply, HTTPStatus.BAD_REQUEST, HTTPStatus.NOT_FOUND)
-
-
-ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED, HTTPStatus.NOT_IMPLEMENTED)
-"""Statuses of endpoints that a server does not have."""
 
 
 async def conversation(trial: Trial) -> None:
