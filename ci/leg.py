@@ -44,12 +44,14 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD = REPOSITORY / "build" / "legs"
 OLDEST = (3, 11)
 PASSED, FAILED, NOT_RUN = "passed", "failed", "not run"
+REPEATED, TRACEBACK = 10, 30
+"""Failures that the summary repeats, and the lines of each."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     """The result of a leg, and why it failed. ``processor`` is the processor time of its commands
-    in seconds."""
+    in seconds, ``failures`` are the failed tests, each with the end of its traceback."""
 
     leg: str
     result: str
@@ -57,6 +59,7 @@ class Outcome:
     processor: float = 0.0
     tests: int = 0
     why: str = ""
+    failures: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -226,9 +229,10 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
         result = FAILED if os.environ.get("CI") == "true" else NOT_RUN
         why = str(error)
     environments.ended(leg)
-    tests = sum(len(cases(report)) for report in reports if report.exists())
+    run_tests = [case for report in reports if report.exists() for case in cases(report)]
+    failures = tuple(text for case in run_tests for text in failures_of(case))
     seconds = time.monotonic() - began
-    outcome = Outcome(leg.name, result, seconds, processor, tests, why)
+    outcome = Outcome(leg.name, result, seconds, processor, len(run_tests), why, failures)
     print(f"\n=== {line_of(outcome)}", flush=True)
     return outcome
 
@@ -336,6 +340,13 @@ def skipped(report: Path) -> list[str]:
     ]
 
 
+def failures_of(case: ElementTree.Element) -> list[str]:
+    """What failed in a test of a JUnit report, with the last lines of each traceback."""
+    name = f"{case.get('classname')}.{case.get('name')}"
+    found = [*case.iter("failure"), *case.iter("error")]
+    return ["\n".join([name, *(each.text or "").splitlines()[-TRACEBACK:]]) for each in found]
+
+
 def must(command: Sequence[str]) -> None:
     """Runs a command that prepares a leg. Raises ``LegFailed``."""
     print(f"$ {' '.join(command)}", flush=True)
@@ -409,6 +420,9 @@ def line_of(outcome: Outcome) -> str:
 
 def summarise(outcomes: Sequence[Outcome]) -> int:
     """Prints the result of every leg and a summary; returns the exit code."""
+    failures = [f"{each.leg}: {text}" for each in outcomes for text in each.failures]
+    if failures:  # again, and last: the end of a log is what people see of it
+        print("\n=== failures", *failures[:REPEATED], sep="\n\n")
     print("\n=== summary")
     for outcome in outcomes:
         print(line_of(outcome).rstrip())

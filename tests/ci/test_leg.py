@@ -78,7 +78,7 @@ def run(one: Any) -> Any:
     ],
 )
 def test_a_leg_fails_for_what_it_did_not_test(
-    build: Path, made: list[str], what: str, why: str
+    build: Path, made: list[str], what: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (build / "test_it.py").write_text(TESTS[what])
     (build / "test_beside.py").write_text(TESTS["passes"] if TESTS[what] else "")
@@ -89,6 +89,10 @@ def test_a_leg_fails_for_what_it_did_not_test(
     outcome = run(one)
     assert outcome.result == ("failed" if why else "passed"), outcome
     assert why in outcome.why
+    capsys.readouterr()
+    leg.summarise([outcome])
+    summary = capsys.readouterr().out
+    assert ("x: test_it.test_it\n" in summary and "assert False" in summary) == (what == "fails")
 
 
 @pytest.mark.once
