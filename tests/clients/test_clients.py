@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "gateway"))  # importlib mode
 
 from fake_engines import FakeEngine, ids, served
 
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
@@ -162,9 +163,7 @@ class Workplace:
 
     def start(self, command: str) -> None:
         """Runs a proxy in the background, until it listens."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.proxy = probe.getsockname()[1]
+        self.proxy = free_port()
         command = command.replace("--port 4000", f"--port {self.proxy}")
         log = self.stack.enter_context((self.directory / "proxy.log").open("w"))
         proxy = subprocess.Popen(

@@ -496,13 +496,6 @@ def served(app: Any, **options: Any) -> Iterator[str]:
         listening.close()
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
     """Waits for ``condition``, and not for ever."""
     deadline = time.monotonic() + seconds

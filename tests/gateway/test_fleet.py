@@ -22,9 +22,10 @@ import pytest
 pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
-from fake_engines import FakeEngine, free_port, served, until
+from fake_engines import FakeEngine, served, until
 from in_process import MODEL, engine_at
 
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.gateway import probes
 from vllm_mlx_harmony.gateway.engines.detection import Spec

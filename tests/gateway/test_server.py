@@ -23,12 +23,13 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 import httpx
-from fake_engines import KINDS, LISTED, FakeEngine, Fault, free_port, ids, served, until
+from fake_engines import KINDS, LISTED, FakeEngine, Fault, ids, served, until
 from in_process import MODEL, Watched
 from starlette.applications import Starlette
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli.gateway import parser
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway import access_log, app, workers

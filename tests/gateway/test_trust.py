@@ -14,10 +14,11 @@ pytest.importorskip("prometheus_client")
 sys.path.insert(0, str(Path(__file__).parent))  # importlib mode puts test directories nowhere
 
 import httpx
-from fake_engines import KINDS, FakeEngine, free_port, served, until
+from fake_engines import KINDS, FakeEngine, served, until
 from in_process import MODEL, Watched
 from test_faults import BODIES, TEXT, Setting
 
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.gateway.engines import http

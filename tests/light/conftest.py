@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.process import free_port
 
 STARTING = 120.0
 """Seconds within which a server is ready."""
@@ -61,9 +61,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         *arguments: str, options: tuple[str, ...] = (), program: tuple[str, ...] = PROGRAM
     ) -> Server:
         home = tmp_path_factory.mktemp("home")
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         command = [sys.executable, *options, *program, *arguments, "--port", port]
         environment = {**os.environ, "HOME": str(home), "HF_HUB_OFFLINE": "1"}
         environment |= {"XDG_CACHE_HOME": str(home / ".cache")}

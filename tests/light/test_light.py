@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -24,6 +23,7 @@ from starlette.testclient import TestClient
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.__main__ import main
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import mlx_lm_names
 from vllm_mlx_harmony.gateway.app import gateway
@@ -356,10 +356,8 @@ def test_parser_of_another_model_is_rejected(capsys: pytest.CaptureFixture[str])
 
 
 def test_the_doctor_asks_for_no_plugin() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "vllm_mlx_harmony", "doctor", "--verbose", "--port", str(port)]
+    port = str(free_port())
+    command = [sys.executable, "-m", "vllm_mlx_harmony", "doctor", "--verbose", "--port", port]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.stderr == ""
     problems = [line.split()[1] for line in ended.stdout.splitlines() if "✗" in line]

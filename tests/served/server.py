@@ -24,6 +24,8 @@ import httpx
 import openai
 from preloaded import POSSIBLE, Forked, Process
 
+from vllm_mlx_harmony.cli.process import free_port
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 INSTALLED = Path(sysconfig.get_path("purelib"), "vllm_mlx_harmony_startup.pth").exists()
@@ -179,14 +181,6 @@ def start(
         return server
     _wait_until_healthy(server, began)
     return Server(process, url, model, home, log_path, time.monotonic() - began)
-
-
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _environment(home: Path, extra: Mapping[str, str]) -> dict[str, str]:

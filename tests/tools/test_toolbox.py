@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parent))  # importlib mode puts test director
 from local import Local
 from mcp_types import methods
 
+from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import ToolFinished
 from vllm_mlx_harmony.core.errors import HostError
@@ -233,13 +234,6 @@ def test_over_http_and_away_and_back(transport: str) -> None:
     assert second.startswith("Error: ")
     nowhere = box.namespaces[1]
     assert nowhere.tools == () and nowhere.problem
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import site
 import socket
@@ -131,10 +132,14 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((ADDRESS, 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port that nobody listens on, and that no outgoing connection takes until a server, some
+    seconds later, does: systems pick those from 32,768 (Linux) or 49,152 (macOS) on."""
+    chance = random.SystemRandom()  # processes that begin together may be seeded alike
+    while True:
+        port = chance.randrange(20_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind((ADDRESS, port))
+            return port
 
 
 def environment(home: Path) -> dict[str, str]:
