@@ -166,10 +166,23 @@ def test_bytes_of_a_piece_are_those_of_this_model(model: Any, length: int) -> No
     assert same(join(model, [imported(Loaded(0, length, content), 0, length)]), length)
 
 
-@pytest.mark.parametrize("end", [98, 101, 200])
-def test_a_cache_that_holds_something_else_is_not_cut(end: int) -> None:
+@pytest.mark.parametrize(("held", "end"), [(100, 101), (100, 200), (300, 290), (300, 298)])
+def test_a_cache_that_holds_something_else_is_not_cut(held: int, end: int) -> None:
     with pytest.raises(Misaligned):
-        cut(fed(GPT_OSS.make_cache(), 0, 100, 10), 0, end)
+        cut(fed(GPT_OSS.make_cache(), 0, held), 0, end)
+
+
+@pytest.mark.parametrize("start", [0, 5, 127, 128, 129, 500])
+def test_a_pass_can_be_cut_anywhere(model: Any, start: int) -> None:
+    """It keeps all of its tokens, and the window of its first."""
+    cache, end = fed(model.make_cache(), 0, start, 100), start + 400
+    before = [cut(cache, 0, start)] if start else []
+    fed(cache, start, end, end)
+    for place in (start + 1, start + 128, start + 300, end - 1, end):
+        first = [*before, cut(cache, start, place)]
+        assert same(join(model, first), place)
+        if place < end:
+            assert same(join(model, [*first, cut(cache, place, end)]), end)
 
 
 def test_a_window_with_a_token_that_does_not_count_is_not_cut() -> None:

@@ -76,9 +76,10 @@ def windows(model: Module) -> Windows | None:
 def cut(cache: Layers, start: int, end: int, row: int = 0) -> Piece:
     """The piece from ``start`` to ``end`` (in tokens) of what ``cache`` holds in ``row``.
 
-    Raises ``Misaligned`` unless the cache holds ``end`` tokens, or one more: a window that has
-    moved on cannot be moved back. One step back is possible: a token looks at itself and, with a
-    window of n, at the n - 1 before it.
+    Raises ``Misaligned`` unless its windows have what they held after ``end`` tokens. They do after
+    the pass in which these were computed: a pass keeps all of its tokens, and the window of its
+    first. They do one token later, too, since a token looks at itself and, with a window of n, at
+    the n - 1 before it. Another step would overwrite what is needed.
     """
     cuts: dict[int, list[mx.array]] = {}
     for layer in cache:
@@ -103,7 +104,7 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
         if isinstance(layer, BatchRotatingKVCache):
             layer = layer.extract(row)
         row, held = 0, layer.offset
-    if held - end not in (0, 1):
+    if held < end:
         raise Misaligned(f"the cache holds {held} tokens, not {end}")
     if isinstance(layer, (KVCache, BatchKVCache)):
         ours = slice(row, row + 1), slice(None), slice(padding, padding + end)
@@ -114,11 +115,13 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
         ordered = layer._temporal_order(each)
         if min(ordered.shape[2], window) != min(held, window):
             raise Misaligned(f"a window of {ordered.shape[2]} tokens does not end at {held}")
-        ordered = ordered[:, :, : ordered.shape[2] - (held - end)]
+        ordered = ordered[:, :, : max(0, ordered.shape[2] - (held - end))]
         # Without the last id, the window is one token short, because its oldest token was
         # overwritten. The next token does not attend to that slot, so the oldest remaining token is
         # repeated there.
         missing = min(end, window) - ordered.shape[2]
+        if missing > (held - end == 1):
+            raise Misaligned(f"a window at {held} has moved on from {end}")
         if missing > 0:
             ordered = mx.concatenate([ordered[:, :, :missing], ordered], axis=2)
         found.append(ordered)
