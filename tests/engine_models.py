@@ -1,16 +1,24 @@
-"""Models without their tokenizers, which take a second to load."""
+"""Models without their tokenizers, which take a second to load; engines with them."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from contextlib import aclosing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm import utils
+from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
+from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step
 
 
 def load_module(directory: Path) -> Any:
@@ -39,3 +47,46 @@ def flushed(disk: DiskCache, patience: float = 10) -> bool:
     """Waits until everything is written, at most ``patience`` seconds; whether it is."""
     with (done := disk._queue.all_tasks_done):
         return done.wait_for(lambda: not disk._queue.unfinished_tasks, patience)
+
+
+def opened(directory: Path, **options: Any) -> MlxEngine:
+    cache = options.pop("cache", PrefixCache)
+    engine = MlxEngine(str(directory), Options(**options))
+    engine.load(loading(partial(load_module, directory), cache))
+    return engine
+
+
+def words(seed: int, length: int) -> tuple[int, ...]:
+    luck = random.Random(seed)
+    return tuple(luck.randrange(1000, 150_000) for _ in range(length))
+
+
+async def steps(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> list[Step]:
+    settings = GenerationSettings(**{"max_tokens": 40, "temperature": 0.0, "top_p": 1.0, **changed})
+    async with aclosing(engine.generate(GenerationRequest(asked, settings, ""))) as coming:
+        return [step async for step in coming if step.progress is None]
+
+
+async def answer(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> tuple[int, ...]:
+    return sum((step.ids for step in await steps(engine, asked, **changed)), ())
+
+
+def of_mlx_lm(engine: MlxEngine, asked: tuple[int, ...], most: int = 40) -> tuple[int, ...]:
+    """What mlx-lm generates by itself, on the engine's thread."""
+
+    def generated() -> tuple[int, ...]:
+        model, found = engine.loop.module, []
+        cache = make_prompt_cache(model)
+        for at in range(0, len(asked) - 1, 512):
+            model(mx.array([asked[at : min(at + 512, len(asked) - 1)]]), cache=cache)
+            mx.eval([layer.state for layer in cache])
+        last = mx.array([asked[-1:]])
+        for _ in range(most):
+            token = int(mx.argmax(model(last, cache=cache)[:, -1, :], axis=-1).item())
+            found.append(token)
+            if token in vocab.TURN_ENDS:
+                break
+            last = mx.array([[token]])
+        return tuple(found)
+
+    return engine._thread.call(generated).result()

@@ -72,14 +72,23 @@ class Windows(GptOssMoeModel):  # type: ignore[misc, unused-ignore]
 
 
 @pytest.fixture(scope="module", params=["gpt-oss", "several windows"])
-def random_model(request: pytest.FixtureRequest, tiny: Path) -> Any:
-    """A real architecture of random weights."""
-    model = load_module(tiny)
-    if request.param == "several windows":
-        model.model.__class__ = Windows
-        model.make_cache = model.model.make_cache
-        assert windows(model) == Windows.LAYOUT
-    return model
+def load_random(request: pytest.FixtureRequest, tiny: Path) -> Callable[[], Any]:
+    """Loads a real architecture of random weights, on the thread that calls it."""
+
+    def load() -> Any:
+        model = load_module(tiny)
+        if request.param == "several windows":
+            model.model.__class__ = Windows
+            model.make_cache = model.model.make_cache
+            assert windows(model) == Windows.LAYOUT
+        return model
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def random_model(load_random: Callable[[], Any]) -> Any:
+    return load_random()
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import pytest
 
@@ -15,8 +15,11 @@ from vllm_mlx_harmony.engine.scheduler import (
     CHUNK_MULTIPLE,
     DECODE_SHARE,
     FIRST_CHUNK,
+    FIRST_STEPS,
     LONGEST,
+    MEASUREMENTS,
     PATIENCE,
+    PRICE,
     Chunk,
     Decision,
     Limits,
@@ -40,7 +43,15 @@ def answering(scheduler: Scheduler, request: int = 0, ids: int = 512) -> None:
     """A request whose prompt is computed, at ``PACE``."""
     began(scheduler, request, ids)
     scheduler.computed(request, ids, ids * PACE)
+    started(scheduler, request)
+
+
+def started(scheduler: Scheduler, request: int, seconds: float = 0.0) -> None:
+    """An answer that has its first id, after steps of so many ``seconds`` together."""
     scheduler.start_answer(request)
+    for _ in range(FIRST_STEPS):
+        assert scheduler.next(0.0) == Step()
+        scheduler.stepped(seconds / FIRST_STEPS)
 
 
 def nothing(scheduler: Scheduler) -> None:
@@ -48,7 +59,36 @@ def nothing(scheduler: Scheduler) -> None:
 
 
 def alone(scheduler: Scheduler) -> None:
-    began(scheduler, 1, 5000)
+    """The first chunks of a long prompt measure what their lengths cost."""
+    began(scheduler, 1, 12_000)
+
+
+def and_the_shortest_is_measured(scheduler: Scheduler) -> None:
+    alone(scheduler)
+    scheduler.computed(1, 256, 0.3)
+
+
+def and_all_are_measured(scheduler: Scheduler) -> None:
+    and_the_shortest_is_measured(scheduler)
+    scheduler.computed(1, 512, 0.54)
+    scheduler.computed(1, 1024, 1.04)
+    scheduler.computed(1, 2048, 2.0)
+
+
+def the_next_one_measures_again(scheduler: Scheduler) -> None:
+    and_all_are_measured(scheduler)
+    scheduler.remove(1)
+    began(scheduler, 2, 12_000)
+
+
+def of_one_chunk(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 2048)
+
+
+def of_little_more_than_the_best_length(scheduler: Scheduler) -> None:
+    and_all_are_measured(scheduler)
+    scheduler.remove(1)
+    began(scheduler, 2, 1023)
 
 
 def deep_in_its_context(scheduler: Scheduler) -> None:
@@ -98,6 +138,24 @@ def beside_an_answer_and_behind_a_chunk(scheduler: Scheduler) -> None:
     scheduler.computed(1, 192, 0.192)
 
 
+def an_answer_has_just_begun(scheduler: Scheduler) -> None:
+    """It is owed its first id, whatever waits."""
+    began(scheduler, 0, 60)
+    began(scheduler, 1, 5000)
+    scheduler.computed(0, 60, 0.06)
+    scheduler.start_answer(0)
+
+
+def and_has_made_a_step(scheduler: Scheduler) -> None:
+    an_answer_has_just_begun(scheduler)
+    scheduler.stepped(0.02)
+
+
+def and_has_its_first_id(scheduler: Scheduler) -> None:
+    and_has_made_a_step(scheduler)
+    scheduler.stepped(0.02)
+
+
 def the_debt_is_paid(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
     owed = 0.192 * DECODE_SHARE / (1 - DECODE_SHARE)
@@ -130,16 +188,14 @@ def the_answer_has_ended(scheduler: Scheduler) -> None:
 def of_unknown_speed(scheduler: Scheduler) -> None:
     began(scheduler, 0, 8)
     scheduler.computed(0, 8, 0.5)  # too short to say anything
-    scheduler.start_answer(0)
-    scheduler.stepped(1.0)
+    started(scheduler, 0, 1.0)
     began(scheduler, 1, 5000)
 
 
 def slow(scheduler: Scheduler) -> None:
     began(scheduler, 0, 512)
     scheduler.computed(0, 512, 51.2)
-    scheduler.start_answer(0)
-    scheduler.stepped(100.0)
+    started(scheduler, 0, 100.0)
     began(scheduler, 1, 5000)
 
 
@@ -195,8 +251,7 @@ def a_tenant_that_came_back(scheduler: Scheduler) -> None:
     scheduler.computed(1, 2048, 2.0)
     began(scheduler, 2, 60, "b", 2.0)
     scheduler.computed(2, 60, 0.06)
-    scheduler.start_answer(2)
-    scheduler.stepped(1.0)
+    started(scheduler, 2, 1.0)
     scheduler.add(3, 60, "b", 2.1)
 
 
@@ -225,11 +280,57 @@ def and_a_short_one_comes(scheduler: Scheduler) -> None:
     scheduler.add(2, 2048, "c", 0.0)
 
 
+def short_ones_wait(scheduler: Scheduler) -> None:
+    """All of them can begin; the first one has."""
+    began(scheduler, 1, 60)
+    scheduler.add(2, 70, "b", 0.0)
+    scheduler.add(3, 9000, "c", 0.0)
+
+
+def and_have_begun(scheduler: Scheduler) -> None:
+    short_ones_wait(scheduler)
+    scheduler.begin(2, 70)
+
+
+def of_very_different_lengths(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 60)
+    began(scheduler, 2, 600)
+
+
+def both_so_short_that_padding_costs_nothing(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 3)
+    began(scheduler, 2, 100)
+
+
+def behind_prefixes_of_very_different_lengths(scheduler: Scheduler) -> None:
+    for request, cached in ((1, 0), (2, 2500)):
+        scheduler.add(request, 60, "", 0.0)
+        scheduler.begin(request, 60, cached)
+
+
+def together_longer_than_a_pause(scheduler: Scheduler) -> None:
+    answering(scheduler)
+    began(scheduler, 1, 120)
+    began(scheduler, 2, 120)
+
+
+def the_end_of_a_long_one_and_a_short_one(scheduler: Scheduler) -> None:
+    began(scheduler, 1, 2 * 2048 + 50)
+    for _ in range(2):
+        scheduler.computed(1, 2048, 2.0)
+    began(scheduler, 2, 60)
+
+
 SMALL = Limits(prompts=2, answers=4)
 
 ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (nothing, 0.0, None),
-    (alone, 0.0, Chunk(1, 2048)),
+    (alone, 0.0, Chunk(1, 256)),
+    (and_the_shortest_is_measured, 0.0, Chunk(1, 512)),
+    (and_all_are_measured, 0.0, Chunk(1, 512)),
+    (the_next_one_measures_again, 0.0, Chunk(2, 256)),
+    (of_one_chunk, 0.0, Chunk(1, 2048)),
+    (of_little_more_than_the_best_length, 0.0, Chunk(2, 1023)),
     (deep_in_its_context, 0.0, Chunk(1, 480)),
     (too_slow_for_anything, 0.0, Chunk(1, FIRST_CHUNK)),
     (behind_a_long_cached_prefix, 0.0, Chunk(1, FIRST_CHUNK)),
@@ -237,12 +338,15 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (behind_a_short_cached_prefix, 0.0, Chunk(1, 2048)),
     (nearly_done, 0.0, Chunk(1, 2)),
     (an_answer, 0.0, Step()),
+    (an_answer_has_just_begun, 0.0, Step()),
+    (and_has_made_a_step, 0.0, Step()),
+    (and_has_its_first_id, 0.0, Chunk(1, CUT)),
     (beside_an_answer, 0.0, Chunk(1, CUT)),
     (beside_an_answer_and_behind_a_chunk, 0.0, Step()),
     (the_debt_is_paid, 0.0, Chunk(1, CUT)),
     (a_step_took_longer_than_was_owed, 0.0, Chunk(1, CUT)),
     (steps_of_an_answer_alone_are_no_credit, 0.0, Step()),
-    (the_answer_has_ended, 0.0, Chunk(1, 2048)),
+    (the_answer_has_ended, 0.0, Chunk(1, 256)),
     (of_unknown_speed, 0.0, Chunk(1, FIRST_CHUNK)),
     (slow, 0.0, Chunk(1, CHUNK_MULTIPLE)),
     (a_prompt_of_its_own_speed, 0.0, Chunk(1, 32)),
@@ -250,14 +354,21 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (both_came_together, 0.0, Chunk(2, 60)),
     (both_came_together, 1.0, Chunk(2, 60)),
     (the_long_one_has_begun, 16.5, Chunk(2, 60)),
-    (short_ones_have_had_their_part, 1.1, Chunk(1, 2048)),
+    (short_ones_have_had_their_part, 1.1, Chunk(1, 256)),
     (and_the_oldest_has_had_its_part, 3.1, Chunk(3, 60)),
-    (tenants, 2.0, Chunk(2, 2048)),
+    (tenants, 2.0, Chunk(2, 256)),
     (a_tenant_that_came_back, 2.2, Chunk(1, CUT)),
-    (all_prompts_have_begun, 9.0, Chunk(0, 2048)),
+    (all_prompts_have_begun, 9.0, Chunk(0, 256)),
     (all_rows_are_taken, 9.0, Step()),
     (a_long_one_has_begun, 2 * PATIENCE, Chunk(0, 2048)),
     (and_a_short_one_comes, 0.0, Chunk(2, 2048)),
+    (short_ones_wait, 0.0, Chunk(2, 70)),
+    (and_have_begun, 0.0, Chunk(1, 70, (2,))),
+    (of_very_different_lengths, 0.0, Chunk(1, 60)),
+    (both_so_short_that_padding_costs_nothing, 0.0, Chunk(1, 100, (2,))),
+    (behind_prefixes_of_very_different_lengths, 0.0, Chunk(1, 60)),
+    (together_longer_than_a_pause, 0.0, Chunk(1, 120)),
+    (the_end_of_a_long_one_and_a_short_one, 0.0, Chunk(1, 50)),
 ]
 
 
@@ -299,8 +410,7 @@ def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
         return request != 1
 
     scheduler.computed(0, 100, 0.1)
-    scheduler.start_answer(0)
-    scheduler.stepped(1.0)
+    started(scheduler, 0, 1.0)
     assert scheduler.next(2.0, fits) == Chunk(2, 60)
     assert scheduler.next(PATIENCE + 1, fits) == Step(), "no later one begins any more"
     assert scheduler.next(PATIENCE + 1) == Chunk(2, 60), "there is memory for both"
@@ -371,13 +481,12 @@ def simulate(  # noqa: C901 - one loop, as the engine has it
     luck, scheduler, now = random.Random(1), Scheduler(limits), 0.0
     coming = sorted(requests, key=lambda each: each.at)
     known: dict[int, Request] = {}
-    computed: dict[int, int] = defaultdict(int)
+    computed: dict[int, int] = {}
     left: dict[int, int] = {}
     last: dict[int, float] = {}
 
     def fits(number: int) -> bool:
-        running = {number, *left, *(each for each in computed if computed[each])}
-        running -= {each for each in running if known[each].done}
+        running = {each for each in (number, *computed) if not known[each].done}
         return sum(known[each].prompt + known[each].answer for each in running) <= memory
 
     while now < until:
@@ -387,18 +496,23 @@ def simulate(  # noqa: C901 - one loop, as the engine has it
             known[number] = request
             scheduler.add(number, request.prompt, request.tenant, request.at)
         match scheduler.next(now, fits):
-            case Chunk(number, ids):
-                request = known[number]
-                if not computed[number]:
-                    scheduler.begin(number, request.prompt)
-                seconds = machine.chunk(computed[number], ids, luck)
+            case Chunk(number) if number not in computed:
+                computed[number] = 0
+                scheduler.begin(number, known[number].prompt)
+                scheduler.computed(number, 0, 0.0)
+            case Chunk(number, ids, others):
+                group = [number, *others]
+                rests = [min(ids, known[each].prompt - computed[each]) for each in group]
+                before = max(computed[each] for each in group)
+                seconds = machine.chunk(before, len(group) * max(rests), luck)
                 now += seconds
-                computed[number] += ids
-                request.chunks.append((ids, seconds))
-                scheduler.computed(number, ids, seconds)
-                if computed[number] == request.prompt:
-                    scheduler.start_answer(number)
-                    left[number], last[number] = request.answer, now
+                for each, rest in zip(group, rests, strict=True):
+                    computed[each] += rest
+                    known[each].chunks.append((rest, seconds))
+                    scheduler.computed(each, rest, seconds * rest / sum(rests))
+                    if computed[each] == known[each].prompt:
+                        scheduler.start_answer(each)
+                        left[each], last[each] = known[each].answer, now
             case Step():
                 now += machine.per_step
                 scheduler.stepped(machine.per_step)
@@ -428,33 +542,31 @@ def alone_takes(prompt: int) -> float:
     return request.wait
 
 
-@pytest.mark.parametrize(
-    ("prompt", "first", "last"),
-    [(1_000, 1000, 1000), (32_000, 2048, 1568), (100_000, 2048, 640), (131_072, 2048, 512)],
-)
-def test_chunks_of_a_prompt_alone_get_shorter_with_depth(
-    prompt: int, first: int, last: int
-) -> None:
-    """None takes so long that macOS ends the process, and this costs little; on a slow Mac, whose
-    chunks of 2,048 ids take 1.5 seconds at first, and 9.5 behind 131,072."""
-    slow = Machine(per_id=7e-4, per_id_before=3e-8, per_chunk=0.04, noise=0.0)
+SLOW = Machine(per_id=7e-4, per_id_before=3e-8, per_chunk=0.04, noise=0.0)
+"""A slow Mac, whose chunks of 2,048 ids take 1.5 seconds at first, and 9.5 behind 131,072."""
+
+
+@pytest.mark.parametrize("prompt", [1_000, 32_000, 100_000, 131_072])
+def test_no_chunk_of_a_prompt_alone_takes_long(prompt: int) -> None:
+    """So that macOS does not end the process; this costs little."""
     request = Request(0.0, prompt, 1)
-    simulate([request], Limits(), slow, 1e9)
-    lengths = [ids for ids, _ in request.chunks]
-    assert sum(lengths) == prompt
+    simulate([request], Limits(), SLOW, 1e9)
+    assert sum(ids for ids, _ in request.chunks) == prompt
     assert max(seconds for _, seconds in request.chunks) < 1.05 * LONGEST
-    assert lengths[0] == first
-    assert lengths[-2:][0] == last
-    starts = range(0, prompt, 2048)
-    luck = random.Random(1)
-    full = sum(slow.chunk(start, min(2048, prompt - start), luck) for start in starts)
-    assert sum(seconds for _, seconds in request.chunks) < 1.05 * full
+    starts, luck = range(0, prompt, 2048), random.Random(1)
+    full = sum(SLOW.chunk(start, min(2048, prompt - start), luck) for start in starts)
+    assert sum(seconds for _, seconds in request.chunks) < PRICE * full
 
 
-def test_a_fast_machine_computes_full_chunks() -> None:
-    request = Request(0.0, 32_769, 1)
-    simulate([request], Limits(), MACHINE, 1e9)
-    assert {ids for ids, _ in request.chunks} == {2048, 1}
+@pytest.mark.parametrize(
+    ("per_chunk", "length"), [(0.004, 256), (0.03, 512), (0.1, 1024), (0.2, 2048)]
+)
+def test_chunks_are_as_short_as_costs_little(per_chunk: float, length: int) -> None:
+    """Once a few prompts have shown what a pass costs."""
+    machine = replace(MACHINE, per_chunk=per_chunk, noise=0.0)
+    prompts = [Request(100.0 * each, 32_000, 1) for each in range(MEASUREMENTS + 1)]
+    simulate(prompts, Limits(), machine, 1e9)
+    assert {ids for ids, _ in prompts[-1].chunks[:-1]} == {length}
 
 
 def test_a_long_prompt_beside_an_answer() -> None:
@@ -471,11 +583,33 @@ def test_a_long_prompt_beside_an_answer() -> None:
     assert steps * MACHINE.per_step / meanwhile > 0.25, ids
 
 
+@pytest.mark.parametrize("prompt", [1_000, 32_000, 100_000])
+@pytest.mark.parametrize("machine", [MACHINE, SLOW], ids=["fast", "slow"])
+def test_answers_have_their_third_at_every_depth(machine: Machine, prompt: int) -> None:
+    """Although an id of a prompt costs more the more ids there are before it."""
+    answer, beside = Request(0.0, 200, 100_000), Request(5.0, prompt, 1)
+    simulate([answer, beside], Limits(), machine, 1e9)
+    steps = accumulate(answer.pauses[1:], initial=answer.first)
+    count = sum(beside.at <= each < beside.first for each in steps)
+    assert count * machine.per_step / (beside.first - beside.at) == pytest.approx(DECODE_SHARE, 0.1)
+    assert max(answer.pauses) < Limits().pause + machine.per_step
+
+
 def test_a_short_prompt_behind_a_long_one() -> None:
-    long, short = Request(0.0, 36_000, 1), Request(3.0, 60, 50)
-    simulate([long, short], Limits(), MACHINE, 1e9)
-    assert short.wait / long.wait < 0.15
-    assert long.wait / alone_takes(36_000) < 1.15, "and it costs the long one little"
+    """Once lengths of chunks are measured."""
+    before = [Request(100.0 * each, 13_000, 1) for each in range(MEASUREMENTS)]
+    long = Request(1000.0, 13_000, 1)
+    short = [Request(at, 60, 16) for at in (1001.0, 1003.0)]
+    simulate([*before, long, *short], Limits(), MACHINE, 1e9)
+    for each in short:
+        assert each.wait / long.wait < 0.04
+    assert long.wait / before[0].wait < 1.2, "and it costs the long one little"
+
+
+def test_short_prompts_that_come_together_begin_together() -> None:
+    one, eight = Request(0.0, 60, 1), [Request(10.0, 60 + each, 1) for each in range(8)]
+    simulate([one, *eight], Limits(), replace(MACHINE, per_id=1e-4, per_chunk=0.2), 1e9)
+    assert max(each.wait for each in eight) < 1.5 * one.wait
 
 
 @pytest.mark.parametrize("load", [0.2, 0.5, 0.8])

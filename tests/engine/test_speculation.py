@@ -161,7 +161,7 @@ def row(
     request.ids = list(prompt)
     if costs in (CHEAP, SLOW):
         request.drafts = Drafts(prompt)
-    return Batch(request, layers, costs)
+    return Batch([request], layers, costs)
 
 
 def ids_of(batch: Batch, settings: GenerationSettings) -> tuple[list[int], int]:

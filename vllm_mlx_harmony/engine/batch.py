@@ -8,6 +8,9 @@ row, and a step computes the padding, too. So rows share a batch only if their l
 Steps run one ahead: while Python looks at the ids of one step, the device computes the next. The
 first id of a new row is the last of its prompt. Everything runs on the engine's thread.
 
+Short prompts that wait are computed in one pass, too (`computed_together`), and their caches, which
+are those of a batch then, stay together: the prompts become rows at once.
+
 **Several ids in one step** (``Options.speculate``). A step reads all weights for one id; several
 cost little more. An answer that is alone in its batch computes, together with its next id,
 
@@ -28,7 +31,7 @@ others have not, and a batch without rows is discarded.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import mlx.core as mx
 
@@ -37,7 +40,7 @@ from vllm_mlx_harmony.engine.costs import WIDTHS, Model
 from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, trim
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate, trim
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead, log_probabilities
 from vllm_mlx_harmony.engine_api.engine import Origin
@@ -53,29 +56,29 @@ class Batch:
     """Rows that are computed together. ``pending`` (rows,) has the ids of the next step; ``known``
     is the one of a single row, if Python knows it without waiting."""
 
-    def __init__(self, request: Request, layers: Layers, costs: Costs | None = None) -> None:
-        self.rows, self.layers, self.costs = [request], layers, costs
+    def __init__(self, rows: Sequence[Request], layers: Layers, costs: Costs | None = None) -> None:
+        self.rows, self.layers, self.costs = list(rows), layers, costs
         self.known: int | None = None
-        self.pending = mx.array(request.ids[-1:], dtype=mx.uint32)
+        self.pending = _last_ids(rows)
 
-    def takes(self, request: Request) -> bool:
-        return may_be_padded([len(each.ids) for each in (*self.rows, request)])
+    def takes(self, rows: Sequence[Request]) -> bool:
+        return may_be_padded([len(each.ids) for each in (*self.rows, *rows)])
 
-    def join(self, request: Request, layers: Layers) -> None:
-        """Adds a row, whose ``layers`` hold all of its ids but the last."""
+    def join(self, new: Sequence[Request], layers: Layers) -> None:
+        """Adds rows, whose ``layers`` hold all of their ids but the last of each."""
         rows, self.rows = self.rows, []
         for at, layer in enumerate(layers):
             own = self.layers[at]
-            if len(rows) == 1:
+            if len(rows) == len(new) == 1:
                 own = type(own).merge([own, layer])
             else:
-                own.extend(type(layer).merge([layer]))
+                own = type(own).merge([own]) if len(rows) == 1 else own
+                own.extend(type(layer).merge([layer]) if len(new) == 1 else layer)
             # One layer after another, so that no more than one exists twice.
             mx.eval(own.keys, own.values)
             self.layers[at], layers[at] = own, None
-        last = mx.array(request.ids[-1:], dtype=mx.uint32)
-        self.pending, self.known = mx.concatenate([self.pending, last]), None
-        self.rows = [*rows, request]
+        self.pending, self.known = mx.concatenate([self.pending, _last_ids(new)]), None
+        self.rows = [*rows, *new]
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
         """Runs one step; returns the ids that the caches now hold. A row's first step computes the
@@ -204,3 +207,35 @@ class Batch:
                 mx.eval(layer.keys, layer.values)
                 self.layers[at] = layer
         self.rows = [rows[at] for at in stay]
+
+
+def computed_together(
+    model: Model, prompts: Sequence[Layers], inputs: Sequence[Sequence[int]]
+) -> Layers:
+    """The caches of a batch: those of ``prompts``, which are emptied, and the ids that follow in
+    each, ``inputs``, computed in one pass.
+
+    As mlx-lm's ``BatchGenerator`` does it: what each holds is padded on the left, what is computed
+    on the right, and then turned around, so that all padding is on the left.
+    """
+    lengths = [len(ids) for ids in inputs]
+    padding = [max(lengths) - length for length in lengths]
+    merged: Layers = []
+    for at in range(len(prompts[0])):
+        layer = type(prompts[0][at]).merge([each[at] for each in prompts])
+        layer.prepare(lengths=lengths, right_padding=padding)
+        if layer.keys is not None:
+            mx.eval(layer.keys, layer.values)
+        for each in prompts:
+            each[at] = None
+        merged.append(layer)
+    rows = [[*ids, *[vocab.ENDOFTEXT] * more] for ids, more in zip(inputs, padding, strict=True)]
+    model(mx.array(rows, dtype=mx.uint32), cache=merged)
+    for layer in merged:
+        layer.finalize()
+    evaluate(merged)
+    return merged
+
+
+def _last_ids(rows: Sequence[Request]) -> mx.array:
+    return mx.array([request.ids[-1] for request in rows], dtype=mx.uint32)

@@ -36,7 +36,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import costs, device, pieces
-from vllm_mlx_harmony.engine.batch import Batch
+from vllm_mlx_harmony.engine.batch import Batch, computed_together
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
@@ -46,7 +46,7 @@ from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
 from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, Totals, Waiting
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
-from vllm_mlx_harmony.engine_api.engine import Finish, Speculate, Step
+from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,6 @@ FREED, STEP_COUNTS = 2048, 8
 
 PROBE = 64
 """Length of the probe chunk whose peak memory is measured when a model is loaded."""
-
-HEADROOM = 64
-"""Ids of an answer for which its caches are allocated in advance."""
 
 ADMISSION_TIMEOUT = 10.0
 """Seconds after which a prompt without enough memory fails, if meanwhile no other request runs and
@@ -278,7 +275,7 @@ class EngineLoop:
         client that gave up will send it again (semantics E2)."""
         try:
             if request.layers is not None:
-                self._store(request, request.layers)
+                self._store_to(request, request.at, request.layers)
         finally:
             self._forget(request)
             self.publish()
@@ -364,15 +361,15 @@ class EngineLoop:
         with self.cache.computing():
             decision = self.scheduler.next(time.perf_counter(), self._fits)
             match decision:
-                case Chunk(key, ids):
-                    request = self.requests[key]
+                case Chunk(key, ids, others):
+                    requests = [self.requests[each] for each in (key, *others)]
                     try:
-                        if request.layers is None:
-                            self._begin(request)
+                        if requests[0].layers is None:
+                            self._begin(requests[0])
                         else:
-                            self._compute(request, request.layers, ids)
+                            self._compute(requests, ids)
                     except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                        self._fail([request], error)
+                        self._fail(requests, error)
                 case NextStep():
                     self._step()
             if self._computed >= FREED:
@@ -438,13 +435,10 @@ class EngineLoop:
         started = time.perf_counter()
         match, request.match = request.match, None
         assert match is not None
-        room = len(request.prompt) + min(request.settings.max_tokens, HEADROOM)
-        request.layers, known = self.cache.restore(match, room)
-        if not known:
-            pieces.reserve(request.layers, self._shapes, room)
+        request.layers, known = self.cache.restore(match, request.expected)
         last = len(request.prompt) - 1
-        cut = boundaries(request.prompt, known) if self.cache.enabled else [last]
-        request.marks = deque(cut)
+        if self.cache.enabled:
+            request.marks = deque(boundaries(request.prompt, known))
         request.begun = started
         self.waiting.add(-1)
         request.at = request.cached = request.stored = known
@@ -452,36 +446,55 @@ class EngineLoop:
         self.scheduler.begin(request.number, last - known, known)
         self.scheduler.computed(request.number, 0, time.perf_counter() - started)
         if known == last:
-            self._join(request, request.layers)
+            self._join([request], request.layers)
 
-    def _compute(self, request: Request, layers: Layers, ids: int) -> None:
-        """Computes up to ``ids`` ids of the prompt, stopping at the next boundary. The prefix is
-        stored there, and at least every `SPAN` ids."""
+    def _compute(self, requests: Sequence[Request], ids: int) -> None:
+        """Computes up to ``ids`` ids of a prompt, or the rest of several in one pass. What of them
+        is to be found again is stored: up to each boundary, and at least every `SPAN` ids."""
         # Waits for the step that is being computed, so that its time does not count as the chunk's.
         mx.eval([batch.pending for batch in self.batches])
-        end = min(request.at + ids, request.marks[0])
-        chunk = request.prompt[request.at : end]
+        chunks = [
+            each.prompt[each.at : min(each.at + ids, len(each.prompt) - 1)] for each in requests
+        ]
+        layers = requests[0].layers
+        assert layers is not None
         started = time.perf_counter()
-        self.module(mx.array([chunk], dtype=mx.uint32), cache=layers)
-        evaluate(layers)
-        request.at = end
-        if end == request.marks[0]:
-            request.marks.popleft()
-            self._store(request, layers)
-        elif end - request.stored >= SPAN:
-            self._store(request, layers)
-        self._computed += len(chunk)
-        self.scheduler.computed(request.number, len(chunk), time.perf_counter() - started)
-        if request.marks:
-            self._put(request, request.report())
+        if len(requests) == 1:
+            pieces.reserve(layers, self._shapes, requests[0].expected)
+            self.module(mx.array(chunks, dtype=mx.uint32), cache=layers)
+            evaluate(layers)
         else:
-            self._join(request, layers)
+            prompts = [each.layers or [] for each in requests]
+            layers = computed_together(self.module, prompts, chunks)
+            for each in requests:
+                each.layers = None
+            requests[0].layers = layers  # of all of them, until they are rows
+        computed = sum(map(len, chunks))
+        self._computed += computed
+        for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
+            request.at += len(chunk)
+            self._store(request, layers, row)
+        seconds = time.perf_counter() - started
+        for request, chunk in zip(requests, chunks, strict=True):
+            self.scheduler.computed(request.number, len(chunk), seconds * len(chunk) / computed)
+        if requests[0].at == len(requests[0].prompt) - 1:
+            self._join(requests, layers)
+        else:
+            self._put(requests[0], requests[0].report())
 
-    def _store(self, request: Request, layers: Layers) -> None:
-        """Stores what is computed of the prompt."""
-        if request.at > request.stored:
-            self._store_ids(request, request.prompt[: request.at], layers)
-            request.stored = request.at
+    def _store(self, request: Request, layers: Layers, row: int = 0) -> None:
+        """Stores what is computed of the prompt, up to each boundary; behind the last of them, if
+        it is `SPAN` ids or more."""
+        while request.marks and request.marks[0] <= request.at:
+            self._store_to(request, request.marks.popleft(), layers, row)
+        if request.at - request.stored >= SPAN:
+            self._store_to(request, request.at, layers, row)
+
+    def _store_to(self, request: Request, end: int, layers: Layers, row: int = 0) -> None:
+        """Stores the first ``end`` ids of the prompt."""
+        if end > request.stored:
+            self._store_ids(request, request.prompt[:end], layers, row)
+            request.stored = end
 
     def _store_ids(
         self, request: Request, ids: Sequence[int], layers: Layers, row: int = 0
@@ -503,23 +516,25 @@ class EngineLoop:
         if missing <= 0:
             self.cache.store(ids, layers, request.tenant, row)
 
-    def _join(self, request: Request, layers: Layers) -> None:
-        """The request generates from now on: all of its prompt but the last id is computed."""
-        if request.settings.max_tokens == 0:
-            self._put(request, Step((), "length", request.cached))
-            self._forget(request)
-            return
-        request.at = len(request.prompt)
-        self._put(request, request.report())
-        self.scheduler.start_answer(request.number)
-        request.layers, request.ids = None, list(request.prompt)
-        if self.options.speculate == "auto" and request.top_logprobs is None:
-            request.drafts = Drafts((*request.settings.prediction, *request.prompt))
+    def _join(self, requests: Sequence[Request], layers: Layers) -> None:
+        """The requests generate from now on: all of each prompt but the last id is computed."""
+        for request in requests:
+            request.at = len(request.prompt)
+            request.layers, request.ids = None, list(request.prompt)
+            self._put(request, request.report())
+            self.scheduler.start_answer(request.number)
+            if self.options.speculate == "auto" and request.top_logprobs is None:
+                request.drafts = Drafts((*request.settings.prediction, *request.prompt))
         for batch in self.batches:
-            if batch.takes(request):
-                batch.join(request, layers)
-                return
-        self.batches.append(Batch(request, layers, self.costs))
+            if batch.takes(requests):
+                batch.join(requests, layers)
+                break
+        else:
+            self.batches.append(Batch(requests, layers, self.costs))
+        for request in requests:
+            if request.settings.max_tokens == 0:
+                self._put(request, request.step("length"))
+                self._forget(request)
 
     def _step(self) -> None:
         """An id or more for every answer. A finished answer is stored before its last ids are sent,

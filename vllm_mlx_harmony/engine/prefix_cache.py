@@ -44,7 +44,7 @@ SHARED_TENANT = "*"
 (`--warm-prompts`)."""
 
 SHORTEST = 32
-"""Fewest ids of a piece, as a rule: each piece costs a pass of its own."""
+"""Fewest ids of a piece, as a rule: each is an array for each window, and a file."""
 
 SPAN = 2048
 """Ids after which a prompt is stored at the end of a chunk, wherever that is: what a server that is
@@ -59,8 +59,8 @@ def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
 
     Behind the system and developer messages, which conversations share; before the last message of
     the user, which may be edited; before the last id, so that the prompt can be repeated, and since
-    a later turn may drop the reasoning that follows (semantics A6). No piece is too short to be
-    worth a pass, except that the one after the system and developer messages may be.
+    a later turn may drop the reasoning that follows (semantics A6). No piece is shorter than
+    ``SHORTEST``, except that the one after the system and developer messages may be.
     """
     last, place = len(ids) - 1, -1
     messages: list[tuple[int, int]] = []  # where each begins, and the first id of its role

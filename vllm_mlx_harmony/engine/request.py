@@ -21,6 +21,9 @@ from vllm_mlx_harmony.engine_api.engine import Finish, GenerationSettings, Step
 
 Item: TypeAlias = "Step | HarmonyFailure"
 
+HEADROOM = 64
+"""Ids of an answer for which its caches are allocated in advance."""
+
 
 @dataclass(eq=False, slots=True)
 class Request:
@@ -45,7 +48,8 @@ class Request:
     ``admission_deadline``."""
     admission_deadline: float = 0.0
     layers: Layers | None = None
-    """Its caches, from ``begun`` until it is a row of a batch."""
+    """Its caches, from ``begun`` until it is a row of a batch. The first of those that are computed
+    together has the caches of all."""
     marks: deque[int] = field(default_factory=deque)
     """Remaining boundaries at which the prompt's prefix is stored."""
     at: int = 0
@@ -83,6 +87,11 @@ class Request:
     def end(self) -> int:
         """Maximum number of ids of prompt and answer together."""
         return len(self.prompt) + self.settings.max_tokens
+
+    @property
+    def expected(self) -> int:
+        """Number of ids for which its caches are allocated before its prompt is computed."""
+        return len(self.prompt) + min(self.settings.max_tokens, HEADROOM)
 
     @property
     def room(self) -> int:

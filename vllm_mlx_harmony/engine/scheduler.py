@@ -1,4 +1,4 @@
-"""What the engine does next: a chunk of one prompt, or a step of all answers. No mlx, no clock.
+"""What the engine does next: a chunk of a prompt, or a step of all answers. No mlx, no clock.
 
 Its owner reports what happened and how long it took (``computed``, ``stepped``), and asks ``next``
 what to do. The same calls always give the same decisions, so that rows and a simulation
@@ -18,15 +18,27 @@ mlx-lm's models cannot do. So the two alternate, and two numbers bound what each
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
   ``c * DECODE_SHARE / (1 - DECODE_SHARE)`` seconds together. Answers get ``DECODE_SHARE`` of the
   time, and a prompt takes ``1 / (1 - DECODE_SHARE)`` times as long as it would alone. If a step
-  overruns what answers were owed, the excess is credited to prompts before the next step.
+  overruns what answers were owed, the excess is credited to prompts before the next step. A new
+  answer is owed its first id at once, which takes ``FIRST_STEPS``.
 
-While no answer runs, prompts are computed in full chunks, as long as these take no more than
-``LONGEST`` seconds by the speed of the prompt's last one: attention makes each id slower than the
+**Chunks of a prompt alone.** Whoever arrives waits for the end of a chunk, so they should be short;
+and each reads all weights, so they should be long. On a Mac, a mixture of experts takes 1.2 times
+as long in chunks of 512 ids as in those of 2,048 (https://github.com/lmstudio-ai/lmstudio-js/issues/507);
+on a processor, no longer at all. So the first chunks of long prompts measure several lengths, and
+then the shortest counts whose ids take at most ``PRICE`` times as long as those of the fastest.
+
+Whatever its length, a chunk takes no more than ``LONGEST`` seconds by the speed of the prompt's
+last one: attention makes each id slower than the
 one before it, and macOS ends a process whose work keeps the GPU busy for about five seconds without
 a break. Others have seen that beyond 65,000 ids (https://github.com/ml-explore/mlx/issues/3302),
 where mlx computes a layer's attention of a whole chunk in one piece; its authors leave it to their
 users to choose shorter chunks. A prompt that begins behind more than ``DEEP`` cached ids starts
 with ``FIRST_CHUNK`` ids, since its speed is not known.
+
+**Short prompts together.** What is left of a prompt is computed in one pass with what is left of
+others, each padded to the longest, if the pass is no longer than a chunk may be, and no more than
+``PADDED`` times as many ids as without the padding, or than ``FIRST_CHUNK``. They become rows of
+one batch, so `may_be_padded` has to permit that as well.
 
 **Order.** The prompt with the least left to compute goes first, which minimizes the sum of all
 waits; a prompt that has begun can be overtaken between two chunks. That rule alone starves a long
@@ -45,9 +57,11 @@ ones would take all memory that becomes free, forever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
+
+from vllm_mlx_harmony.engine.memory import may_be_padded
 
 PATIENCE = 10.0
 """Seconds after which a prompt that lacks memory is no longer overtaken by later ones."""
@@ -70,6 +84,21 @@ GROWTH = 1.5
 
 LONGEST = 2.5
 """Seconds that a chunk may take while no answer runs."""
+
+PARTS = (8, 4, 2, 1)
+"""Lengths of chunks that are measured, as parts of the longest; none is below ``FIRST_CHUNK``."""
+
+MEASUREMENTS = 3
+"""How often each length is measured; the fastest counts."""
+
+PRICE = 1.1
+"""How much longer ids may take in shorter chunks than in the fastest ones."""
+
+PADDED = 1.5
+"""Ids of a pass of several prompts, padding included, relative to those of the prompts."""
+
+FIRST_STEPS = 2
+"""Steps to an answer's first id: steps run one ahead (`batch`)."""
 
 DEEP = 32_768
 """Ids of a cached prefix behind which a chunk is much slower than one without."""
@@ -97,10 +126,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next ``ids`` of the prompt of ``request``."""
+    """The next ``ids`` of the prompt of ``request``; with ``others``, all that is left of each, the
+    longest of which has so many ids."""
 
     request: int
     ids: int
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +144,8 @@ Decision: TypeAlias = "Chunk | Step | None"
 
 @dataclass(slots=True)
 class _Prompt:
-    """``rest``: ids left to compute, behind ``cached`` ones at first. ``pace``: seconds per id.
-    ``chunk``: ids of its last chunk."""
+    """``rest``: ids left to compute, behind ``before`` ones, of which ``cached`` were not computed.
+    ``pace``: seconds per id. ``chunk``: ids of its last chunk."""
 
     request: int
     tenant: str
@@ -122,6 +153,7 @@ class _Prompt:
     since: float
     begun: bool = False
     cached: int = 0
+    before: int = 0
     pace: float = 0.0
     chunk: int = 0
 
@@ -145,6 +177,8 @@ class Scheduler:
         self._turn = 0
         self._owed = 0.0  # seconds owed to answers; if negative, credit for prompts
         self._pace = 0.0  # seconds per id: the last chunk's, averaged with all before
+        self._first_steps = 0  # steps to the first id of the newest answer
+        self._lengths = _Lengths(limits.chunk)
 
     # --- What happens
 
@@ -158,10 +192,14 @@ class Scheduler:
         to compute."""
         prompt = self._prompts[request]
         prompt.begun, prompt.rest, prompt.cached = True, rest, cached
+        prompt.before = cached
 
     def computed(self, request: int, ids: int, seconds: float) -> None:
         prompt = self._prompts[request]
+        if not self._answers:
+            self._lengths.measured(prompt.before, ids, seconds)
         prompt.rest -= ids
+        prompt.before += ids
         self._turn += 1
         tenant = self._tenants[prompt.tenant]
         tenant.turn = self._turn
@@ -182,9 +220,11 @@ class Scheduler:
         """The prompt is computed: from now on, each step gives the request an id, or more."""
         del self._prompts[request]
         self._answers.add(request)
+        self._first_steps = FIRST_STEPS
         self._forget_tenants()
 
     def stepped(self, seconds: float) -> None:
+        self._first_steps = max(0, self._first_steps - 1)
         credit = seconds if self._prompts else 0.0
         self._owed = max(-credit, self._owed - seconds)
 
@@ -193,7 +233,7 @@ class Scheduler:
         prompt = self._prompts.pop(request, None)
         self._answers.discard(request)
         if not self._answers:
-            self._owed = 0.0
+            self._owed, self._first_steps = 0.0, 0
         if prompt is not None:
             self._forget_tenants()
 
@@ -202,7 +242,7 @@ class Scheduler:
     def next(self, now: float, fits: Callable[[int], bool] = lambda request: True) -> Decision:
         """A chunk or a step; ``None`` when there is nothing to do now. ``fits`` says whether there
         is memory for a prompt that has not begun; it may call ``remove``."""
-        if self._answers and self._owed > 0:
+        if self._answers and (self._owed > 0 or self._first_steps):
             return Step()
         limits = self.limits
         begun = sum(each.begun for each in self._prompts.values())
@@ -213,10 +253,27 @@ class Scheduler:
             free = free if fits(oldest.request) else 0
         for prompt in self._ranked():
             reserved = limits.prompts > 1 and prompt.rest > limits.chunk
-            may_begin = free > 0 and begun < limits.prompts - reserved
-            if prompt.begun or (may_begin and fits(prompt.request)):
+            if prompt.begun:
+                return self._together(prompt, free > 0 and begun < limits.prompts, fits)
+            if free > 0 and begun < limits.prompts - reserved and fits(prompt.request):
                 return Chunk(prompt.request, self._length(prompt))
         return Step() if self._answers else None
+
+    def _together(self, first: _Prompt, may_begin: bool, fits: Callable[[int], bool]) -> Chunk:
+        """The next chunk of a prompt that has begun, with others if that is all of a short one.
+        Those of them that have not begun do so before."""
+        length, group = self._length(first), [first]
+        if length == first.rest:
+            most = self._most(first)
+            for other in self._ranked():
+                if other is first or not _may_be_together([*group, other], most):
+                    continue
+                if other.begun:
+                    group.append(other)
+                elif may_begin and fits(other.request):
+                    return Chunk(other.request, other.rest)
+            length = max(each.rest for each in group)
+        return Chunk(first.request, length, tuple(each.request for each in group[1:]))
 
     def order(self) -> list[int]:
         """Keys of prompts in the order in which they would be served."""
@@ -259,16 +316,23 @@ class Scheduler:
         return sorted(self._prompts.values(), key=rank)
 
     def _length(self, prompt: _Prompt) -> int:
+        most = self._most(prompt)
+        if not self._answers:
+            return self._lengths.best(prompt.before, prompt.rest, most)
+        if most >= prompt.rest:
+            return prompt.rest
+        return max(min(CHUNK_MULTIPLE, most), most - most % CHUNK_MULTIPLE)
+
+    def _most(self, prompt: _Prompt) -> int:
+        """Ids that the next pass may have, of all of its prompts."""
         limits = self.limits
         if not self._answers:
-            return min(prompt.rest, limits.chunk, self._longest(prompt))
+            return min(limits.chunk, self._longest(prompt))
         pace = prompt.pace or self._pace
         length = int(limits.pause * AIM / pace) if pace else FIRST_CHUNK
+        length = min(length, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
         most = min(limits.chunk, limits.chunk_beside or limits.chunk)
-        length = min(length, most, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
-        if length >= prompt.rest:
-            return prompt.rest
-        return min(max(CHUNK_MULTIPLE, length - length % CHUNK_MULTIPLE), most)
+        return min(most, max(CHUNK_MULTIPLE, length))
 
     def _longest(self, prompt: _Prompt) -> int:
         """Ids that take no more than ``LONGEST`` seconds."""
@@ -276,3 +340,44 @@ class Scheduler:
             return FIRST_CHUNK if prompt.cached > DEEP else self.limits.chunk
         length = int(LONGEST / prompt.pace)
         return max(FIRST_CHUNK, length - length % CHUNK_MULTIPLE)
+
+
+class _Lengths:
+    """What an id takes in chunks of several lengths: those at the beginning of prompts, where the
+    ids before them cost little."""
+
+    def __init__(self, longest: int) -> None:
+        shorter = [longest // part for part in PARTS]
+        self._paces: dict[int, list[float]] = {
+            length: [] for length in shorter if length >= min(FIRST_CHUNK, longest)
+        }
+        self._longest = longest
+
+    def measured(self, before: int, ids: int, seconds: float) -> None:
+        paces = self._paces.get(ids)
+        if paces is not None and before < self._longest and len(paces) < MEASUREMENTS:
+            paces.append(seconds / ids)
+
+    def best(self, before: int, rest: int, most: int) -> int:
+        """Ids of the next chunk, at most ``most`` of the ``rest`` ids behind those ``before``."""
+        paces = {length: each for length, each in self._paces.items() if length <= most}
+        least = min(paces, key=lambda length: len(paces[length]), default=most)
+        takes_several = before < self._longest <= rest - least
+        if takes_several and len(paces.get(least, ())) < MEASUREMENTS:
+            return min(least, most)
+        length = most
+        if paces and all(paces.values()):
+            fastest = min(min(each) for each in paces.values())
+            length = next(each for each in paces if min(paces[each]) <= PRICE * fastest)
+        return length if rest >= 2 * length else min(rest, most)
+
+
+def _may_be_together(prompts: Sequence[_Prompt], most: int) -> bool:
+    """Whether what is left of prompts may be computed in one pass of at most ``most`` ids."""
+    rests = [each.rest for each in prompts]
+    padded = len(rests) * max(rests)
+    return (
+        min(rests) > 0
+        and padded <= min(most, max(FIRST_CHUNK, PADDED * sum(rests)))
+        and may_be_padded([each.before + each.rest for each in prompts])
+    )
