@@ -32,10 +32,13 @@ from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
-LONG, SHORT = 36_000, 60
-"""Ids of the long prompt (12,000 numbers) and of the short one (50 words)."""
+LONG, MIDDLE, SHORT = 36_000, 13_000, 60
+"""Ids of the long prompt (12,000 numbers), of one of an agent, and of the short one (50 words)."""
 
-DECODED, RUNS = 150, 5
+TOGETHER = 8
+"""Short prompts at once."""
+
+DECODED, ANSWER, RUNS = 150, 16, 5
 ENDS = tuple((end, -100.0) for end in sorted(vocab.TURN_ENDS))
 """Biases that keep a random model from ending its answer."""
 
@@ -57,12 +60,15 @@ def rows(long: int) -> Iterator[Row]:
         engine.load(lambda: reusing(load_model(tiny)))
         try:
             yield from asyncio.run(beside(engine, long))
+            yield from asyncio.run(between(engine))
+            yield asyncio.run(at_once("tiny", engine))
             yield from decoding("tiny", engine, tokenizer)
         finally:
             engine.close()
         engine = MlxEngine("12 layers of 256")
         engine.load(lambda: reusing(wide()))
         try:
+            yield asyncio.run(at_once("12 layers of 256", engine))
             yield from decoding("12 layers of 256", engine, tokenizer)
         finally:
             engine.close()
@@ -151,6 +157,35 @@ async def beside(engine: MlxEngine, long: int) -> list[Row]:
         at_most(f"first id of {SHORT} ids sent behind them", before.wait, behind.wait, 0.15),
         at_most("first id of the long prompt beside an answer", alone, among.wait, 1.5),
     ]
+
+
+async def between(engine: MlxEngine) -> list[Row]:
+    """A short prompt with a short answer while one of an agent is computed, at any time of it."""
+    luck, alone, beside, short = random.Random(1), list[float](), list[float](), list[float]()
+    for run in range(RUNS):
+        alone.append((await ask(engine, ids(40 + run, MIDDLE), 1)).wait)
+        task = asyncio.ensure_future(ask(engine, ids(60 + run, MIDDLE), 1))
+        await asyncio.sleep(median(alone) * luck.uniform(0.1, 0.8))
+        short.append((await ask(engine, ids(80 + run, SHORT), ANSWER)).wait)
+        beside.append((await task).wait)
+    what = f"first id of {SHORT} ids beside {MIDDLE:,}"
+    return [
+        at_most(what, median(beside), median(short), 0.04),
+        at_most(f"first id of the {MIDDLE:,} meanwhile", median(alone), median(beside), 1.2),
+    ]
+
+
+async def at_once(name: str, engine: MlxEngine) -> Row:
+    """The last first id of several short prompts, beside the time that they take one by one: where
+    each id costs the same, as on a processor, it cannot be much less."""
+    one, several = [], []
+    for run in range(2 * RUNS + 1):
+        one.append((await ask(engine, ids(100 + run, SHORT), 1)).wait)
+        prompts = [ids(200 + TOGETHER * run + each, SHORT) for each in range(TOGETHER)]
+        found = await asyncio.gather(*(ask(engine, each, 1) for each in prompts))
+        several.append(max(each.times[0] for each in found) - found[0].sent)
+    what = f"first ids of {TOGETHER} times {SHORT} ids at once, {name}"
+    return at_most(what, TOGETHER * median(one[1:]), median(several[1:]), 1.0)
 
 
 def at_most(what: str, host: float, ours: float, goal: float) -> Row:
