@@ -28,12 +28,14 @@ class Trace:
 
     ``computes``: the model is called, which only describes what is to be computed. ``submits``: the
     device gets work. ``waits for the last``: an array is read that was submitted in the step
-    before; ``waits for this``: one that was not.
+    before; ``waits for this``: one that was not. Only steps of the same rows as the one before:
+    otherwise the ids of the last are in another array.
     """
 
     def __init__(self, engine: MlxEngine, patched: pytest.MonkeyPatch) -> None:
         self.steps: list[list[str]] = []
         self._now: list[str] | None = None
+        self._rows: tuple[Any, ...] = ()
         self._before: list[mx.array] = []
         self._submitted: list[mx.array] = []
         self._model, self._step = engine.loop.module, Batch.step
@@ -56,8 +58,10 @@ class Trace:
 
     def _stepped(self, batch: Batch, model: Any) -> Any:
         self._before, self._submitted = self._submitted, []
-        self.steps.append([])
-        self._now = self.steps[-1]
+        rows, self._rows = self._rows, tuple(batch.rows)
+        self._now = []
+        if rows == self._rows:
+            self.steps.append(self._now)
         try:
             return self._step(batch, model)
         finally:
@@ -101,7 +105,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("speculate", ["off", "auto"])
+@pytest.mark.parametrize("speculate", ["off", "forced"])  # a draft waits for what it continues
 @pytest.mark.parametrize("settings", ROWS.values(), ids=ROWS)
 def test_the_device_never_waits_for_python(
     tiny: Path,
@@ -118,7 +122,7 @@ def test_the_device_never_waits_for_python(
     finally:
         engine.close()
     whole = [step for step in trace.steps if step.count("waits for the last")]
-    assert len(whole) >= STEPS - 2
+    assert len(whole) >= STEPS // 2
     for step in whole:
         assert step[:2] == ["computes", "submits"] and "waits for this" not in step
 
