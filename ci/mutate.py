@@ -27,20 +27,26 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "vllm_mlx_harmony"
 
 CONCERNED = {
-    "core": ("tests/core", "tests/protocols", "tests/server"),
-    "protocols": ("tests/protocols", "tests/server"),
-    "engine_api": ("tests/server", "tests/engine"),
-    "inspector": ("tests/server",),
-    "server": ("tests/server", "tests/host"),
-    "engine": ("tests/engine", "tests/host"),
-    "standin": ("tests/standin",),
-    "host": ("tests/host",),
-    "cli": ("tests/cli",),
+    "core": ("tests/unit/core", "tests/unit/protocols", "tests/unit/server"),
+    "protocols": ("tests/unit/protocols", "tests/unit/server"),
+    "engine_api": ("tests/unit/server", "tests/unit/engine"),
+    "inspector": ("tests/unit/server",),
+    "server": ("tests/unit/server", "tests/unit/host"),
+    "engine": ("tests/unit/engine", "tests/unit/host"),
+    "standin": ("tests/unit/standin",),
+    "host": ("tests/unit/host",),
+    "cli": ("tests/unit/cli",),
 }
 """The tests of the gate that concern a package. Those of modules at the top are in every folder;
 what the gate does not test, as gateway/, is left out."""
 
-ELSEWHERE = ("tests/host", "tests/engine", "tests/core", "tests/protocols", "tests/server")
+ELSEWHERE = (
+    "tests/unit/host",
+    "tests/unit/engine",
+    "tests/unit/core",
+    "tests/unit/protocols",
+    "tests/unit/server",
+)
 
 TURNED = {
     ast.Lt: ast.LtE,

@@ -3,7 +3,7 @@
 Never raises, and holds a bounded amount of text.
 
 The grammar of a header: https://cookbook.openai.com/articles/openai-harmony#message-format. The
-rows of ``tests/core/test_parse.py`` show what else models write.
+rows of ``tests/unit/core/test_parse.py`` show what else models write.
 
 The model was trained to write one of these headers:
 

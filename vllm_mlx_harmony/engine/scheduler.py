@@ -2,7 +2,7 @@
 
 Its owner reports what happened and how long it took (``computed``, ``stepped``), and asks ``next``
 what to do. The same calls always give the same decisions, so that rows and a simulation
-(tests/engine/test_scheduler.py) show how long a request waits.
+(tests/unit/engine/test_scheduler.py) show how long a request waits.
 
 **The conflict.** A model computes a prompt fastest in large chunks, and while it computes one, no
 answer gets a token. Sarathi-Serve (https://arxiv.org/abs/2403.02310) names it: either prompts stall

@@ -9,11 +9,12 @@ prints all rows. Those of mlx-lm are the engine's (`engine.mlx_lm_names`).
 
 **Invariants.** Changes are made in order and reverted in reverse, all or none; activating twice
 changes nothing. When they are reverted, every attribute is the very object that it was before.
-Without ``--tool-call-parser harmony`` nothing is changed. ``tests/host/test_contract.py`` reads the
-source: it fails for imports from vllm-mlx and mlx-lm without a row, for arguments that the row of a
-class or function does not list, and for attributes of mlx-lm's caches without a row (found by the
-names that variables for caches have in `engine`). mypy knows no other names of `vllm_mlx.server`
-than those of `server_globals`. How to support a new version of vllm-mlx: docs/architecture.md.
+Without ``--tool-call-parser harmony`` nothing is changed. ``tests/unit/host/test_contract.py``
+reads the source: it fails for imports from vllm-mlx and mlx-lm without a row, for arguments that
+the row of a class or function does not list, and for attributes of mlx-lm's caches without a row
+(found by the names that variables for caches have in `engine`). mypy knows no other names of
+`vllm_mlx.server` than those of `server_globals`. How to support a new version of vllm-mlx:
+docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,280 @@
+"""Coding agents in their newest versions, through a gateway: each runs a command.
+
+`vllm-mlx-harmony launch` starts them, with a key; the engine is a fake one that writes scripts.
+``AGENTS_DIR`` is a directory for what is installed, which a later run finds there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+import web
+from fake_engines import FakeEngine, Fault, ids, served
+
+from vllm_mlx_harmony.cli import agents as launch_agents
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.engines.detection import Spec
+from vllm_mlx_harmony.gateway.limits import digest
+from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
+
+KEY = "a-key-of-the-gateway"
+MODEL = "gpt-oss-120b"
+ASKED = "Please echo the marker"
+COMMAND = "echo marker-$((40+2))"
+ANSWER = "The command printed marker-42."
+
+AGENTS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
+    # its tool for commands, the tool's arguments, the agent's
+    "codex": (
+        "exec_command",
+        {"cmd": COMMAND},
+        ("exec", "--dangerously-bypass-approvals-and-sandbox", "--skip-git-repo-check"),
+    ),
+    "claude": ("Bash", {"command": COMMAND}, ("--allowedTools", "Bash", "-p")),
+    "opencode": ("bash_tool", {"command": COMMAND, "description": "Echo"}, ("run",)),
+    "qwen": ("run_shell_command", {"command": COMMAND, "is_background": False}, ("--yolo",)),
+    "pi": ("bash_tool", {"command": COMMAND}, ("-p",)),
+    "cn": ("Bash", {"command": COMMAND}, ("--auto", "-p")),
+    "cline": ("run_commands", {"commands": [COMMAND]}, ()),
+    "copilot": (
+        "bash_tool",
+        {"command": COMMAND, "description": "Echo"},
+        ("--allow-all-tools", "-p"),
+    ),
+    "kilo": ("bash_tool", {"command": COMMAND, "description": "Echo"}, ("run", "--auto")),
+    "goose": ("shell", {"command": COMMAND}, ("run", "--text")),
+    "hermes": ("terminal", {"command": COMMAND}, ("chat", "--yolo", "-Q", "-q")),
+}
+
+
+EARLIER = 3
+"""How many versions before the newest are tried if that cannot be installed."""
+
+
+class Scripted(FakeEngine):
+    """Calls the tool when it is asked, and answers behind the result; without tools (whoever wants
+    a title) it says three words."""
+
+    def said(self, prompt: Sequence[int]) -> list[int]:
+        text = vocab.encoding().decode(list(prompt))
+        if "namespace functions" not in text:
+            return ids("<|channel|>final<|message|>Echo a marker<|return|>")
+        if "marker-42" in text:
+            return ids(f"<|channel|>analysis<|message|>Done.<|end|><|start|>assistant{_FINAL}")
+        return super().said(prompt)
+
+
+_FINAL = f"<|channel|>final<|message|>{ANSWER}<|return|>"
+
+
+@pytest.fixture(scope="session")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where each agent has a directory of its own."""
+    given = os.environ.get("AGENTS_DIR")
+    return Path(given) if given else tmp_path_factory.mktemp("agents")
+
+
+def install(row: launch_agents.Agent, directory: Path) -> tuple[Path, str]:
+    """The directory of an agent's command, in its newest version, and the package's version.
+
+    Packages that have a program for each platform are published piece by piece, and a mirror may
+    have only some: if the newest version cannot be installed, an earlier one is.
+    """
+    if row.python:
+        programs, environment = directory / "venv" / "bin", str(directory / "venv")
+        uv = ["uv", "pip", "install", "--quiet", "--python", environment, row.package]
+        if not (programs / row.command).exists():
+            must(["uv", "venv", "--quiet", "--python", row.python, environment])
+            must(uv)
+        listed = json.loads(must(["uv", "pip", "list", "--format=json", "--python", environment]))
+        (version,) = (each["version"] for each in listed if each["name"] == row.package)
+        return programs, version
+    programs = directory / "node_modules" / ".bin"
+    npm = ["npm", "install", "--prefix", str(directory), "--no-audit", "--no-fund"]
+    versions: list[str] = []
+    missing = ""
+    while not (programs / row.command).exists():
+        directory.mkdir(parents=True, exist_ok=True)
+        wanted = versions.pop() if versions else "latest"
+        try:
+            must([*npm, "--loglevel=error", f"{row.package}@{wanted}"])
+        except subprocess.CalledProcessError as error:
+            print(f"{row.package}@{wanted} cannot be installed:", error.stderr)
+            if wanted == "latest":
+                found = json.loads(must(["npm", "view", row.package, "versions", "--json"]))
+                *versions, newest = [each for each in found if "-" not in each][-EARLIER - 1 :]
+                missing = f", {newest} cannot be installed"
+            if not versions:
+                raise
+    package = directory / "node_modules" / row.package / "package.json"
+    return programs, json.loads(package.read_text("utf-8"))["version"] + missing
+
+
+def must(command: Sequence[str]) -> str:
+    """The output of a command."""
+    ended = subprocess.run(command, check=True, timeout=1800, capture_output=True, text=True)
+    return ended.stdout
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home without anything, and nobody else's keys."""
+    home = tmp_path / "home"
+    home.mkdir()
+    foreign = ("ANTHROPIC_", "OPENAI_", "CLAUDE", "XDG_", "CODEX_")
+    for name in [name for name in os.environ if name.startswith(foreign)]:
+        monkeypatch.delenv(name)
+    variables = {
+        "HOME": str(home),
+        "PWD": str(home),
+        "VLLM_API_KEY": KEY,
+        "IS_SANDBOX": "1",
+        "DISABLE_AUTOUPDATER": "1",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "OPENCODE_DISABLE_AUTOUPDATE": "1",
+        "OPENCODE_DISABLE_MODELS_FETCH": "1",
+        "KILO_DISABLE_MODELS_FETCH": "1",
+    }
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return home
+
+
+def test_every_agent_is_run() -> None:
+    assert set(AGENTS) == set(launch_agents.AGENTS)
+
+
+@pytest.mark.parametrize("agent", AGENTS)
+def test_an_agent_runs_a_command(
+    agent: str,
+    installed: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    tool, arguments, command = AGENTS[agent]
+    row = launch_agents.AGENTS[agent]
+    record_property("agent", f"{row.title} ({row.package})")
+    programs, version = install(row, installed / agent)
+    record_property("agent", f"{row.title} ({row.package} {version})")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    call = (
+        "<|channel|>analysis<|message|>I should run the shell.<|end|><|start|>assistant"
+        f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>"
+        f"{json.dumps(arguments)}<|call|>"
+    )
+    engine = Scripted("vllm", {ASKED: call}, name=MODEL, length=131_072)
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        settings = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
+        )
+        base = stack.enter_context(served(gateway(settings)))
+        answers(agent, base, home, *command, ASKED)
+    turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
+    assert any("marker-42" in text for text in turns), "the command was not run"
+    called = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
+    assert any(called in text and "marker-42" in text for text in turns), turns[-1][-1500:]
+
+
+def test_codex_waits_for_a_slow_prompt(
+    installed: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives up on a stream in which it finds no event for five seconds; the engine takes 15."""
+    programs, _ = install(launch_agents.AGENTS["codex"], installed / "codex")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
+    engine = Scripted("vllm", {ASKED: _FINAL}, name=MODEL, length=131_072, waits=15.0)
+    engine.faults += [Fault(then="wait")] * 3
+    impatient = ("-c", f"model_providers.{launch_agents.NAME}.stream_idle_timeout_ms=5000")
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        settings = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
+        )
+        base = stack.enter_context(served(gateway(settings)))
+        _, _, command = AGENTS["codex"]
+        answers("codex", base, home, *impatient, *command, ASKED)
+    turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
+    assert len(turns) == 1, "it gave up and tried again"
+
+
+SEARCH = "How many live in Rome? Search the web."
+
+
+class Searching(FakeEngine):
+    """Searches the web in the way of Codex, which declares it, or of Claude Code, whose tool
+    WebSearch is a request of its own; then it answers."""
+
+    def said(self, prompt: Sequence[int]) -> list[int]:
+        text = _text(prompt)
+        call = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
+        if "[0] rome inhabitants" in text or "Links: [" in text:
+            return ids(f"<|channel|>final<|message|>{ANSWER}【0†L2】<|return|>")
+        if "namespace browser {" in text:
+            browse = "<|channel|>analysis to=browser.search code<|message|>{}<|call|>"
+            return ids(browse.format('{"query": "rome inhabitants"}'))
+        if "type WebSearch = (" in text:
+            return ids(call.format("WebSearch", '{"query": "rome inhabitants"}'))
+        if "type ToolSearch = (" in text:
+            return ids(call.format("ToolSearch", '{"query": "select:WebSearch"}'))
+        return ids("<|channel|>final<|message|>Inhabitants of Rome<|return|>")
+
+
+@pytest.mark.parametrize(
+    ("agent", "flags"),
+    [("codex", AGENTS["codex"][2]), ("claude", ("--allowedTools", "WebSearch", "-p"))],
+)
+def test_an_agent_searches_the_web(
+    agent: str,
+    flags: tuple[str, ...],
+    installed: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    programs, _ = install(launch_agents.AGENTS[agent], installed / agent)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    engine = Searching("vllm", {}, name=MODEL, length=131_072)
+    with ExitStack() as stack:
+        site = stack.enter_context(web.serving())
+        site.search(("Rome", "https://a.example/rome", "It has 2.8 million people."))
+        settings = GatewaySettings(
+            engines=(Spec(stack.enter_context(served(engine.app))),),
+            model=MODEL,
+            keys=(Key("agent", digest(KEY)),),
+            web_search=f"searxng:{site.url}",
+        )
+        base = stack.enter_context(served(gateway(settings)))
+        answers(agent, base, home, *flags, SEARCH)
+    assert site.queries() == ["rome inhabitants"]
+
+
+def answers(agent: str, url: str, home: Path, *arguments: str) -> None:
+    """Launches ``agent`` on the server at ``url``, and waits for its answer."""
+    launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", agent, "--url", url, "--"]
+    ended = subprocess.run(
+        [*launch, *arguments],
+        cwd=home,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=900,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ANSWER in ended.stdout, ended.stdout + ended.stderr
+
+
+def _text(prompt: Sequence[int]) -> str:
+    return vocab.encoding().decode(list(prompt))

@@ -1,0 +1,197 @@
+"""Chat Completions through the real server and the official client: rows of all kinds, and more.
+
+Every row goes through the front end in process (`tests/unit/server/test_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from row_answers import (
+    FULL,
+    GENERATED,
+    chat_answer,
+    chat_request,
+    chat_tools,
+    check_chat,
+    served_rows,
+)
+from rows import Row, ids
+from server import FLAG, HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.chat import ChatCompletion
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+
+SERVED = served_rows(GENERATED)
+
+ROUND = "Weather in Paris?"
+ROUND_CALL = (
+    "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary"
+    "<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
+    '<|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
+)
+ROUND_ANSWER = "<|channel|>final<|message|>It is 18 °C in Zürich.<|return|>"
+PLAYS = "<|channel|>final<|message|>Shall I delete it?<|end|><|start|>user<|message|>"
+PLAYED = "Yes, delete everything. " * 30 + "<|end|><|start|>assistant<|channel|>final<|message|>Ok."
+WAVE = "<|channel|>final<|message|>" + "🙂👍🏽 " * 20 + "<|return|>"
+
+SCRIPTS = [
+    *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
+    Script(f"<|message|>{ROUND}<|end|>", ROUND_CALL),
+    Script("<|start|>functions.weather to=assistant", ROUND_ANSWER),
+    Script("<|message|>Wave.<|end|>", WAVE),
+    Script("<|message|>Plays?<|end|>", f"{PLAYS}{PLAYED}<|return|>"),
+    *(
+        Script(f"Who is guest {n}?", f"<|channel|>final<|message|>{'I am ' * n}{n}<|return|>")
+        for n in range(8)
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def server(open_server: Server, standin_dir: Path) -> Server:
+    standin.rescript(standin_dir, SCRIPTS)
+    return open_server
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def ask(client: OpenAI, *, stream: bool, **request: Any) -> ChatCompletion:
+    """The answer; streamed, as the client's own accumulator puts it together."""
+    if not stream:
+        return client.chat.completions.create(**request)
+    state = ChatCompletionStreamState()
+    with client.chat.completions.create(
+        **request, stream=True, stream_options={"include_usage": True}
+    ) as chunks:
+        for chunk in chunks:
+            state.handle_chunk(chunk)
+    return state.current_completion_snapshot
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
+def test_row(client: OpenAI, model: str, row: Row) -> None:
+    check(client, model, row)
+
+
+def check(client: OpenAI, model: str, row: Row) -> None:
+    request = chat_request(row, model)
+    check_chat(row, *(ask(client, stream=stream, **request) for stream in (False, True)))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_round_trip(client: OpenAI, model: str, stream: bool) -> None:
+    request = {"model": model, "tools": chat_tools("weather"), "stream": stream}
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, user(ROUND)]
+    answer = ask(client, messages=messages, **request).choices[0]
+    (call,) = answer.message.tool_calls or ()
+    assert answer.finish_reason == "tool_calls"
+    assert call.function.arguments == '{"city": "Zürich"}'
+    messages += [
+        answer.message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "18 °C"},
+    ]
+    final = ask(client, messages=messages, **request)
+    assert final.choices[0].message.content == "It is 18 °C in Zürich."
+    assert final.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_model_that_plays_the_user_stops_there(client: OpenAI, model: str, stream: bool) -> None:
+    request = {"model": model, "messages": [user("Plays?")], "temperature": 0}
+    said = chat_answer(ask(client, stream=stream, **request))
+    assert (said["content"], said["finish"]) == ("Shall I delete it?", "stop")
+    assert said["usage"]["completion_tokens"] == len(ids(PLAYS))
+
+
+def test_the_clients_own_stream_helper(client: OpenAI, model: str) -> None:
+    with client.chat.completions.stream(
+        model=model, messages=[user(ROUND)], tools=chat_tools("weather")
+    ) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_completion()
+    assert "tool_calls.function.arguments.done" in kinds
+    (call,) = final.choices[0].message.tool_calls or ()
+    assert call.function.name == "weather"
+    assert final.choices[0].message.content == "One moment."
+
+
+@pytest.mark.parametrize("limit", range(4, 20, 2))
+def test_an_emoji_cut_anywhere_is_half_nothing(client: OpenAI, model: str, limit: int) -> None:
+    request = {"model": model, "messages": [user("Wave.")], "max_tokens": limit}
+    whole, streamed = (
+        chat_answer(ask(client, stream=stream, **request)) for stream in (False, True)
+    )
+    assert whole == streamed
+    assert WAVE.partition("<|message|>")[2].startswith(whole["content"])
+    assert whole["finish"] == "length"
+    assert whole["usage"]["completion_tokens"] == limit
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_eight_at_once(client: OpenAI, model: str, stream: bool) -> None:
+    """One after the other on an engine that serves one at a time; nobody gets another's answer."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    def visit(n: int) -> str | None:
+        request = {"model": model, "messages": [user(f"Who is guest {n}?")], "temperature": 0}
+        return ask(client, stream=stream, **request).choices[0].message.content
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(visit, range(8))) == ["I am " * n + str(n) for n in range(8)]
+
+
+def test_one_event_per_write_and_usage_only_when_asked_for(server: Server, model: str) -> None:
+    request = {"model": model, "messages": [user("plain answer")], "stream": True}
+    with server.client() as http:
+        for options, usages in ((None, 0), ({"include_usage": True}, 1)):
+            body = {**request, "stream_options": options}
+            with http.stream("POST", "/v1/chat/completions", json=body) as response:
+                assert response.headers["content-type"].startswith("text/event-stream")
+                writes = [write for write in response.iter_raw() if write]
+            events = b"".join(writes).split(b"\n\n")
+            assert events[-2:] == [b"data: [DONE]", b""]
+            assert b"".join(writes).count(b'"usage":{') == usages
+            assert all(write.endswith(b"\n\n") for write in writes)
+
+
+def test_one_model_is_told_of(client: OpenAI, model: str) -> None:
+    assert client.models.retrieve(model).id == model
+    assert client.models.retrieve(model).model_dump().keys() == (
+        client.models.list().data[0].model_dump().keys()
+    )
+
+
+STEPS = {
+    "1": {"env": {"VLLM_MLX_HARMONY_SPECULATE": "off"}},
+    **{n: {"flags": ("--stream-interval", n)} for n in (["2", "7", "64"] if FULL else ["64"])},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("how", STEPS.values(), ids=STEPS)
+def test_ids_that_come_in_other_groups(start: Start, standin_dir: Path, how: Any) -> None:
+    """Never more than one in a step, or many at once: it says the same. All intervals are in
+    `tests/unit/host/test_engine.py`."""
+    standin.rescript(standin_dir, SCRIPTS)
+    server = start(*FLAG, *how.get("flags", ()), command=HARMONY, env=how.get("env"))
+    with server.openai() as client:
+        for row in [row for row in SERVED if row.said]:
+            check(client, client.models.list().data[0].id, row)
+    server.stop()

@@ -1,0 +1,104 @@
+"""A gateway over a real vllm-mlx with this plugin: ids through its endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import pytest
+from fake_engines import served
+from server import FLAG, HARMONY, KEY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.engines.detection import Spec
+from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+CALL = (
+    "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.weather <|constrain|>json<|message|>{"city":"Zürich"}<|call|>'
+)
+SCRIPTS = [
+    Script("<|message|>How warm is it?<|end|>", CALL),
+    Script(
+        "<|start|>functions.weather to=assistant", "<|channel|>final<|message|>18 °C.<|return|>"
+    ),
+    Script("<|message|>On and on<|end|>", f"<|channel|>final<|message|>{'on ' * 500}<|return|>"),
+]
+WEATHER = {
+    "type": "function",
+    "name": "weather",
+    "strict": True,
+    "parameters": {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def base(start: Start, standin_dir: Path) -> Iterator[str]:
+    """The URL of a gateway, whose engine is a server that enforces, behind a key."""
+    standin.rescript(standin_dir, SCRIPTS)
+    env = {"VLLM_MLX_HARMONY_GRAMMAR": "auto", "VLLM_MLX_HARMONY_ID_ENDPOINT": "1"}
+    behind = start(*FLAG, "--api-key", KEY, command=HARMONY, env=env)
+    models = httpx.get(f"{behind.base_url}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
+    spec = Spec(behind.base_url, key=KEY, model=models.json()["data"][0]["id"])
+    with served(gateway(GatewaySettings(engines=(spec,), model="gpt-oss-20b"))) as url:
+        ready = httpx.get(f"{url}/ready").json()
+        assert ready["status"] == "ready", ready
+        yield url
+
+
+def test_a_strict_call_and_its_answer(base: str) -> None:
+    with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
+        instructions = "Answer as scripted. " * 60
+        asked: Any = {
+            "model": "gpt-oss-20b",
+            "tools": [WEATHER],
+            "temperature": 0,
+            "instructions": instructions,
+        }
+        first = client.responses.create(
+            **asked, input="How warm is it?", tool_choice="required", stream=True
+        )
+        response = [event for event in first if event.type == "response.completed"][-1].response
+        call = response.output[-1]
+        assert (call.type, call.name, call.arguments) == (
+            "function_call",
+            "weather",
+            '{"city":"Zürich"}',
+        )
+        output = {"type": "function_call_output", "call_id": call.call_id, "output": "18"}
+        second = client.responses.create(**asked, input=[output], previous_response_id=response.id)
+        assert second.output_text == "18 °C."
+        # What was generated is continued id by id: the other server has all of it computed.
+        before = response.usage.input_tokens + response.usage.output_tokens
+        cached = second.usage.input_tokens_details.cached_tokens
+        assert before - 64 <= cached <= before, (before, second.usage)
+
+
+def test_a_client_that_goes_frees_the_engine(base: str) -> None:
+    body = {
+        "model": "gpt-oss-20b",
+        "stream": True,
+        "messages": [{"role": "user", "content": "On and on"}],
+    }
+    with httpx.stream("POST", f"{base}/v1/chat/completions", json=body, timeout=60) as stream:
+        next(stream.iter_lines())
+    short = {**body, "stream": False, "max_tokens": 4}
+    answer = httpx.post(f"{base}/v1/chat/completions", json=short, timeout=60).json()
+    assert answer["choices"][0]["finish_reason"] == "length"

@@ -1,0 +1,450 @@
+"""The Responses API on the real server, with the official client: rows, loops, and what is kept.
+
+Every row goes through the front end in process (`tests/unit/server/test_rows.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import openai
+import pytest
+from event_checker import check, from_wire
+from pydantic import BaseModel
+from row_answers import (
+    GENERATED,
+    check_responses,
+    responses_request,
+    responses_tools,
+    served_rows,
+)
+from rows import Row, ids
+from server import KEY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+    from openai.types.responses import Response
+    from server import Server
+
+    Start = Callable[..., Server]
+
+pytestmark = pytest.mark.served
+
+DATA = Path(__file__).parents[2] / "support" / "recorded"
+
+
+SERVED = served_rows([row for row in GENERATED if not row.stop])
+START = "<|start|>assistant"
+THOUGHT = "<|channel|>analysis<|message|>Ask the tool.<|end|>"
+PREAMBLE_TEXT = "<|channel|>commentary<|message|>One moment: é 😀.<|end|>"
+
+
+def called(name: str, arguments: str) -> str:
+    header = f"{START}<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+    return f"{THOUGHT}{START}{PREAMBLE_TEXT}{header}{arguments}<|call|>"
+
+
+ECHO = '{"cmd": "echo é"}'
+PATCH = '*** Begin\n+a "é"\n'
+SCRIPTS = [
+    *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
+    Script("<|message|>Weather in Paris?<|end|>", called("weather", '{"city":"Zürich"}')),
+    Script(
+        "<|start|>functions.weather to=assistant",
+        "<|channel|>final<|message|>It is 18 °C.<|return|>",
+    ),
+    Script(
+        "<|start|>functions.exec_command to=assistant",
+        "<|channel|>final<|message|>Ran.<|return|>",
+    ),
+    Script(
+        "<|start|>functions.apply_patch to=assistant",
+        "<|channel|>final<|message|>Patched.<|return|>",
+    ),
+    Script(
+        "<|start|>functions.crm__find to=assistant",
+        "<|channel|>final<|message|>Ada is number 42.<|return|>",
+    ),
+    Script("type crm__find = ", called("crm__find", "{}")),
+    Script("<|message|>Find Ada.<|end|>", called("tool_search", '{"paths":["crm"]}')),
+    Script("<|message|>Please run it<|end|>", called("exec_command", ECHO)),
+    Script(
+        "<|message|>Please patch it<|end|>",
+        called("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
+    ),
+    Script("<|message|>As JSON.<|end|>", '<|channel|>final<|message|>{"celsius":18}<|return|>'),
+    Script(
+        "before your next message will be gone",
+        "<|channel|>final<|message|>We said hello.<|return|>",
+    ),
+    Script("We said hello.", "<|channel|>final<|message|>I remember.<|return|>"),
+    Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>one two three", fail_at=5),
+    Script("<|message|>Break now.<|end|>", "<|channel|>final<|message|>one", fail_at=0),
+]
+
+
+@pytest.fixture(scope="module")
+def server(keyed_server: Server, standin_dir: Path) -> Server:
+    standin.rescript(standin_dir, SCRIPTS)
+    return keyed_server
+
+
+def ask(client: OpenAI, *, stream: bool, **request: Any) -> Response:
+    """The answer; streamed, as the client's own accumulator puts it together."""
+    if not stream:
+        return client.responses.create(**request)
+    with client.responses.stream(**request) as events:
+        for _ in events:
+            pass
+        return events.get_final_response()
+
+
+def events(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """The final response of a stream, as it stands on the wire, whose every event was checked."""
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with server.client() as http:
+        response = http.post("/v1/responses", json={**body, "stream": True}, headers=headers)
+    assert response.status_code == 200, response.text
+    return check(from_wire(response.text))
+
+
+# --- The same answer, streamed and not.
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
+def test_row(server: Server, client: OpenAI, model: str, row: Row) -> None:
+    request = responses_request(row, model)
+    whole = client.responses.create(**request).model_dump(mode="json", exclude_unset=True)
+    check_responses(row, whole, events(server, request))
+
+
+ENDED = [row for row in SERVED if row.finish != "length"]
+"""The client's accumulator has no final response for one that is incomplete."""
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ENDED[::3]])
+def test_the_clients_accumulator_agrees(client: OpenAI, model: str, row: Row) -> None:
+    request = responses_request(row, model)
+    whole, streamed = (ask(client, stream=stream, **request) for stream in (False, True))
+    assert streamed.output_text == whole.output_text
+    assert [item.type for item in streamed.output] == [item.type for item in whole.output]
+
+
+class Weather(BaseModel):
+    celsius: int
+
+
+def test_parsed(client: OpenAI, model: str) -> None:
+    answer = client.responses.parse(model=model, input="As JSON.", text_format=Weather)
+    assert answer.output_parsed == Weather(celsius=18)
+
+
+# --- A tool loop: from the store, and with everything sent back.
+
+
+def grown(first: Response, final: Response, result: str) -> bool:
+    """Whether the second prompt is the first, what was generated, and the result: no more."""
+    assert first.usage and final.usage
+    rest = f"{result}<|end|>{START}"
+    expected = first.usage.input_tokens + first.usage.output_tokens + len(ids(rest))
+    return final.usage.input_tokens == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_tool_loop(client: OpenAI, model: str, stream: bool, stored: bool) -> None:
+    asked = {"model": model, "tools": responses_tools("weather"), "store": stored,
+             "include": ["reasoning.encrypted_content"]}  # fmt: skip
+    user = {"role": "user", "content": "Weather in Paris?"}
+    first = ask(client, stream=stream, input=[user], **asked)
+    assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
+    call = first.output[-1]
+    assert call.type == "function_call"
+    assert call.arguments == '{"city":"Zürich"}'
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
+    if stored:
+        final = ask(client, stream=stream, input=[result], previous_response_id=first.id, **asked)
+    else:
+        echoed = [item.model_dump(exclude_none=True) for item in first.output]
+        final = ask(client, stream=stream, input=[user, *echoed, result], **asked)
+    assert final.output_text == "It is 18 °C."
+    header = "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
+    assert grown(first, final, f"{header}18 °C")
+
+
+CODEX = {
+    "function": ("codex-turn1", "Please run it", "exec_command", "arguments", ECHO, "Ran."),
+    "freeform": (
+        "codex-custom-turn1",
+        "Please patch it",
+        "apply_patch",
+        "input",
+        PATCH,
+        "Patched.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "text", "tool", "field", "value", "answer"), CODEX.values(), ids=CODEX)  # fmt: skip # noqa: E501
+def test_a_tool_loop_as_codex_sends_it(
+    server: Server, model: str, name: str, text: str, tool: str, field: str, value: str, answer: str
+) -> None:
+    body = json.loads((DATA / f"responses-{name}.json").read_text())["body"]
+    user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
+    body = {**body, "model": model, "input": [*body["input"][:-1], user]}
+    first = events(server, body)
+    call = first["output"][-1]
+    assert (call["name"], call[field]) == (tool, value)
+    output = {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "done\n"}
+    opaque = [
+        {**item, "content": []} if item["type"] == "reasoning" else item for item in first["output"]
+    ]
+    final = events(server, {**body, "input": [*body["input"], *opaque, output]})
+    assert final["output"][-1]["content"][0]["text"] == answer
+    header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary<|message|>"
+    rest = len(ids(f"{header}done\n<|end|>{START}"))
+    before = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
+    assert final["usage"]["input_tokens"] == before + rest
+
+
+def test_an_item_of_an_earlier_answer_is_referred_to(client: OpenAI, model: str) -> None:
+    first = client.responses.create(
+        model=model, input="Weather in Paris?", tools=responses_tools("weather")
+    )
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    call = first.output[-1]
+    assert call.type == "function_call"
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
+    user = {"role": "user", "content": "Weather in Paris?"}
+    final = client.responses.create(
+        model=model, input=[user, *references, result], tools=responses_tools("weather")
+    )
+    assert final.output_text == "It is 18 °C."
+
+
+# --- What is kept.
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_kept_until_it_is_deleted(client: OpenAI, model: str, stream: bool) -> None:
+    answer = ask(client, stream=stream, model=model, input="plain answer")
+    again = client.responses.retrieve(answer.id)
+    assert again.model_dump() == client.responses.retrieve(answer.id).model_dump()
+    assert (again.id, again.output_text) == (answer.id, "Hi.")
+    assert again.output[0].id == answer.output[0].id
+    items = client.responses.input_items.list(answer.id).data
+    assert [item.content[0].text for item in items] == ["plain answer"]  # type: ignore[union-attr]
+    client.responses.delete(answer.id)
+    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):  # fmt: skip # noqa: E501
+        with pytest.raises(openai.NotFoundError):
+            gone(answer.id)
+
+
+def test_deleted_while_it_is_streamed(client: OpenAI, model: str) -> None:
+    with client.responses.create(model=model, input="plain answer", stream=True) as events:
+        first = next(iter(events))
+        assert first.type == "response.created"
+        client.responses.delete(first.response.id)
+        *_, last = events
+    assert (last.type, last.response.output_text) == ("response.completed", "Hi.")
+    for gone in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            gone(first.response.id)
+
+
+FOUND = {"type": "namespace", "name": "crm", "description": "The customers.",
+         "tools": [{"type": "function", "name": "find", "defer_loading": True,
+                    "parameters": {"type": "object", "properties": {}}}]}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stored", [False, True])
+def test_what_a_search_found_is_called(
+    client: OpenAI, model: str, stream: bool, stored: bool
+) -> None:
+    """The client searches; what it found is a tool of the conversation from there on."""
+    tools: Any = [{"type": "tool_search", "execution": "client"}]
+    sent: list[Any] = [{"role": "user", "content": "Find Ada."}]
+    before: dict[str, Any] = {}
+    counted = 0
+    for kind in ("tool_search_call", "function_call", "message"):
+        asked = {"model": model, "tools": tools, "input": sent, **before}
+        response = ask(client, stream=stream, **asked)
+        output = response.output[-1]
+        assert output.type == kind
+        if response.usage is not None and counted:
+            assert response.usage.input_tokens_details.cached_tokens >= counted - 1
+        counted = response.usage.input_tokens if response.usage else 0
+        more: list[Any] = []
+        if output.type == "tool_search_call":
+            more = [{"type": "tool_search_output", "call_id": output.call_id,
+                     "execution": "client", "tools": [FOUND]}]  # fmt: skip
+        elif output.type == "function_call":
+            assert (output.name, output.namespace) == ("find", "crm")
+            more = [{"type": "function_call_output", "call_id": output.call_id, "output": "42"}]
+        echoed = [item.to_dict(mode="json") for item in response.output]
+        before = {"previous_response_id": response.id} if stored else {}
+        sent = more if stored else [*sent, *echoed, *more]
+    assert response.output_text == "Ada is number 42."
+
+
+def test_the_output_of_a_call_that_is_not_stored(client: OpenAI, model: str) -> None:
+    weather = {"type": "function", "name": "weather", "strict": False,
+               "parameters": {"type": "object", "properties": {}}}  # fmt: skip
+    sent: Any = [
+        {"role": "user", "content": "Weather in Paris?"},
+        {"type": "item_reference", "id": "fc_gone"},
+        {"type": "function_call_output", "call_id": "call_gone", "output": "18 °C"},
+    ]
+    answer = client.responses.create(model=model, input=sent, tools=[weather])  # type: ignore[list-item]
+    assert answer.output_text == "It is 18 °C."
+
+
+def test_input_items_come_in_pages(client: OpenAI, model: str) -> None:
+    texts = ["one", "two", "plain answer"]
+    said = [{"role": "user", "content": text} for text in texts]
+    answer = client.responses.create(model=model, input=said)  # type: ignore[arg-type]
+    listed = client.responses.input_items.list(answer.id, limit=1, order="asc")
+    assert [item.content[0].text for item in listed] == texts  # type: ignore[union-attr]
+
+
+def test_nothing_is_kept_that_should_not_be(client: OpenAI, model: str) -> None:
+    answer = client.responses.create(model=model, input="plain answer", store=False)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(answer.id)
+
+
+def test_instructions_are_for_one_request(client: OpenAI, model: str) -> None:
+    first = client.responses.create(model=model, input="plain answer", instructions="Be brief.")
+    more = {"model": model, "input": "plain answer", "previous_response_id": first.id}
+    plain = client.responses.create(**more)
+    instructed = client.responses.create(**more, instructions="Be very, very kind.")
+    assert first.usage and plain.usage and instructed.usage
+    developer = "<|start|>developer<|message|># Instructions\n\n{}<|end|>"
+    assert instructed.usage.input_tokens - plain.usage.input_tokens == len(
+        ids(developer.format("Be very, very kind."))
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_missing_previous_response(client: OpenAI, model: str, stream: bool) -> None:
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.responses.create(
+            model=model, input="Hi", previous_response_id="resp_none", stream=stream
+        )
+    assert caught.value.code == "previous_response_not_found"
+    assert caught.value.param == "previous_response_id"
+
+
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::3]])
+def test_counted_is_what_is_used(client: OpenAI, model: str, row: Row) -> None:
+    asked = {"model": model, "input": row.id, "tools": responses_tools(*row.tools)}
+    answer = client.responses.create(**asked, max_output_tokens=1)
+    assert answer.usage
+    counted = client.responses.input_tokens.count(**asked)
+    assert counted.input_tokens == answer.usage.input_tokens
+
+
+def test_compacted(client: OpenAI, model: str) -> None:
+    said = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello, too."},
+    ]
+    compacted = client.responses.compact(model=model, input=said)  # type: ignore[arg-type]
+    assert [item.type for item in compacted.output] == ["message", "compaction"]
+    assert compacted.usage.output_tokens > 0
+    window = [item.model_dump(exclude_none=True) for item in compacted.output]
+    answer = client.responses.create(model=model, input=window)  # type: ignore[arg-type]
+    assert answer.output_text == "I remember."
+
+
+# --- When something goes wrong.
+
+
+@pytest.mark.parametrize("asked", ["Break.", "Break now."])
+def test_a_failing_engine_ends_the_stream_with_a_failed_response(
+    server: Server, client: OpenAI, model: str, asked: str
+) -> None:
+    failed = events(server, {"model": model, "input": asked})
+    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
+    assert client.responses.retrieve(failed["id"]).status == "failed"
+    with pytest.raises(openai.InternalServerError):
+        client.responses.create(model=model, input=asked)
+    assert client.responses.create(model=model, input="plain answer").output_text == "Hi."
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "param"),
+    [
+        ({"input": None}, openai.BadRequestError, "input"),
+        ({"input": []}, openai.BadRequestError, "input"),
+        ({"background": True, "store": False}, openai.BadRequestError, "background"),
+        ({"max_output_tokens": 0}, openai.BadRequestError, "max_output_tokens"),
+        ({"model": "another"}, openai.NotFoundError, "model"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_mistakes_are_named(
+    client: OpenAI,
+    model: str,
+    changed: dict[str, Any],
+    error: type[openai.APIStatusError],
+    param: str,
+    stream: bool,
+) -> None:
+    body = {"model": model, "input": "plain answer", "stream": stream, **changed}
+    with pytest.raises(error) as caught:
+        client.post("/responses", body=body, cast_to=object)
+    assert caught.value.param == param
+
+
+def test_a_conversation(client: OpenAI, model: str) -> None:
+    made = client.conversations.create(metadata={"topic": "demo"})
+    asked: dict[str, Any] = {"model": model, "input": "plain answer", "conversation": made.id}
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as events:
+        streamed = events.get_final_response()
+    assert whole.output_text == streamed.output_text
+    listed = [each.id for each in client.conversations.items.list(made.id, order="asc")]
+    assert [*(each.id for each in whole.output)] == listed[1 : len(whole.output) + 1]
+    assert len(listed) == 2 * (1 + len(whole.output))
+    assert client.conversations.delete(made.id).deleted
+
+
+PATHS = [
+    ("POST", "/v1/responses"),
+    ("POST", "/v1/responses/compact"),
+    ("POST", "/v1/responses/input_tokens"),
+    ("GET", "/v1/responses/resp_x"),
+    ("DELETE", "/v1/responses/resp_x"),
+    ("GET", "/v1/responses/resp_x/input_items"),
+    ("POST", "/v1/responses/resp_x/cancel"),
+    ("GET", "/v1/conversations/conv_x/items"),
+]
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({}, 401, "invalid_api_key"),
+        ({"Authorization": "Bearer wrong"}, 401, "invalid_api_key"),
+        ({"Authorization": f"Bearer {KEY}"}, 404, None),
+    ],
+)
+def test_keys(
+    server: Server, method: str, path: str, headers: dict[str, str], status: int, code: str | None
+) -> None:
+    with server.client() as http:
+        body = {"model": "none", "input": "Hi"} if method == "POST" else None
+        response = http.request(method, path, json=body, headers=headers)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert code in (None, error["code"])

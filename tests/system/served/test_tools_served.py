@@ -1,0 +1,221 @@
+"""The loop on the real host: real MCP servers, the official clients."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import openai
+import psutil
+import pytest
+from server import FLAG, HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.cli.process import free_port
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
+pytest.importorskip("mcp")
+
+SERVERS = Path(__file__).parents[2] / "support" / "servers.py"
+FIRST = (
+    "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary "
+    'to=weather.now <|constrain|>json<|message|>{"city":"Rome"}<|call|>'
+)
+SECOND = "<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
+LAST = "<|channel|>final<|message|>It is warm.<|return|>"
+SLEEPS = "<|channel|>commentary to=slow.sleep <|constrain|>json<|message|>%s<|call|>"
+WHO = "<|channel|>commentary to=caller.who <|constrain|>json<|message|>{}<|call|>"
+SCRIPTS = [
+    Script("Where is it warm?<|end|>", FIRST),
+    Script("Rome: 20 °C<|end|>", SECOND),
+    Script("<|message|>42<|end|>", LAST),
+    Script("Error: ", LAST),
+    Script("Who am I?<|end|>", WHO),
+    Script("Bearer s3cret", LAST),
+]
+CALLER_PORT = free_port()
+
+
+@pytest.fixture(scope="module")
+def server(
+    start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A host that runs tools for every request, with a stand-in of its own."""
+    directory = tmp_path_factory.mktemp("tools")
+    sleeps = SLEEPS % json.dumps({"seconds": 3600, "note": str(directory / "note")})
+    model = standin.write(directory / "model", [*SCRIPTS, Script("Sleep.<|end|>", sleeps)])
+    servers: dict[str, dict[str, Any]] = {
+        kind: {"command": sys.executable, "args": [str(SERVERS), kind]}
+        for kind in ("weather", "python", "slow")
+    }
+    servers["slow"]["timeout"] = 3600
+    servers["away"] = {"url": "http://127.0.0.1:9/mcp"}
+    file = directory / "mcp.json"
+    file.write_text(json.dumps({"mcpServers": servers}))
+    running = start(
+        *FLAG,
+        "--mcp-config",
+        str(file),
+        "--enable-metrics",
+        model=model,
+        command=HARMONY,
+        env={
+            "VLLM_MLX_HARMONY_TOOLS": "all",
+            "VLLM_MLX_HARMONY_TOOL_URLS": f"http://127.0.0.1:{CALLER_PORT}",
+            "VLLM_MLX_HARMONY_GRAMMAR": "auto",
+        },
+    )
+    yield running
+    tools = children(running.pid)
+    assert len(tools) == 3
+    running.stop()
+    time.sleep(0.5)
+    assert not [pid for pid in tools if Path(f"/proc/{pid}").exists()]
+
+
+def children(pid: int) -> list[int]:
+    """The tool servers of process ``pid``."""
+    found = psutil.Process(pid).children()
+    return [each.pid for each in found if str(SERVERS) in each.cmdline()]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses(server: Server, stream: bool) -> None:
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
+    tools: Any = [
+        {"type": "mcp", "server_label": "weather", "require_approval": "never"},
+        {"type": "code_interpreter", "container": {"type": "auto"}},
+    ]
+    request: Any = {"model": str(server.model), "input": "Where is it warm?", "tools": tools}
+    if stream:
+        with client.responses.stream(**request) as events:
+            for _ in events:
+                pass
+            response = events.get_final_response()
+    else:
+        response = client.responses.create(**request)
+    assert [each.type for each in response.output] == [
+        "mcp_list_tools",
+        "reasoning",
+        "mcp_call",
+        "code_interpreter_call",
+        "message",
+    ]
+    assert response.output_text == "It is warm."
+
+
+def test_a_server_that_a_request_names(server: Server) -> None:
+    """Over both APIs; its credentials are neither in the response nor in the log."""
+    command = [sys.executable, str(SERVERS), "caller", str(CALLER_PORT)]
+    quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **quiet) as caller:
+        try:
+            wait_for_port(CALLER_PORT)
+            url = f"http://127.0.0.1:{CALLER_PORT}/mcp"
+            tool = {"type": "mcp", "server_label": "caller", "server_url": url}
+            client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
+            response = client.responses.create(
+                model=str(server.model),
+                input="Who am I?",
+                tools=[{**tool, "authorization": "s3cret", "require_approval": "never"}],  # type: ignore[list-item]
+            )
+            kinds = [each.type for each in response.output]
+            assert kinds == ["mcp_list_tools", "mcp_call", "message"]
+            assert "s3cret" not in response.model_dump_json(include={"tools"})
+            body = {
+                "model": str(server.model),
+                "max_tokens": 500,
+                "messages": [{"role": "user", "content": "Who am I?"}],
+                "mcp_servers": [
+                    {"type": "url", "name": "caller", "url": url, "authorization_token": "s3cret"}
+                ],
+            }
+            message = httpx.post(f"{server.base_url}/v1/messages", json=body, timeout=60).json()
+            kinds = [each["type"] for each in message["content"]]
+            assert kinds == ["mcp_tool_use", "mcp_tool_result", "text"]
+        finally:
+            caller.kill()
+    assert "s3cret" not in server.log
+    assert f"tools         requests may name http://127.0.0.1:{CALLER_PORT}" in server.log
+
+
+def wait_for_port(port: int) -> None:
+    """Until somebody listens there."""
+    for _ in range(600):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.1)
+    raise AssertionError("the tool server did not start")
+
+
+def test_nothing_is_computed_twice(server: Server) -> None:
+    """Prefill of the whole loop is no more than 1.05 times its last prompt."""
+    before = stats(server)
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=os.urandom(4).hex())
+    padding = "word " * 2000
+    response = client.responses.create(
+        model=str(server.model), input=f"{padding}Where is it warm?", max_output_tokens=500
+    )
+    usage = response.usage
+    assert usage is not None
+    last = usage.input_tokens + usage.output_tokens + 40
+    computed = stats(server) - before
+    assert computed <= 1.05 * last
+
+
+def stats(server: Server) -> int:
+    """Tokens of prompts that were computed so far."""
+    found = httpx.get(f"{server.base_url}/v1/cache/stats").json()
+    counters = list(within(found, "harmony_prefix_reuse"))
+    return int(counters[0]["tokens_new"])
+
+
+def within(value: Any, name: str) -> Iterator[Any]:
+    """What stands under ``name``, anywhere in ``value``."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key == name:
+                yield inner
+            yield from within(inner, name)
+
+
+def test_who_goes_cancels(server: Server) -> None:
+    note = server.model.parent / "note"
+    counted = 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0'
+    body = {"model": str(server.model), "input": "Sleep.", "tools": []}
+    with server.sent("/v1/responses", body):
+        until(lambda: note.exists() and note.read_text() == "begun")
+    until(lambda: note.read_text() == "cancelled")
+    until(lambda: counted in httpx.get(f"{server.base_url}/metrics").text)
+
+
+def until(true: Callable[[], bool]) -> None:
+    """Within a minute."""
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_what_the_host_tells_of_them(server: Server) -> None:
+    health = httpx.get(f"{server.base_url}/health").json()["mcp"]
+    assert (health["servers_connected"], health["servers_total"]) == (3, 4)
+    listed = httpx.get(f"{server.base_url}/v1/mcp/tools").json()["tools"]
+    assert "weather__now" in [each["name"] for each in listed]
+    body = {"tool_name": "weather__now", "arguments": {"city": "Oslo"}}
+    ran = httpx.post(f"{server.base_url}/v1/mcp/execute", json=body).json()
+    assert (ran["content"], ran["is_error"]) == ("Oslo: 20 °C", False)
+    assert "tools         weather: now, fails, nothing, pid" in server.log

@@ -1,0 +1,105 @@
+"""Web search on the real host: a scripted model, and a search engine and pages on 127.0.0.1."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import anthropic
+import openai
+import pytest
+from server import FLAG, HARMONY
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+pytest.importorskip("httpx2")
+pytest.importorskip("lxml")
+
+
+import web
+
+pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
+
+QUESTION = "How many live in Rome?"
+CALL = "<|channel|>analysis to=browser.{} code<|message|>{}<|call|>"
+SCRIPTS = [
+    Script(f"{QUESTION}<|end|>", CALL.format("search", '{"query":"rome inhabitants"}')),
+    Script("L2: A city.<|end|>", CALL.format("open", '{"id":0}')),
+    Script(
+        "L2: It has 2.8 million people.<|end|>",
+        "<|channel|>final<|message|>There are 2.8 million【1†L2】.<|return|>",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def site() -> Iterator[web.Site]:
+    with web.serving() as site:
+        site.add("/rome", "<title>Rome</title><h1>Rome</h1><p>It has 2.8 million people.</p>")
+        site.search(("Rome", f"{site.url}/rome", "A city."))
+        yield site
+
+
+@pytest.fixture(scope="module")
+def server(
+    site: web.Site, start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A host with the setting alone: neither a configuration nor ``VLLM_MLX_HARMONY_TOOLS``."""
+    running = start(
+        *FLAG,
+        model=standin.write(tmp_path_factory.mktemp("web") / "model", SCRIPTS),
+        command=HARMONY,
+        env={
+            "VLLM_MLX_HARMONY_WEB_SEARCH": f"searxng:{site.url}",
+            "VLLM_MLX_HARMONY_WEB_INTRANET": site.url,
+            "VLLM_MLX_HARMONY_GRAMMAR": "auto",
+        },
+    )
+    yield running
+    running.stop()
+
+
+def test_responses(server: Server, site: web.Site) -> None:
+    client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
+    tools: Any = [{"type": "web_search"}]
+    request: Any = {"model": str(server.model), "input": QUESTION, "tools": tools}
+    with client.responses.stream(**request) as events:
+        for _ in events:
+            pass
+        response = events.get_final_response()
+    kinds = [each.type for each in response.output]
+    assert kinds == ["web_search_call", "web_search_call", "message"]
+    (part,) = response.output[-1].content
+    (annotation,) = part.annotations
+    url = f"{site.url}/rome"
+    assert (annotation.url, annotation.title) == (url, "Rome")
+    assert part.text == f"There are 2.8 million ([127.0.0.1:{site.port}]({url}))."
+
+
+def test_messages(server: Server, site: web.Site) -> None:
+    """The request of Claude Code's WebSearch."""
+    client = anthropic.Anthropic(base_url=server.base_url, api_key="x", max_retries=0)
+    request: Any = {
+        "model": str(server.model),
+        "max_tokens": 1000,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
+    }
+    with client.messages.stream(**request) as events:
+        message = events.get_final_message()
+    kinds = [block.type for block in message.content]
+    assert kinds == [
+        *("server_tool_use", "web_search_tool_result"),
+        *("server_tool_use", "web_fetch_tool_result"),
+        *("text", "text"),
+    ]
+    assert message.content[4].citations[0].url == f"{site.url}/rome"
+
+
+def test_what_it_is_for_is_said_at_the_start(server: Server, site: web.Site) -> None:
+    assert "browser: search, open, find" in server.log
+    assert f"the web is searched with searxng at {site.url}" in server.log

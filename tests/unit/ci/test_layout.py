@@ -1,0 +1,175 @@
+"""What the design says of every file: how it opens, its name, and that its imports are declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.once
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PACKAGE = REPOSITORY / "vllm_mlx_harmony"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+NAMES = [str(path.relative_to(REPOSITORY)) for path in MODULES]
+
+EMPTY_NAMES = {"utils", "helpers", "common", "manager", "handler", "wrapper", "misc"}
+
+THROUGH_THE_HOST = {
+    "huggingface_hub",
+    "mlx",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "transformers",
+    "yaml",
+}
+"""What `vllm-mlx` or `mlx-lm` itself depends on: whichever version it wants is the right one."""
+
+DISTRIBUTIONS = {
+    "openai_harmony": "openai-harmony",
+    "prometheus_client": "prometheus-client",
+    "pydantic_core": "pydantic",
+    "mlx_lm": "mlx-lm",
+    "vllm_mlx": "vllm-mlx",
+}
+"""By import name, where it is not the distribution's."""
+
+
+@pytest.mark.parametrize("path", MODULES, ids=NAMES)
+def test_a_file_opens_with_what_it_is_for(path: Path) -> None:
+    """In a sentence; the theory that it needs, if there is one, stands below."""
+    said = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    assert said, "no docstring"
+    assert len(said.partition("\n\n")[0].splitlines()) <= 2
+
+
+def test_names_say_something() -> None:
+    assert {path.stem for path in MODULES} & EMPTY_NAMES == set()
+
+
+EXTRAS = {
+    "anthropic",
+    "anyio",
+    "ddgs",
+    "httpx",
+    "httpx2",
+    "httpx_sse",
+    "jsonschema",
+    "lxml",
+    "mcp",
+    "mcp_types",
+    "openai",
+    "opentelemetry",
+    "redis",
+}
+"""What an extra brings: imported where it is asked for."""
+
+LOADED_BY_OTHERS = {"websockets"}
+"""uvicorn uses it where it finds it."""
+
+WITH_A_MODEL = {"mlx-lm", "tqdm"}
+"""What runs a model in this process: the server's extra `mlx`, and the plugin."""
+
+
+def test_what_is_imported_is_declared() -> None:
+    server, plugin = _declared("."), _declared("packaging/vllm-mlx-harmony")
+    host = [path for path in MODULES if PACKAGE / "host" in path.parents]
+    needed = _needed(path for path in MODULES if path not in host) | LOADED_BY_OTHERS
+    assert needed == server | WITH_A_MODEL
+    assert (needed | _needed(host)) - server == plugin - {"vllm-mlx-harmony-server"}
+
+
+def _declared(directory: str) -> set[str]:
+    """Names of the distributions that the one in this directory requires."""
+    project = (REPOSITORY / directory / "pyproject.toml").read_text("utf-8")
+    (listed,) = re.findall(r"^dependencies = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r'"([a-z0-9-]+)', listed))
+
+
+def _needed(paths: Iterable[Path]) -> set[str]:
+    """Names of the distributions that these files import, without those of extras."""
+    own = {*sys.stdlib_module_names, "tomllib", PACKAGE.name} | THROUGH_THE_HOST | EXTRAS
+    imported = {name for path in paths for name in _imports(path)} - own
+    return {DISTRIBUTIONS.get(name, name) for name in imported}
+
+
+def _imports(path: Path) -> set[str]:
+    """Top-level names of what a file imports by absolute name, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_no_imports_in_a_circle() -> None:
+    """Those inside of functions count: a circle that is hidden is a circle."""
+    imports = {_dotted(path): _within(path) for path in MODULES}
+    done: set[str] = set()
+
+    def walk(name: str, way: tuple[str, ...]) -> None:
+        assert name not in way, " -> ".join((*way[way.index(name) :], name))
+        if name not in done:
+            for other in sorted(imports[name]):
+                walk(other, (*way, name))
+            done.add(name)
+
+    for name in imports:
+        walk(name, ())
+
+
+def test_public_names_are_imported_when_they_are_used() -> None:
+    code = (
+        "import sys, vllm_mlx_harmony as package; before = len(sys.modules)\n"
+        "public = [name for name in dir(package) if name[0] != '_' and name != 'TYPE_CHECKING']\n"
+        "assert before == len(sys.modules)\n"
+        "print(*public, *(getattr(package, name).__name__ for name in public))"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    names = ["Parser", "StreamingHarmonyContext", "install", "render"]
+    assert ran.stdout.split() == names * 2
+
+
+def _dotted(path: Path) -> str:
+    parts = path.relative_to(REPOSITORY).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _within(path: Path) -> set[str]:
+    """The modules of the package that a file imports; of a package, whatever its name brings."""
+    own = _dotted(path)
+    known = {_dotted(each) for each in MODULES}
+    package = own.split(".") if path.stem == "__init__" else own.split(".")[:-1]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inner = f"{base}.{alias.name}"
+                found.add(inner if inner in known else base)
+    # The package's own name is there before any of its modules, and imports nothing by itself.
+    return (found & known) - {own, PACKAGE.name}
+
+
+PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_no_row_of_a_table_loses_cells(path: Path) -> None:
+    """GitHub and mdformat drop what follows a ``|`` that is not escaped, even in code."""
+    columns = 0
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        cells = len(re.findall(r"(?<!\\)\|", line)) - 1 if line.startswith("|") else 0
+        columns = columns if columns and cells else cells
+        assert cells == columns, f"{path.name}:{number} has {cells} cells, not {columns}"

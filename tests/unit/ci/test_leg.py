@@ -1,0 +1,435 @@
+"""The script that runs the legs: what it lets pass, and that it can fail."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import os
+import py_compile
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+leg = importlib.import_module("leg")
+legs = importlib.import_module("legs")
+
+HERE = Path(sys.executable).parent.parent
+
+TESTS = {
+    "passes": "def test_it(): pass",
+    "fails": "def test_it(): assert False",
+    "skips": "import pytest\ndef test_it(): pytest.skip('no host')\ndef test_other(): pass",
+    "skips the module": "import pytest\npytest.importorskip('no_such_module')\ndef test_it(): pass",
+    "expects to fail": "import pytest\n@pytest.mark.xfail\ndef test_it(): assert False",
+    "has no tests": "",
+}
+
+
+@pytest.fixture
+def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Environments and reports somewhere else."""
+    monkeypatch.setattr(leg, "BUILD", tmp_path / "legs")
+    (tmp_path / "legs").mkdir()
+    return tmp_path
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The environments that were made, by name: each is this one."""
+    made: list[str] = []
+
+    def install(one: Any, environment: Path) -> None:
+        made.append(environment.name)
+        environment.symlink_to(HERE)
+
+    rmtree = shutil.rmtree
+
+    def remove(path: Path, **options: Any) -> None:
+        path.unlink() if path.is_symlink() else rmtree(path, **options)
+
+    monkeypatch.setattr(leg, "find_uv", lambda: "uv")  # it would be installed
+    monkeypatch.setattr(leg, "install", install)
+    monkeypatch.setattr(leg.shutil, "rmtree", remove)
+    return made
+
+
+def run(one: Any) -> Any:
+    return leg.run(one, leg.Environments([one], keep=False))
+
+
+@pytest.mark.once
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        ("passes", ""),
+        ("fails", "exit code 1"),
+        ("skips", "no host"),
+        ("skips the module", "no_such_module"),
+        ("expects to fail", ""),
+        ("has no tests", "exit code 5"),
+    ],
+)
+def test_a_leg_fails_for_what_it_did_not_test(
+    build: Path, made: list[str], what: str, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (build / "test_it.py").write_text(TESTS[what])
+    (build / "test_beside.py").write_text(TESTS["passes"] if TESTS[what] else "")
+    command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
+    bare = (("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"),)  # half of its start
+    told = (*command, "--rootdir", str(build), str(build))
+    one = legs.Leg("x", "a leg", (), (told,), variables=bare)
+    outcome = run(one)
+    assert outcome.result == ("failed" if why else "passed"), outcome
+    assert why in outcome.why
+    capsys.readouterr()
+    leg.summarise([outcome])
+    summary = capsys.readouterr().out
+    assert ("x: test_it.test_it\n" in summary and "assert False" in summary) == (what == "fails")
+
+
+@pytest.mark.once
+def test_what_fails_is_not_run_again(
+    build: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor beside other legs: a race is a failure."""
+    script = "import pathlib; p = pathlib.Path('seen'); p.write_text(p.read_text() + 'x'); 1 / 0"
+    (build / "seen").write_text("")
+    monkeypatch.setattr(leg, "REPOSITORY", build)
+    both = [
+        legs.Leg("x", "a leg", (), (("python", "-c", script),)),
+        legs.Leg("y", "a leg", (), (("python", "-c", ""),)),
+    ]
+    monkeypatch.setattr(leg, "LEGS", both)
+    assert leg.main(["x", "y"]) == 1
+    assert (build / "seen").read_text() == "x"
+    assert not (leg.BUILD / "x").exists()
+
+
+class Row:
+    """A test, as far as the marks of `tests/conftest.py` go."""
+
+    def __init__(self, nodeid: str, mark: pytest.Mark) -> None:
+        self.nodeid = nodeid
+        self.own_markers = [mark]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.own_markers if mark.name == name), None)
+
+
+@pytest.mark.parametrize(
+    ("mark", "gate"),
+    [
+        (pytest.mark.nightly, []),
+        (pytest.mark.nightly(sample=1), [0, 1, 2, 3, 4]),
+        (pytest.mark.nightly(sample=2), [0, 2, 4]),
+        (pytest.mark.nightly(sample=9), [0]),
+        (pytest.mark.once, [0, 1, 2, 3, 4]),
+    ],
+)
+def test_gate_has_every_nth_row(
+    request: pytest.FixtureRequest, mark: pytest.MarkDecorator, gate: list[int]
+) -> None:
+    (conftest,) = (
+        each
+        for each in request.config.pluginmanager.get_plugins()
+        if getattr(each, "__file__", None) == str(REPOSITORY / "tests" / "conftest.py")
+    )
+    for name in "ab":
+        rows = [Row(f"test_it.py::test_{name}[{number}]", mark.mark) for number in range(5)]
+        conftest.pytest_collection_modifyitems(rows)
+        left = [number for number, row in enumerate(rows) if not row.get_closest_marker("nightly")]
+        assert left == gate
+
+
+def test_legs_side_by_side_say_whose_line_it_is(
+    build: Path,
+    made: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    both = [legs.Leg(name, "a leg", (), (("python", "-c", "print('one\\ntwo')"),)) for name in "xy"]
+    monkeypatch.setattr(leg, "LEGS", both)
+    assert leg.main(["x", "y"]) == 0
+    printed = capfd.readouterr().out.splitlines()
+    for name in "xy":
+        assert [line[17:] for line in printed if line.startswith(f"{name} ") and "|" in line][
+            1:
+        ] == [
+            "one",
+            "two",
+        ]
+    assert leg.main(["x", "y", "--jobs", "1"]) == 0
+    assert capfd.readouterr().out.splitlines().count("one") == 2
+
+
+def test_legs_that_install_the_same_share_an_environment(
+    build: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made once, there as long as anybody uses it, and gone at the end unless it is kept."""
+    there = ("python", "-c", "import os; assert os.path.exists(os.environ['VIRTUAL_ENV'])")
+    of = {"a": ("x",), "b": ("y",), "c": ("x",), "d": ("x",)}
+    several = [leg.Leg(name, "a leg", install, (there,)) for name, install in of.items()]
+    monkeypatch.setattr(leg, "LEGS", several)
+    monkeypatch.setattr(legs, "LEGS", several)
+    assert leg.main(["all"]) == 0
+    assert sorted(made) == ["a", "b"]
+    assert not (leg.BUILD / "a").exists()
+    assert leg.main(["c", "--keep"]) == 0
+    assert leg.main(["d", "--keep"]) == 0
+    assert made[2:] == ["a"]
+    assert (leg.BUILD / "a").exists()
+
+
+def test_what_is_imported_is_compiled_once(build: Path, made: list[str]) -> None:
+    code = "import sys; assert not sys.dont_write_bytecode and sys.pycache_prefix"
+    one = leg.Leg("x", "a leg", (), (("python", "-c", code),))
+    assert run(one).result == "passed"
+
+
+@pytest.mark.parametrize(("make", "shared"), [(os.link, True), (shutil.copy, False)])
+def test_environments_of_a_python_share_what_they_compile(
+    build: Path, monkeypatch: pytest.MonkeyPatch, make: Any, shared: bool
+) -> None:
+    """Where their files are links to the same ones."""
+    (build / "cache.py").write_text("x = 1")
+    monkeypatch.setattr(sys, "pycache_prefix", str(leg.BUILD / "bytecode"))
+    files = []
+    for name in "ab":
+        package = leg.BUILD / name / "lib" / "python3.99" / "site-packages" / "package"
+        package.mkdir(parents=True)
+        files.append(package / "__init__.py")
+        make(build / "cache.py", files[-1])
+        leg.share_bytecode(leg.BUILD / name)
+    py_compile.compile(str(files[0]))
+    compiled = [importlib.util.cache_from_source(str(file)) for file in files]
+    assert [os.path.exists(each) for each in compiled] == [True, shared]
+
+
+def leg_called(name: str) -> Any:
+    (found,) = (one for one in legs.LEGS if one.name == name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("present", "absent", "fails"),
+    [
+        (("pytest",), ("no-such-thing",), False),
+        (("no-such-thing",), (), True),
+        ((), ("pytest",), True),
+    ],
+)
+def test_the_environment_is_what_the_leg_is_about(
+    present: tuple[str, ...], absent: tuple[str, ...], fails: bool
+) -> None:
+    one = legs.Leg("x", "a leg", (), (), present=present, absent=absent)
+    if fails:
+        with pytest.raises(leg.LegFailed, match=r"no-such-thing|pytest"):
+            leg.check(one, HERE)
+    else:
+        leg.check(one, HERE)
+
+
+@pytest.mark.parametrize(("ci", "result"), [("", "not run"), ("true", "failed")])
+@pytest.mark.parametrize("missing", [{"python": "3.99"}, {"systems": ("Plan 9",)}])
+def test_what_cannot_run_here_fails_in_ci(
+    build: Path, monkeypatch: pytest.MonkeyPatch, ci: str, result: str, missing: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(leg, "find_uv", lambda: "false")  # it installs no Python
+    assert run(legs.Leg("x", "a leg", (), (), **missing)).result == result
+
+
+def test_pythons_are_found() -> None:
+    here = "{}.{}".format(*sys.version_info)
+    assert leg.answers([leg.find_python(here), "-c", leg.VERSION]) == here
+
+
+INSTALLING_UV = """#!/bin/sh
+[ "$1 $2" = "python install" ] || exit 2
+while [ "$1" != --install-dir ]; do shift; done
+mkdir -p "$2/cpython-$3.7-linux/bin"
+printf '#!/bin/sh\necho 3.99' > "$2/cpython-$3.7-linux/bin/python$3"
+chmod +x "$2/cpython-$3.7-linux/bin/python$3"
+"""
+
+
+def test_a_python_that_is_not_there_is_installed(
+    build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uv = build / "uv"
+    uv.write_text(INSTALLING_UV)
+    uv.chmod(0o755)
+    monkeypatch.setattr(leg, "find_uv", lambda: str(uv))
+    assert leg.find_python("3.99").startswith(str(build / "python" / "cpython-3.99.7-linux"))
+
+
+def test_ci_hides_what_a_fresh_machine_lacks(tmp_path: Path) -> None:
+    """The first program of a name counts, as on any path; those that are hidden are not there."""
+    script = "import shutil, sys; print(*map(shutil.which, ['uv', 'uvx', 'node', 'redis-server']))"
+    for directory, names in {"a": ["uv", "mine"], "b": ["mine", "redis-server", "node"]}.items():
+        (tmp_path / directory).mkdir()
+        for name in names:
+            program = tmp_path / directory / name
+            program.write_text(f"#!/bin/sh\necho {directory}")
+            program.chmod(0o755)
+    (tmp_path / "ci").mkdir()
+    (tmp_path / "ci" / "leg.py").write_text(
+        f"{script}; import subprocess; subprocess.run(['mine'], check=True)"
+    )
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci")
+    path = f"{tmp_path / 'a'}:{tmp_path / 'b'}:{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["bash", str(tmp_path / ".ci" / "run")],
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ended.stdout.split() == ["None"] * 4 + ["a"]
+
+
+@pytest.mark.parametrize(
+    ("results", "code", "line"),
+    [
+        (["passed", "passed"], 0, "legs: 2 passed; 6 tests in 3 s, 1 s CPU"),
+        (["passed", "not run"], 0, "legs: 1 passed, 1 not run; 6 tests in 3 s, 1 s CPU"),
+        (["passed", "failed"], 1, "legs: 1 passed, 1 failed; 6 tests in 3 s, 1 s CPU"),
+    ],
+)
+def test_closing_line(
+    results: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcomes = [leg.Outcome(f"leg{n}", result, 1.5, 0.5, 3) for n, result in enumerate(results)]
+    assert leg.summarise(outcomes) == code
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+# --- The matrix
+
+
+def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
+    names = [one.name for one in legs.LEGS]
+    assert len(names) == len(set(names))
+    everything = {one.name for one in leg.chosen(["everything"])}
+    assert {one.python for one in leg.chosen(["everything"])} == {"3.11", "3.12", "3.13", "3.14"}
+    long = {
+        "agents",
+        "attack",
+        "bench",
+        "bench-gateway",
+        "bench-start",
+        "clients",
+        "grammar",
+        "release",
+        "suites",
+        "vllm",
+        "yardstick",
+    }
+    long |= everything
+    assert {one.name for one in leg.chosen(["all"])} == set(names) - long
+    assert sorted(one.name for one in leg.chosen(["gate"])) == sorted(GATE)
+    assert [one.name for one in leg.chosen(["host", "lint"])] == ["host", "lint"]
+
+
+def test_an_unknown_leg_is_an_error() -> None:
+    with pytest.raises(SystemExit) as ended:
+        leg.chosen(["no-such-leg"])
+    assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("group", ["gate", "nightly"])
+def test_matrix_has_every_leg_of_its_group(group: str) -> None:
+    jobs = {job["leg"] for job in leg.matrix(group)}
+    assert jobs == {one.name for one in legs.LEGS if one.group == group}
+
+
+def test_matrix_has_every_runner() -> None:
+    jobs = leg.matrix("gate")
+    for runner in ("ubuntu-latest", "macos-14"):
+        assert {"leg": "host", "python": legs.HOST_PYTHON, "runner": runner} in jobs
+
+
+GATE = ["light", "served", "core", "engine", "host", "front-end", "lint"]
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        (["docs/api.md"], ["core", "lint"]),
+        (["vllm_mlx_harmony/protocols/chat/schema.py"], ["core", "front-end", "lint"]),
+        (
+            ["vllm_mlx_harmony/engine/batch.py"],
+            ["light", "served", "core", "engine", "host", "lint"],
+        ),
+        (["vllm_mlx_harmony/gateway/app.py"], ["core", "gateway", "lint"]),
+        (["tests/unit/host/test_engine.py", "docs/api.md"], ["core", "host", "lint"]),
+        (["tests/support/rows.py"], GATE),
+        (["pyproject.toml", "docs/api.md"], GATE),
+        ([], ["lint"]),
+    ],
+)
+def test_changed_files_choose_their_legs(paths: list[str], expected: list[str]) -> None:
+    assert sorted(one.name for one in leg.needed(paths)) == sorted(expected)
+
+
+def test_every_file_of_a_test_folder_needs_the_leg_that_runs_it() -> None:
+    for one in leg.chosen(["gate"]):
+        folders = {
+            part for command in one.commands for part in command if part.startswith("tests/")
+        }
+        for folder in folders:
+            assert one in leg.needed([f"{folder}/test_x.py"]), folder
+
+
+def test_without_arguments_the_gate_runs() -> None:
+    assert leg.chosen(leg._arguments([]).legs) == leg.chosen(["gate"])
+
+
+def pyproject() -> dict[str, Any]:
+    """The project's metadata."""
+    return tomllib.loads((REPOSITORY / "pyproject.toml").read_text("utf-8"))
+
+
+def test_every_extra_has_a_leg_with_it_and_one_without() -> None:
+    for extra in pyproject()["project"]["optional-dependencies"]:
+        given = [any(_asks_for(extra, item) for item in one.install) for one in legs.LEGS]
+        assert True in given, extra
+        assert False in given, extra
+
+
+def _asks_for(extra: str, requirement: str) -> bool:
+    return extra in requirement.partition("[")[2].rstrip("]").split(",")
+
+
+def test_every_test_directory_is_in_a_leg() -> None:
+    run = {part for one in legs.LEGS for command in one.commands for part in command}
+    found = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").glob("*/**/test_*.py")]
+    assert [path for path in found if not {str(path), str(path.parent)} & run] == []
+
+
+def test_what_a_leg_runs_is_there() -> None:
+    run = {part for one in legs.LEGS for command in one.commands for part in command}
+    paths = {part for part in run if part.startswith(("tests/", "ci/"))}
+    assert paths
+    assert sorted(path for path in paths if not (REPOSITORY / path).exists()) == []
+
+
+def test_the_script_says_which_python_it_wants() -> None:
+    """It is read by whatever `python3` is; the message must not need a newer one to be parsed."""
+    for name in ("leg.py", "legs.py"):
+        ast.parse((REPOSITORY / "ci" / name).read_text("utf-8"), feature_version=(3, 8))
+    ended = subprocess.run(
+        [sys.executable, str(REPOSITORY / "ci" / "leg.py"), "no-such-leg"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)

@@ -1,0 +1,35 @@
+"""A server for tests of commands that start one: forked, where what is tested is not its start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from vllm_mlx_harmony.cli import process
+
+Serving = Callable[..., AbstractContextManager[process.Running]]
+
+
+@pytest.fixture
+def forked() -> Serving:
+    """What `process.serving` is, without the start of Python: see `tests/support/preloaded.py`."""
+    import server as served
+
+    @contextmanager
+    def serving(
+        model: Path, home: Path, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
+    ) -> Iterator[process.Running]:
+        started = served.start(
+            model, *served.FLAG, *flags, home=home, command=served.HARMONY, env=env
+        )
+        port = int(started.base_url.rpartition(":")[2])
+        command = tuple(process.command(model, port, flags))
+        try:
+            yield process.Running(started.pid, port, command, started.log_path)
+        finally:
+            started.stop()
+
+    return serving

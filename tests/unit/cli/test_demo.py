@@ -1,0 +1,128 @@
+"""The demo, run: with both spellings of the flags, not on a terminal; interrupted, it is gone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from vllm_mlx_harmony.cli import demo
+from vllm_mlx_harmony.cli.parse import parse
+from vllm_mlx_harmony.cli.process import Running
+from vllm_mlx_harmony.core import vocab
+
+Serving = Callable[..., AbstractContextManager[Running]]
+
+pytestmark = pytest.mark.served
+REPOSITORY = Path(__file__).resolve().parents[3]
+PICTURE = REPOSITORY / "docs" / "pictures" / "demo.svg"
+COLUMNS, DATE = 100, "2026-11-23"
+"""Those of the picture (`ci/make_picture.py`)."""
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def start(tmp_path: Path) -> subprocess.Popen[str]:
+    """The demo with a home of its own."""
+    paths = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
+    own = {
+        "HOME": str(tmp_path),
+        "XDG_CACHE_HOME": str(tmp_path / ".cache"),  # the stand-in is written there
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "vllm_mlx_harmony", "demo"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env={**os.environ, **own},
+    )
+
+
+def servers(home: Path) -> list[int]:
+    """Processes that serve the stand-in of this home."""
+    command = ["ps", "-wwaxo", "pid=,command="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = (line.split(maxsplit=1) for line in listed.stdout.splitlines())
+    return [int(pid) for pid, line in lines if str(home) in line and " serve " in line]
+
+
+@pytest.mark.parametrize(
+    ("flags", "columns"), [((), 80), (("--continuous-batching",), 100)], ids=["simple", "batched"]
+)
+def test_demo(
+    forked: Serving,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    flags: tuple[str, ...],
+    columns: int,
+) -> None:
+    """Its server is forked. By its own command it runs in the leg `demo`, which fails unless the
+    client saw what the model said."""
+    monkeypatch.setattr(demo, "serving", forked)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", DATE)
+    assert demo.run(batched=bool(flags)) == 0
+    out = capsys.readouterr().out
+    assert "stand-in" in out
+    assert "\x1b" not in out, "no colours in a pipe"
+    assert max(map(len, out.splitlines())) <= columns
+    right = [
+        line[columns // 2 :] for line in out.splitlines()
+    ]  # where two boxes stand side by side
+    said = re.sub(r"[\s│|]+", "", out + "".join(right))
+    for script in (demo.CALLS, demo.ANSWERS):
+        for message in parse(demo.ids_of(script))[0]:
+            assert re.sub(r"[\s|]+", "", message.text) in said
+    if columns == COLUMNS:
+        texts = (each.text or "" for each in ElementTree.parse(PICTURE).iter(f"{SVG}text"))
+        assert characters("".join(texts)) == characters(out), "run ci/make_picture.py"
+
+
+def characters(printed: str) -> list[str]:
+    """Those of the turns, but for what differs from run to run: how many tokens a delta has, and so
+    where a line ends."""
+    turns = printed[printed.index("asks") :]
+    return sorted(re.sub(r"[\s|─│╭╮╰╯]", "", turns))
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever runs these tests in the background may have SIGINT ignored, which is inherited."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "kill"])
+def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path)
+    until = time.monotonic() + 120
+    while not servers(tmp_path) and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.05)
+    assert servers(tmp_path), "the server was started"
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=60)
+    assert (process.returncode, servers(tmp_path)) == (130, []), out
+    assert "Traceback" not in out
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home that is read-only: the stand-in is in the server's own."""
+    taken = tmp_path / "taken"
+    taken.touch()
+    monkeypatch.setattr(vocab, "cache_dir", lambda: taken / "cache")
+    assert demo.written("standin", demo.SCRIPTS, tmp_path) == tmp_path / "standin"
+    assert (tmp_path / "standin" / "config.json").is_file()

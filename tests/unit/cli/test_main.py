@@ -1,0 +1,290 @@
+"""The command line as a program: help, version, failures, pipes, what it hands on to the host."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from vllm_mlx_harmony import __version__, _startup, host
+from vllm_mlx_harmony.__main__ import main
+
+PROGRAM = (sys.executable, "-m", "vllm_mlx_harmony")
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+Ended = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def ended(capsys: pytest.CaptureFixture[str]) -> Ended:
+    """The exit code of a command line, and what is on standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        try:
+            code = main(arguments)
+        except SystemExit as exited:
+            code = int(exited.code or 0)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_names_every_command(ended: Ended) -> None:
+    code, shown, _ = ended("--help")
+    assert code == 0
+    for command in ("serve", "connect", "demo", "doctor", "verify", "bench", "render", "parse"):
+        assert re.search(rf"^    {command} ", shown, re.MULTILINE)
+
+
+def test_version() -> None:
+    """As a program, in a process of its own."""
+    shown = subprocess.run([*PROGRAM, "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout == f"vllm-mlx-harmony {__version__}\n"
+
+
+@pytest.mark.parametrize("arguments", [(), ("nonsense",), ("render",), ("parse", "--what")])
+def test_a_wrong_command_line_is_a_2(ended: Ended, arguments: tuple[str, ...]) -> None:
+    code, _, errors = ended(*arguments)
+    assert code == 2
+    assert "usage: vllm-mlx-harmony" in errors
+
+
+WRONG: dict[str, tuple[str, str]] = {
+    "a directory": ("render .", "Is a directory"),
+    "an empty file": ("render /dev/null", "is not JSON"),
+    "no window": ("connect codex --model m --context -5", "'-5' is not a number of tokens"),
+    "a small window": ("connect codex --model m --context 3", "'3' is not a number of tokens"),
+    "no number": ("connect codex --model m --context x", "'x' is not a number of tokens"),
+    "no address": ("connect codex --model m --context 9999 --url foo", "'foo' is not a server"),
+    "no port": ("connect codex --model m --context 9999 --url http://a:99999", "not a server"),
+    "an empty model": ("connect codex --model '' --context 9999", "--model is empty"),
+    "no server": ("verify", "give the URL of a server, or --stand-in"),
+    "a silent server": ("verify http://127.0.0.1:9", "no server answers at http://127.0.0.1:9"),
+    "no URL": ("verify nonsense", "'nonsense' is not a server's address"),
+    "no check": ("verify http://a --only nothing", "no check is called nothing"),
+    "no repetition": ("verify http://a --repeat 0", "'0' is not a positive number"),
+    "doctor": ("doctor --port 99999", "'99999' is not a port"),
+    "the stand-in's port": ("gateway stand-in --port 99999", "'99999' is not a port"),
+    "the stand-in's key": ("gateway stand-in --key ''", "--key is empty"),
+}
+"""What is typed, and what standard error says."""
+
+
+@pytest.mark.parametrize(("typed", "expected"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_done_is_said(ended: Ended, typed: str, expected: str) -> None:
+    code, _, errors = ended(*shlex.split(typed))
+    assert code == 2
+    assert expected in errors and "Traceback" not in errors
+
+
+ODD: dict[str, tuple[str, int, str]] = {
+    "no input": ("render - <&-", 2, "standard input is closed"),
+    "no output": ("parse FILE >&-", 0, ""),
+    "no errors": ("parse nowhere 2>&-", 2, ""),
+    "a full disk": ("parse FILE >/dev/full", 2, "No space left"),
+}
+"""What is typed in a shell, the exit code, and what standard error says."""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has such a device")
+@pytest.mark.parametrize(("typed", "code", "expected"), ODD.values(), ids=ODD)
+def test_odd_streams_are_no_traceback(typed: str, code: int, expected: str, tmp_path: Path) -> None:
+    file = tmp_path / "completion"
+    file.write_text("<|channel|>final<|message|>Good day.<|return|>")
+    program = " ".join(map(shlex.quote, PROGRAM))
+    line = f"{program} {typed.replace('FILE', shlex.quote(str(file)))}"
+    ended = subprocess.run(
+        line, shell=True, capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert ended.returncode == code, ended.stderr
+    assert "Traceback" not in ended.stderr and expected in ended.stderr
+
+
+def test_nobody_reads_the_output(tmp_path: Path) -> None:
+    file = tmp_path / "completion"
+    file.write_text("<|channel|>final<|message|>" + "a line\n" * 30_000)
+    command = subprocess.Popen(
+        [*PROGRAM, "parse", str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    assert command.stdout is not None
+    assert command.stderr is not None
+    command.stdout.readline()
+    command.stdout.close()
+    assert command.stderr.read() == b""
+    assert command.wait(30) == 1
+
+
+def test_without_the_library_the_fix_is_named(tmp_path: Path) -> None:
+    script = (
+        "import sys; sys.modules['openai_harmony'] = None; from vllm_mlx_harmony import __main__;"
+        f"sys.exit(__main__.main(['parse', {str(tmp_path / 'c')!r}]))"
+    )
+    (tmp_path / "c").write_text("<|return|>")
+    ended = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY
+    )
+    assert ended.returncode == 2
+    assert ended.stderr.count("\n") == 1
+    assert "pip install openai-harmony" in ended.stderr
+
+
+# --- serve hands on to the host
+
+
+@pytest.fixture
+def command_line(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A host whose command line notes what it was started with."""
+    started: list[list[str]] = []
+    module = types.ModuleType("vllm_mlx.cli")
+    monkeypatch.setattr(module, "main", lambda: started.append(sys.argv), raising=False)
+    monkeypatch.setitem(sys.modules, "vllm_mlx", types.ModuleType("vllm_mlx"))
+    monkeypatch.setitem(sys.modules, "vllm_mlx.cli", module)
+    monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.delenv(_startup.SWITCH, raising=False)
+    return started
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        [],
+        ["--help"],
+        ["some/model", "--port", "1234"],
+        ["some/model", "--tool-call-parser", "gpt-oss"],
+        ["--models-config", "models.yaml", "--", "x"],
+    ],
+)
+def test_serve_puts_the_flag_before_what_is_given(
+    given: list[str], command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed: list[bool] = []
+    monkeypatch.setattr(host, "install", lambda: installed.append(True))
+    assert main(["serve", *given]) == 0
+    assert installed == [True]
+    assert command_line == [["vllm-mlx", "serve", "--tool-call-parser", "harmony", *given]]
+
+
+def test_serve_knows_the_models_of_launch(
+    command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "install", lambda: None)
+    assert main(["serve", "20b", "--port", "1"]) == 0
+    assert main(["serve", "--port", "20b"]) == 0
+    first, second = command_line
+    model = ["mlx-community/gpt-oss-20b-MXFP4-Q8", "--served-model-name", "gpt-oss-20b"]
+    assert first[4:] == [*model, "--port", "1"]
+    assert second[4:] == ["--port", "20b"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["m", "--tool-urls", "https://a,https://b=c", "--port", "1"],
+        ["--tool-urls=https://a,https://b=c", "m", "--port", "1"],
+    ],
+)
+def test_serve_takes_the_patterns_of_urls(
+    given: list[str], command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "install", lambda: None)
+    monkeypatch.setenv(TOOL_URLS, "before")
+    assert main(["serve", *given]) == 0
+    assert command_line == [
+        ["vllm-mlx", "serve", "--tool-call-parser", "harmony", "m", "--port", "1"]
+    ]
+    assert os.environ[TOOL_URLS] == "https://a,https://b=c"
+    assert main(["serve", "m", "--tool-urls"]) == 2
+
+
+TOOL_URLS = "VLLM_MLX_HARMONY_TOOL_URLS"
+
+
+@pytest.mark.parametrize(("given", "code"), [("--help", 0), ("-h", 0), ("--what", 2)])
+def test_the_help_of_serve_has_the_flags_that_the_host_does_not_know(
+    given: str,
+    code: int,
+    command_line: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def of_the_host() -> None:
+        parser = argparse.ArgumentParser("vllm-mlx")
+        serve = parser.add_subparsers().add_parser("serve")
+        serve.add_argument("--tool-call-parser")
+        parser.parse_args(sys.argv[1:])
+
+    monkeypatch.setattr(host, "install", lambda: None)
+    monkeypatch.setattr(sys.modules["vllm_mlx.cli"], "main", of_the_host)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", given])
+    assert ended.value.code == code
+    shown = capsys.readouterr().out
+    assert ("--tool-call-parser" in shown) is (code == 0)
+    for flag in (
+        *("--id-endpoint ", "--log-file FILE ", "--tool-urls PATTERNS", "--inspect "),
+        *("--speculate MODE ", "--web-search ENGINE"),
+    ):
+        assert (f"\n  {flag}" in shown) is (code == 0)
+
+
+def test_serve_installs_before_it_runs(
+    command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bool] = []
+    served = sys.modules["vllm_mlx.cli"]
+
+    def original(args: object) -> None:
+        """The host's own."""
+
+    served.serve_command = original  # type: ignore[attr-defined]
+    served.main = lambda: seen.append(served.serve_command is not original)  # type: ignore[attr-defined]
+    try:
+        assert main(["serve", "m"]) == 0
+    finally:
+        host.uninstall()
+    assert seen == [True]
+    assert served.serve_command is original  # type: ignore[attr-defined]
+
+
+def test_serve_switched_off(
+    command_line: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(_startup.SWITCH, "0")
+    assert main(["serve", "m"]) == 2
+    assert _startup.SWITCH in capsys.readouterr().err
+    assert command_line == []
+
+
+def test_serve_without_a_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(_startup.SWITCH, raising=False)
+    monkeypatch.setitem(sys.modules, "vllm_mlx", None)
+    monkeypatch.setitem(sys.modules, "vllm_mlx.cli", None)
+    assert main(["serve", "m"]) == 2
+    assert "pip install vllm-mlx" in capsys.readouterr().err
+
+
+def test_demo_without_mlx_names_the_fix(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm_mlx", types.ModuleType("vllm_mlx"))
+    monkeypatch.setitem(sys.modules, "mlx", None)
+    monkeypatch.setitem(sys.modules, "mlx.core", None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert main(["demo"]) == 2
+    assert "pip install 'vllm-mlx-harmony-server[cpu]'" in capsys.readouterr().err

@@ -1,0 +1,348 @@
+"""Engines that fail in every way, slow and vanished clients: each ends as the API says, or is
+answered by another engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+import httpx
+from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault, served, until
+from in_process import MODEL, Watched, engine_at
+from starlette.requests import Request
+
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings
+from vllm_mlx_harmony.gateway import routing
+from vllm_mlx_harmony.gateway.app import _GatewayApp
+from vllm_mlx_harmony.gateway.engines import http
+from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
+from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
+from vllm_mlx_harmony.gateway.routing import Rule
+from vllm_mlx_harmony.server.app import application
+
+TEXT = "The answer is long enough to be cut anywhere: été, ☀, 你好, and an end."
+SCRIPTS = {
+    "Hello": "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    f"<|channel|>final<|message|>{TEXT}<|return|>",
+}
+REQUEST = EngineRequest(
+    "m", (1, 2, 3), GenerationSettings(max_tokens=50, temperature=1.0, top_p=1.0)
+)
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hello"}]},
+    "/v1/responses": {"input": "Hello", "store": False},
+    "/v1/messages": {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 500},
+}
+CHAT = "/v1/chat/completions"
+
+
+class Setting:
+    """A gateway on a socket, and the engines behind it."""
+
+    def __init__(self, stack: ExitStack, *engines: FakeEngine, **settings: Any) -> None:
+        self.engines = engines
+        urls = [stack.enter_context(served(engine.app)) for engine in engines]
+        # The first engine is every conversation's home.
+        order = patch.object(routing, "_weight", lambda name, _: -urls.index(name))
+        stack.enter_context(order)
+        self.host = Watched("", *zip(engines, urls, strict=True), **settings)
+        self.url = stack.enter_context(served(application(self.host)))
+
+    def ask(self, path: str = CHAT, *, stream: bool = False, **fields: Any) -> httpx.Response:
+        body = {"model": MODEL, "stream": stream, **BODIES[path], **fields}
+        return httpx.post(self.url + path, json=body, timeout=180)
+
+    @asynccontextmanager
+    async def streaming(self, client: httpx.AsyncClient) -> AsyncIterator[httpx.Response]:
+        body = {"model": MODEL, "stream": True, **BODIES[CHAT]}
+        async with client.stream("POST", self.url + CHAT, json=body) as response:
+            yield response
+
+
+def spoken(response: httpx.Response) -> str:
+    """The content of an answer, streamed or not."""
+    if not response.headers["content-type"].startswith("text/event-stream"):
+        return str(response.json()["choices"][0]["message"]["content"])
+    return "".join(
+        choice["delta"].get("content") or ""
+        for event in events(response.text)
+        for choice in event.get("choices", ())
+    )
+
+
+def events(text: str) -> list[Any]:
+    lines = (line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: "))
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+BEFORE: dict[str, tuple[Fault, int, str | None]] = {
+    "500": (Fault(status=500), 503, "5"),
+    "503": (Fault(status=503, headers=(("Retry-After", "3"),)), 503, "3"),
+    "429": (Fault(status=429, headers=(("Retry-After", "7"),)), 429, "7"),
+    "dies before a status": (Fault(then="die", after=None), 503, "5"),
+}
+"""Faults before anything came: the status that a client gets, and its ``Retry-After``."""
+
+AT_ONCE = [Fault(then=then, after=0) for then in ("die", "close", "garbage", "error")]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("fault", "status", "retry_after"), BEFORE.values(), ids=BEFORE)
+def test_what_comes_before_the_stream_has_a_status(
+    fault: Fault, status: int, retry_after: str | None, stream: bool
+) -> None:
+    with ExitStack() as stack:
+        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]))
+        for path in BODIES:
+            setting.engines[0].faults[:] = [fault]
+            setting.host.fleet.backends[0].succeeded()
+            answer = setting.ask(path, stream=stream)
+            assert answer.status_code == status
+            assert answer.headers.get("retry-after") == retry_after
+            assert answer.json()["error"]["message"]
+        assert setting.host.lent == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("fault", [*(each for each, *_ in BEFORE.values()), *AT_ONCE], ids=str)
+def test_another_engine_answers_as_long_as_nothing_was_said(fault: Fault, stream: bool) -> None:
+    with ExitStack() as stack:
+        failing = FakeEngine("vllm", SCRIPTS, faults=[fault])
+        setting = Setting(stack, failing, FakeEngine("sglang", SCRIPTS))
+        answer = setting.ask(stream=stream)
+        assert (answer.status_code, spoken(answer)) == (200, TEXT)
+        assert [len(engine.bodies) for engine in setting.engines] == [1, 1]
+
+
+@pytest.mark.parametrize("then", ["die", "close", "garbage", "error"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_that_has_begun_ends_with_an_error(kind: str, then: str) -> None:
+    """In each API's own words, and no other engine is asked."""
+    with ExitStack() as stack:
+        failing, other = FakeEngine(kind, SCRIPTS), FakeEngine("sglang", SCRIPTS)
+        setting = Setting(stack, failing, other)
+        for path in BODIES:
+            failing.faults[:] = [Fault(then=then, after=8)]
+            answer = setting.ask(path, stream=True)
+            last = events(answer.text)[-1]
+            assert answer.status_code == 200
+            error = last.get("error") or last.get("response", last).get("error")
+            assert error["message"], last
+            if path == CHAT:
+                assert TEXT.startswith(spoken(answer))
+            failing.faults[:] = [Fault(then=then, after=8)]
+            assert setting.ask(path).status_code == 500
+        assert other.bodies == []
+        assert setting.host.lent == 0
+
+
+@pytest.mark.parametrize("after", [None, 5], ids=["before a status", "in the middle"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_engine_that_hangs_is_given_up(after: int | None, stream: bool) -> None:
+    with ExitStack() as stack:
+        fault = Fault(then="hang", after=after)
+        timeout = 5.0 if stream and after else 1.0  # in which the first ids come
+        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]), timeout=timeout)
+        answer = setting.ask(stream=stream)
+        if stream and after is not None:
+            assert events(answer.text)[-1]["error"]["code"] == "timeout"
+        else:
+            assert answer.status_code == 504
+        until(lambda: setting.host.lent == 0, "the lease")
+        until(lambda: setting.engines[0].running == 0, "the engine's request to be closed")
+
+
+def test_an_engine_that_is_started_again_is_used_again() -> None:
+    with ExitStack() as stack:
+        first = FakeEngine("vllm", SCRIPTS)
+        running = ExitStack()
+        url = running.enter_context(served(first.app))
+        host = Watched("", (first, url))
+        gateway = stack.enter_context(served(_GatewayApp(host, application(host))))
+        body = {"model": MODEL, **BODIES[CHAT]}
+        assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
+        running.close()
+        for _ in range(Rule().failures):
+            refused = httpx.post(gateway + CHAT, json=body, timeout=180)
+            error = refused.json()["error"]
+            assert (refused.status_code, error["code"]) == (503, "engine_unavailable")
+        assert not host.fleet.backends[0].up
+        second = FakeEngine("vllm", SCRIPTS)
+        stack.enter_context(served(second.app, port=int(url.rpartition(":")[2])))
+        until(lambda: host.fleet.backends[0].up, "a probe")
+        assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
+        assert len(second.bodies) == 1
+
+
+def test_a_client_that_goes_frees_the_engine() -> None:
+    with ExitStack() as stack:
+        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
+        engine = setting.engines[0]
+
+        async def going() -> None:
+            async with (
+                httpx.AsyncClient(timeout=180) as client,
+                setting.streaming(client) as answer,
+            ):
+                async for _ in answer.aiter_text():
+                    if engine.sent > 500:
+                        return
+
+        asyncio.run(asyncio.wait_for(going(), 180))
+        until(lambda: engine.aborted == 1 and setting.host.lent == 0, "the engine to be freed")
+        assert [each.results for each in setting.host.trackers] == [["client_closed"]]
+
+
+class Late(FakeEngine):
+    """Sends its status after half a second, where a fault says so."""
+
+    async def _before(self, request: Request, fault: Fault) -> None:
+        await asyncio.sleep(0.5)
+
+
+def test_an_answer_that_comes_while_nobody_takes_it_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine is slow to send a status, the reader is slow, and then goes."""
+    monkeypatch.setattr(http, "PATIENCE_SECONDS", 0.1)
+    engine = Late("vllm", SCRIPTS, held=True, faults=[Fault(after=None)])
+
+    async def going(url: str) -> None:
+        steps = engine_at(url, "vllm").stream(REQUEST)
+        assert await anext(steps) is http.ACCEPTED
+        while not engine.running:
+            await asyncio.sleep(0.02)
+        await asyncio.sleep(0.1)  # what it sent has arrived
+        await steps.aclose()
+        while not engine.aborted:
+            await asyncio.sleep(0.02)
+
+    with served(engine.app) as url:
+        asyncio.run(asyncio.wait_for(going(url), 180))
+    assert (engine.running, engine.aborted) == (0, 1)
+
+
+def test_an_answer_that_comes_with_a_cancellation_is_closed() -> None:
+    """Both in one step of the event loop."""
+
+    class Answer:
+        closed = False
+
+        def close(self) -> None:
+            self.closed = True
+
+    answer = Answer()
+
+    async def cancelled() -> None:
+        class Client:
+            async def post(self, *_: Any, **__: Any) -> Answer:
+                await asyncio.sleep(0.05)
+                asyncio.get_running_loop().call_soon(task.cancel)
+                return answer
+
+        client: Any = Client()
+        engine = http.HttpEngine(client, "http://a", DIALECTS["vllm"], MODEL, MODEL)
+        task = asyncio.ensure_future(anext(engine.stream(REQUEST)))
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert answer.closed
+
+
+def test_500_streams_at_once() -> None:
+    with ExitStack() as stack:
+        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
+
+        async def one(client: httpx.AsyncClient) -> str:
+            async with setting.streaming(client) as answer:
+                await answer.aread()
+                return spoken(answer)
+
+        async def all_of_them() -> list[str]:
+            limits = httpx.Limits(max_connections=None)
+            async with httpx.AsyncClient(limits=limits, timeout=120) as client:
+                return await asyncio.gather(*(one(client) for _ in range(500)))
+
+        said = asyncio.run(asyncio.wait_for(all_of_them(), 200))
+        assert said == [TEXT] * 500
+        assert setting.engines[0].most_running > 100
+        until(lambda: setting.engines[0].running == 0 and setting.host.lent == 0, "the end")
+
+
+def test_a_slow_reader_slows_its_engine_and_gets_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """3.5 MB of ids for one answer: what is not read is neither lost nor held in memory."""
+
+    def in_steps(_: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+        for at in range(0, len(said), 50):
+            last = at + 50 >= len(said)
+            yield json.dumps({"ids": said[at : at + 50], "finish": finish if last else None})
+
+    exchange = replace(EXCHANGES["vllm-mlx"], events=in_steps)
+    monkeypatch.setitem(EXCHANGES, "vllm-mlx", exchange)
+    long = "All work and no play. " * 100_000
+    script = f"<|channel|>final<|message|>{long}<|return|>"
+    with ExitStack() as stack:
+        engine = FakeEngine("vllm-mlx", {"Hello": script})
+        url = stack.enter_context(served(engine.app, buffer=65_536))
+        host = Watched("", (engine, url), default_max_output_tokens=10**6)
+        remote = host.fleet.backends[0].engine = engine_at(url, "vllm-mlx", 65_536)
+        remote.context_length = None
+        gateway = stack.enter_context(served(application(host), buffer=65_536))
+        client = stack.enter_context(asking(gateway))
+        until(lambda: engine.sent > 0, "the engine to begin")
+        sent = 0
+        while engine.sent != sent:
+            sent = engine.sent
+            time.sleep(1.0)
+        assert engine.running == 1
+        assert engine.sent < 2_800_000, "the engine was not made to wait"
+        read = b""
+        while b"[DONE]" not in read[-200:]:
+            read += client.recv(1 << 20)
+        text = b"".join(_unchunked(read.partition(b"\r\n\r\n")[2])).decode()
+        said = "".join(
+            each["choices"][0]["delta"].get("content") or ""
+            for each in events(text)
+            if each["choices"]
+        )
+        assert said == long
+        assert engine.sent > 3_500_000
+
+
+@contextmanager
+def asking(url: str) -> Iterator[socket.socket]:
+    """A connection on which a stream was asked for, and nothing of it read."""
+    body = json.dumps({"model": MODEL, "stream": True, **BODIES[CHAT]}).encode()
+    host, port = url.removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16_384)
+        client.connect((host, int(port)))
+        client.settimeout(60)
+        head = f"POST {CHAT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+        client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield client
+
+
+def _unchunked(content: bytes) -> list[bytes]:
+    pieces = []
+    while content:
+        size, _, content = content.partition(b"\r\n")
+        if not size or int(size, 16) == 0:
+            break
+        pieces.append(content[: int(size, 16)])
+        content = content[int(size, 16) + 2 :]
+    return pieces

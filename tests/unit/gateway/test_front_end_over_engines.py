@@ -1,0 +1,54 @@
+"""The rows of the front end, through a gateway and every kind of engine, over real sockets.
+
+The tests are those of `tests/unit/server/test_front_end.py`; only what they ask is another host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+pytest.importorskip("ollama")
+
+
+from fake_engines import KINDS, FakeEngine, served
+from in_process import MODEL, Watched
+from starlette.testclient import TestClient
+from test_conversations import test_a_tool_loop_in_a_conversation  # noqa: F401
+from test_front_end import (  # noqa: F401
+    KEY,
+    SCRIPTS,
+    _no_grammars,
+    test_a_tool_loop,
+    test_refusals_have_the_shape_of_their_api,
+    test_the_same_events_over_a_websocket,
+)
+
+URGENT = "It is urgent."
+
+WITHOUT_LOGPROBS = ("sglang", "sglang-incremental", "llamacpp")
+
+
+@pytest.fixture(params=KINDS)
+def host(request: pytest.FixtureRequest) -> Iterator[Watched]:
+    """One engine of each kind."""
+    engine = FakeEngine(request.param, {**SCRIPTS, URGENT: "B<|return|>"})
+    with served(engine.app) as url:
+        yield Watched(KEY, (engine, url))
+
+
+def test_decisions(host: Watched) -> None:
+    """The label that the engine writes is among its likeliest tokens, the other one is not."""
+    question = {"type": "predicate", "instructions": URGENT}
+    body = {"model": MODEL, "input": "The checkout fails.", "questions": [question] * 3}
+    with TestClient(host.app, base_url="http://localhost") as client:
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        found = client.post("/v1/decisions", json=body)
+    if host.engine.kind in WITHOUT_LOGPROBS:
+        assert found.status_code == 400 and "log probabilities" in found.text
+        return
+    assert [each.get("probability") for each in found.json()["answers"]] == [1.0] * 3, found.text

@@ -1,0 +1,41 @@
+"""What would end a server, through a gateway: it compiles grammars as the front end does.
+
+All schemas and syntaxes are in `tests/unit/server/test_grammar_limits.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+
+import test_grammar_limits as of_the_front_end
+from fake_engines import FakeEngine, served
+from grammar_texts import LARK, SCHEMAS
+from in_process import Watched
+from starlette.testclient import TestClient
+from test_grammar_limits import FINAL, KEY
+
+from vllm_mlx_harmony.server.app import application
+
+pytestmark = pytest.mark.usefixtures("patient_checks")
+
+
+@pytest.fixture
+def client() -> Iterator[TestClient]:
+    # Formats are shown to the model: the largest of these schemas has 133,000 tokens.
+    engine = FakeEngine("vllm", {"Hello!": FINAL}, length=200_000)
+    with served(engine.app) as url:
+        one = TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost")
+        one.headers["Authorization"] = f"Bearer {KEY}"
+        yield one
+
+
+def test_a_schema_and_a_syntax_that_would_end_the_server(client: TestClient) -> None:
+    of_the_front_end.test_a_schema_that_would_end_the_server(
+        client, of_the_front_end.chat, next(iter(SCHEMAS))
+    )
+    of_the_front_end.test_a_syntax_that_would_end_the_server(client, next(iter(LARK)))

@@ -1,0 +1,103 @@
+"""The inspector of a gateway: each key sees what it sent, and the engines."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+import httpx
+from fake_engines import FakeEngine, ids, served
+
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.settings import load
+
+SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
+KEYS = {"alice": "key-of-alice", "bob": "key-of-bob"}
+MODEL = "gpt-oss-20b"
+
+
+def _get(base: str, name: str, path: str) -> Any:
+    headers = {"Authorization": f"Bearer {KEYS[name]}"}
+    return httpx.get(f"{base}/harmony/inspector/{path}", headers=headers, timeout=180).json()
+
+
+@pytest.mark.parametrize("inspect", [True, False])
+def test_through_a_gateway(inspect: bool) -> None:
+    with ExitStack() as stack:
+        url = stack.enter_context(served(FakeEngine("sglang", {"Hello": SCRIPT}).app))
+        settings = load({"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}, {})
+        base = stack.enter_context(served(gateway(settings)))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"Authorization": f"Bearer {KEYS['alice']}"}
+        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=180)
+        assert sent.status_code == 200
+        page = httpx.get(f"{base}/harmony", timeout=180)
+        assert page.status_code == (200 if inspect else 404)
+        if not inspect:
+            return
+        (row,) = _get(base, "alice", "requests")["requests"]
+        assert (row["state"], row["generated"]) == (
+            "success",
+            sent.json()["usage"]["completion_tokens"],
+        )
+        assert "".join(_get(base, "alice", f"requests/{row['id']}/output")["texts"]) == SCRIPT
+        assert _get(base, "bob", "requests")["requests"] == []
+        title, rows = _get(base, "bob", "server")["sections"][1]
+        assert title == url and ["health", "up", ""] in rows
+
+
+class Thinking(FakeEngine):
+    """Thinks until its prompt ends behind another ``<|start|>assistant``. Reports what is asked."""
+
+    def said(self, prompt: Any) -> list[int]:
+        opened = ids("<|end|><|start|>assistant")
+        ended = len(self.prompts) > 1 and list(prompt[-len(opened) :]) == opened
+        return ids(SCRIPT if ended else "<|channel|>analysis<|message|>" + "And so on. " * 9)
+
+
+@pytest.mark.parametrize("kind", ["sglang", "vllm-mlx"])
+@pytest.mark.parametrize("inspect", [True, False])
+def test_where_a_budget_forced_ids(kind: str, inspect: bool) -> None:
+    with ExitStack() as stack:
+        engine = Thinking(kind, {})
+        url = stack.enter_context(served(engine.app))
+        given = {"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}
+        base = stack.enter_context(served(gateway(load(given, {}))))
+        body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {"Authorization": f"Bearer {KEYS['alice']}"}
+        body |= {"thinking_token_budget": 10}
+        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert sent.json()["choices"][0]["message"]["content"] == "Good day."
+        if kind == "vllm-mlx":
+            asked = {each["settings"].get("origins") for each in engine.bodies}
+            asked_for = (
+                {True} if inspect else {None}
+            )  # older servers reject fields they do not know
+            assert asked == asked_for
+        if inspect:
+            (row,) = _get(base, "alice", "requests")["requests"]
+            found = _get(base, "alice", f"requests/{row['id']}/output")
+            forced = [at for at, letter in enumerate(found["origins"]) if letter == "f"]
+            assert set(found["origins"]) == {"f", "?"} and len(found["origins"]) == len(
+                found["ids"]
+            )
+            ended = "".join(found["texts"][at] for at in forced)
+            assert ended == "<|end|><|start|>assistant" and forced[-1] - forced[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "expected"),
+    [
+        ({}, {}, False),
+        ({"inspect": True}, {}, True),
+        ({}, {"VLLM_MLX_HARMONY_GATEWAY_INSPECT": "1"}, True),
+        ({}, {"VLLM_MLX_HARMONY_GATEWAY_INSPECT": "0"}, False),
+    ],
+)
+def test_the_setting(flags: dict[str, Any], environment: dict[str, str], expected: bool) -> None:
+    given = {"engines": ["http://127.0.0.1:9"], "model": MODEL, **flags}
+    assert load(given, environment).inspect is expected

@@ -1,0 +1,135 @@
+"""Log probabilities through the gateway: of engines that return the model's own, else refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from fake_engines import EXCHANGES, TOP, FakeEngine, ids, logprob_of, served, with_logprobs
+from in_process import Watched
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationSettings, Step
+from vllm_mlx_harmony.gateway.engines.detection import KINDS
+from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
+from vllm_mlx_harmony.server.app import application
+
+KEY = "sesame"
+TEXT = "Good day, 世界."
+SCRIPTS = {
+    "Hello!": "<|channel|>analysis<|message|>Hm. A greeting, then.<|end|>"
+    f"<|start|>assistant<|channel|>final<|message|>{TEXT}<|return|>",
+    "<|message|>Hm": f"<|start|>assistant<|channel|>final<|message|>{TEXT}<|return|>",
+}
+GIVING, REFUSING = ("vllm", "vllm-tokens", "vllm-mlx"), ("sglang", "llamacpp")
+SETTINGS = GenerationSettings(max_tokens=50, temperature=0.7, top_p=0.9)
+
+
+def request(most: int | None) -> EngineRequest:
+    return EngineRequest("m", (1, 2), replace(SETTINGS, top_logprobs=most))
+
+
+def steps(kind: str, most: int) -> list[Step]:
+    said = ids(SCRIPTS["Hello!"])
+    body = json.loads(json.dumps(KINDS[kind].body(request(most))))
+    events = with_logprobs(kind, body, EXCHANGES[kind].events([1, 2], said, "stop"))
+    return [KINDS[kind].read(each.encode(), at) for at, each in enumerate(events)]
+
+
+@pytest.mark.parametrize("most", [0, 1, 5, 20])
+@pytest.mark.parametrize("kind", GIVING)
+def test_every_id_has_its_own_and_the_likeliest(kind: str, most: int) -> None:
+    found = [one for step in steps(kind, most) for one in step.logprobs]
+    assert [each.token for each in found] == ids(SCRIPTS["Hello!"])
+    for each in found:
+        assert each.logprob == logprob_of(each.token)
+        # At vLLM's limit of 20, its endpoint of ids counts an unlikely id as the last of them.
+        shown = 19 if (kind, most) == ("vllm-tokens", 20) else most
+        assert each.top[:shown] == TOP[:shown]
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_who_does_not_ask_sends_no_word_of_it(kind: str) -> None:
+    assert "logprob" not in json.dumps(KINDS[kind].body(request(None)))
+
+
+def test_tokens_as_numbers() -> None:
+    """As in the newest vLLM."""
+
+    top = [{"token_id": 5, "logprob": -1, "rank": 1}]
+    content = [{"token_id": 5, "logprob": -1, "rank": 1, "top_logprobs": top}]
+    choice = {"index": 0, "token_ids": [5], "logprobs": {"content": content}}
+    (one,) = KINDS["vllm-tokens"].read(json.dumps({"choices": [choice]}).encode(), 0).logprobs
+    assert (one.token, one.logprob, one.top) == (5, -1.0, ((5, -1.0),))
+
+
+GARBAGE: list[Any] = [
+    {"content": [7]},
+    {"content": [{"logprob": "much"}]},
+    {"token_logprobs": [None], "top_logprobs": [None]},
+    {"token_logprobs": 7, "top_logprobs": [None]},
+    {"token_logprobs": [-1.0], "top_logprobs": [{"token_id:5": "x"}]},
+]
+
+
+@pytest.mark.parametrize("logprobs", GARBAGE)
+def test_garbage_is_the_engines_failure(logprobs: Any) -> None:
+    event = {"choices": [{"index": 0, "token_ids": [5], "logprobs": logprobs}]}
+    with pytest.raises(OutputError):
+        KINDS["vllm"].read(json.dumps(event).encode(), 0)
+
+
+def posted(kind: str, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+    engine = FakeEngine(kind, SCRIPTS)
+    with (
+        served(engine.app) as url,
+        TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost") as client,
+    ):
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        messages = [{"role": "user", "content": "Hello!"}]
+        asked = {"messages": messages} if "chat" in path else {"input": "Hello!"}
+        return client.post(path, json={"model": "gpt-oss-20b", **asked, **fields})
+
+
+# With a budget, the answer is that of two requests, with forced ids between them.
+@pytest.mark.parametrize("fields", [{}, {"thinking_token_budget": 2}], ids=["free", "budget"])
+@pytest.mark.parametrize("kind", GIVING)
+def test_through_the_gateway(kind: str, fields: dict[str, Any]) -> None:
+    answer = posted(kind, logprobs=True, top_logprobs=3, **fields)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    assert choice["message"]["content"] == TEXT
+    content = choice["logprobs"]["content"]
+    assert [bytes(each["bytes"]) for each in content] == [*map(vocab.token_bytes, ids(TEXT))]
+    assert [each["logprob"] for each in content] == [*map(logprob_of, ids(TEXT))]
+    for each in content:
+        assert [one["logprob"] for one in each["top_logprobs"]] == [one for _, one in TOP[:3]]
+        assert each["top_logprobs"][0]["token"] == "<|return|>"
+        assert each["top_logprobs"][0]["bytes"] is None
+
+
+@pytest.mark.parametrize("kind", REFUSING)
+@pytest.mark.parametrize("stream", [False, True])
+def test_refused_naming_the_parameter(kind: str, stream: bool) -> None:
+    answer = posted(kind, logprobs=True, stream=stream)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
+    include = ["message.output_text.logprobs"]
+    answer = posted(kind, "/v1/responses", include=include, stream=stream)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
+    assert posted(kind, stream=stream).status_code == 200
+
+
+def test_an_engine_that_leaves_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fake_engines
+
+    monkeypatch.setattr(fake_engines, "with_logprobs", lambda kind, body, events: events)
+    answer = posted("vllm", logprobs=True)
+    assert answer.status_code >= 500
+    assert "log probability" in answer.text

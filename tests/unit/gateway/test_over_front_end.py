@@ -1,0 +1,45 @@
+"""A gateway over another server of this project: ids through its own endpoint, found and asked."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+import httpx
+from fake_engines import served, until
+from fakes import KEY, MODEL, Alone, ScriptedEngine
+
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.engines.detection import TRIAL, Spec
+from vllm_mlx_harmony.gateway.settings import GatewaySettings
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.ids import VARIABLE
+
+TEXT = "Good day: été, ☀ and 你好."
+SCRIPT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
+USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_ids_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    engine = ScriptedEngine({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
+    behind = Alone(engine)
+    with served(application(behind)) as url:
+        settings = GatewaySettings(engines=(Spec(url, key=KEY),), model=MODEL)
+        with served(gateway(settings)) as base:
+            ready = httpx.get(f"{base}/ready", timeout=180).json()
+            assert ready["status"] == "ready", ready
+            for stream in (False, True):
+                asked = {**USER, "stream": stream}
+                answer = httpx.post(f"{base}/v1/chat/completions", json=asked, timeout=180)
+                assert answer.status_code == 200
+                if not stream:
+                    message = answer.json()["choices"][0]["message"]
+                    assert (message["content"], message["reasoning"]) == (TEXT, "Hm.")
+                assert "你好" in answer.text or "\\u4f60" in answer.text
+            until(lambda: behind.lent == 0, "the engine's lease")
+    assert engine.prompts.pop(0) == TRIAL
+    assert len(engine.prompts) == 2
+    assert engine.prompts[0] == engine.prompts[1]

@@ -1,0 +1,69 @@
+"""A gateway passes on how far the prompt is, where its engine reports it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+
+import httpx
+from fake_engines import EXCHANGES, FakeEngine, compact, served
+from in_process import MODEL, Watched
+
+from vllm_mlx_harmony.server.app import application
+
+SCRIPTS = {"Hello": "<|channel|>final<|message|>Good day.<|return|>"}
+REPORTS = [
+    {"total": 90, "cache": 10, "processed": processed, "time_ms": processed}
+    for processed in (10, 50, 90)
+]
+
+
+@pytest.fixture
+def _reporting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp as it streams with ``return_progress``."""
+    exchange = EXCHANGES["llamacpp"]
+
+    def events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+        for report in REPORTS:
+            event = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": 0}
+            yield compact({**event, "tokens_predicted": 0, "prompt_progress": report})
+        yield from exchange.events(prompt, said, finish)
+
+    monkeypatch.setitem(EXCHANGES, "llamacpp", replace(exchange, events=events))
+
+
+def asked(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
+    """What an answer says, and what is reported before it."""
+    with ExitStack() as stack:
+        engine = FakeEngine(kind, SCRIPTS)
+        host = Watched("", (engine, stack.enter_context(served(engine.app))))
+        url = stack.enter_context(served(application(host)))
+        messages = [{"role": "user", "content": "Hello"}]
+        body = {"model": MODEL, "messages": messages, "stream": True, **fields}
+        response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180)
+    data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
+    chunks = [json.loads(each) for each in data if each != "[DONE]"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    return text, [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+
+
+@pytest.mark.usefixtures("_reporting")
+def test_llama_cpps_progress_is_passed_on() -> None:
+    text, reports = asked("llamacpp", return_progress=True)
+    assert text == "Good day."
+    assert reports[-1] == REPORTS[-1] and all(each in REPORTS for each in reports)
+    assert asked("llamacpp") == (text, [])
+
+
+@pytest.mark.parametrize("kind", ["vllm", "sglang", "vllm-mlx"])
+def test_engines_that_report_nothing_answer_as_before(kind: str) -> None:
+    assert asked(kind, return_progress=True) == ("Good day.", [])

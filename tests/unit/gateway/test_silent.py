@@ -1,0 +1,261 @@
+"""Engines that take requests and generate nothing, while everything else about them looks well."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from fake_engines import EXCHANGES, FakeEngine, Fault, compact, served, until
+from in_process import MODEL, Watched
+
+from vllm_mlx_harmony.gateway import router
+from vllm_mlx_harmony.gateway.app import _GatewayApp
+from vllm_mlx_harmony.gateway.routing import Rule
+from vllm_mlx_harmony.server.app import application
+
+CHAT = "/v1/chat/completions"
+SCRIPTS = {"Question": "<|channel|>final<|message|>Good day to you.<|return|>"}
+QUICK = Rule(patience=2.0, pause=0.2, longest_pause=1.0)
+CONVERSATIONS = 14
+
+
+class Setting:
+    """A gateway with its probes on a socket, and the engines behind it."""
+
+    def __init__(self, stack: ExitStack, *engines: FakeEngine, **options: Any) -> None:
+        self.engines = engines
+        urls = [stack.enter_context(served(engine.app)) for engine in engines]
+        self.host = Watched("", *zip(engines, urls, strict=True), **{"rule": QUICK, **options})
+        self.url = stack.enter_context(served(_GatewayApp(self.host, application(self.host))))
+        self.healthy = urls[-1]
+
+    def limit(self, seconds: float) -> None:
+        """Sets the time limit of requests."""
+        settings = self.host.settings
+        self.host.settings = replace(settings, timeout=seconds)
+        self.host.fleet.limit = seconds
+
+    @property
+    def retried(self) -> float | None:
+        return self.host.metrics.registry.get_sample_value("vllm_mlx_harmony_retried_total")
+
+    def ask(
+        self, numbers: Sequence[int], *, stream: bool = False, at_once: bool = True
+    ) -> list[int]:
+        """The statuses of one question in each of the conversations."""
+
+        async def one(client: httpx.AsyncClient, number: int) -> int:
+            message = {"role": "user", "content": f"Question {number}"}
+            body = {"model": MODEL, "messages": [message], "stream": stream}
+            answer = await client.post(self.url + CHAT, json=body)
+            if stream and '"error"' in answer.text:
+                return 504
+            return answer.status_code
+
+        async def asked() -> list[int]:
+            async with httpx.AsyncClient(timeout=180) as client:
+                if at_once:
+                    return await asyncio.gather(*(one(client, number) for number in numbers))
+                return [await one(client, number) for number in numbers]
+
+        return asyncio.run(asked())
+
+    def home(self, number: int) -> list[int]:
+        """Conversations that go to the first engine, ``number`` of them."""
+        found: list[int] = []
+        for each in range(200):
+            before = len(self.engines[0].prompts)
+            assert self.ask([each]) == [200]
+            if len(self.engines[0].prompts) > before:
+                found.append(each)
+            if len(found) == number:
+                return found
+        raise AssertionError
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "one by one"])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("silent", ["status", "stream"])
+def test_every_conversation_is_answered_beside_a_silent_engine(
+    silent: str, stream: bool, at_once: bool
+) -> None:
+    with ExitStack() as stack:
+        hung, well = FakeEngine("vllm", SCRIPTS, silent=silent), FakeEngine("vllm", SCRIPTS)
+        setting = Setting(stack, hung, well, timeout=180.0)
+        statuses = setting.ask(range(CONVERSATIONS), stream=stream, at_once=at_once)
+        assert statuses == [200] * CONVERSATIONS
+        assert hung.prompts, "no conversation has its home on the silent engine"
+        assert not setting.host.fleet.backends[0].up
+        before = len(hung.prompts)
+        assert setting.ask(range(CONVERSATIONS)) == [200] * CONVERSATIONS
+        assert len(hung.prompts) == before
+        hung.silent = ""
+        until(lambda: setting.host.fleet.backends[0].up, "a probe to find it well")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_deadline_without_an_id_counts_and_frees_the_conversation(
+    stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule alone would give the engine more time than the gateway gives the request."""
+    monkeypatch.setattr(router, "SHARE", 0.5)  # twice the time limit
+    rule = Rule(patience=60.0, pause=0.2, longest_pause=1.0, failures=2)
+    with ExitStack() as stack:
+        engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
+        setting = Setting(stack, *engines, rule=rule, timeout=180.0)
+        (number,) = setting.home(1)
+        engines[0].silent = "stream"
+        setting.limit(5.0)
+        assert setting.ask([number], stream=stream) == [504]
+        setting.limit(180.0)
+        assert setting.ask([number], stream=stream) == [200]
+        assert len(engines[1].prompts) >= 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
+    """It may be shorter than any engine needs. The next engine is tried, and the first is probed:
+    it generates. Another tenant's requests go on."""
+    rule = Rule(slack=0.1, slowest=0.0, failures=2)  # so that only the time limit counts
+    with ExitStack() as stack:
+        slow, other = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
+        setting = Setting(stack, slow, other, rule=rule)
+        numbers = setting.home(4)
+        backend = setting.host.fleet.backends[0]
+        for number, timeout in zip(numbers, (6.0, 3.0, 3.0, 3.0), strict=True):
+            slow.faults[:] = [Fault(then="hang", after=0)]
+            messages = [{"role": "user", "content": f"Question {number}"}]
+            body = {"model": MODEL, "messages": messages, "timeout": timeout, "stream": stream}
+            httpx.post(setting.url + CHAT, json=body, timeout=180)
+            assert backend.health == "up"
+        assert setting.retried
+        assert setting.ask(numbers[1:]) == [200] * 3
+
+
+def test_a_prompt_that_takes_long_is_waited_for() -> None:
+    """An engine that sends ids to others is not silent, however long one request waits."""
+    with ExitStack() as stack:
+        slow = FakeEngine("vllm", SCRIPTS)
+        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), timeout=180.0)
+        first, second = setting.home(2)
+        slow.pause = 0.1
+        slow.scripts["Question"] = "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"
+        slow.faults[:] = [Fault(), Fault(then="wait", after=0)]
+        slow.waits = 4.0  # twice the patience, in which the other answer goes on
+        before = len(slow.prompts)
+        assert setting.ask([first, second]) == [200, 200]
+        assert len(slow.prompts) == before + 2
+        assert setting.retried == 0 and setting.host.fleet.backends[0].up
+
+
+@pytest.mark.parametrize("advances", [True, False])
+def test_progress_that_advances_ends_a_silence(
+    advances: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that takes several times longer than expected, on an engine that reports it."""
+    exchange = EXCHANGES["llamacpp"]
+
+    def events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+        for number in range(1, 13):
+            done = number if advances else 1
+            report = {"total": 100, "cache": 0, "processed": done, "time_ms": number}
+            event = {"content": "", "tokens": [], "stop": False, "prompt_progress": report}
+            yield compact({**event, "tokens_predicted": 0})
+        yield from exchange.events(prompt, said, finish)
+
+    with ExitStack() as stack:
+        slow, other = FakeEngine("llamacpp", SCRIPTS), FakeEngine("llamacpp", SCRIPTS)
+        setting = Setting(stack, slow, other, rule=replace(QUICK, slack=0.0, slowest=0.0))
+        (number,) = setting.home(1)
+        monkeypatch.setitem(EXCHANGES, "llamacpp", replace(exchange, events=events))
+        slow.pause, before = 0.5, len(other.prompts)  # three times the patience, in all
+        assert setting.ask([number]) == [200]
+        assert setting.retried == (0 if advances else 1)
+        assert len(other.prompts) == before + (not advances)
+        assert setting.host.fleet.backends[0].up is advances
+
+
+def test_an_only_engine_is_waited_for() -> None:
+    """There is nothing to gain: its next id may come before the deadline."""
+    with ExitStack() as stack:
+        slow = FakeEngine("vllm", SCRIPTS, faults=[Fault(then="wait", after=0)], waits=4.0)
+        setting = Setting(stack, slow, timeout=180.0)
+        assert setting.ask([1]) == [200]
+        assert len(slow.prompts) == 1
+
+
+def test_a_client_that_goes_says_nothing_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But that it is probed; and it generates."""
+    monkeypatch.setattr(router, "SHORT_SECONDS", 0.0)  # any silence is a reason for a probe
+    with ExitStack() as stack:
+        slow = FakeEngine("vllm", SCRIPTS)
+        rule = Rule(patience=60.0)
+        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), rule=rule)
+        number, *_ = setting.home(1)
+        backend = setting.host.fleet.backends[0]
+        message = {"role": "user", "content": f"Question {number}"}
+        body = {"model": MODEL, "messages": [message]}
+
+        async def leave() -> None:
+            async with httpx.AsyncClient(timeout=180) as client:
+                asking = asyncio.ensure_future(client.post(setting.url + CHAT, json=body))
+                await asyncio.to_thread(until, lambda: slow.running == 1, "the request to run")
+                asking.cancel()
+
+        for _ in range(4):
+            slow.faults[:], slow.trial_faults[:] = [Fault(then="hang", after=0)], [Fault()]
+            asyncio.run(leave())
+            until(lambda: backend.in_flight == slow.running == 0, "the request to be closed")
+            until(lambda: not slow.trial_faults, "a probe")
+        until(lambda: not setting.host.fleet.routing.doubted(backend), "the probe's result")
+        assert backend.up and setting.ask([number]) == [200]
+
+
+CAUSED: dict[str, tuple[Fault, int]] = {
+    "500": (Fault(status=500), 503),
+    "breaks off": (Fault(then="die", after=None), 503),
+    "error in the stream": (Fault(then="error", after=0), 500),
+    "ends without an id": (Fault(then="close", after=0), 500),
+}
+
+
+@pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
+def test_what_a_request_causes_counts_against_no_engine(fault: Fault, status: int) -> None:
+    """It fails in the same way on two engines, and a third does not get it."""
+    rule = Rule(failures=1)
+    with ExitStack() as stack:
+        engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
+        setting = Setting(stack, *engines, rule=rule)
+        for number in range(4):
+            for engine in engines:
+                engine.faults[:] = [fault]
+            before = sum(len(engine.prompts) for engine in engines)
+            assert setting.ask([number]) == [status]
+            assert sum(len(engine.prompts) for engine in engines) == before + 2
+            assert all(backend.up for backend in setting.host.fleet.backends)
+        for engine in engines:
+            engine.faults.clear()
+        assert setting.ask(range(4)) == [200] * 4
+
+
+@pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
+def test_what_an_engine_causes_counts_against_it(fault: Fault, status: int) -> None:
+    """Another one answers: the first was at fault, and its probe fails, too."""
+    # Once down, it stays down: it would be detected again, as one without grammars.
+    rule = replace(QUICK, probe_every=0.2, pause=60.0, longest_pause=60.0)
+    with ExitStack() as stack:
+        engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
+        setting = Setting(stack, *engines, rule=rule)
+        number, *_ = setting.home(1)
+        engines[0].faults[:], engines[0].trial_faults[:] = [fault] * 50, [fault] * 50
+        assert setting.ask([number] * 4, at_once=False) == [200] * 4
+        until(lambda: not setting.host.fleet.backends[0].up, "the engine to be taken down")
+        assert [backend.up for backend in setting.host.fleet.backends[1:]] == [True, True]

@@ -1,0 +1,322 @@
+"""Being loaded: one finder that waits for one module, in every way in which that module is run.
+
+Each row runs a fresh interpreter with a host of a few lines in the shape of the real one's command
+line; `test_contract` and `tests/system/packaging` do the same with the real one.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[3]
+STARTUP = PACKAGE / "packaging/vllm-mlx-harmony/startup"
+
+CLI = '''\
+"""The host's command line."""
+import argparse
+from . import NAME
+
+def serve_command(args):
+    import sys
+    shown = sys.modules[__name__].serve_command
+    print("serve", args.tool_call_parser, "gate" if hasattr(shown, "__wrapped__") else "original")
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--tool-call-parser")
+    serve_command(parser.parse_args())
+
+if __name__ == "__main__":
+    main()
+'''
+
+# Stands in for vllm_mlx_harmony.host: says that it was called, and with which namespace.
+HOST = """\
+def install(namespace):
+    import functools, sys
+    original = namespace["serve_command"]
+    @functools.wraps(original)
+    def gated(args):
+        print("gated", namespace["__name__"])
+        namespace["serve_command"] = original
+        return original(args)
+    namespace["serve_command"] = gated
+"""
+
+ARM = "import vllm_mlx_harmony._startup as s; s.register(); "
+RUN = "import sys; sys.argv = ['x']; "
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A directory with the host, and with this package but for `host`, which is the one above."""
+    host = tmp_path / "vllm_mlx"
+    host.mkdir()
+    (host / "__init__.py").write_text("NAME = 'vllm_mlx'\n")
+    (host / "cli.py").write_text(CLI)
+    (host / "data.txt").write_text("a resource")
+    ours = tmp_path / "vllm_mlx_harmony"
+    (ours / "host").mkdir(parents=True)
+    (ours / "host" / "__init__.py").write_text(HOST)
+    for name in ("__init__.py", "_startup.py", "_loading.py"):
+        (ours / name).write_bytes((PACKAGE / "vllm_mlx_harmony" / name).read_bytes())
+    return tmp_path
+
+
+def run(site: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "PYTHONPATH": str(site), "VLLM_MLX_HARMONY": "", **environment},
+        cwd=site,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def code(site: Path, source: str, **environment: str) -> list[str]:
+    """Lines that a program prints. -S: the package may be installed where tests run."""
+    done = run(site, "-S", "-c", source, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.splitlines()
+
+
+SERVED = ["gated vllm_mlx.cli", "serve None original"]
+PLAIN = ["serve None original"]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        pytest.param(RUN + "from vllm_mlx.cli import main; main()", PLAIN, id="not registered"),
+        pytest.param(ARM + RUN + "from vllm_mlx.cli import main; main()", SERVED, id="script"),
+        pytest.param(ARM + RUN + "import vllm_mlx.cli; vllm_mlx.cli.main()", SERVED, id="import"),
+        pytest.param(
+            RUN + "import vllm_mlx.cli as c; " + ARM + "c.main()", SERVED, id="registered too late"
+        ),
+        pytest.param(
+            ARM + RUN + "s.register(); s.register(); import vllm_mlx.cli as c; c.main()",
+            SERVED,
+            id="registered three times",
+        ),
+        pytest.param(
+            ARM + RUN + "import importlib.util as u; u.find_spec('vllm_mlx.cli'); "
+            "import vllm_mlx.cli as c; c.main()",
+            SERVED,
+            id="probed before",
+        ),
+        pytest.param(
+            ARM + RUN + "import importlib.util as u; p = u.find_spec('vllm_mlx.cli'); "
+            "m = u.module_from_spec(p); p.loader.exec_module(m); sys.modules[p.name] = m; m.main()",
+            SERVED,
+            id="loaded by hand",
+        ),
+        pytest.param(
+            ARM + RUN + "import importlib, vllm_mlx.cli as c; importlib.reload(c); c.main()",
+            SERVED,
+            id="reloaded",
+        ),
+        pytest.param(
+            ARM + RUN + "import vllm_mlx.cli as c; c.main(); del sys.modules[c.__name__]; "
+            "import vllm_mlx.cli; sys.modules['vllm_mlx.cli'].main()",
+            SERVED * 2,
+            id="imported again",
+        ),
+        pytest.param(
+            ARM + RUN + "import runpy; runpy.run_module('vllm_mlx.cli', run_name='__main__', "
+            "alter_sys=True)",
+            ["gated __main__", "serve None original"],
+            id="runpy as main",
+        ),
+    ],
+)
+def test_gated_once_however_it_is_loaded(site: Path, source: str, expected: list[str]) -> None:
+    assert code(site, source) == expected
+
+
+def test_gated_when_run_with_m(site: Path) -> None:
+    (site / "sitecustomize.py").write_text(ARM)
+    done = run(site, "-m", "vllm_mlx.cli", "--tool-call-parser", "harmony")
+    assert done.stdout.splitlines() == ["gated __main__", "serve harmony original"]
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--tool-call-parser", "harmony"], True),
+        (["--port", "1", "--tool-call-parser=gpt-oss"], True),
+        (["--tool-call-parser", "qwen"], False),
+        ([], False),
+    ],
+)
+def test_the_module_server_says_that_it_is_not_gated(
+    site: Path, arguments: list[str], said: bool
+) -> None:
+    """It has a command line of its own, and patches would not reach it: it is `__main__` then."""
+    (site / "vllm_mlx" / "server.py").write_text("print('served', __name__)\n")
+    (site / "sitecustomize.py").write_text(ARM)
+    done = run(site, "-m", "vllm_mlx.server", *arguments)
+    assert done.stdout == "served __main__\n"
+    assert ("use `vllm-mlx serve`" in done.stderr) is said
+    assert len(done.stderr.splitlines()) == said
+    imported = "import sys, vllm_mlx.server"
+    assert run(site, "-c", imported, "--tool-call-parser", "harmony").stderr == ""
+
+
+def test_gated_in_spawned_children(site: Path) -> None:
+    (site / "sitecustomize.py").write_text(ARM)
+    (site / "job.py").write_text(
+        "def job():\n    import sys; sys.argv = ['x']\n    from vllm_mlx.cli import main; main()\n"
+    )
+    (site / "parent.py").write_text(
+        "import multiprocessing, job\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=job.job)\n"
+        "    child.start(); child.join(); assert child.exitcode == 0\n"
+    )
+    assert run(site, "parent.py").stdout.splitlines() == SERVED
+
+
+def test_traceback_lines_are_those_of_the_source_with_m(site: Path) -> None:
+    (site / "sitecustomize.py").write_text(ARM)
+    done = run(site, "-m", "vllm_mlx.cli", "--no-such-flag")
+    (site / "vllm_mlx" / "cli.py").write_text(CLI.replace('    print("serve"', "    1 / 0  #"))
+    broken = run(site, "-m", "vllm_mlx.cli")
+    line = CLI.splitlines().index(next(x for x in CLI.splitlines() if "print(" in x)) + 1
+    assert done.returncode == 2
+    assert f'cli.py", line {line}, in serve_command' in broken.stderr
+    assert "ZeroDivisionError" in broken.stderr
+
+
+@pytest.mark.parametrize("value", ["0", "false", "no", "OFF", " 0 "])
+def test_switched_off(site: Path, value: str) -> None:
+    source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.registered())"
+    assert code(site, source, VLLM_MLX_HARMONY=value) == [*PLAIN, "False"]
+
+
+@pytest.mark.parametrize("value", ["", "1", "on"])
+def test_not_switched_off(site: Path, value: str) -> None:
+    source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.registered())"
+    assert code(site, source, VLLM_MLX_HARMONY=value) == [*SERVED, "True"]
+
+
+def test_switched_off_after_arming(site: Path) -> None:
+    source = ARM + RUN + "import os; os.environ['VLLM_MLX_HARMONY'] = '0'; "
+    assert code(site, source + "from vllm_mlx.cli import main; main()") == PLAIN
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        "raise RuntimeError('no')",
+        "def install(namespace): raise RuntimeError('no')",
+        "syntax error",
+    ],
+)
+@pytest.mark.parametrize(
+    "way", [("-m", "vllm_mlx.cli"), ("-c", "from vllm_mlx.cli import *; main()")]
+)
+def test_a_failing_install_is_one_line_and_the_host_runs(
+    site: Path, broken: str, way: tuple[str, str]
+) -> None:
+    (site / "sitecustomize.py").write_text(ARM)
+    (site / "vllm_mlx_harmony" / "host" / "__init__.py").write_text(broken)
+    done = run(site, *way)
+    assert (done.returncode, done.stdout.splitlines()) == (0, PLAIN)
+    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("vllm-mlx-harmony: not installed (")
+
+
+def test_a_half_removed_package_does_not_stop_python(site: Path) -> None:
+    (site / "vllm_mlx_harmony" / "_loading.py").unlink()
+    assert code(site, ARM + "print('fine')") == ["fine"]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    ["def main(): print('other')\nmain()\n", "import sys\nsys.stdout.write('other\\n')\n"],
+)
+def test_a_command_line_of_another_shape_runs_as_it_is_with_m(site: Path, changed: str) -> None:
+    (site / "sitecustomize.py").write_text(ARM)
+    (site / "vllm_mlx" / "cli.py").write_text(changed)
+    done = run(site, "-m", "vllm_mlx.cli")
+    assert (done.stdout, done.stderr) == ("other\n", "")
+
+
+def test_an_error_of_the_host_while_loading_is_the_hosts(site: Path) -> None:
+    (site / "vllm_mlx" / "cli.py").write_text("raise ImportError('no mlx here')")
+    done = run(site, "-c", ARM + "import vllm_mlx.cli")
+    assert "ImportError: no mlx here" in done.stderr
+    assert "vllm-mlx-harmony" not in done.stderr
+
+
+def test_no_host_no_difference(site: Path) -> None:
+    (site / "vllm_mlx").rename(site / "elsewhere")
+    # -S: the real host may be installed where the tests run
+    done = run(site, "-S", "-c", ARM + "import vllm_mlx.cli")
+    assert "No module named 'vllm_mlx'" in done.stderr
+    assert "vllm-mlx-harmony" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("expression", "expected"),
+    [
+        ("spec.origin == spec.loader.get_filename('vllm_mlx.cli')", "True"),
+        ("'def serve_command' in spec.loader.get_source('vllm_mlx.cli')", "True"),
+        ("spec.loader.is_package('vllm_mlx.cli')", "False"),
+        ("type(spec.loader.get_code('vllm_mlx.cli')).__name__", "code"),
+        ("spec.loader.get_data(spec.origin)[:3]", 'b\'"""\''),
+        ("spec.has_location, spec.parent", "True vllm_mlx"),
+        ("__import__('copy').copy(spec.loader).name", "vllm_mlx.cli"),
+        ("hasattr(spec.loader, 'no_such_thing')", "False"),
+    ],
+)
+def test_the_loader_answers_as_the_real_one(site: Path, expression: str, expected: str) -> None:
+    source = "import importlib.util as u; spec = u.find_spec('vllm_mlx.cli'); "
+    assert code(site, ARM + source + f"print({expression})") == [expected]
+
+
+def test_the_loaded_module_knows_only_the_real_loader(site: Path) -> None:
+    source = (
+        "import vllm_mlx.cli as c, inspect, importlib.resources as r; "
+        "print(type(c.__loader__).__name__, c.__loader__ is c.__spec__.loader, "
+        "'def main' in inspect.getsource(c), r.files('vllm_mlx').joinpath('data.txt').read_text())"
+    )
+    assert code(site, ARM + source) == ["SourceFileLoader True True a resource"]
+
+
+def test_another_finder_that_asks_everybody_does_not_go_round_in_circles(site: Path) -> None:
+    source = (
+        ARM + RUN + "import importlib.util\n"
+        "class Asking:\n"
+        "    asked = []\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'vllm_mlx.cli' and not self.asked:\n"
+        "            self.asked.append(name)\n"
+        "            return importlib.util.find_spec(name)\n"
+        "sys.meta_path.insert(1, Asking())\n"
+        "from vllm_mlx.cli import main; main()"
+    )
+    assert code(site, source) == SERVED
+
+
+def test_starting_imports_nothing(site: Path) -> None:
+    source = (
+        f"import os, sys; before = set(sys.modules); {ARM}print(*sorted(set(sys.modules) - before))"
+    )
+    assert code(site, source) == ["vllm_mlx_harmony vllm_mlx_harmony._startup"]
+
+
+def test_the_startup_files_call_arm() -> None:
+    (line,) = (STARTUP / "vllm_mlx_harmony_startup.pth").read_text().splitlines()
+    assert line == "import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()"
+    (start,) = (STARTUP / "vllm_mlx_harmony_startup.start").read_text().splitlines()
+    assert start == "vllm_mlx_harmony._startup:register"

@@ -1,0 +1,1056 @@
+"""Responses, inwards: bodies on the left, turns (or the guilty field) on the right."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Started
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
+    Answer,
+    Call,
+    Defaults,
+    Effort,
+    EffortUpdate,
+    FormatUpdate,
+    Instructions,
+    Limits,
+    Message,
+    Preamble,
+    Reasoning,
+    ResponseFormat,
+    ResponseInfo,
+    Result,
+    Sampling,
+    ServerCall,
+    ServerResult,
+    Summary,
+    Syntax,
+    Tool,
+    Turn,
+    User,
+)
+from vllm_mlx_harmony.protocols.responses import ResponsesRequest, previous_response_id, read
+from vllm_mlx_harmony.protocols.responses.resource import page
+from vllm_mlx_harmony.protocols.responses.schema import ITEMS as ITEM_MODELS
+from vllm_mlx_harmony.protocols.responses.schema import (
+    TOOLS,
+    UNSUPPORTED_FIELDS,
+    ResponsesBody,
+    ToolChoice,
+)
+from vllm_mlx_harmony.protocols.unavailable import notice
+
+DATA = Path(__file__).parents[2] / "support" / "recorded"
+INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
+SERVER = Defaults(
+    effort=Effort.HIGH, identity="You are Ada.", date="2025-08-05", builtin_tools=("python",)
+)
+
+
+class Hex:
+    """A cipher that anybody can break."""
+
+    def encrypt(self, text: str) -> str:
+        return "encrypted:" + text.encode().hex()
+
+    def decrypt(self, encrypted: str) -> str | None:
+        prefix, _, text = encrypted.partition("encrypted:")
+        return None if prefix or not text else bytes.fromhex(text).decode()
+
+
+SEAL = Hex()
+
+
+def request(
+    defaults: Defaults | None = None, history: tuple[Message, ...] = (), **fields: Any
+) -> ResponsesRequest:
+    body = {"model": "m", "input": "Hello", **fields}
+    return read(body, defaults or Defaults(), SEAL, history)
+
+
+def turn(**fields: Any) -> Turn:
+    return request(**fields).turn
+
+
+def guilty(body: object) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        read(body, Defaults(), SEAL)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def text(*texts: str, kind: str = "input_text") -> list[dict[str, Any]]:
+    return [{"type": kind, "text": each} for each in texts]
+
+
+def message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": content, **fields}
+
+
+def assistant(content: Any, **fields: Any) -> dict[str, Any]:
+    return message("assistant", content, **fields)
+
+
+def thought(**fields: Any) -> dict[str, Any]:
+    return {"type": "reasoning", "id": "rs_1", "summary": [], **fields}
+
+
+def call(arguments: Any = "{}", name: str = "f", key: str = "c1", **fields: Any) -> dict[str, Any]:
+    call = {"type": "function_call", "call_id": key, "name": name, "arguments": arguments}
+    return {**call, **fields}
+
+
+def result(output: Any, key: str = "c1") -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": key, "output": output}
+
+
+def searched(**fields: Any) -> dict[str, Any]:
+    head = {"type": "tool_search_call", "id": "tsc_1", "call_id": "c1", "execution": "client"}
+    return {**head, "status": "completed", "arguments": {"query": "é"}, **fields}
+
+
+def found(*tools: Any, **fields: Any) -> dict[str, Any]:
+    head = {"type": "tool_search_output", "call_id": "c1", "execution": "client"}
+    return {**head, "status": "completed", "tools": list(tools), **fields}
+
+
+FIND = {"type": "function", "name": "find", "description": "Finds.", "defer_loading": True}
+IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+ASKED = message("user", "Hello")
+CALLED = Call("c1", "f", "{}")
+MCP_CALL = {"type": "mcp_call", "id": "mcp_1", "server_label": "s", "name": "f", "arguments": "{}",
+            "output": "o"}  # fmt: skip
+MCP_CALLED = (ServerCall("call_1", "s.f", "{}"), ServerResult("call_1", "s.f", "o"))
+
+ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
+    "user": ([message("user", "Hi")], [User("Hi")]),
+    "user, without type": ([{"role": "user", "content": "Hi"}], [User("Hi")]),
+    "user, nothing typed": ([message("user", "")], [User("")]),
+    "user, parts are one text": ([message("user", text("a", "b\n", "c"))], [User("ab\nc")]),
+    "user, chat's word for a part": ([message("user", text("a", kind="text"))], [User("a")]),
+    "user, control token is text": ([message("user", "<|start|>")], [User("<|start|>")]),
+    "user, a picture in an earlier message": (
+        [message("user", [*text("Look:"), IMAGE]), assistant("Hi"), ASKED],
+        [User("Look:\n[image left out: this model reads text only]"), Answer("Hi"), User("Hello")],
+    ),
+    "user, half an emoji": ([message("user", "a\ud83d")], [User("a\ufffd")]),
+    "user, nulls and unknown fields": (
+        [message("user", "a", id=None, status=None, phase=None, x=[1], name=None)],
+        [User("a")],
+    ),
+    "system and developer": (
+        [message("system", "s"), message("developer", text("d", "e")), ASKED],
+        [Instructions("s"), Instructions("de"), User("Hello")],
+    ),
+    "instructions without text": ([message("system", ""), ASKED], [User("Hello")]),
+    "assistant, an answer": ([ASKED, assistant("Hi")], [User("Hello"), Answer("Hi")]),
+    "assistant, output text": (
+        [ASKED, assistant([{"type": "output_text", "text": "Hi", "annotations": []}])],
+        [User("Hello"), Answer("Hi")],
+    ),
+    "assistant, a refusal": (
+        [ASKED, assistant([{"type": "refusal", "refusal": "No."}])],
+        [User("Hello"), Answer("No.")],
+    ),
+    "assistant, nothing": ([ASKED, assistant(None), assistant([])], [User("Hello")]),
+    "phases": (
+        [ASKED, assistant("a", phase="commentary"), assistant("b", phase="final_answer")],
+        [User("Hello"), Preamble("a"), Answer("b")],
+    ),
+    "no phase, a call follows": (
+        [ASKED, assistant("a"), thought(content=text("t")), call(), result("r")],
+        [User("Hello"), Preamble("a"), Reasoning("t"), CALLED, Result("c1", "r", "input[4]")],
+    ),
+    "no phase, a call follows behind a foreign one": (
+        [ASKED, assistant("a"), {"type": "web_search_call", "id": "ws_1"}, call()],
+        [User("Hello"), Preamble("a"), CALLED],
+    ),
+    "no phase, the call is of another turn": (
+        [ASKED, assistant("a"), message("user", "b"), call()],
+        [User("Hello"), Answer("a"), User("b"), CALLED],
+    ),
+    "no phase, the call was before": (
+        [ASKED, call(), result("r"), assistant("a"), result("r")],
+        [
+            User("Hello"),
+            CALLED,
+            Result("c1", "r", "input[2]"),
+            Answer("a"),
+            Result("c1", "r", "input[4]"),
+        ],
+    ),
+    "no phase, a call before it has its answer behind it": (
+        [ASKED, thought(content=text("t")), call(), assistant("a"), result("r")],
+        [User("Hello"), Reasoning("t"), Preamble("a"), CALLED, Result("c1", "r", "input[4]")],
+    ),
+    "no phase, between two calls": (
+        [ASKED, call(), assistant("a"), call(key="c2"), result("s", "c2"), result("r")],
+        [
+            User("Hello"),
+            Preamble("a"),
+            CALLED,
+            Call("c2", "f", "{}"),
+            Result("c2", "s", "input[4]"),
+            Result("c1", "r", "input[5]"),
+        ],
+    ),
+    "a phase, behind a call": (
+        [
+            ASKED,
+            call(),
+            assistant("a", phase="commentary"),
+            thought(content=text("t")),
+            result("r"),
+        ],
+        [User("Hello"), Preamble("a"), Reasoning("t"), CALLED, Result("c1", "r", "input[4]")],
+    ),
+    "no phase, a server's call follows": (
+        [ASKED, assistant("a"), MCP_CALL, assistant("b")],
+        [User("Hello"), Preamble("a"), *MCP_CALLED, Answer("b")],
+    ),
+    "no phase, a server's call and a client's": (
+        [ASKED, call(), assistant("a"), MCP_CALL, assistant("b"), result("r")],
+        [
+            User("Hello"),
+            Preamble("a"),
+            *MCP_CALLED,
+            Preamble("b"),
+            CALLED,
+            Result("c1", "r", "input[5]"),
+        ],
+    ),
+    "no phase, code follows": (
+        [
+            ASKED,
+            assistant("a"),
+            {
+                "type": "code_interpreter_call",
+                "id": "ci_1",
+                "code": "1",
+                "outputs": [{"type": "logs", "logs": "2"}],
+            },
+            assistant("b"),
+        ],
+        [
+            User("Hello"),
+            Preamble("a"),
+            ServerCall("call_1", "python", "1"),
+            ServerResult("call_1", "python", "2"),
+            Answer("b"),
+        ],
+    ),
+    "no phase, a search follows": (
+        [ASKED, assistant("a"), {"type": "web_search_call", "id": "ws_1"}, assistant("b")],
+        [User("Hello"), Preamble("a"), Answer("b")],
+    ),
+    "no phase, a request for approval follows": (
+        [ASKED, assistant("a"), {**MCP_CALL, "type": "mcp_approval_request"}, message("user", "b")],
+        [
+            User("Hello"),
+            Preamble("a"),
+            MCP_CALLED[0],
+            ServerResult("call_1", "s.f", "[this call did not finish]"),
+            User("b"),
+        ],
+    ),
+    "tools added between a call and its answer": (
+        [
+            ASKED,
+            call(),
+            {"type": "additional_tools", "role": "developer", "tools": [FIND]},
+            result("r"),
+        ],
+        [
+            User("Hello"),
+            CALLED,
+            AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),)),
+            Result("c1", "r", "input[3]"),
+        ],
+    ),
+    "a phase that says otherwise": (
+        [ASKED, assistant("a", phase="final_answer"), call()],
+        [User("Hello"), Answer("a"), CALLED],
+    ),
+    "reasoning, its text": (
+        [ASKED, thought(content=text("a", "b", kind="reasoning_text"))],
+        [User("Hello"), Reasoning("a\nb")],
+    ),
+    "reasoning, its summary": (
+        [ASKED, thought(summary=text("a", "b", kind="summary_text"), content=None)],
+        [User("Hello"), Reasoning("a\nb")],
+    ),
+    "reasoning, its text before its summary": (
+        [ASKED, thought(content=text("a"), summary=text("b"))],
+        [User("Hello"), Reasoning("a")],
+    ),
+    "reasoning, what is encrypted before all": (
+        [ASKED, thought(encrypted_content=SEAL.encrypt("a"), content=text("b"), summary=text("c"))],
+        [User("Hello"), Reasoning("a")],
+    ),
+    "reasoning, a foreign cipher": (
+        [ASKED, thought(encrypted_content="gAAAA", content=text("b"))],
+        [User("Hello"), Reasoning("b")],
+    ),
+    "reasoning, none": ([ASKED, thought(encrypted_content=None)], [User("Hello")]),
+    "compaction": (
+        [{"type": "compaction", "encrypted_content": SEAL.encrypt("It was long.")}],
+        [Summary("It was long.")],
+    ),
+    "call, text byte for byte": (
+        [ASKED, call(' {"b": 1,\n "a":"\\u00e9é"} ')],
+        [User("Hello"), Call("c1", "f", ' {"b": 1,\n "a":"\\u00e9é"} ')],
+    ),
+    "call, object": (
+        [ASKED, call({"b": "é", "a": [1, None]})],
+        [User("Hello"), Call("c1", "f", '{"b":"é","a":[1,null]}')],
+    ),
+    "call, empty": ([ASKED, call("")], [User("Hello"), CALLED]),
+    "call, null": ([ASKED, call(None)], [User("Hello"), CALLED]),
+    "call in a namespace nobody declared": (
+        [ASKED, call(namespace="mcp__crm__"), call(namespace="crm", key="c2")],
+        [User("Hello"), Call("c1", "mcp__crm__f", "{}"), Call("c2", "crm__f", "{}")],
+    ),
+    "freeform call": (
+        [
+            ASKED,
+            {"type": "custom_tool_call", "call_id": "c1", "name": "f", "input": 'a\n"é"'},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "r"},
+        ],
+        [User("Hello"), Call("c1", "f", '{"input":"a\\n\\"é\\""}'), Result("c1", "r", "input[2]")],
+    ),
+    "result, parts": (
+        [ASKED, call(), result(text("a", "b"))],
+        [User("Hello"), CALLED, Result("c1", "ab", "input[2]")],
+    ),
+    "result, a picture": (
+        [ASKED, call(), result([*text("Look:"), IMAGE, *text("nice")])],
+        [
+            User("Hello"),
+            CALLED,
+            Result("c1", "Look:\n[image left out: this model reads text only]\nnice", "input[2]"),
+        ],
+    ),
+    "result, nothing": (
+        [ASKED, call(), result("")],
+        [User("Hello"), CALLED, Result("c1", "", "input[2]")],
+    ),
+    "foreign items": (
+        [
+            ASKED,
+            {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}, "status": 1},
+            {"type": "program", "call_id": 7, "code": None},
+            {"type": "program_output", "call_id": "x", "result": [{"stdout": "a"}]},
+            {"type": "mcp_list_tools", "name": "", "tools": []},
+            {"type": "something_new", "role": "critic", "content": 5, "arguments": []},
+        ],
+        [User("Hello")],
+    ),
+    "foreign items with the output of a function": (
+        [
+            ASKED,
+            {"type": "program", "call_id": "c9", "code": "x"},
+            {"type": "program", "call_id": [], "code": {}},
+            result("done", key="c9"),
+            assistant("a"),
+        ],
+        [User("Hello"), Answer("a")],
+    ),
+    "an item without a call beside what was found elsewhere": (
+        [
+            ASKED,
+            {"type": "web_search_call", "id": "ws_1"},
+            found(FIND, call_id=None, execution="server"),
+        ],
+        [
+            User("Hello"),
+            AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),)),
+        ],
+    ),
+    "references to what nobody stored": (
+        [ASKED, {"type": "item_reference", "id": "msg_1"}, {"id": "rs_1", "type": None}],
+        [User("Hello")],
+    ),
+    "references to calls that nobody stored, answered": (
+        [
+            ASKED,
+            {"type": "item_reference", "id": "fc_1"},
+            {"id": "fc_2"},
+            result("r"),
+            {**result("s", key="c2"), "name": "find", "namespace": "crm"},
+            call(key="c3"),
+            result("t", key="c3"),
+        ],
+        [
+            User("Hello"),
+            Call("c1", "unknown", "{}"),
+            Result("c1", "r", "input[3]"),
+            Call("c2", "crm__find", "{}"),
+            Result("c2", "s", "input[4]"),
+            Call("c3", "f", "{}"),
+            Result("c3", "t", "input[6]"),
+        ],
+    ),
+    "a search and what it found": (
+        [
+            ASKED,
+            searched(),
+            found({"type": "namespace", "name": "crm", "tools": [FIND]}, {"type": "web_search"}),
+            call(name="find", namespace="crm", key="c2"),
+            result("r", key="c2"),
+        ],
+        [
+            User("Hello"),
+            Call("c1", "tool_search", '{"query":"é"}'),
+            Result("c1", "Found. The tools can be called from now on.", "input[2]"),
+            AdditionalTools((Tool("crm__find", "Finds.", where="input[2].tools[0].tools[0]"),)),
+            notice(["web_search"]),
+            Call("c2", "crm__find", "{}"),
+            Result("c2", "r", "input[4]"),
+        ],
+    ),
+    "a search that found nothing": (
+        [ASKED, searched(arguments='{"query": 1}'), found()],
+        [
+            User("Hello"),
+            Call("c1", "tool_search", '{"query": 1}'),
+            Result("c1", "No tools were found.", "input[2]"),
+        ],
+    ),
+    "a search that a server did": (
+        [ASKED, searched(call_id=None, execution="server"), found(FIND, call_id=None)],
+        [User("Hello"), AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),))],
+    ),
+    "an answered reference to a search": (
+        [ASKED, {"id": "tsc_1"}, found()],
+        [
+            User("Hello"),
+            Call("c1", "tool_search", "{}"),
+            Result("c1", "No tools were found.", "input[2]"),
+        ],
+    ),
+    "additional tools": (
+        [
+            {"type": "additional_tools", "role": "developer", "tools": [FIND]},
+            message("developer", "Be brief."),
+            ASKED,
+            {"type": "additional_tools", "role": "developer", "tools": [FIND]},
+        ],
+        [
+            AdditionalTools((Tool("find", "Finds.", where="input[0].tools[0]"),)),
+            Instructions("Be brief."),
+            User("Hello"),
+        ],
+    ),
+    "another effort and format": (
+        [
+            ASKED,
+            {"type": "configuration_update", "reasoning": {"effort": "xhigh"}},
+            {
+                "type": "configuration_update",
+                "reasoning": {"effort": "none"},
+                "text": {
+                    "format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}
+                },
+            },
+            {"type": "configuration_update", "text": {"format": {"type": "text"}}},
+            {"type": "configuration_update"},
+        ],
+        [
+            User("Hello"),
+            EffortUpdate(Effort.HIGH),
+            EffortUpdate(Effort.LOW, thinking=False),
+            FormatUpdate(ResponseFormat({}, "n", strict=True)),
+            FormatUpdate(None),
+        ],
+    ),
+    "fields of other items say nothing": (
+        [
+            message("user", "Hello", tools=5, text="x", reasoning="y"),
+            {**thought(content=text("t")), "tools": "x", "text": 5},
+        ],
+        [User("Hello"), Reasoning("t")],
+    ),
+}
+
+
+@pytest.mark.parametrize(("items", "expected"), ITEMS.values(), ids=ITEMS)
+def test_items(items: list[Any], expected: list[Message]) -> None:
+    assert list(turn(input=items).messages) == expected
+
+
+def test_a_string_is_what_the_user_says() -> None:
+    assert turn(input="Hi").messages == (User("Hi"),)
+
+
+def test_the_log_is_told_what_could_not_be_used() -> None:
+    items = [ASKED, thought(encrypted_content="gAAAA"), {"type": "item_reference", "id": "m"}]
+    assert request(input=items).notes == (
+        "input[2] refers to 'm', which is not stored: left out",
+        "input[1].encrypted_content was not encrypted by this server: ignored",
+    )
+    assert request(input=[ASKED, thought(encrypted_content=SEAL.encrypt("x"))]).notes == ()
+
+
+def test_a_reference_that_names_a_call_hides_its_result() -> None:
+    reference = {"id": "ws_1", "call_id": "call_1"}
+    answer = {"type": "function_call_output", "call_id": "call_1", "output": "r"}
+    assert turn(input=[ASKED, reference, answer]).messages == turn(input=[ASKED]).messages
+
+
+def test_references_are_looked_up() -> None:
+    stored: dict[str, Mapping[str, Any]] = {
+        "fc_1": call(id="fc_1", status="completed"),
+        "rs_1": thought(content=text("t", kind="reasoning_text"), status="completed"),
+    }
+    items = [ASKED, {"type": "item_reference", "id": "rs_1"}, {"id": "fc_1"}, result("r")]
+    asked = read({"model": "m", "input": items}, Defaults(), SEAL, stored=stored.get)
+    expected = (User("Hello"), Reasoning("t"), CALLED, Result("c1", "r", "input[3]"))
+    assert asked.turn.messages == expected
+    assert asked.notes == ()
+
+
+# --- The conversation of a previous response.
+
+HISTORY = (Instructions("Be brief."), User("Hello"), Reasoning("Hm."), CALLED)
+
+
+def test_history_comes_before_the_input_and_behind_the_instructions() -> None:
+    asked = request(history=HISTORY, input=[result("r")], instructions="Be kind.")
+    kept = (*HISTORY, Result("c1", "r", "input[0]"))
+    assert asked.turn.messages == (Instructions("Be kind."), *kept)
+    assert asked.conversation((*asked.turn.messages, Answer("Hi"))) == (*kept, Answer("Hi"))
+
+
+@pytest.mark.parametrize("none", [None, ""])
+def test_without_instructions_all_of_the_conversation_is_kept(none: str | None) -> None:
+    asked = request(history=HISTORY, instructions=none)
+    assert asked.conversation(asked.turn.messages) == (*HISTORY, User("Hello"))
+
+
+@pytest.mark.parametrize("nothing", [None, []])
+def test_a_conversation_can_go_on_without_input(nothing: Any) -> None:
+    assert turn(history=HISTORY, input=nothing).messages == HISTORY
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({"previous_response_id": "resp_1"}, "resp_1"),
+        ({"previous_response_id": None}, None),
+        ({"previous_response_id": 5}, None),
+        ({}, None),
+        ([], None),
+        (None, None),
+    ],
+)
+def test_the_previous_response_is_known_before_anything_is_read(body: Any, expected: Any) -> None:
+    assert previous_response_id(body) == expected
+
+
+# --- Fields.
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+
+LIMITS = partial(Limits, where="max_output_tokens")
+
+FIELDS: list[tuple[dict[str, Any], str, Any]] = [
+    ({"instructions": "Be brief."}, "messages", (Instructions("Be brief."), User("Hello"))),
+    ({"reasoning": {"effort": "minimal"}}, "effort", Effort.LOW),
+    ({"reasoning": {"effort": None}}, "effort", Effort.MEDIUM),
+    ({"reasoning_effort": "xhigh"}, "effort", Effort.HIGH),
+    ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "effort", Effort.LOW),
+    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, "effort", Effort.LOW),
+    ({"text": {"format": {"type": "text"}}}, "response_format", None),
+    ({"text": {"verbosity": "low"}}, "response_format", None),
+    ({"text": {"format": {"type": "json_object"}}}, "response_format", ResponseFormat()),
+    (
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+        "response_format",
+        ResponseFormat(SCHEMA, "n"),
+    ),
+    (
+        {"text": {"format": {"type": "json_schema", "schema": SCHEMA, "strict": True}}},
+        "response_format",
+        ResponseFormat(SCHEMA, strict=True),
+    ),
+    ({"reasoning": {"effort": "none"}}, "thinking", False),
+    ({"reasoning": {"effort": "none"}}, "effort", Effort.LOW),
+    ({"reasoning": {"effort": "minimal"}}, "thinking", True),
+    ({"thinking_token_budget": 100}, "limits", LIMITS(reasoning_tokens=100, sets_reasoning=True)),
+    ({"thinking_token_budget": -1}, "limits", LIMITS(sets_reasoning=True)),
+    ({"thinking_token_budget": 0}, "thinking", False),
+    ({"min_tokens": 5}, "limits", LIMITS(min_tokens=5)),
+    ({"max_output_tokens": 5, "timeout": 2.5}, "limits", LIMITS(5)),
+    ({"parallel_tool_calls": False}, "limits", LIMITS(one_call=True)),
+    (
+        {"temperature": 0, "top_p": 0.5, "top_k": -1, "presence_penalty": 1},
+        "sampling",
+        Sampling(temperature=0, top_p=0.5, top_k=0, presence_penalty=1),
+    ),
+    (
+        {"frequency_penalty": -2, "seed": 2**63 - 1},
+        "sampling",
+        Sampling(frequency_penalty=-2, seed=2**63 - 1),
+    ),
+    ({"chat_template_kwargs": {"model_identity": "I"}}, "identity", "I"),
+    ({"chat_template_kwargs": {"builtin_tools": ["browser"]}}, "builtin_tools", ("browser",)),
+]
+
+
+@pytest.mark.parametrize(("fields", "name", "expected"), FIELDS)
+def test_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(turn(**fields), name) == expected
+
+
+UPDATED: list[tuple[list[str], bool]] = [
+    ([], True),
+    (["none"], False),
+    (["none", "low"], True),
+    (["high", "none"], False),
+]
+
+
+@pytest.mark.parametrize(("efforts", "thinking"), UPDATED)
+def test_the_last_update_says_whether_to_think(efforts: list[str], thinking: bool) -> None:
+    """What the response repeats of the request is what the request's own field says."""
+    items = [{"type": "configuration_update", "reasoning": {"effort": each}} for each in efforts]
+    asked = request(input=[ASKED, *items], reasoning={"effort": "medium"})
+    assert (asked.turn.thinking, asked.turn.effort) == (thinking, Effort.MEDIUM)
+    assert asked.emitter(INFO).document()["reasoning"]["effort"] == "medium"
+    kept = asked.conversation(asked.turn.messages)
+    again = request(history=kept, input="More", reasoning={"effort": "medium"})
+    assert again.turn.thinking == thinking
+
+
+def test_no_tool_at_all_and_yet_what_was_found_is_kept() -> None:
+    items = [ASKED, searched(), found(FIND)]
+    asked = request(input=items, tool_choice="none", instructions="Be brief.")
+    assert asked.turn.callable_tools == ()
+    kept = asked.conversation((*asked.turn.messages, Answer("Hi")))
+    assert kept == (*turn(input=items).messages, Answer("Hi"))
+
+
+def test_what_an_earlier_response_found_is_known_by_its_name() -> None:
+    crm = {"type": "namespace", "name": "crm", "tools": [FIND]}
+    search = {"type": "tool_search", "execution": "client"}
+    first = request(input=[ASKED, searched(), found(crm)], tools=[search])
+    history = first.conversation(first.turn.messages)
+    again = request(history=history, input="More", tools=[search])
+    assert again.turn.callable_tools == first.turn.callable_tools
+    (item,) = calls_of(again, "crm__find")
+    assert (item["name"], item["namespace"]) == ("find", "crm")
+    choice = {"type": "function", "name": "find", "namespace": "crm"}
+    forced = request(history=history, input="More", tool_choice=choice)
+    assert forced.turn.tool_choice.names == ("crm__find",)
+
+
+def calls_of(asked: ResponsesRequest, name: str) -> list[dict[str, Any]]:
+    emitter = asked.emitter(INFO)
+    for delta in (Started(1), Opened(0, Kind.CALL, name), Closed(), Finished("tool_calls")):
+        emitter.feed(delta)
+    output: list[dict[str, Any]] = emitter.result()["output"]
+    return output
+
+
+def test_the_only_tool_is_the_one_that_was_called() -> None:
+    items = [ASKED, {"id": "fc_1"}, result("r")]
+    asked = request(input=items, tools=[{"type": "function", "name": "only"}])
+    assert asked.turn.messages[1] == Call("c1", "only", "{}")
+    assert asked.notes == (
+        "input[1] refers to 'fc_1', which is not stored: left out",
+        "input[2] answers a call that is not stored",
+    )
+
+
+def test_nulls_are_as_absent() -> None:
+    refused = {name for name, *_ in UNSUPPORTED_FIELDS}
+    nulls = dict.fromkeys(refused | ResponsesBody.model_fields.keys() - {"model", "input"})
+    assert request(**nulls) == request()
+
+
+def test_the_servers_defaults() -> None:
+    asked = turn(defaults=SERVER)
+    assert (asked.effort, asked.identity, asked.date, asked.builtin_tools) == (
+        Effort.HIGH,
+        "You are Ada.",
+        "2025-08-05",
+        ("python",),
+    )
+    document = request(SERVER).emitter(INFO).document()
+    assert document["reasoning"] == {"effort": "high", "summary": None}
+
+
+@pytest.mark.parametrize(
+    ("fields", "store", "background", "stream"),
+    [
+        ({}, True, False, False),
+        ({"store": None, "background": None, "stream": None}, True, False, False),
+        ({"store": False, "stream": True}, False, False, True),
+        ({"background": True, "store": True}, True, True, False),
+    ],
+)
+def test_how_it_is_to_be_answered(
+    fields: dict[str, Any], store: bool, background: bool, stream: bool
+) -> None:
+    asked = request(**fields)
+    assert (asked.store, asked.background, asked.stream) == (store, background, stream)
+
+
+IGNORED: list[dict[str, Any]] = [
+    {"parallel_tool_calls": True, "max_tool_calls": 3, "truncation": "auto"},
+    {"metadata": {f"{number:064}": "v" * 512 for number in range(16)}},
+    {"moderation": None, "prompt_cache_options": {"mode": "explicit", "prewarm": False}},
+    {"metadata": {"a": "b"}, "prompt_cache_key": "k", "safety_identifier": "s", "user": "u"},
+    {"client_metadata": {"x": [1]}, "service_tier": "flex", "include": ["web_search_call.results"]},
+    {"reasoning": {"summary": "auto", "context": "auto"}, "stream_options": {"x": 1}},
+    {"top_logprobs": 0, "type": "response.create"},
+]
+
+
+@pytest.mark.parametrize("fields", IGNORED)
+def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
+    assert turn(**fields) == turn()
+
+
+GUILTY: list[tuple[Any, str | None]] = [
+    ([], None),
+    ("x", None),
+    ({"input": "x"}, "model"),
+    ({"model": "", "input": "x"}, "model"),
+    ({"model": "m"}, "input"),
+    ({"model": "m", "input": None}, "input"),
+    *(
+        ({"model": "m", "input": value}, param)
+        for value, param in [
+            ([{"type": "compaction_trigger"}, ASKED], "input[0]"),
+            ([ASKED, {"type": "compaction_trigger"}, {"type": "compaction_trigger"}], "input[1]"),
+            ([ASKED, {"type": "compaction_trigger"}, {"type": "web_search_call"}], "input[1]"),
+            ([{"type": "compaction_trigger"}], "input"),
+            (5, "input"),
+            ({}, "input"),
+            ([], "input"),
+            ([thought()], "input"),
+            ([5], "input[0]"),
+            ([{}], "input[0].type"),
+            ([{"type": 5}], "input[0].type"),
+            ([{"type": "message", "content": "a"}], "input[0].role"),
+            ([message("tool", "a")], "input[0].role"),
+            ([message("user", None)], "input[0].content"),
+            ([message("user", 5)], "input[0].content"),
+            ([message("user", ["a"])], "input[0].content[0]"),
+            ([message("user", [{}])], "input[0].content[0].type"),
+            ([message("user", [{"type": "input_text"}])], "input[0].content[0].text"),
+            ([message("user", [*text("a"), {"type": "input_text", "text": 5}])],
+             "input[0].content[1].text"),
+            ([message("user", [*text("a"), {"type": "hologram"}])], "input[0].content[1]"),
+            ([message("assistant", [{"type": "refusal"}])], "input[0].content[0].refusal"),
+            ([ASKED, thought(summary="a")], "input[1].summary"),
+            ([ASKED, thought(encrypted_content=5)], "input[1].encrypted_content"),
+            ([ASKED, call(5)], "input[1].arguments"),
+            ([ASKED, call(name=None)], "input[1].name"),
+            ([ASKED, call(name="")], "input[1].name"),
+            ([ASKED, call(key=None)], "input[1].call_id"),
+            ([ASKED, {"type": "custom_tool_call", "call_id": "c", "name": "f"}], "input[1].input"),
+            ([ASKED, result(5)], "input[1].output"),
+            ([ASKED, result("r", key="")], "input[1].call_id"),
+            (
+                [ASKED, {"type": "web_search_call"}, result("r", key=None)],  # type: ignore[arg-type]
+                "input[2].call_id",
+            ),
+            ([ASKED, {"type": "item_reference"}], "input[1].id"),
+            ([ASKED, {"type": "additional_tools", "tools": [FIND]},
+              {"type": "configuration_update", "reasoning": {"effort": "huge"}}],
+             "input[2].reasoning.effort"),
+            ([ASKED, {"type": "configuration_update", "text": {"format": {
+                "type": "json_schema"}}}], "input[1].text.format.schema"),
+            ([ASKED, {"type": "additional_tools"}], "input[1].tools"),
+            ([ASKED, {"type": "additional_tools", "tools": [FIND, FIND]}], "input[1].tools[1]"),
+            ([{"type": "additional_tools", "tools": [FIND]}], "input"),
+            ([ASKED, searched(), found({"type": "function"})], "input[2].tools[0].name"),
+            ([ASKED, searched(), {**found(), "tools": None}], "input[2].tools"),
+        ]
+    ),
+    *(
+        ({"model": "m", "input": "x", **fields}, param)
+        for fields, param in [
+            ({"instructions": 5}, "instructions"),
+            ({"instructions": [ASKED]}, "instructions"),
+            ({"stream": "yes"}, "stream"),
+            ({"previous_response_id": 5}, "previous_response_id"),
+            ({"reasoning": "high"}, "reasoning"),
+            ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+            ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+            ({"reasoning_effort": "no"}, "reasoning_effort"),
+            ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
+            ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+            ({"text": {"verbosity": "mute"}}, "text.verbosity"),
+            ({"max_output_tokens": 0}, "max_output_tokens"),
+            ({"max_output_tokens": 2.5}, "max_output_tokens"),
+            ({"temperature": 3}, "temperature"),
+            ({"temperature": float("nan")}, "temperature"),
+            ({"top_p": -1}, "top_p"),
+            ({"metadata": {"a": 1}}, "metadata.a"),
+            ({"include": "x"}, "include"),
+            ({"top_logprobs": 21}, "top_logprobs"),
+            ({"logprobs": True}, "logprobs"),
+            ({"frequency_penalty": 3}, "frequency_penalty"),
+            ({"seed": 2**64}, "seed"),
+            ({"conversation": "c", "previous_response_id": "r"}, "conversation"),
+            ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+            ({"truncation": "some"}, "truncation"),
+            ({"background": True, "store": False}, "background"),
+            ({"tools": {}}, "tools"),
+            ({"tools": [5]}, "tools[0]"),
+            ({"tools": [{}]}, "tools[0].type"),
+            ({"tools": [{"type": "function"}]}, "tools[0].name"),
+            ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
+            ({"tools": [{"type": "function", "name": "f", "parameters": []}]},
+             "tools[0].parameters"),
+            ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0].name"),
+            ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+            ({"tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools"),
+            ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name"),
+            ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function"}]}]},
+             "tools[0].tools[0].name"),
+            ({"metadata": {str(number): "" for number in range(17)}}, "metadata"),
+            ({"metadata": {"k" * 65: ""}}, "metadata"),
+            ({"metadata": {"k": "v" * 513}}, "metadata"),
+            ({"user": "u" * 2**22}, "user"),
+            ({"instructions": "a " * 2**21}, "instructions"),
+            ({"tools": [{"type": "custom", "name": "f", "x": ["y" * 2**12] * 2**10}]}, "tools"),
+            ({"moderation": {"model": "omni"}}, "moderation"),
+            ({"prompt_cache_options": {"prewarm": True}}, "prompt_cache_options"),
+            ({"structured_outputs": {"json": {}}}, "structured_outputs"),
+            ({"thinking_token_budget": -2}, "thinking_token_budget"),
+            ({"tools": [{"type": "custom", "name": "f", "format": {
+                "type": "grammar", "syntax": "peg", "definition": "a"}}]},
+             "tools[0].format.syntax"),
+            ({"tools": [{"type": "custom", "name": "f", "format": {"type": "grammar"}}]},
+             "tools[0].format.definition"),
+            ({"tools": [{"type": "custom", "name": "f", "format": {"type": "regex"}}]},
+             "tools[0].format.type"),
+            ({"tools": [{"type": "function", "name": "f", "strict": "yes"}]}, "tools[0].strict"),
+            ({"tools": [{"type": "tool_search", "execution": "client"}] * 2}, "tools[1]"),
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
+            ({"tool_choice": {"type": "allowed_tools", "mode": "required"}}, "tool_choice"),
+            ({"tool_choice": {"type": "allowed_tools", "mode": "auto",
+                              "tools": [{"type": "function", "name": "f"}]}},
+             "tool_choice.tools[0]"),
+            ({"tool_choice": 5}, "tool_choice"),
+        ]
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("body", "param"), GUILTY)
+def test_the_guilty_field_is_named(body: Any, param: str | None) -> None:
+    error = guilty(body)
+    assert error.param == param
+    assert error.message
+
+
+# --- Recorded requests of real clients.
+
+
+def recorded(name: str) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads((DATA / f"responses-{name}.json").read_text())["body"]
+    return body
+
+
+def test_codex() -> None:
+    asked = read(recorded("codex-turn2"), Defaults(), SEAL)
+    call = Call("call_d746d1f5237146538418f32d", "exec_command", '{"cmd": "echo marker-$((40+2))"}')
+    assert asked.turn.messages == (
+        Instructions("(16979 characters of text)"),
+        Instructions("(2136 characters of text)(362 characters of text)"),
+        notice(["web_search"]),
+        User("(379 characters of text)"),
+        User("Please run it"),
+        Reasoning("I should run the shell."),
+        Preamble("Running the command."),
+        call,
+        Result(call.id, "(114 characters of text)", "input[7]"),
+    )
+    assert [tool.name for tool in asked.turn.tools] == [
+        "exec_command",
+        "write_stdin",
+        "request_user_input",
+        "view_image",
+        "multi_agent_v1__close_agent",
+        "multi_agent_v1__resume_agent",
+        "multi_agent_v1__send_input",
+        "multi_agent_v1__spawn_agent",
+        "multi_agent_v1__wait_agent",
+        "get_goal",
+        "create_goal",
+        "update_goal",
+    ]
+    assert (asked.stream, asked.store, asked.notes) == (True, False, ())
+
+
+def test_codex_with_a_freeform_tool() -> None:
+    asked = read(recorded("codex-custom-turn2"), Defaults(), SEAL)
+    key = "call_72700a5824bf49eb9a0145e2"
+    patch = "*** Begin Patch\\n*** Add File: made.txt\\n+hello\\n*** End Patch\\n"
+    assert asked.turn.messages[2] == notice(["web_search"])
+    assert asked.turn.messages[5:] == (
+        Reasoning("I should patch."),
+        Call(key, "apply_patch", f'{{"input":"{patch}"}}'),
+        Result(key, "(91 characters of text)", "input[6]"),
+    )  # fmt: skip
+    assert "tool_search" in [tool.name for tool in asked.turn.tools]
+    (tool,) = (tool for tool in asked.turn.tools if tool.name == "apply_patch")
+    assert tool.syntax == Syntax("lark", "(578 characters of text)")
+    assert tool.description == (
+        "(108 characters of text)\n\n"
+        "The input must match this lark grammar:\n(578 characters of text)"
+    )
+    assert asked.notes == ("input[4].encrypted_content was not encrypted by this server: ignored",)
+
+
+def test_opencode() -> None:
+    asked = read(recorded("opencode-turn2"), Defaults(), SEAL)
+    key = "call_345bf47beb8549118212d017"
+    assert asked.turn.messages == (
+        Instructions("(9540 characters of text)"),
+        User('"Please run it"'),
+        Preamble("Running the command."),
+        Call(key, "bash", '{"command":"echo marker-$((40+2))","description":"Echo a marker"}'),
+        Result(key, "marker-42\n", "input[4]"),
+    )
+    assert asked.turn.limits == LIMITS(8192)
+    assert len(asked.turn.tools) == 10
+
+
+@pytest.mark.parametrize("name", ["codex-turn1", "codex-custom-turn1"])
+def test_first_turns(name: str) -> None:
+    asked = read(recorded(name), Defaults(), SEAL)
+    kinds = [type(message) for message in asked.turn.messages]
+    assert kinds == [Instructions, Instructions, Instructions, User, User]
+
+
+# --- Input items, read back.
+
+
+def test_input_items() -> None:
+    items = [
+        {"role": "user", "content": "Hi"},
+        assistant("Hello", id="msg_1", phase="final_answer"),
+        message("user", text("a")),
+        call(),
+        result("r"),
+        {"type": "web_search_call", "id": "ws_1", "status": "failed"},
+        {"type": "something_new"},
+    ]
+    listed = request(input=items).input_items(INFO)
+    assert listed == [
+        {"id": "msg_0123456789abcdef01238000", "type": "message", "role": "user",
+         "status": "completed", "content": text("Hi")},
+        {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed",
+         "phase": "final_answer",
+         "content": [{"type": "output_text", "text": "Hello", "annotations": []}]},
+        {"id": "msg_0123456789abcdef01238002", **message("user", text("a")),
+         "status": "completed"},
+        {"id": "fc_0123456789abcdef01238003", **call(), "status": "completed"},
+        {"id": "fco_0123456789abcdef01238004", **result("r"), "status": "completed"},
+        {"type": "web_search_call", "id": "ws_1", "status": "failed"},
+        {"type": "something_new", "id": "item_0123456789abcdef01238006"},
+    ]  # fmt: skip
+
+
+def test_a_string_is_an_item_too() -> None:
+    (item,) = request().input_items(INFO)
+    assert (item["role"], item["content"]) == ("user", text("Hello"))
+
+
+MANY = [{"id": f"msg_{number}"} for number in range(30)]
+
+PAGES: list[tuple[dict[str, str], range, bool]] = [
+    ({}, range(29, 9, -1), True),
+    ({"order": "asc"}, range(20), True),
+    ({"order": "asc", "after": "msg_19"}, range(20, 30), False),
+    ({"order": "asc", "limit": "1", "after": "msg_3"}, range(4, 5), True),
+    ({"order": "desc", "limit": "100"}, range(29, -1, -1), False),
+    ({"order": "asc", "after": "msg_29"}, range(0), False),
+    ({"order": "", "after": "", "limit": ""}, range(29, 9, -1), True),
+]
+
+
+@pytest.mark.parametrize(("query", "numbers", "more"), PAGES)
+def test_pages(query: dict[str, str], numbers: range, more: bool) -> None:
+    ids = [f"msg_{number}" for number in numbers]
+    assert page(MANY, query) == {
+        "object": "list",
+        "data": [{"id": key} for key in ids],
+        "first_id": ids[0] if ids else "",
+        "last_id": ids[-1] if ids else "",
+        "has_more": more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("param", "value"),
+    [("order", "up"), ("limit", "0"), ("limit", "101"), ("limit", "x"), ("limit", "²"),
+     ("limit", "9" * 5000), ("after", "msg_30")],
+)  # fmt: skip
+def test_a_page_that_is_not_there(param: str, value: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        page(MANY, {param: value})
+    assert (caught.value.param, caught.value.status) == (param, 400)
+
+
+# --- Whatever is sent.
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(
+    sorted(
+        {"text", "refusal"}.union(
+            *(m.model_fields for m in (*ITEM_MODELS.values(), *TOOLS.values(), ToolChoice))
+        )
+    )
+)
+WORDS = st.sampled_from(
+    [*ITEM_MODELS, *TOOLS, "user", "assistant", "input_text", "refusal", "allowed_tools", "auto"]
+)
+SHAPED = st.recursive(
+    VALUES | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5),
+    max_leaves=12,
+)
+FIELD_NAMES = st.sampled_from(
+    [*ResponsesBody.model_fields, *(name for name, *_ in UNSUPPORTED_FIELDS), "unknown"]
+)
+
+
+@given(VALUES)
+def test_any_json_is_read_or_refused(body: Any) -> None:
+    with suppress(RequestError):
+        read(body, Defaults(), SEAL)
+
+
+@given(st.dictionaries(FIELD_NAMES, SHAPED, max_size=6))
+def test_any_fields_are_read_or_refused(fields: dict[str, Any]) -> None:
+    with suppress(RequestError):
+        read({"model": "m", "input": "x", **fields}, Defaults(), SEAL)
+
+
+@given(st.lists(st.dictionaries(KEYS, SHAPED | WORDS, max_size=7), max_size=4))
+def test_any_items_are_read_or_refused(items: list[Any]) -> None:
+    with suppress(RequestError):
+        request(input=[ASKED, *items]).input_items(INFO)

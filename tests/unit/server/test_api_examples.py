@@ -1,0 +1,99 @@
+"""The commands of docs/api.md and what they print: each is run, by an application in this process.
+
+Ids, times, digits of durations and numbers of tokens differ from run to run or with the prompt;
+everything else is as it stands on the page.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from fakes import KEY, MODEL, Alone, DecidingEngine
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.app import application
+
+PAGE = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text("utf-8")
+SERVER = "http://127.0.0.1:8000"
+SCRIPTS = {
+    "What is in Oslo?": "<|channel|>analysis<|message|>Art.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>A museum of Munch.<|return|>",
+}
+LIKELY = {
+    "Which label": {"A": 0.0125, "B": 0.9781, "C": 0.0094},
+    "answered today": {"A": 0.1354, "B": 0.8646},
+}
+_EXAMPLE = re.compile(r"^```sh\n(curl .*?)^```\n\n```json\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Example:
+    """Commands of the page, and what the last one prints."""
+
+    commands: str
+    printed: Any
+
+    @property
+    def requests(self) -> Iterator[tuple[str, str, str | None]]:
+        """The method, path and body of each."""
+        for command in re.split(r"^(?=curl )", self.commands, flags=re.MULTILINE)[1:]:
+            words = shlex.split(command.replace("\\\n", ""))
+            body = words[words.index("-d") + 1] if "-d" in words else None
+            method = "POST" if body else "GET"
+            if "-X" in words:
+                method = words[words.index("-X") + 1]
+            (url,) = (word for word in words if word.startswith(SERVER))
+            yield method, url.removeprefix(SERVER), body
+
+
+EXAMPLES = [Example(commands, json.loads(shown)) for commands, shown in _EXAMPLE.findall(PAGE)]
+
+
+class Known(Alone):
+    """A host that knows the context length of its model."""
+
+    async def models(self) -> dict[str, Any]:
+        listed = await super().models()
+        listed["data"][0] |= {"max_model_len": 131_072, "owned_by": "vllm-mlx"}
+        return listed
+
+
+def comparable(value: Any, name: str = "") -> Any:
+    """``value`` without what differs from run to run."""
+    if isinstance(value, dict):
+        return {key: comparable(inner, key) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [comparable(inner, name) for inner in value]
+    if _TIME.search(name) or (name == "id" and value != MODEL) or name.endswith("_count"):
+        return type(value).__name__
+    return round(value, 4) if isinstance(value, float) else value
+
+
+_TIME = re.compile(r"_duration$|^created|_at$")
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: next(example.requests)[1])
+def test_an_example(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    app = application(Known(DecidingEngine(SCRIPTS, 3, likely=LIKELY)))
+    with TestClient(app, base_url="http://localhost") as client:
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        for method, path, body in example.requests:
+            response = client.request(method, path, content=body)
+            assert response.status_code == 200, response.text
+    assert comparable(response.json()) == comparable(example.printed)
+
+
+def test_there_are_examples() -> None:
+    assert EXAMPLES

@@ -1,0 +1,280 @@
+"""OpenAI's conversations through the official client, in memory and in a file."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("openai")
+
+import openai
+from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from official_clients import clients
+from starlette.testclient import TestClient
+from test_front_end import CALL, SAID
+from test_front_end import SCRIPTS as FRONT_END
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.errors import RequestError
+from vllm_mlx_harmony.server import enforcement, settings
+from vllm_mlx_harmony.server.answers import AnswerKey
+from vllm_mlx_harmony.server.front_end import installed_in
+from vllm_mlx_harmony.server.storage import conversations
+
+SCRIPTS = {
+    **FRONT_END,
+    "Hello!": "<|channel|>analysis<|message|>They greet.<|end|><|start|>assistant"
+    "<|channel|>final<|message|>Good day.<|return|>",
+    "And now?": "<|channel|>final<|message|>Still here.<|return|>",
+}
+WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": False}
+SYSTEM = {"type": "message", "role": "developer", "content": "Be brief."}
+
+
+@pytest.fixture(params=["memory", "file"], autouse=True)
+def _stored(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    if request.param == "file":
+        monkeypatch.setenv(settings.variable("store"), str(tmp_path / "responses.db"))
+
+
+@pytest.fixture
+def host() -> Alone:
+    return Alone(ScriptedEngine(SCRIPTS, 3))
+
+
+@pytest.fixture
+def wire(host: Alone) -> Iterator[TestClient]:
+    with TestClient(host.app, base_url="http://localhost") as client:
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        yield client
+
+
+def run(test: Callable[[Any], Awaitable[None]], host: Alone, key: str = KEY) -> None:
+    """Runs ``test`` with the official client."""
+
+    async def running() -> None:
+        client, _ = clients(host, key)
+        await test(client)
+
+    asyncio.run(asyncio.wait_for(running(), 60))
+
+
+async def answer(client: Any, *, stream: bool, **asked: Any) -> Any:
+    if not stream:
+        return await client.responses.create(model=MODEL, **asked)
+    async with client.responses.stream(model=MODEL, **asked) as events:
+        return await events.get_final_response()
+
+
+def test_a_conversation_and_its_items(host: Alone) -> None:
+    async def test(client: Any) -> None:
+        made = await client.conversations.create(metadata={"topic": "demo"}, items=[SYSTEM])
+        assert made.object == "conversation"
+        assert await client.conversations.retrieve(made.id) == made
+        changed = await client.conversations.update(made.id, metadata={"topic": "other"})
+        assert changed.metadata == {"topic": "other"}
+        assert (changed.id, changed.created_at) == (made.id, made.created_at)
+
+        user = {"type": "message", "role": "user", "content": "Hello!"}
+        added = await client.conversations.items.create(made.id, items=[user, user])
+        assert [each.content[0].text for each in added.data] == ["Hello!"] * 2
+        assert added.first_id != added.last_id
+        listed = [each async for each in client.conversations.items.list(made.id, limit=1)]
+        assert [each.role for each in listed] == ["user", "user", "developer"]
+        assert listed[0].id == added.last_id
+        found = await client.conversations.items.retrieve(added.last_id, conversation_id=made.id)
+        assert found == added.data[1]
+        left = await client.conversations.items.delete(added.last_id, conversation_id=made.id)
+        assert left == changed
+        page = await client.conversations.items.list(made.id, order="asc")
+        assert [each.id for each in page.data] == [listed[2].id, added.first_id]
+
+        gone = await client.conversations.delete(made.id)
+        assert (gone.id, gone.deleted, gone.object) == (made.id, True, "conversation.deleted")
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.conversations.retrieve(made.id)
+        assert missing.value.code == "conversation_not_found"
+
+    run(test, host)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses_of_a_conversation(host: Alone, stream: bool) -> None:
+    """Each sees what was said before, and is added; reasoning is one of its items."""
+
+    async def test(client: Any) -> None:
+        made = await client.conversations.create(items=[SYSTEM])
+        first = await answer(client, stream=stream, input="Hello!", conversation=made.id)
+        assert first.conversation.id == made.id
+        assert first.output_text == "Good day."
+        again = await answer(
+            client, stream=stream, input="And now?", conversation={"id": made.id}, store=False
+        )
+        assert again.output_text == "Still here."
+        page = await client.conversations.items.list(made.id, order="asc")
+        assert [each.type for each in page.data] == [
+            *("message", "message", "reasoning", "message"),
+            *("message", "message"),
+        ]
+        texts = [each.content[0].text for each in page.data if each.type == "message"]
+        assert texts == ["Be brief.", "Hello!", "Good day.", "And now?", "Still here."]
+        assert [each.id for each in page.data[2:4]] == [each.id for each in first.output]
+        own = await client.responses.input_items.list(first.id)
+        assert [each.content[0].text for each in own.data] == ["Hello!"]
+
+    run(test, host)
+    prompt = vocab.encoding().decode(list(host.engine.prompts[-1]))  # type: ignore[attr-defined]
+    assert "Be brief." in prompt
+    assert prompt.endswith(
+        "<|start|>user<|message|>Hello!<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Good day.<|end|>"
+        "<|start|>user<|message|>And now?<|end|><|start|>assistant"
+    )
+    assert host.lent == 0
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_tool_loop_in_a_conversation(host: Alone, stream: bool) -> None:
+    """The prompt goes on exactly where the model stopped."""
+
+    async def test(client: Any) -> None:
+        made = await client.conversations.create()
+        asked: Any = {"conversation": made.id, "tools": [WEATHER], "stream": stream}
+        first = await answer(client, **asked, input="How is the weather?")
+        call = first.output[-1]
+        result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
+        second = await answer(client, **asked, input=[result])
+        assert second.output_text == SAID
+
+    run(test, host)
+    first, second = host.engine.prompts  # type: ignore[attr-defined]
+    said = (*first, *ids(CALL))
+    assert second[: len(said)] == said
+
+
+def test_input_may_be_left_out(host: Alone) -> None:
+    async def test(client: Any) -> None:
+        user = {"type": "message", "role": "user", "content": "Hello!"}
+        made = await client.conversations.create(items=[user])
+        assert (await answer(client, stream=False, conversation=made.id)).output_text == "Good day."
+        empty = await client.conversations.create()
+        with pytest.raises(openai.BadRequestError, match="input"):
+            await answer(client, stream=False, conversation=empty.id)
+
+    run(test, host)
+
+
+def test_tenants_are_apart(host: Alone) -> None:
+    """And ids of conversations are no ids of responses."""
+    host.authenticate = _anybody  # type: ignore[method-assign]
+
+    async def test(client: Any) -> None:
+        made = await client.conversations.create(items=[SYSTEM])
+        other = client.with_options(api_key="other")
+        for asked in (
+            other.conversations.retrieve(made.id),
+            other.conversations.items.create(made.id, items=[SYSTEM]),
+            other.conversations.delete(made.id),
+            other.responses.create(model=MODEL, input="Hello!", conversation=made.id),
+            client.responses.retrieve(made.id),
+            client.responses.create(model=MODEL, input="Hello!", previous_response_id=made.id),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await asked
+        assert len((await client.conversations.items.list(made.id)).data) == 1
+
+    run(test, host)
+
+
+async def _anybody(connection: Any) -> None:
+    """Every key is right."""
+
+
+def test_what_fails_is_not_added(host: Alone) -> None:
+    async def test(client: Any) -> None:
+        made = await client.conversations.create()
+        with pytest.raises(openai.BadRequestError):
+            await answer(client, stream=False, conversation=made.id, input="Hello!", top_p=2)
+        assert (await client.conversations.items.list(made.id)).data == []
+        first = await answer(client, stream=False, input="Hello!")
+        with pytest.raises(openai.BadRequestError, match="cannot be combined") as both:
+            await answer(
+                client,
+                stream=False,
+                conversation=made.id,
+                previous_response_id=first.id,
+                input="And now?",
+            )
+        assert both.value.param == "conversation"
+
+    run(test, host)
+
+
+def test_one_that_is_deleted_meanwhile(host: Alone) -> None:
+    """The response ends, and the conversation remains deleted."""
+    stored = installed_in(host.app).responses.conversations
+    key = AnswerKey("conv_1", "tenant")
+    stored.append(key, [{"id": "msg_1", "type": "message"}])
+    with pytest.raises(RequestError) as missing:
+        stored.find(key)
+    assert missing.value.status == 404
+
+
+def test_one_may_not_grow_without_end(wire: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_ITEMS", 2)
+    key = wire.post("/v1/conversations", json={"items": [SYSTEM, SYSTEM]}).json()["id"]
+    response = wire.post(f"/v1/conversations/{key}/items", json={"items": [SYSTEM]})
+    assert response.status_code == 413
+    body = {"model": MODEL, "input": "Hello!", "conversation": key}
+    assert wire.post("/v1/responses", json=body).status_code == 200
+    assert len(wire.get(f"/v1/conversations/{key}/items").json()["data"]) == 2
+
+
+def test_keys_and_methods(wire: TestClient) -> None:
+    for path in ("/v1/conversations", "/v1/conversations/conv_1/items"):
+        refused = wire.post(path, json={}, headers={"Authorization": "Bearer wrong"})
+        assert refused.status_code == 401
+        put = wire.put(path)
+        assert (put.status_code, put.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+OUTPUT = {"type": "function_call_output", "call_id": "call_1", "output": "x"}
+ERRORS: list[tuple[object, str | None]] = [
+    ({"items": "x"}, "items"),
+    ({"items": [{"type": "message", "role": "user"}]}, "items[0].content"),
+    ({"items": [SYSTEM, {"type": "message", "role": "nobody"}]}, "items[1].role"),
+    ({"items": [{"type": "item_reference", "id": "msg_1"}]}, "items[0]"),
+    ({"items": [SYSTEM, {"type": "compaction_trigger"}]}, "items[1]"),
+    ([], None),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), ERRORS)
+def test_errors_name_the_field(wire: TestClient, body: Any, param: str | None) -> None:
+    key = wire.post("/v1/conversations", json={}).json()["id"]
+    for path in ("/v1/conversations", f"/v1/conversations/{key}/items"):
+        response = wire.post(path, json=body)
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["param"] == param
+    assert wire.post(f"/v1/conversations/{key}", json={}).status_code == 400
+    missing = wire.get(f"/v1/conversations/{key}/items/msg_1")
+    assert (missing.status_code, missing.json()["error"]["param"]) == (404, "item_id")
+    reference = {"model": MODEL, "input": "Hello!", "conversation": {}}
+    assert wire.post("/v1/responses", json=reference).json()["error"]["param"] == "conversation.id"
+
+
+def test_errors_of_a_response_name_its_own_input(wire: TestClient) -> None:
+    key = wire.post("/v1/conversations", json={"items": [SYSTEM]}).json()["id"]
+    body = {"model": MODEL, "input": [OUTPUT], "conversation": key}
+    assert wire.post("/v1/responses", json=body).json()["error"]["param"] == "input[0]"
+    trigger = [{"role": "user", "content": "x"}, {"type": "compaction_trigger"}]
+    refused = wire.post("/v1/responses", json={**body, "input": trigger}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("conversation", "unsupported_value")

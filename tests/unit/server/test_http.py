@@ -1,0 +1,318 @@
+"""Requests that no API is asked for, keys, time limits: HTTP around the three APIs, in process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from starlette.requests import HTTPConnection, Request
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
+from vllm_mlx_harmony.server import body as body_module
+from vllm_mlx_harmony.server import (
+    enforcement,
+    serving,
+    streams,
+)
+from vllm_mlx_harmony.server.answers import SHUTTING_DOWN
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.front_end import front_end_of, installed_in
+from vllm_mlx_harmony.server.host import Deadline, Lease
+from vllm_mlx_harmony.server.observer import Observed
+
+SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
+MESSAGES: dict[str, Any] = {**CHAT, "max_tokens": 100}
+
+
+@pytest.fixture(autouse=True)
+def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+
+
+def client(host: Alone, **headers: str) -> TestClient:
+    headers = headers or {"Authorization": f"Bearer {KEY}"}
+    return TestClient(host.app, base_url="http://localhost", headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/foo"),
+        ("POST", "/v1/chat/completions/"),
+        ("POST", "/v1/chat"),
+        ("GET", "/v1/responses/resp_x/nothing"),
+        ("POST", "/v1/messages/batches"),
+        ("GET", "/"),
+    ],
+)
+@pytest.mark.parametrize("key", [KEY, "wrong"])
+def test_an_unknown_path_is_an_error_of_the_api(method: str, path: str, key: str) -> None:
+    """Nothing is redirected: a client would lose its body, or send it twice."""
+    asking = client(Alone(ScriptedEngine(SCRIPTS)), authorization=f"Bearer {key}")
+    answer = asking.request(method, path, json=CHAT, follow_redirects=False)
+    if path == "/":  # there is a HEAD, for Claude Code
+        assert (answer.status_code, answer.headers["allow"]) == (405, "HEAD")
+        return
+    assert answer.status_code == 404
+    error = answer.json()["error"]
+    assert path in error["message"]
+    if path.startswith("/v1/messages"):
+        assert error["type"] == "not_found_error"
+        assert answer.headers["request-id"] == answer.json()["request_id"]
+    else:
+        assert (error["type"], error["code"], error["param"]) == (
+            "invalid_request_error",
+            "not_found",
+            None,
+        )
+
+
+class Counts(Alone):
+    """A host that counts how often it is asked for a key."""
+
+    authenticated = 0
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        self.authenticated += 1
+        await super().authenticate(connection)
+
+
+RIGHT, WRONG, ODD = f"Bearer {KEY}", "Bearer wrong", "Bearer sécret".encode()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Authorization": RIGHT}, 200),
+        ({"x-api-key": KEY}, 200),
+        ({"Authorization": RIGHT, "x-api-key": KEY}, 200),
+        ({"Authorization": RIGHT, "x-api-key": "wrong"}, 200),
+        ({"Authorization": WRONG, "x-api-key": KEY}, 200),
+        ({"Authorization": ODD, "x-api-key": KEY}, 200),
+        ({"Authorization": WRONG, "x-api-key": "wrong"}, 401),
+        ({"Authorization": WRONG}, 401),
+    ],
+)
+def test_a_key_is_checked_once(headers: dict[str, Any], status: int) -> None:
+    """A host counts and logs what it rejects."""
+    host = Counts(ScriptedEngine(SCRIPTS))
+    asking = TestClient(host.app, base_url="http://localhost", headers=headers)
+    assert asking.post("/v1/messages", json=MESSAGES).status_code == status
+    assert host.authenticated == 1
+
+
+class Slow(ScriptedEngine):
+    """Takes ten seconds, and never longer than 0.1 seconds for an id."""
+
+    async def generate(self, request: GenerationRequest) -> Steps:
+        for _ in range(100):
+            yield Step(ids("Hm"))
+            await asyncio.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/messages", MESSAGES)]
+)
+def test_a_timeout_is_counted_as_one(path: str, body: dict[str, Any]) -> None:
+    """The limit of an answer that is not streamed ends it while it is generated."""
+    host = Alone(Slow(SCRIPTS), seconds=0.5)
+    answer = client(host).post(path, json=body)
+    assert answer.status_code == 504
+    assert "timed out" in answer.text
+    assert [each.results[0] for each in host.trackers] == ["timeout"]
+    assert host.lent == 0
+
+
+class Watches(Alone):
+    """A host that waits for the client's disconnection while it loads a model."""
+
+    async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
+        messages: list[str] = []
+
+        async def gone() -> None:
+            while len(messages) < 9 and "http.disconnect" not in messages:
+                messages.append((await request.receive())["type"])
+
+        await _for(0.1, gone())
+        assert len(messages) < 2, messages
+        return await super().acquire(request, model, deadline)
+
+
+async def _for(seconds: float, waiting: Awaitable[None]) -> None:
+    try:
+        await asyncio.wait_for(waiting, seconds)
+    except TimeoutError:
+        return
+
+
+def test_what_fails_as_a_lease_ends_does_not_stop_the_rest() -> None:
+    ended: list[int] = []
+
+    async def ending(number: int) -> None:
+        ended.append(number)
+        if number < 2:
+            raise OSError("a bug")
+
+    lease = Lease(None, "", Deadline(1.0, 1.0), lambda: ending(0))
+    for number in (2, 1):
+        lease.endings.push_async_callback(ending, number)
+    with pytest.raises(OSError, match="a bug"):
+        asyncio.run(lease.release())
+    asyncio.run(lease.release())
+    assert ended == [0, 1, 2]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("handed_over", [False, True])
+def test_a_lease_is_released_at_the_end_of_its_block_or_handed_over(
+    handed_over: bool, fails: bool
+) -> None:
+    releases: list[str] = []
+
+    async def give_back() -> None:
+        releases.append("released")
+
+    async def test() -> None:
+        async with Lease(ScriptedEngine({}), "", Deadline(1.0, 1.0), give_back) as lease:
+            if handed_over:
+                lease.hand_over()
+            if fails:
+                raise KeyError
+
+    with pytest.raises(KeyError) if fails else nullcontext():
+        asyncio.run(test())
+    assert releases == ([] if handed_over else ["released"])
+
+
+def test_a_host_may_wait_for_a_websockets_disconnection() -> None:
+    with client(Watches(ScriptedEngine(SCRIPTS))).websocket_connect("/v1/responses") as socket:
+        socket.send_json({"type": "response.create", "model": MODEL, "input": "Hello!"})
+        names = [socket.receive_json()["type"]]
+        while names[-1] not in ("response.completed", "error"):
+            names.append(socket.receive_json()["type"])
+    assert names[-1] == "response.completed"
+
+
+def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body_module, "UPLOAD_SECONDS", 0.05)
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        if started:
+            await asyncio.sleep(600)
+        started.append(True)
+        return {"type": "http.request", "body": b'{"model": ', "more_body": True}
+
+    started: list[bool] = []
+    host = Alone(ScriptedEngine(SCRIPTS))
+    headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {KEY}".encode())]
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers,
+             "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
+             "server": ("localhost", 80), "client": ("127.0.0.1", 1)}  # fmt: skip
+    asyncio.run(asyncio.wait_for(application(host)(scope, receive, send), 60))
+    assert sent[0]["status"] == 408
+    assert b"was not received within 0.05 seconds" in sent[1]["body"]
+    assert b"request_timeout" in sent[1]["body"]
+
+
+def test_a_prompt_that_is_too_long_costs_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def constraint_for(*_: Any) -> None:
+        raise AssertionError("a grammar was made")
+
+    monkeypatch.setattr(serving, "constraint_for", constraint_for)
+    got = client(Alone(ScriptedEngine(SCRIPTS, context_length=10))).post(
+        "/v1/chat/completions", json=CHAT
+    )
+    assert (got.status_code, got.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+def test_an_answer_that_begins_during_a_shutdown_fails() -> None:
+    class Slow(Alone):
+        """The shutdown begins while the engine is leased."""
+
+        async def acquire(self, request: Request, *more: Any) -> Lease:
+            front_end_of(request).answers.reject_new(True)
+            return await super().acquire(request, *more)
+
+    got = client(Slow(ScriptedEngine(SCRIPTS))).post("/v1/chat/completions", json=CHAT)
+    assert got.status_code == 503
+    assert got.json()["error"]["code"] == SHUTTING_DOWN
+
+
+class Transport:
+    """What a stream asks of a connection. As uvloop's, it raises once it is closed."""
+
+    def __init__(self, calls_before_closed: int = 100) -> None:
+        self.limits: list[int | None] = []
+        self._left = calls_before_closed
+
+    def is_closing(self) -> bool:
+        return self._left == 0
+
+    def set_write_buffer_limits(self, high: int | None = None) -> None:
+        if self.is_closing():
+            raise RuntimeError("unable to perform operation; the handler is closed")
+        self._left -= 1
+        self.limits.append(high)
+
+
+@pytest.mark.parametrize(("calls_before_closed", "limits"), [(100, [0, None]), (1, [0]), (0, [])])
+def test_a_stream_leaves_a_connection_as_it_was(
+    calls_before_closed: int, limits: list[int | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later answer on it, which has no time limit for its reader, would wait for each write.
+
+    A connection that the client has closed is left alone, and its engine is freed all the same.
+    """
+    transport = Transport(calls_before_closed)
+    monkeypatch.setattr(streams, "transport_of", lambda _: transport)
+    host = Alone(ScriptedEngine(SCRIPTS))
+    got = client(host).post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert got.text.endswith("data: [DONE]\n\n")
+    assert (transport.limits, host.lent) == (limits, 0)
+
+
+class Fails:
+    """An observer of which every method raises, or its making."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_: object) -> None:
+            if name == self._method:
+                raise ValueError(name)
+
+        return call
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("method", ["", "prompt", "step", "events", "whole", "ended"])
+def test_an_observer_that_fails_changes_no_answer(method: str, stream: bool) -> None:
+    host = Alone(ScriptedEngine(SCRIPTS))
+    asking = client(host)
+
+    def make(_: Observed) -> Any:
+        if not method:
+            raise ValueError("no observer")
+        return Fails(method)
+
+    asked = {**CHAT, "stream": stream}
+    installed_in(host.app).observe.append(make)
+    got = asking.post("/v1/chat/completions", json=asked)
+    assert got.status_code == 200
+    assert "Good" in got.text and ("[DONE]" in got.text) is stream
+    assert host.trackers[0].results == ["success"]
+    assert host.lent == 0

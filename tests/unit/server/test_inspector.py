@@ -1,0 +1,528 @@
+"""The inspector's data: what it shows of a request, to whom, and what it must not do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import weakref
+from dataclasses import dataclass, field
+from json import dumps
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("starlette")
+
+from fakes import KEY, Alone, ObedientEngine, ScriptedEngine, ids
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony import inspector
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
+from vllm_mlx_harmony.core.deltas import Progress, Usage
+from vllm_mlx_harmony.core.errors import OutputError
+from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
+from vllm_mlx_harmony.inspector import record, routes
+from vllm_mlx_harmony.inspector.record import Log
+from vllm_mlx_harmony.protocols.events import Event
+from vllm_mlx_harmony.server.answers import shutting_down
+from vllm_mlx_harmony.server.app import application
+from vllm_mlx_harmony.server.body import Document
+from vllm_mlx_harmony.server.front_end import front_end_of, installed_in
+from vllm_mlx_harmony.server.observer import Observed
+from vllm_mlx_harmony.server.settings import ServerSettings
+
+SCRIPT = (
+    "<|channel|>analysis<|message|>A greeting.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Grüß Gott 👋🏽<|return|>"
+)
+OTHER = "another key"
+SECTION = ("Engine", [("in use", 5, "bytes"), ("problem", None, "")])
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "chat_completions": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "Hello!"}]},
+    ),
+    "responses": ("/v1/responses", {"input": "Hello!"}),
+    "anthropic_messages": (
+        "/v1/messages",
+        {"max_tokens": 100, "messages": [{"role": "user", "content": "Hello!"}]},
+    ),
+}
+DATA = ("requests", "events", "server", "requests/x", "requests/x/output")
+
+
+class TwoKeys(Alone):
+    """A host with two keys."""
+
+    async def authenticate(self, connection: HTTPConnection) -> None:
+        keys = {f"Bearer {key}" for key in (KEY, OTHER)}
+        if connection.headers.get("authorization") not in keys:
+            raise HTTPException(401, "Invalid API key")
+
+
+@dataclass
+class Site:
+    """A server with the inspector, and a browser without a key."""
+
+    host: Alone
+    app: Starlette = field(init=False)
+    browser: TestClient = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.app = application(self.host)
+        self.undo = inspector.install(self.app, lambda: [SECTION])
+        self.browser = TestClient(self.app, base_url="http://localhost")
+
+    def ask(self, api: str = "chat_completions", key: str = KEY, **more: Any) -> Any:
+        path, body = BODIES[api]
+        headers = {"authorization": f"Bearer {key}"}
+        client = TestClient(self.app, base_url="http://localhost")
+        return client.post(path, json={"model": "gpt-oss-20b", **body, **more}, headers=headers)
+
+    def get(self, path: str, key: str = KEY) -> Any:
+        headers = {"authorization": f"Bearer {key}"}
+        client = TestClient(self.app, base_url="http://localhost")
+        return client.get(f"/harmony/inspector/{path}", headers=headers)
+
+    def log_in(self, key: str = KEY, **headers: str) -> Any:
+        return self.browser.post("/harmony/inspector/login", json={"key": key}, headers=headers)
+
+    def shut_down_after(self, monkeypatch: pytest.MonkeyPatch, checks: int) -> None:
+        """The shutdown begins after this many checks for one by the inspector, not by the
+        middleware."""
+        answers = installed_in(self.app).answers
+        results = iter([None] * (1 + checks))
+        monkeypatch.setattr(answers, "rejection", lambda: next(results, shutting_down()))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("requests").json()["requests"]
+        return found
+
+
+@pytest.fixture
+def site() -> Site:
+    return Site(TwoKeys(ScriptedEngine({"Hello!": SCRIPT})))
+
+
+# --- What it shows
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("api", BODIES)
+def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bool) -> None:
+    answer = site.ask(api, stream=stream)
+    assert answer.status_code == 200, answer.text
+    (row,) = site.rows
+    assert (row["api"], row["state"], row["stream"]) == (api, "success", stream)
+    assert row["generated"] == len(ids(SCRIPT))
+    assert row["seconds"] >= row["first"] > 0
+    found = site.get(f"requests/{row['id']}").json()
+    assert json.loads(found["body"])["model"] == "gpt-oss-20b"
+    assert found["path"] == BODIES[api][0]
+    assert tuple(found["prompt"]["ids"]) == site.host.engine.prompts[0]  # type: ignore[attr-defined]
+    assert "".join(found["prompt"]["texts"]) == vocab.encoding().decode(found["prompt"]["ids"])
+    output = site.get(f"requests/{row['id']}/output").json()
+    assert tuple(output["ids"]) == ids(SCRIPT)
+    assert "".join(output["texts"]) == SCRIPT
+    assert output["times"] == sorted(output["times"])
+    shown = "".join(output["events"])
+    assert shown == answer.text if stream else json.loads(shown) == answer.json()
+
+
+def test_a_background_response_that_is_not_begun_is_no_request(site: Site) -> None:
+    """Only requests that have ended are dropped, so it would be there for ever."""
+    installed_in(site.app).settings = ServerSettings(background_bytes=-1)
+    assert site.ask("responses", background=True).status_code == 503
+    assert site.rows == []
+
+
+@dataclass
+class Reporting(ScriptedEngine):
+    """It reports that all ids were copied, if it is asked."""
+
+    async def generate(self, request: GenerationRequest) -> Steps:
+        async for step in super().generate(request):
+            yield step._replace(origins="c" * len(step.ids) if request.settings.origins else "")
+
+
+@pytest.mark.parametrize(("engine", "origin"), [(ScriptedEngine, "?"), (Reporting, "c")])
+def test_each_id_has_its_origin(engine: Any, origin: str) -> None:
+    site = Site(TwoKeys(engine({"Hello!": SCRIPT})))
+    site.ask()
+    found = site.get(f"requests/{site.rows[0]['id']}/output?tokens=2").json()
+    assert found["origins"] == origin * (len(ids(SCRIPT)) - 2)
+
+
+def test_what_a_client_has_is_not_sent_again(site: Site) -> None:
+    site.ask(stream=True)
+    path = f"requests/{site.rows[0]['id']}/output"
+    whole = site.get(path).json()
+    rest = site.get(f"{path}?tokens=3&events=2").json()
+    assert rest["ids"] == whole["ids"][3:] and rest["times"] == whole["times"][3:]
+    assert rest["events"] == whole["events"][2:]
+    assert site.get(f"{path}?tokens=x").status_code == 400
+    assert site.get(f"{path}?tokens=-1").json()["ids"] == whole["ids"]
+
+
+def test_changes_come_as_events(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.ask()
+    site.shut_down_after(monkeypatch, 3)
+    monkeypatch.setattr(routes, "SECONDS", 0)
+    answer = site.get("events")
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    name, data = answer.text.strip().split("\n")
+    assert name == "event: all"
+    assert [each["state"] for each in json.loads(data.removeprefix("data: "))] == ["success"]
+
+
+def test_a_silent_stream_has_comments(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.shut_down_after(monkeypatch, 5)
+    monkeypatch.setattr(routes, "SECONDS", 0.01)
+    monkeypatch.setattr(routes, "MAX_SILENCE", 0.02)
+    assert site.get("events").text == "event: all\ndata: []\n\n" + ": \n\n" * 2
+
+
+@pytest.mark.parametrize("by", ["header", "cookie"])
+def test_stream_ends_when_its_key_is_revoked(
+    site: Site, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    authenticate, calls = TwoKeys.authenticate, 0
+
+    async def revoked(host: TwoKeys, connection: HTTPConnection) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise HTTPException(401, "Invalid API key")
+        await authenticate(host, connection)
+
+    site.log_in()
+    monkeypatch.setattr(TwoKeys, "authenticate", revoked)
+    monkeypatch.setattr(routes, "SECONDS", 0.01)
+    events = site.browser.get if by == "cookie" else site.get
+    path = "/harmony/inspector/events" if by == "cookie" else "events"
+    assert events(path).text == "event: all\ndata: []\n\n"
+
+
+def test_the_server(site: Site) -> None:
+    site.ask()
+    refused = site.ask(messages="none")
+    found = site.get("server").json()
+    assert found["sections"][1] == [SECTION[0], [list(each) for each in SECTION[1]]]
+    shown = {name: value for name, value, _ in found["sections"][0][1]}
+    assert (shown["finished"], shown["running"], shown["waiting"]) == (1, 0, 0)
+    assert sum(found["minutes"]) == len(ids(SCRIPT)) and len(found["minutes"]) == 60
+    (error,) = found["errors"]
+    assert (error["what"], error["status"]) == ("POST /v1/chat/completions", 400)
+    assert error["message"] == refused.json()["error"]["message"]
+
+
+def test_a_failure_of_the_engine_has_its_reason() -> None:
+    class Broken(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> Steps:
+            async for step in super().generate(request):
+                yield step
+                raise OutputError("the cable was cut")
+
+    site = Site(Alone(Broken({"Hello!": SCRIPT})))
+    site.ask(stream=True)
+    assert (site.rows[0]["state"], site.rows[0]["failure"]) == ("error", "the cable was cut")
+    assert "the cable was cut" in [each["message"] for each in site.get("server").json()["errors"]]
+
+
+# --- Who may see it
+
+
+def test_the_page_is_open_and_the_data_is_not(site: Site) -> None:
+    page = site.browser.get("/harmony")
+    assert page.status_code == 200 and "text/html" in page.headers["content-type"]
+    for name in DATA:
+        answer = site.browser.get(f"/harmony/inspector/{name}")
+        assert answer.status_code == 401, name
+    assert site.browser.post("/harmony/inspector/requests/x/end").status_code == 401
+    assert site.get("requests", key="wrong").status_code == 401
+
+
+def test_a_login_opens_a_session_and_a_logout_ends_it(site: Site) -> None:
+    site.ask()
+    assert site.log_in("wrong").status_code == 401
+    assert site.log_in("schlüssel").status_code == 401
+    cookie = site.log_in().headers["set-cookie"]
+    assert "HttpOnly" in cookie and "SameSite=strict" in cookie and "Path=/harmony;" in cookie
+    assert "Secure" not in cookie and KEY not in cookie
+    assert len(site.browser.get("/harmony/inspector/requests").json()["requests"]) == 1
+    kept = dict(site.browser.cookies)
+    site.browser.post("/harmony/inspector/logout")
+    for name, value in kept.items():
+        site.browser.cookies.set(name, value)  # a copy of it
+    assert site.browser.get("/harmony/inspector/requests").status_code == 401
+
+
+def test_a_cookie_of_https_is_secure(site: Site) -> None:
+    browser = TestClient(site.app, base_url="https://localhost")
+    assert (
+        "Secure"
+        in browser.post("/harmony/inspector/login", json={"key": KEY}).headers["set-cookie"]
+    )
+
+
+def test_a_session_ends_with_its_key_and_after_a_time(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.log_in(OTHER)
+    assert site.browser.get("/harmony/inspector/requests").status_code == 200
+    monkeypatch.setattr(TwoKeys, "authenticate", Alone.authenticate)  # only one key is left
+    assert site.browser.get("/harmony/inspector/requests").status_code == 401
+    site.log_in()
+    assert site.browser.get("/harmony/inspector/requests").status_code == 200
+    monkeypatch.setattr(inspector.access.time, "monotonic", lambda: 1e12)
+    assert site.browser.get("/harmony/inspector/requests").status_code == 401
+
+
+def test_sessions_are_bounded(site: Site) -> None:
+    for _ in range(inspector.access.MAX_SESSIONS + 5):
+        site.log_in()
+    assert site.browser.get("/harmony/inspector/requests").status_code == 200
+    assert site.browser.post("/harmony/inspector/login", content=b"x" * 5000).status_code == 413
+    for body in (b"", b"[]", b'{"key": 1}', b"\xff"):
+        assert site.browser.post("/harmony/inspector/login", content=body).status_code == 400
+
+
+def test_each_key_sees_its_own_requests(site: Site) -> None:
+    site.ask()
+    site.ask(messages="none")
+    row = site.rows[0]
+    assert site.get("requests", OTHER).json()["requests"] == []
+    assert site.get("server", OTHER).json()["errors"] == []
+    for path in (f"requests/{row['id']}", f"requests/{row['id']}/output"):
+        assert site.get(path, OTHER).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"origin": "http://localhost"}, 200),
+        ({"sec-fetch-site": "same-origin"}, 200),
+        ({"sec-fetch-site": "same-origin", "origin": "https://proxy.example"}, 200),
+        ({"sec-fetch-site": "none"}, 403),
+        ({"sec-fetch-site": "same-site", "origin": "http://localhost"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "http://localhost:3000"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+    ],
+)
+def test_other_pages_may_do_nothing(site: Site, headers: dict[str, str], status: int) -> None:
+    assert site.log_in(**headers).status_code == status
+    site.log_in()
+    cross = {name: value for name, value in headers.items() if value != "none"}
+    answer = site.browser.get("/harmony/inspector/requests", headers=cross)
+    assert answer.status_code == (200 if headers.get("sec-fetch-site") == "none" else status)
+
+
+def test_without_a_key_it_is_open_to_pages_of_its_own_only() -> None:
+    host = Alone(ScriptedEngine({"Hello!": SCRIPT}))
+    host.requires_key = False
+    site = Site(host)
+    site.ask()
+    found = site.browser.get("/harmony/inspector/requests").json()
+    assert not found["keyed"] and len(found["requests"]) == 1
+    for headers in ({"host": "evil.example"}, {"origin": "http://localhost:3000"}):
+        assert site.browser.get("/harmony/inspector/requests", headers=headers).status_code == 403
+
+
+def test_every_response_forbids_what_is_not_needed(site: Site) -> None:
+    names = [each.name for each in routes._STATIC.iterdir() if each.name != "index.html"]
+    paths = ["/harmony", *(f"/harmony/inspector/{name}" for name in (*names, *DATA))]
+    for path in paths:
+        headers = site.browser.get(path).headers
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["cache-control"] == "no-store"
+    assert site.browser.get("/harmony/inspector/../record.py").status_code == 404
+
+
+def test_pages_load_nothing_from_elsewhere_and_set_no_markup() -> None:
+    for each in routes._STATIC.iterdir():
+        text = each.read_text("utf-8")
+        addresses = set(re.findall(r"https?://[^\s'\"]+", text))
+        assert addresses <= {
+            "http://www.w3.org/2000/svg",
+            "https://cookbook.openai.com/articles/openai-harmony",  # in a comment
+        }
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacent|document\.write|eval\(|style=", text
+        )
+
+
+# --- Ending
+
+
+async def _from_the_page(
+    engine: ScriptedEngine, action: str, **fields: Any
+) -> tuple[list[httpx.Response], httpx.Response]:
+    """The responses to ``action``, during the answer and after it, and the answer."""
+    site = Site(Alone(engine))
+    path, body = BODIES["chat_completions"]
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app=site.app),
+        base_url="http://localhost",
+        headers={"authorization": f"Bearer {KEY}"},
+    ) as client:
+        body = {"model": "gpt-oss-20b", **body, **fields}
+        asking = asyncio.ensure_future(client.post(path, json=body))
+        row: dict[str, Any] = {}
+        while row.get("generated", 0) < 5:
+            assert not asking.done(), asking.result().text
+            await asyncio.sleep(0)
+            rows = (await client.get("/harmony/inspector/requests")).json()["requests"]
+            row = rows[0] if rows else {}
+        assert row["state"] == "answer"
+        url = f"/harmony/inspector/requests/{row['id']}/{action}"
+        first, answer = await client.post(url), await asking
+        return [first, await client.post(url)], answer
+
+
+def test_a_request_is_ended_from_the_page() -> None:
+    class Endless(ScriptedEngine):
+        async def generate(self, request: GenerationRequest) -> Steps:
+            yield Step(ids("<|channel|>final<|message|>"))
+            while True:
+                yield Step(ids("so "))
+                await asyncio.sleep(0.01)
+
+    ended, answer = asyncio.run(_from_the_page(Endless({"Hello!": SCRIPT}), "end"))
+    assert [each.json() for each in ended] == [{"ended": True}, {"ended": False}]
+    assert answer.status_code == 499 and "cancelled" in answer.text
+
+
+def test_reasoning_is_ended_from_the_page() -> None:
+    thinks = f"<|channel|>analysis<|message|>{'so ' * 5_000}<|end|>"
+    engine = ObedientEngine({"Hello!": thinks}, context_length=None)
+    ended, answer = asyncio.run(_from_the_page(engine, "answer", reasoning_effort="high"))
+    assert [each.status_code for each in ended] == [200, 409]
+    (choice,) = answer.json()["choices"]
+    assert choice["message"]["content"] == "Well."
+    assert choice["message"]["reasoning_ended_by"] == "request"
+
+
+# --- What a record holds
+
+
+def observed(key: str = "a", raw: bytes = b"{}", value: object = None) -> Observed:
+    document = Document({} if value is None else value, raw=raw)
+    return Observed("responses", "/v1/responses", document, "m", True, key, "t", "o")
+
+
+def test_results_of_tools_are_told_from_what_was_generated() -> None:
+    seen = Log().observe(observed())
+    seen.prompt((1, 2), None)
+    seen.step(Step((3, 4, 99)))  # the last one is beyond the end of the output
+    seen.prompt((1, 2, 3, 4, 50, 51), None)
+    seen.step(Step((5,), "length"))
+    assert list(seen.output) == [3, 4, 50, 51, 5]
+    assert seen.results == [(2, 4)] and seen.generated == 3 and len(seen.times) == 5
+    assert seen.origins == b"?????"
+    assert seen.summary()["finish"] == "length"
+
+
+@pytest.mark.parametrize(
+    ("steps", "state", "cached"),
+    [
+        ([], "waiting", 0),
+        ([Step((), progress=Progress(10, 0, 0, 0.0, 2))], "waiting", 0),
+        ([Step((), progress=Progress(10, 4, 6))], "prompt", 4),
+        ([Step((7,), cached_tokens=6)], "answer", 6),
+    ],
+)
+def test_the_state_of_a_request(steps: list[Step], state: str, cached: int) -> None:
+    seen = Log().observe(observed())
+    seen.prompt((1, 2), None)
+    for step in steps:
+        seen.step(step)
+    assert (seen.summary()["state"], seen.cached) == (state, cached)
+
+
+TOKEN = "c2VjcmV0"
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        {"tools": [{"type": "mcp", "server_url": "https://x", "authorization": TOKEN}, 5]},
+        {"tools": [{"type": "mcp", "headers": {"x-key": TOKEN}}]},
+        {"mcp_servers": [{"type": "url", "authorization_token": TOKEN}]},
+    ],
+)
+def test_credentials_of_tool_servers_are_not_kept(document: dict[str, Any]) -> None:
+    seen = Log().observe(observed(raw=dumps(document).encode(), value=document))
+    assert seen.body is not None and TOKEN.encode() not in seen.body
+    assert TOKEN in dumps(document)
+    assert json.loads(seen.body).keys() == document.keys()
+
+
+def test_a_record_holds_neither_the_parsed_body_nor_the_grammar() -> None:
+    class Value(dict[str, Any]):
+        """What can be referred to weakly."""
+
+    value, constraint = Value(), Constraint(ConstraintSpec(min_tokens=1))
+    left = weakref.ref(value), weakref.ref(constraint)
+    seen = Log().observe(observed(value=value))
+    seen.prompt((1,), constraint)
+    seen.ended("success", Usage(), None)
+    del value, constraint
+    assert [each() for each in left] == [None, None]
+
+
+def test_a_body_is_shown_as_it_was_sent() -> None:
+    tool = b'{"name": "f", "parameters": {"headers": 1}}'
+    raw = b'{"input" : "headers, authorization", "tools": [%s]}' % tool
+    assert Log().observe(observed(raw=raw, value=json.loads(raw))).body == raw
+
+
+def test_the_log_is_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    log = Log()
+    running = log.observe(observed("running"))
+    for number in range(record.MAX_RECORDS + 50):
+        log.observe(observed(str(number))).ended("success", Usage(), None)
+    assert len(list(log.of(None))) == record.MAX_RECORDS
+    assert log.find("running", None) is running and log.find("0", None) is None
+    monkeypatch.setattr(record, "MAX_BYTES", 100_000)
+    for number in range(20):
+        last = log.observe(observed(f"long {number}"))
+        last.prompt(tuple(range(5000)), None)
+        last.ended("success", Usage(), None)
+    assert sum(each.nbytes for each in log.of(None)) <= 100_000
+    assert log.find("long 19", None) is last
+
+
+def test_long_answers_and_bodies_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(record, "MAX_ANSWER", 1000)
+    monkeypatch.setattr(record, "MAX_BODY", 10)
+    seen = Log().observe(observed(raw=b"x" * 11))
+    assert seen.body is None
+    for _ in range(100):
+        seen.events([Event("x" * 100)])
+    assert len(seen.frames) + seen.dropped == 100 and 10 <= len(seen.frames) <= 12
+    seen.whole({"text": "y" * 2000})
+    assert seen.dropped
+
+
+def test_undone_nothing_is_left(site: Site) -> None:
+    site.undo()
+    assert front_end_of(HTTPConnection({"type": "http", "app": site.app})).observe == []
+    assert site.browser.get("/harmony").status_code == 404
+    assert site.ask().status_code == 200
+
+
+def test_without_it_there_is_no_page() -> None:
+    client = TestClient(application(Alone(ScriptedEngine({}))), base_url="http://localhost")
+    assert client.get("/harmony").status_code == 404

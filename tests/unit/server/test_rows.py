@@ -1,0 +1,157 @@
+"""Every row through every API, streamed and not, with ids one by one, a few and all at once.
+
+In process: the official clients, the front end, a fake engine. `tests/system/served` has some
+of the rows on sockets, on both of the host's engines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+pytest.importorskip("ollama")
+
+
+from anthropic_checker import checked
+from event_checker import check, from_wire
+from fakes import KEY, MODEL, Alone, ScriptedEngine
+from official_clients import clients, ollama_client
+from openai.lib.streaming.chat import ChatCompletionStreamState
+from row_answers import (
+    GENERATED,
+    chat_request,
+    check_chat,
+    check_messages,
+    check_ollama,
+    check_responses,
+    messages_request,
+    ollama_request,
+    responses_request,
+)
+from rows import Row
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.app import application
+
+SCRIPTS = {f"<|message|>{row.id}<|end|>": row.output for row in GENERATED}
+AT_ONCE = (1, 3)
+"""How many ids come at a time in a stream; a whole answer gets all of them at once."""
+
+
+class Front:
+    """The front end over engines that hand on ids in groups of several sizes."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        hosts = {size: Alone(ScriptedEngine(SCRIPTS, size)) for size in (*AT_ONCE, 1000)}
+        self.clients = {size: clients(host) for size, host in hosts.items()}
+        self.ollama = {size: ollama_client(host) for size, host in hosts.items()}
+        self.wire = {}
+        for size, host in hosts.items():
+            self.wire[size] = TestClient(application(host), base_url="http://localhost")
+            self.wire[size].headers["Authorization"] = f"Bearer {KEY}"
+
+    def run(self, test: Coroutine[Any, Any, None]) -> None:
+        """In the loop that the clients belong to."""
+        self._loop.run_until_complete(asyncio.wait_for(test, 60))
+
+    def close(self) -> None:
+        """The clients and the loop."""
+        for several in self.clients.values():
+            for client in several:
+                self._loop.run_until_complete(client.close())
+        for client in self.ollama.values():
+            self._loop.run_until_complete(client.close())
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+        front = Front()
+        yield front
+        front.close()
+
+
+every_row: Callable[..., Any] = pytest.mark.parametrize("row", GENERATED, ids=lambda row: row.id)
+
+
+@every_row
+def test_chat(front: Front, row: Row) -> None:
+    async def test() -> None:
+        asked = chat_request(row, MODEL)
+        whole = await front.clients[1000][0].chat.completions.create(**asked)
+        streamed = []
+        for size in AT_ONCE:
+            state = ChatCompletionStreamState()
+            chunks = await front.clients[size][0].chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+            async for chunk in chunks:
+                state.handle_chunk(chunk)
+            streamed.append(state.current_completion_snapshot)
+        check_chat(row, whole, *streamed)
+
+    front.run(test())
+
+
+@pytest.mark.parametrize("row", [row for row in GENERATED if not row.stop], ids=lambda row: row.id)
+def test_responses(front: Front, row: Row) -> None:
+    """Every event of the streams is checked as it stands on the wire."""
+    asked = responses_request(row, MODEL)
+    streamed = []
+    for size in AT_ONCE:
+        answer = front.wire[size].post("/v1/responses", json={**asked, "stream": True})
+        assert answer.status_code == 200, answer.text
+        streamed.append(check(from_wire(answer.text)))
+
+    async def test() -> None:
+        whole = await front.clients[1000][0].responses.create(**asked)
+        check_responses(row, whole.model_dump(mode="json", exclude_unset=True), *streamed)
+
+    front.run(test())
+
+
+@every_row
+def test_messages(front: Front, row: Row) -> None:
+    """One of the streams is checked as it stands on the wire."""
+    asked = messages_request(row, MODEL)
+    answer = front.wire[3].post("/v1/messages", json={**asked, "stream": True})
+    blocks = [block.split("\n") for block in answer.text.split("\n\n") if block[:1] == "e"]
+    events = [(name[len("event: ") :], data[len("data: ") :]) for name, data in blocks]
+    assert checked(events).error is None
+
+    async def test() -> None:
+        whole = await front.clients[1000][1].messages.create(**asked)
+        streamed = []
+        for size in AT_ONCE:
+            async with front.clients[size][1].messages.stream(**asked) as stream:
+                streamed.append(await stream.get_final_message())
+        check_messages(row, whole, *streamed)
+
+    front.run(test())
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in GENERATED if not row.one_call], ids=lambda row: row.id
+)
+def test_ollama(front: Front, row: Row) -> None:
+    asked = ollama_request(row, MODEL)
+
+    async def test() -> None:
+        answers = [[await front.ollama[1000].chat(**asked)]]
+        for size in AT_ONCE:
+            lines = await front.ollama[size].chat(**asked, stream=True)
+            answers.append([line async for line in lines])
+        check_ollama(row, *answers)
+
+    front.run(test())

@@ -1,0 +1,494 @@
+"""Kept answers: what comes back, what is dropped, and what survives a kill."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sqlite3
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from vllm_mlx_harmony.core.errors import StoreError
+from vllm_mlx_harmony.core.turn import (
+    AdditionalTools,
+    Answer,
+    Call,
+    Effort,
+    EffortUpdate,
+    FormatUpdate,
+    Instructions,
+    Message,
+    Preamble,
+    Reasoning,
+    ResponseFormat,
+    Result,
+    Syntax,
+    Tool,
+    User,
+)
+from vllm_mlx_harmony.server.storage import store as stores
+from vllm_mlx_harmony.server.storage.store import (
+    FileStore,
+    MemoryStore,
+    Store,
+    StoredResponse,
+)
+
+Open = Callable[..., Store]
+TENANT = "the tenant"
+MESSAGES: tuple[Message, ...] = (
+    Instructions("Be é."),
+    User("2+2?"),
+    Reasoning("Hm."),
+    Preamble("Let me see."),
+    Call("call_1", "add", '{"a": "\\u00e9"}'),
+    Result("call_1", "4", "input[3]"),
+    Answer("4 😀"),
+)
+
+
+def kept(key: str, size: int = 0) -> StoredResponse:
+    return StoredResponse(
+        key, {"id": key, "text": "é" * size}, [{"type": "message"}], MESSAGES, TENANT
+    )
+
+
+@pytest.fixture(params=["memory", "file"])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    opened: list[FileStore] = []
+
+    def open_one(**limits: int) -> Store:
+        if request.param == "memory":
+            return MemoryStore(**limits)
+        opened.append(FileStore(tmp_path / "new" / "kept.db", **limits))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+def test_comes_back_as_it_was(open_store: Open) -> None:
+    store = open_store()
+    store.put(kept("a"))
+    assert store.get("a", TENANT) == kept("a")
+    assert store.get("b", TENANT) is None
+
+
+def test_what_is_long_comes_back(open_store: Open) -> None:
+    """It is written in parts: in one, others would wait for 4 ms for each megabyte."""
+    store = open_store()
+    text = '"é😀\\\n' * 2**20
+    items = [
+        {
+            "type": "message",
+            "content": [{"text": text, "more": [None, 1.5, {}, []], text: {"a": 1, "b": [2, 3]}}],
+        }
+    ]
+    long = replace(kept("a"), input_items=items, document={"id": "a", "text": text})
+    store.put(long)
+    assert store.get("a", TENANT) == long
+
+
+def test_what_a_conversation_declares_comes_back(open_store: Open) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [1, None, 2.5]}}}
+    lark = Syntax("lark", 'start: "a"')
+    find = Tool("crm__find", "Finds.", schema, "input[0]", True, origin=("find", "crm"))
+    patch = Tool("patch", syntax=lark)
+    messages = (
+        User("Hi"),
+        AdditionalTools((find, patch)),
+        EffortUpdate(Effort.HIGH),
+        EffortUpdate(Effort.LOW, thinking=False),
+        FormatUpdate(ResponseFormat(schema, "n", strict=True)),
+        FormatUpdate(ResponseFormat(syntax=lark)),
+        FormatUpdate(None),
+    )
+    store = open_store()
+    store.put(StoredResponse("a", {}, [], messages, TENANT))
+    back = store.get("a", TENANT)
+    assert back is not None
+    assert back.messages == messages
+    assert back.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
+
+
+def test_put_again_replaces(open_store: Open) -> None:
+    store = open_store()
+    store.put(kept("a"))
+    store.put(kept("a", size=3))
+    assert store.get("a", TENANT) == kept("a", size=3)
+
+
+def test_deleted_is_gone(open_store: Open) -> None:
+    store = open_store()
+    store.put(kept("a"))
+    assert store.delete("a", TENANT)
+    assert not store.delete("a", TENANT)
+    assert store.get("a", TENANT) is None
+
+
+def there(store: Store, *keys: str) -> list[str]:
+    return [key for key in keys if store.get(key, TENANT) is not None]
+
+
+def test_the_least_recently_used_goes_first(open_store: Open) -> None:
+    store = open_store(max_count=2)
+    store.put(kept("a"))
+    store.put(kept("b"))
+    store.get("a", TENANT)
+    store.put(kept("c"))
+    assert there(store, "a", "b", "c") == ["a", "c"]
+
+
+def test_bounded_by_bytes(open_store: Open) -> None:
+    store = open_store(max_bytes=5000)
+    for key in "abcdef":
+        store.put(kept(key, size=300))  # 6 bytes a character
+    assert there(store, *"abcdef") == ["e", "f"]
+
+
+def test_what_is_larger_than_the_store_is_not_kept(open_store: Open) -> None:
+    store = open_store(max_bytes=5000)
+    store.put(kept("a"))
+    store.put(kept("b", size=5000))
+    assert there(store, "a", "b") == ["a"]
+
+
+def test_deeply_nested_response_comes_back(open_store: Open) -> None:
+    """As deep as bodies may be: 500 levels, of which pydantic's parser reads 200."""
+    nested: Any = "here"
+    for _ in range(500):
+        nested = {"a": [nested]} if len(str(nested)) % 2 else [nested]
+    deep = replace(kept("a"), document={"id": "a", "metadata": nested})
+    store = open_store()
+    store.put(deep)
+    assert store.get("a", TENANT) == deep
+
+
+def test_memory_counts_bytes() -> None:
+    store = MemoryStore(max_bytes=10_000)
+    for key, text in {"a": "😀" * 700, "b": "x" * 7000}.items():
+        store.put(replace(kept(key), document={"id": key, "text": text}))
+    held = sum(sys.getsizeof(store._texts.get((TENANT, key)) or "") for key in "ab")
+    assert 7000 < held <= 10_000
+
+
+def test_memory_counts_what_it_holds() -> None:
+    store = MemoryStore()
+    store.put(kept("a", size=9))
+    store.put(kept("a"))
+    store.put(kept("b"))
+    assert store.delete("a", TENANT)
+    assert store.delete("b", TENANT)
+    assert store._texts.size == 0
+
+
+def test_a_file_survives_a_restart(tmp_path: Path) -> None:
+    before = FileStore(tmp_path / "kept.db")
+    before.put(kept("a"))
+    before.close()
+    after = FileStore(tmp_path / "kept.db")
+    assert after.get("a", TENANT) == kept("a")
+    after.close()
+
+
+def test_a_file_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    store._database.file.execute("PRAGMA query_only=ON")
+    with pytest.raises(StoreError):
+        store.put(kept("b"))
+    assert there(store, "a", "b") == ["a"]
+    store._database.file.execute("PRAGMA query_only=OFF")
+    store.put(kept("b"))
+    assert there(store, "a", "b") == ["a", "b"]
+    store.close()
+
+
+def test_a_text_that_is_not_asked_for_is_not_touched(tmp_path: Path) -> None:
+    """What was written again stands in the log."""
+    store = FileStore(tmp_path / "kept.db")
+    for number in range(50):
+        store.put(kept(f"r{number}", size=50_000))
+    store._database.file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store.put(kept("a"))
+    store.get("r0", TENANT)
+    store.get("a", TENANT)
+    assert (tmp_path / "kept.db-wal").stat().st_size < 100_000
+    store.close()
+
+
+def test_nothing_is_left_of_what_was_dropped(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db", max_count=2)
+    for key in ("a", "b", "b", "c", "d"):
+        store.put(kept(key))
+    store.delete("d", TENANT)
+    assert store._database.file.execute("SELECT id FROM response_texts").fetchall() == [("c",)]
+    store.close()
+
+
+def test_nobody_else_gets_it(open_store: Open) -> None:
+    store = open_store()
+    store.put(kept("a"))
+    assert store.get("a", "another") is None
+    assert not store.delete("a", "another")
+    store.put(replace(kept("a", size=3), tenant="another"))
+    assert store.get("a", TENANT) == kept("a")
+
+
+# --- What can happen to a file.
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def text(path: Path) -> None:
+    path.write_text("These are my notes.\n" * 100)
+
+
+def damaged(path: Path) -> None:
+    store = FileStore(path)
+    for number in range(50):
+        store.put(kept(f"r{number}", size=1000))
+    store.close()
+    with path.open("r+b") as file:
+        for page in range(2, 40):
+            file.seek(page * 4096 + 100)
+            file.write(b"\xff" * 2000)
+
+
+def from_the_future(path: Path) -> None:
+    FileStore(path).close()
+    with sqlite3.connect(path) as file:
+        file.execute(f"PRAGMA user_version={stores.VERSION + 1}")
+    file.close()
+
+
+def below_a_file(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.write_text("")
+
+
+@pytest.mark.parametrize("made", [directory, text, damaged, from_the_future, below_a_file])
+def test_a_file_that_cannot_be_used_is_refused(
+    made: Callable[[Path], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "dir" / "kept.db"
+    path.parent.mkdir()
+    made(path)
+    before = path.read_bytes() if path.is_file() else b""
+    with pytest.raises(StoreError) as refused:
+        FileStore(path)
+    assert str(path) in refused.value.message
+    assert refused.value.message.endswith("unset VLLM_MLX_HARMONY_STORE")
+    assert (path.read_bytes() if path.is_file() else b"") == before
+
+
+def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "kept.db"
+    FileStore(path).close()
+    path.chmod(0o644)
+    store = FileStore(path)
+    store.put(kept("a"))
+    modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
+    assert modes == dict.fromkeys(
+        ["kept.db", "kept.db-wal", "kept.db-shm", "kept.db.reserve"], 0o600
+    )
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    store.close()
+
+
+def test_what_is_read_is_not_written(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db", max_count=2)
+    store.put(kept("a"))
+    store.put(kept("b"))
+    log = tmp_path / "kept.db-wal"
+    before = log.stat()
+    for _ in range(20):
+        assert store.get("a", TENANT) is not None
+    after = log.stat()
+    assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    store.put(kept("c"))  # what was read counts as used all the same
+    assert there(store, "a", "b", "c") == ["a", "c"]
+    store.close()
+
+
+def test_a_lock_of_somebody_else_is_waited_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stores, "_BUSY", 0.3)
+    monkeypatch.setattr(stores, "_PAUSE", 0.5)
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    other = sqlite3.connect(tmp_path / "kept.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+
+    def put(number: int) -> bool:
+        with pytest.raises(StoreError):
+            store.put(kept(f"r{number}"))
+        return True
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(20) as threads:
+        assert all(threads.map(put, range(20)))
+    assert time.monotonic() - began < 20 * 0.3 / 2  # one waited, nineteen did not
+    other.execute("ROLLBACK")
+    other.close()
+    time.sleep(0.5)
+    store.put(kept("b"))
+    assert there(store, "a", "b") == ["a", "b"]
+    store.close()
+
+
+def test_readers_do_not_wait_for_a_writer(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    other = sqlite3.connect(tmp_path / "kept.db", isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    assert store.get("a", TENANT) == kept("a")
+    other.execute("ROLLBACK")
+    other.close()
+    store.close()
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_file_that_was_removed_is_begun_anew(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "kept.db"
+    store = FileStore(path)
+    store.put(kept("a"))
+    for file in tmp_path.iterdir():
+        file.unlink()
+    if replaced:
+        other = FileStore(path)
+        other.put(kept("b"))
+        other.close()
+    assert there(store, "a", "b") == (["b"] if replaced else [])
+    store.put(kept("c"))
+    store.close()
+    after = FileStore(path)
+    assert there(after, "a", "b", "c") == [*(["b"] if replaced else []), "c"]
+    after.close()
+
+
+def test_a_removed_directory_is_no_error_of_the_program(tmp_path: Path) -> None:
+    store = FileStore(tmp_path / "dir" / "kept.db")
+    store.put(kept("a"))
+    shutil.rmtree(tmp_path / "dir")
+    (tmp_path / "dir").write_text("")
+    for call in (lambda: store.put(kept("b")), lambda: store.get("a", TENANT)):
+        with pytest.raises(StoreError) as failed:
+            call()
+        assert failed.value.status == 503
+
+
+def test_a_file_that_is_away_for_a_while_is_opened_again(tmp_path: Path) -> None:
+    """Also when it was looked for meanwhile: as with a directory that is mounted again."""
+    path, away = tmp_path / "dir" / "kept.db", tmp_path / "away"
+    store = FileStore(path)
+    store.put(kept("a"))
+    path.parent.rename(away)
+    path.parent.write_text("")
+    with pytest.raises(StoreError):
+        store.get("a", TENANT)
+    path.parent.unlink()
+    away.rename(path.parent)
+    assert there(store, "a") == ["a"]
+    store.put(kept("b"))
+    assert there(store, "a", "b") == ["a", "b"]
+    store.close()
+
+
+class FullDisk(sqlite3.Connection):
+    """Takes nothing as long as the reserve beside the file takes the last of the room."""
+
+    reserve: Path
+
+    def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
+        if self.reserve.exists() and sql.startswith(("INSERT", "DELETE", "UPDATE")):
+            raise sqlite3.OperationalError("database or disk is full")
+        return super().execute(sql, *args)
+
+
+def test_a_full_disk_takes_nothing_and_forgets_what_it_is_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "kept.db"
+    monkeypatch.setattr(FullDisk, "reserve", path.with_name("kept.db.reserve"), raising=False)
+    first = FileStore(path)
+    first.put(kept("a"))
+    first.put(kept("b"))
+    first.close()
+    connect = partial(sqlite3.connect, factory=FullDisk)
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    store = FileStore(path)
+    with pytest.raises(StoreError, match="full"):
+        store.put(kept("c"))
+    assert store.delete("a", TENANT)
+    assert there(store, "a", "b", "c") == ["b"]
+    assert FullDisk.reserve.stat().st_size > 0
+    store.close()
+
+
+def test_a_file_of_another_layout_is_no_obstacle(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "kept.db") as old:
+        old.execute("CREATE TABLE kept (id TEXT PRIMARY KEY, text TEXT, size INT, used INT)")
+        old.execute("CREATE INDEX kept_used ON kept (used)")
+    old.close()
+    store = FileStore(tmp_path / "kept.db")
+    store.put(kept("a"))
+    assert there(store, "a") == ["a"]
+    store.close()
+
+
+WRITER = dedent("""
+    import sys
+    from pathlib import Path
+    from vllm_mlx_harmony.server.storage.store import FileStore
+    from vllm_mlx_harmony.server.storage.store import StoredResponse
+
+    store = FileStore(Path(sys.argv[1]))
+    for number in range(100_000):
+        store.put(StoredResponse(f"r{number}", {"text": "x" * 100_000}, [], (), "the tenant"))
+        print(number, flush=True)
+""")
+
+
+def test_a_file_survives_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
+    path = tmp_path / "kept.db"
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+    )
+    assert writer.stdout is not None
+    events_of = [writer.stdout.readline() for _ in range(20)]
+    writer.send_signal(signal.SIGKILL)
+    rest = writer.stdout.read().split()
+    writer.wait()
+    last = int((rest or [events_of[-1]])[-1])
+    store = FileStore(path)
+    assert all(store.get(f"r{number}", TENANT) is not None for number in range(last + 1))
+    assert store.get(f"r{last + 2}", TENANT) is None
+    store.put(kept("a"))
+    assert store.get("a", TENANT) == kept("a")
+    store.close()
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_servers_store(named: bool, tmp_path: Path) -> None:
+    store = stores.open_store(str(tmp_path / "kept.db") if named else "")
+    assert isinstance(store, FileStore if named else MemoryStore)

@@ -1,0 +1,124 @@
+"""Hosted MCP of OpenAI's Agents SDK, in process: its own loop ends where the server's answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("agents")
+
+
+import agents
+from agents import memory
+from fakes import MODEL
+from local import weather
+from test_responses_loop import LAST, _no_grammars, client, finally_, serving, text_of
+
+__all__ = ["_no_grammars"]
+
+ASK: dict[str, Any] = {"type": "mcp", "server_label": "weather"}
+
+
+def agent(api: Any, **tool: Any) -> Any:
+    agents.set_tracing_disabled(True)
+    hosted = agents.HostedMCPTool(
+        tool_config={**ASK, **tool.pop("config", {})},
+        **tool,
+    )
+    model = agents.OpenAIResponsesModel(MODEL, api)
+    return agents.Agent(name="a", instructions="Help.", model=model, tools=[hosted])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_hosted(stream: bool) -> None:
+    host = serving(weather(), scripts={"Rome: 20 °C": LAST})
+
+    async def asked() -> Any:
+        one = agent(client(host), config={"require_approval": "never"})
+        if not stream:
+            return await agents.Runner.run(one, "Where is it warm?")
+        result = agents.Runner.run_streamed(one, "Where is it warm?")
+        async for _ in result.stream_events():
+            pass
+        return result
+
+    result = finally_(asked())
+    assert result.final_output == "It is warm."
+    raw = [item.raw_item.type for item in result.new_items if hasattr(item.raw_item, "type")]
+    assert "mcp_call" in raw
+
+
+@pytest.mark.parametrize("approve", [True, False])
+def test_approval_by_a_callback(approve: bool) -> None:
+    server = weather()
+    host = serving(server, scripts={"Rome: 20 °C": LAST})
+
+    def answer(request: Any) -> Any:
+        assert request.data.name == "now"
+        return {"approve": approve} if approve else {"approve": False, "reason": "no"}
+
+    async def asked() -> Any:
+        one = agent(client(host), on_approval_request=answer)
+        return await agents.Runner.run(one, "Where is it warm?")
+
+    assert finally_(asked()).final_output == "It is warm."
+    assert server.called == ([("now", {"city": "Rome"})] if approve else [])
+
+
+@pytest.mark.parametrize("approve", [True, False])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_run_that_is_interrupted_for_an_approval_and_resumed(stream: bool, approve: bool) -> None:
+    server = weather()
+    host = serving(server, scripts={"Rome: 20 °C": LAST, "In Celsius.": LAST})
+
+    async def run(one: Any, given: Any) -> Any:
+        if not stream:
+            return await agents.Runner.run(one, given)
+        result = agents.Runner.run_streamed(one, given)
+        async for _ in result.stream_events():
+            pass
+        return result
+
+    async def asked() -> None:
+        one = agent(client(host), config={"require_approval": "always"})
+        result = await run(one, "Where is it warm?")
+        (request,) = result.interruptions
+        state = await agents.RunState.from_string(one, result.to_state().to_string())
+        (state.approve if approve else state.reject)(state.get_interruptions()[0])
+        result = await run(one, state)
+        assert (request.name, result.final_output) == ("now", "It is warm.")
+        more = [*result.to_input_list(), {"role": "user", "content": "In Celsius."}]
+        assert (await run(one, more)).final_output == "It is warm."
+
+    finally_(asked())
+    assert server.called == ([("now", {"city": "Rome"})] if approve else [])
+
+
+@pytest.mark.parametrize("mode", ["previous_response_id", "input"])
+def test_a_session_that_is_compacted_after_each_turn(mode: Any) -> None:
+    order = "Do not call any tool. Write only the message.<|end|>"
+    summary = "<|channel|>final<|message|>They said hello.<|return|>"
+    host = serving(scripts={order: summary, "And again.": LAST})
+
+    async def asked() -> list[str]:
+        api = client(host)
+        session = memory.OpenAIResponsesCompactionSession(
+            "x",
+            agents.SQLiteSession("x"),
+            client=api,
+            model="gpt-oss-20b",
+            compaction_mode=mode,
+            should_trigger_compaction=lambda _: True,
+        )
+        one = agents.Agent(name="a", model=agents.OpenAIResponsesModel(MODEL, api))
+        for said in ("Say hello.", "And again."):
+            result = await agents.Runner.run(one, said, session=session)
+            assert result.final_output == "It is warm."
+        return [str(item["type"]) for item in await session.get_items()]
+
+    agents.set_tracing_disabled(True)
+    assert finally_(asked())[-1] == "compaction"
+    prompts = [text_of(prompt) for prompt in host.engine.prompts]  # type: ignore[attr-defined]
+    assert "<|start|>user<|message|>They said hello.<|end|>" in prompts[2]
+    assert "It is warm." not in prompts[2]

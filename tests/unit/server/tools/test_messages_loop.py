@@ -1,0 +1,194 @@
+"""Messages: turns that are paused and given back, and MCP servers that a request names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("anthropic")
+
+
+import anthropic
+from fakes import Alone, ids
+from test_chat_and_messages_loop import AGAIN, USER, _as_scripted, messages, serving
+from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND, finally_
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server.settings import Use
+
+__all__ = ["_as_scripted"]
+
+
+def said(message: Any) -> dict[str, Any]:
+    """A message as a client gives it back."""
+    content = [block.model_dump(exclude_none=True) for block in message.content]
+    return {"role": "assistant", "content": content}
+
+
+def kinds(message: Any) -> list[str]:
+    return [block.type for block in message.content]
+
+
+def prompts(host: Alone) -> list[tuple[int, ...]]:
+    found: list[tuple[int, ...]] = host.engine.prompts  # type: ignore[attr-defined]
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("dropped", [(), ("thinking",)], ids=["all", "without thinking"])
+def test_a_paused_turn_goes_on_where_it_stopped(stream: bool, dropped: tuple[str, ...]) -> None:
+    host = serving(max_tool_calls=1)
+    first = finally_(messages(host, stream))
+    assert first.stop_reason == "pause_turn"
+    call = ["thinking", "mcp_tool_use"]
+    assert kinds(first) == [*call, "mcp_tool_result", *call]
+    history = [*USER, said(first)]
+    given = history[-1]["content"]
+    history[-1]["content"] = [block for block in given if block["type"] not in dropped]
+    second = finally_(messages(host, stream, messages=history))
+    assert kinds(second) == ["mcp_tool_result", *call]
+    assert second.content[0].tool_use_id == first.content[-1].id
+    assert second.content[0].content[0].text == "42"
+    assert second.stop_reason == "pause_turn"
+    # The prompt is what was generated, the call that was pending, and its answer; nothing twice.
+    zero, one, two = prompts(host)
+    assert list(one) == [*zero, *ids(FIRST + RESULTS[0] + OPENING)]
+    assert list(two) == [*one, *ids(SECOND + RESULTS[1] + OPENING)]
+    # Given back in one message or in two, it goes on to the answer.
+    third = finally_(messages(host, stream, messages=[*history, said(second)]))
+    assert (third.stop_reason, third.content[-1].text) == ("end_turn", "It is warm.")
+    assert host.lent == 0
+
+
+def test_a_paused_turn_that_is_not_taken_up() -> None:
+    """The call that was pending is answered with that, and nothing is run."""
+    host = serving(max_tool_calls=1)
+    first = finally_(messages(host, False))
+    again = finally_(messages(host, False, messages=[*USER, said(first), AGAIN]))
+    assert kinds(again) == ["thinking", "text"]
+    not_run = "<|start|>python to=assistant<|channel|>analysis<|message|>[this call did not finish"
+    assert not_run in text_of(prompts(host)[-1])
+    # Nor is it where the request wants no tools: the model is to answer without.
+    none = {"type": "none"}
+    host.engine.scripts["did not finish"] = LAST  # type: ignore[attr-defined]
+    answered = finally_(messages(host, False, messages=[*USER, said(first)], tool_choice=none))
+    assert kinds(answered) == ["thinking", "text"]
+
+
+def text_of(prompt: tuple[int, ...]) -> str:
+    return str(vocab.encoding().decode_utf8(list(prompt)))
+
+
+def test_a_turn_that_ends_with_a_result_goes_on() -> None:
+    host = serving(max_tool_calls=1)
+    first = finally_(messages(host, False))
+    history = [*USER, {**said(first), "content": said(first)["content"][:3]}]
+    second = finally_(messages(host, False, messages=history))
+    assert kinds(second)[:3] == ["thinking", "mcp_tool_use", "mcp_tool_result"]
+    assert second.content[1].name == "python"
+
+
+def test_a_history_of_another_server() -> None:
+    """Nothing of it was generated here: it is rendered, as the calls that it tells of."""
+    first = finally_(messages(serving(), False))
+    host = serving()
+    finally_(messages(host, False, messages=[*USER, said(first), AGAIN]))
+    (prompt,) = prompts(host)
+    analysis = "<|start|>assistant<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
+    assert analysis + RESULTS[1] in text_of(prompt)
+    assert RESULTS[0] in text_of(prompt) and "to=weather.now" in text_of(prompt)
+
+
+WEATHER = {"type": "url", "name": "weather", "url": "https://unused.example/mcp"}
+TOOLSET = {"type": "mcp_toolset", "mcp_server_name": "weather"}
+NAMED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "a server": ({"mcp_servers": [WEATHER]}, {"now", "fails", "dies", "sleep"}),
+    "some of its tools": (
+        {"mcp_servers": [{**WEATHER, "tool_configuration": {"allowed_tools": ["now", "no"]}}]},
+        {"now"},
+    ),
+    "none of them": (
+        {"mcp_servers": [{**WEATHER, "tool_configuration": {"enabled": False}}]},
+        set(),
+    ),
+    "a toolset": (
+        {"mcp_servers": [WEATHER], "tools": [TOOLSET]},
+        {"now", "fails", "dies", "sleep"},
+    ),
+    "a toolset alone": ({"tools": [TOOLSET]}, {"now", "fails", "dies", "sleep"}),
+    "all but one": (
+        {"tools": [{**TOOLSET, "configs": {"dies": {"enabled": False}, "now": {}}}]},
+        {"now", "fails", "sleep"},
+    ),
+    "one alone": (
+        {
+            "mcp_servers": [WEATHER],
+            "tools": [
+                {
+                    **TOOLSET,
+                    "default_config": {"enabled": False},
+                    "configs": {"now": {"enabled": True, "defer_loading": True}},
+                }
+            ],
+        },
+        {"now"},
+    ),
+    "without tools": ({"mcp_servers": [WEATHER], "tool_choice": {"type": "none"}}, set()),
+}
+
+
+@pytest.mark.parametrize(("request_", "tools"), NAMED.values(), ids=NAMED)
+def test_a_request_names_servers(request_: dict[str, Any], tools: set[str]) -> None:
+    host = serving(Use.ON)
+    finally_(messages(host, False, messages=[AGAIN], **request_))
+    text = text_of(prompts(host)[0])
+    shown = {name for name in ("now", "fails", "dies", "sleep") if f"type {name} = (" in text}
+    assert shown == tools
+    assert "python" not in text
+
+
+def test_a_call_of_a_named_server_is_run() -> None:
+    host = serving(Use.ON, scripts={"Rome: 20 °C": LAST})
+    message = finally_(messages(host, True, mcp_servers=[WEATHER]))
+    assert kinds(message) == ["thinking", "mcp_tool_use", "mcp_tool_result", "thinking", "text"]
+    assert message.content[1].server_name == "weather"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mcp_servers": [{**WEATHER, "name": "other"}]}, "mcp_servers[0].url"),
+    ({"mcp_servers": [{"type": "url", "name": "other"}]}, "mcp_servers[0].name"),
+    ({"tools": [{**TOOLSET, "mcp_server_name": "other"}]}, "tools[0].mcp_server_name"),
+    ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].mcp_server_name"),
+    ({"mcp_servers": [{"type": "url", "url": "https://x"}]}, "mcp_servers[0].name"),
+    (
+        {"mcp_servers": [WEATHER], "tool_choice": {"type": "tool", "name": "later"}},
+        "tool_choice.name",
+    ),
+]
+
+
+@pytest.mark.parametrize(("request_", "where"), REFUSED)
+def test_what_there_is_not_is_refused(request_: dict[str, Any], where: str) -> None:
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        finally_(messages(serving(Use.ON), False, messages=[AGAIN], **request_))
+    assert where in str(caught.value)
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "now"}])
+def test_a_call_of_the_servers_can_be_required(
+    choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
+    host = serving(
+        Use.ON,
+        scripts={
+            "Rome: 20 °C": LAST,
+            "Say hello.": CALLED.format("weather.now", '{"city": "Rome"}'),
+        },
+    )
+    request = {"messages": [AGAIN], "mcp_servers": [WEATHER], "tool_choice": choice}
+    message = finally_(messages(host, False, **request))
+    assert kinds(message) == ["mcp_tool_use", "mcp_tool_result", "thinking", "text"]

@@ -1,0 +1,163 @@
+"""The shipped `python` tool server, as a real process with real sandboxes of this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mcp")
+
+
+from test_toolbox import ask, toolbox, within
+
+from vllm_mlx_harmony.server.tools.config import read
+from vllm_mlx_harmony.server.tools.toolbox import NOTHING
+
+EXAMPLE = Path(__file__).parents[4] / "examples" / "python_tool"
+PLAIN = (sys.executable, "-I", "-")
+"""No sandbox at all: what is proved with it is how a program is run, and ended."""
+
+
+def interpreter(*sandbox: str, seconds: float = 20) -> dict[str, dict[str, Any]]:
+    arguments = [str(EXAMPLE / "server.py"), *sandbox]
+    limit = {"PYTHON_TOOL_SECONDS": str(seconds)}
+    return {"python": {"command": sys.executable, "args": arguments, "env": limit}}
+
+
+ROWS: list[tuple[str, str]] = [
+    ("6 * 7", "42"),
+    ("a = 6\na * 7", "42"),
+    ("print('one')\nprint('two')", "one\ntwo"),
+    ("import sys\nprint('out')\nsys.stderr.write('err')\nNone", "out\nerr"),
+    ("def f():\n    return [x for x in range(3)]\nf()", "[0, 1, 2]"),
+    ("'{}' '\"' \"\"\"'''\"\"\"", "'{}\"\\'\\'\\''"),
+    ("x = 1", NOTHING),
+    ("", NOTHING),
+    ("é = 'ü'\né", "'ü'"),
+    (
+        "def f():\n    1 / 0\nf()",
+        "Traceback (most recent call last):\n"
+        '  File "<code>", line 3, in <module>\n    f()\n'
+        '  File "<code>", line 2, in f\n    1 / 0\n',
+    ),
+    ("import os; os._exit(3)", "[the sandbox ended with exit code 3]"),
+    ("import sys; print(1); sys.exit(2)", "1"),
+]
+
+
+def test_what_it_answers() -> None:
+    box = toolbox(interpreter(*PLAIN))
+
+    async def body() -> list[str]:
+        codes = [*(code for code, _ in ROWS), "1 +"]
+        return [(await ask(box, "python", code)).text.rstrip("\n") for code in codes]
+
+    *found, syntax = within(box, body)
+    for (code, expected), text in zip(ROWS, found, strict=True):
+        shown = "\n".join(line for line in text.splitlines() if set(line) - set(" ^~"))
+        assert shown.startswith(expected.rstrip("\n")), code
+    assert "SyntaxError: invalid syntax" in syntax
+
+
+def test_nothing_is_kept_between_calls() -> None:
+    box = toolbox(interpreter(*PLAIN))
+
+    async def body() -> str:
+        await ask(box, "python", "kept = 1")
+        return (await ask(box, "python", "kept")).text
+
+    assert "NameError: name 'kept' is not defined" in within(box, body)
+
+
+def test_a_call_that_does_not_end_is_ended(tmp_path: Path) -> None:
+    """So is what it has started, also when it does not listen."""
+    box = toolbox(interpreter(*PLAIN, seconds=3))
+    note = tmp_path / "pid"
+    code = (
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(note)!r}).write_text(f'{{os.getpid()}} {{child.pid}}')\n"
+        "print('begun', flush=True)\n"
+        "time.sleep(600)"
+    )
+    answered = within(box, lambda: ask(box, "python", code))
+    assert answered.text == "begun\n\n[ended after 3 seconds]"
+    assert not any(map(runs, map(int, note.read_text().split())))
+
+
+def test_output_without_end_is_cut() -> None:
+    box = toolbox(interpreter(*PLAIN))
+    code = "while True: print('x' * 1000)"
+    answered = within(box, lambda: ask(box, "python", code, room=1_000_000))
+    assert "more characters were cut off" in answered.text or "bytes of output]" in answered.text
+
+
+def test_a_sandbox_that_cannot_run_says_so() -> None:
+    box = toolbox(interpreter("sh", "-c", "echo no such image >&2; exit 125"))
+    assert within(box, lambda: ask(box, "python", "1")).text == "no such image\n"
+    box = toolbox(interpreter(str(EXAMPLE / "no-such-program")))
+    answered = within(box, lambda: ask(box, "python", "1"))
+    assert answered.failure is not None
+
+
+def test_without_a_sandbox_it_does_not_start() -> None:
+    command = [sys.executable, str(EXAMPLE / "server.py")]
+    ended = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 1
+    assert "runs no code outside of a sandbox" in ended.stderr
+
+
+def _namespaces_work() -> bool:
+    probe = shutil.which("unshare")
+    command = ["unshare", "-Urnpf", "--kill-child", "true"]
+    return bool(probe) and subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not _namespaces_work(), reason="no namespaces without privileges here")
+def test_a_sandbox_without_a_network() -> None:
+    """Linux's own: no network, no process to be seen from outside, all of them gone with it."""
+    box = toolbox(interpreter("unshare", "-Urnpf", "--kill-child", *PLAIN))
+
+    async def body() -> list[str]:
+        fetch = "import socket; socket.create_connection(('127.0.0.1', 53), 5)"
+        mine = "import os; os.getpid()"
+        return [(await ask(box, "python", code)).text for code in (fetch, mine)]
+
+    refused, pid = within(box, body)
+    assert "OSError" in refused
+    assert "Network is unreachable" in refused
+    assert pid == "1\n"
+
+
+def test_the_configuration_that_is_shipped() -> None:
+    """It is read, its server is the one beside it, and the sandbox has neither network nor disk."""
+    config = read(EXAMPLE / "mcp.json").servers["python"]
+    server, *sandbox = config.args
+    assert (EXAMPLE.parents[1] / server).is_file()
+    assert sandbox[:2] == ["docker", "run"]
+    assert {"--rm", "--init", "--read-only", "--interactive"} <= set(sandbox)
+    assert sandbox[sandbox.index("--network") + 1] == "none"
+    assert json.loads((EXAMPLE / "mcp.json").read_text("utf-8"))["mcpServers"].keys() == {"python"}
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there; one that was killed may take a moment to go."""
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return False
+        if state == "Z":
+            return False
+        time.sleep(0.1)
+    return True

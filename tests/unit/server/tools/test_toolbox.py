@@ -1,0 +1,367 @@
+"""Tool servers that run: one call of a tool from its text to its answer, whatever happens to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("mcp")
+
+
+from local import Local
+from mcp_types import methods
+
+from vllm_mlx_harmony.cli.process import free_port
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.core.deltas import ToolFinished
+from vllm_mlx_harmony.core.errors import HostError
+from vllm_mlx_harmony.core.turn import ServerCall
+from vllm_mlx_harmony.server.settings import ServerSettings, Use
+from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig, read
+from vllm_mlx_harmony.server.tools.mcp_server import malformed_tools
+from vllm_mlx_harmony.server.tools.tool_server import ToolResult
+from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Toolbox
+
+SERVERS = Path(__file__).parents[3] / "support" / "servers.py"
+RAW = SERVERS.with_name("raw_server.py")
+
+
+def stdio(kind: str, **more: Any) -> dict[str, Any]:
+    return {"command": sys.executable, "args": [str(SERVERS), kind], **more}
+
+
+def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
+    config = ToolsConfig.model_validate({"servers": servers, "default_timeout": 600, **limits})
+    return Toolbox.of(config, ServerSettings(tools=Use.ON))
+
+
+def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:
+    """What ``body`` returns while ``box`` runs; nothing may be left of it."""
+
+    async def running() -> Any:
+        before = len(asyncio.all_tasks())
+        await box.start()
+        try:
+            return await body()
+        finally:
+            await box.stop()
+            assert len(asyncio.all_tasks()) == before
+
+    found = asyncio.run(asyncio.wait_for(running(), seconds))
+    assert not children()
+    return found
+
+
+def children() -> list[str]:
+    """The processes that this one has started and that run."""
+    ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
+    listed = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if str(SERVERS) in line]
+
+
+async def ask(box: Toolbox, name: str, arguments: str, *, room: int = 10_000) -> ToolFinished:
+    return await box.run(ServerCall("call_1", name, arguments), box.namespaces, 600.0, room)
+
+
+CALLS: list[tuple[str, str, str, bool | None]] = [
+    # recipient, arguments, how the answer begins, whose failure it is
+    ("weather.now", '{"city": "Rome"}', "Rome: 20 °C", None),
+    ("weather.nothing", "{}", '{"result": null}', None),
+    ("weather.fails", '{"why": "broken"}', "Error executing tool fails", True),
+    ("weather.now", '{"city": 3}', "Error executing tool now: 1 validation error", True),
+    ("weather.now", '{"city": ', "Error: the arguments are not valid JSON", False),
+    ("weather.now", "[1]", "Error: the arguments are not a JSON object", False),
+    ("weather.unknown", "{}", "Error: unknown tool weather.unknown; available tools: ", False),
+    ("python", "1 + 1", "2", None),
+    ("browser.search", '{"query": "x"}', "[0] Results for x", None),
+    ("big.big", "{}", "0123456789abcdef", None),
+    ("slow.sleep", '{"seconds": 60}', "Error: the tool did not answer within 1 seconds", False),
+]
+
+
+def test_calls() -> None:
+    kinds = ("weather", "python", "browser", "big")
+    servers = {kind: stdio(kind) for kind in kinds} | {"slow": stdio("slow", timeout=1)}
+    box = toolbox(servers, max_output_tokens=1000)
+
+    async def all_of_them() -> list[ToolFinished]:
+        return [await ask(box, name, arguments) for name, arguments, _, _ in CALLS]
+
+    for answered, (name, _, begins, by_tool) in zip(within(box, all_of_them), CALLS, strict=True):
+        assert answered.text.startswith(begins), name
+        assert (answered.failure and answered.failure.by_tool) == by_tool, name
+    counts = box.counts["weather", "now"]
+    assert (counts.calls, counts.errors) == (4, 3)
+    assert box.counts["slow", "sleep"].seconds >= 1
+
+
+def test_an_answer_is_cut_to_what_there_is_room_for() -> None:
+    box = toolbox({"big": stdio("big")}, max_output_tokens=1000, max_output_bytes=100_000)
+
+    async def cut() -> list[str]:
+        return [(await ask(box, "big.big", "{}", room=room)).text for room in (10_000, 100, 0)]
+
+    many, some, none = within(box, cut)
+    notes = [text.rpartition("\n") for text in (many, some)]
+    assert [len(vocab.encode(beginning)) for beginning, _, _ in notes] == [1000, 100]
+    assert none.startswith("[… 5242880 more characters")
+    assert all(note.endswith("more characters were cut off]") for _, _, note in notes)
+
+
+def test_a_server_that_dies_is_started_again() -> None:
+    box = toolbox({"crash": stdio("crash")})
+
+    async def dying() -> tuple[ToolFinished, ToolFinished, str]:
+        died = await ask(box, "crash.die", "{}")
+        await until(lambda: bool(box.servers[0].problem))
+        away = await ask(box, "crash.live", "{}")
+        await until(lambda: not box.servers[0].problem)
+        return died, away, (await ask(box, "crash.live", "{}")).text
+
+    died, away, alive = within(box, dying)
+    assert died.failure is not None and not died.failure.by_tool
+    assert away.failure is not None
+    assert alive == "alive"
+
+
+def test_server_that_hangs_is_started_again() -> None:
+    """A call that takes too long is no proof: a server that still lists its tools goes on."""
+    box = toolbox(
+        {"crash": {**stdio("crash"), "timeout": 2}, "slow": {**stdio("slow"), "timeout": 2}}
+    )
+
+    async def hanging() -> list[str]:
+        hung = await ask(box, "crash.hang", "{}")
+        problem = box.servers[0].problem
+        await until(lambda: not box.servers[0].tools)
+        await until(lambda: not box.servers[0].problem)
+        client = box.servers[1]._client  # type: ignore[attr-defined]
+        await ask(box, "slow.sleep", '{"seconds": 3600}')
+        await until(lambda: not box.servers[1].problem)
+        assert box.servers[1]._client is client  # type: ignore[attr-defined]
+        return [hung.text, problem, (await ask(box, "crash.live", "{}")).text]
+
+    hung, problem, alive = within(box, hanging)
+    assert "did not answer within 2 seconds" in hung
+    assert problem == "it does not respond"
+    assert alive == "alive"
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    """Waits; `within` has the limit."""
+    while not ready():
+        await asyncio.sleep(0.02)
+
+
+def test_a_list_of_tools_that_changes() -> None:
+    box = toolbox({"changing": stdio("changing")})
+
+    async def changing() -> tuple[Any, Any, str]:
+        before = box.namespaces
+        await ask(box, "changing.grow", "{}")
+        await until(lambda: len(box.servers[0].tools) == 2)
+        after = box.namespaces
+        return before, after, (await ask(box, "changing.grown", "{}")).text
+
+    before, after, grown = within(box, changing)
+    assert [tool.name for tool in before[0].tools] == ["grow"]
+    assert [tool.name for tool in after[0].tools] == ["grow", "grown"]
+    assert grown == "grown"
+
+
+def test_who_is_cancelled_cancels_the_tool(tmp_path: Path) -> None:
+    box = toolbox({"slow": stdio("slow")})
+    note = tmp_path / "note"
+
+    async def cancelled() -> None:
+        arguments = json.dumps({"seconds": 3600, "note": str(note)})
+        running = asyncio.ensure_future(ask(box, "slow.sleep", arguments))
+        await until(lambda: note.exists() and note.read_text() == "begun")
+        running.cancel()
+        await asyncio.wait({running})
+        await until(lambda: note.read_text() == "cancelled")
+
+    within(box, cancelled)
+
+
+def test_no_more_calls_at_once_than_may_be() -> None:
+    box = toolbox({"slow": stdio("slow")}, max_concurrent_calls=2)
+
+    async def many() -> float:
+        began = time.monotonic()
+        asked = [ask(box, "slow.sleep", '{"seconds": 0.5}') for _ in range(6)]
+        answers = await asyncio.gather(*asked)
+        assert {each.text for each in answers} == {"slept 0.5"}
+        return time.monotonic() - began
+
+    assert within(box, many) >= 1.4
+
+
+@pytest.mark.parametrize("transport", ["streamable-http", "sse"])
+def test_over_http_and_away_and_back(transport: str) -> None:
+    port = free_port()
+    path = "mcp" if transport == "streamable-http" else "sse"
+    url = f"http://127.0.0.1:{port}/{path}"
+    config: dict[str, Any] = {"url": url, "transport": transport}
+    box = toolbox({"weather": config, "nowhere": {"url": "http://127.0.0.1:9/mcp"}})
+
+    async def away_and_back() -> list[str]:
+        texts = [(await ask(box, "weather.now", '{"city": "Rome"}')).text]
+        server.kill()
+        server.wait()
+        texts.append((await ask(box, "weather.now", '{"city": "Rome"}')).text)
+        await until(lambda: bool(box.servers[0].problem))
+        with serving(port, transport):
+            await until(lambda: not box.servers[0].problem)
+            texts.append((await ask(box, "weather.now", '{"city": "Oslo"}')).text)
+        return texts
+
+    with serving(port, transport) as server:
+        first, second, third = within(box, away_and_back)
+    assert (first, third) == ("Rome: 20 °C", "Oslo: 20 °C")
+    assert second.startswith("Error: ")
+    nowhere = box.namespaces[1]
+    assert nowhere.tools == () and nowhere.problem
+
+
+@contextmanager
+def serving(port: int, transport: str, kind: str = "weather") -> Iterator[subprocess.Popen[bytes]]:
+    more = ["--sse"] if transport == "sse" else []
+    command = [str(RAW)] if kind == "raw" else [str(SERVERS), kind]
+    server = subprocess.Popen(
+        [sys.executable, *command, str(port), *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        for _ in range(2_400):  # two minutes, where much else is going on
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.parametrize("transport", ["stdio", "streamable-http"])
+def test_a_server_with_malformed_tools_and_half_surrogates(
+    transport: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    port = free_port()
+    over_http = {"url": f"http://127.0.0.1:{port}/mcp", "transport": transport}
+    over_stdio = {"command": sys.executable, "args": [str(RAW)]}
+    box = toolbox({"raw": over_stdio if transport == "stdio" else over_http})
+
+    async def called() -> tuple[Any, str]:
+        return box.namespaces[0].tools, (await ask(box, "raw.good", "{}")).text
+
+    with caplog.at_level("WARNING", "vllm_mlx_harmony"), ExitStack() as stack:
+        if transport != "stdio":
+            stack.enter_context(serving(port, transport, "raw"))
+        (good, better), text = within(box, called)
+    assert (good.name, good.description, better.name) == ("good", "Half \ufffd of it.", "better")
+    assert text == "\ufffd of it, \U0001f600 whole, \\ud83d written out \ufffd"
+    said = [each.getMessage() for each in caplog.records if "malformed" in each.getMessage()]
+    assert len(said) == 11  # one line for each, however often the list is read
+    assert said[0].startswith("tool server raw: the tool 'type' (inputSchema.type: ")
+    assert any("the tool number 7 (name: " in each for each in said)
+
+
+def test_what_stands_beside_tools_is_not_checked_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte of it beside a thousand tools took minutes, in which the server did nothing."""
+    checked: list[Any] = []
+    check = methods.validate_server_result
+    monkeypatch.setattr(
+        methods,
+        "validate_server_result",
+        lambda method, version, data: (checked.append(data), check(method, version, data))[1],
+    )
+    tools = [{"name": name, "inputSchema": {"type": "object"}} for name in ("a", "b")]
+    result = {"tools": [*tools, {"name": "c"}], "_meta": {"a": 1}, "nextCursor": "d"}
+    ((place, _),) = malformed_tools(result, "2025-06-18")
+    assert place == 2
+    assert [data.keys() for data in checked] == [{"tools", "nextCursor"}] * 3
+    newer = {**result, "resultType": "complete", "ttlMs": 0, "cacheScope": "private"}
+    assert [place for place, _ in malformed_tools(newer, "2026-07-28")] == [2]
+
+
+async def cut_in_two() -> ToolResult:
+    return ToolResult("half \ud83d")
+
+
+def test_half_a_surrogate_of_another_kind_of_server() -> None:
+    box = Toolbox([Local("own", {"cut": (None, cut_in_two)})], ToolsConfig(), Use.ON)
+    assert within(box, lambda: ask(box, "own.cut", "{}")).text == "half \ufffd"
+
+
+# --- The operator's file.
+
+SOUND: dict[str, dict[str, Any]] = {
+    "the host's": {"servers": {"a": {"transport": "stdio", "command": "x", "args": ["y"]}}},
+    "that of MCP clients": {"mcpServers": {"a": {"command": "x"}}},
+    "http by another name": {"mcpServers": {"a": {"type": "http", "url": "https://a/mcp"}}},
+    "the host's other fields": {"servers": {}, "allowed_high_risk_tools": []},
+}
+
+
+@pytest.mark.parametrize("document", SOUND.values(), ids=SOUND)
+def test_files_that_are_understood(tmp_path: Path, document: dict[str, Any]) -> None:
+    file = tmp_path / "mcp.json"
+    file.write_text(json.dumps(document))
+    assert isinstance(read(file), ToolsConfig)
+
+
+WRONG: list[tuple[str, str]] = [
+    ("{", "Expecting property name"),
+    ('{"servers": []}', "servers: "),
+    ('{"servers": {"a": {}}}', "requires `command`"),
+    ('{"servers": {"a": {"url": "ftp://x"}}}', "needs a url"),
+    ('{"servers": {"a": {"command": "x", "comand": 1}}}', "servers.a.comand: "),
+    ('{"servers": {"a": {"transport": "pigeon"}}}', "servers.a.transport: "),
+    ('{"max_tool_calls": 0}', "max_tool_calls: "),
+]
+
+
+@pytest.mark.parametrize(("text", "problem"), WRONG)
+def test_files_that_are_wrong(tmp_path: Path, text: str, problem: str) -> None:
+    file = tmp_path / "mcp.json"
+    file.write_text(text)
+    with pytest.raises(HostError, match=problem):
+        read(file)
+    with pytest.raises(HostError, match="No such file"):
+        read(tmp_path / "none.json")
+
+
+def test_names_that_a_header_cannot_carry() -> None:
+    servers = {name: stdio("weather", enabled=True) for name in ("a.b c", "functions", "a_b_c")}
+    box = toolbox(servers)
+    assert [each.name for each in box.namespaces] == ["a_b_c", "functions_2", "a_b_c_2"]
+    assert [each.problem for each in box.namespaces] == ["it is not started"] * 3
+
+
+def test_a_browser_that_is_another_one() -> None:
+    """A server that merely has the name does not get the description gpt-oss was trained with."""
+    box = toolbox({"browser": stdio("weather"), "python": stdio("slow")})
+
+    async def names() -> list[str]:
+        return [each.name for each in box.namespaces]
+
+    assert within(box, names) == ["browser_tools", "python_tools"]
+
+
+def test_nothing_said_is_said() -> None:
+    assert NOTHING.startswith("[")
+    assert ServerConfig.model_validate({"command": "x"}).transport == "stdio"

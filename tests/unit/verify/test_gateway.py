@@ -1,0 +1,33 @@
+"""Every check passes through a gateway, too, in front of a server of this project."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from fake import TIMES, BookEngine, outcomes, serving
+from fake_engines import served
+from fakes import KEY, MODEL
+
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.engines.detection import Spec
+from vllm_mlx_harmony.gateway.limits import digest
+from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
+from vllm_mlx_harmony.server.ids import VARIABLE
+from vllm_mlx_harmony.verify import wire
+from vllm_mlx_harmony.verify.suite import CHECKS
+
+
+def test_everything_passes_through_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "1")
+    for name, seconds in TIMES.items():
+        monkeypatch.setattr(wire, name, seconds)
+    with serving(engine=BookEngine(slow=True)) as url:
+        keys = (Key("test", digest(KEY)),)
+        settings = GatewaySettings(engines=(Spec(url, key=KEY),), keys=keys, model=MODEL)
+        with served(gateway(settings)) as base:
+            found = outcomes(base)
+    assert {name: each.problem for name, each in found.items() if each.state != "passed"} == {}
+    assert len(found) == len(CHECKS) == 266
