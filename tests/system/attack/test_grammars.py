@@ -43,7 +43,10 @@ compiling in the server, may take."""
 WAIT = size(0.5, 10.0)
 """Seconds. Thinned, the machine may have anything else to do."""
 
-GROWTH_MIB = 300.0
+GROWTH_MIB = 400.0
+"""The caches of grammars, checks and prompts have 150 MiB at most by their own count, and what is
+allocated for it can be twice as much; it grows ever more slowly while they fill."""
+
 SHORT = [definition for definition in LARK.values() if len(definition) < 10_000]
 """The prompt shows a definition as it is."""
 

@@ -81,6 +81,12 @@ def whole(url: str, begin: Begin) -> None:
 ROWS = {"chat": chat, "responses": responses, "messages": messages, "whole": whole}
 
 
+def requests(url: str) -> int:
+    """How many requests the server has."""
+    models = httpx.get(f"{url}/harmony/status", timeout=60).json()["models"]
+    return sum(len(model["requests"]) for model in models)
+
+
 @pytest.fixture(scope="module")
 def problems(start: Start, model: Path) -> dict[str, str]:
     """What each client is told, by row: all are served when the process is aborted."""
@@ -92,7 +98,10 @@ def problems(start: Start, model: Path) -> dict[str, str]:
             name: pool.submit(row, server.url, waiting[name].set) for name, row in ROWS.items()
         }
         assert all(event.wait(30) for event in waiting.values())
-        time.sleep(1)  # until the request that is not streamed has arrived
+        until = time.monotonic() + 30
+        while requests(server.url) < len(ROWS):  # the one that is not streamed arrives, too
+            assert time.monotonic() < until
+            time.sleep(0.1)
         (server.log.parent / "abort").touch()
         errors = {name: call.exception(30) for name, call in calls.items()}
     assert server.process.wait(30) == -signal.SIGABRT

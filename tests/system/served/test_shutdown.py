@@ -192,7 +192,10 @@ def test_all_that_run_are_ended_in_words(start: Start, standin_dir: Path) -> Non
             assert begun.wait(60)
         for client in WHOLE:
             told[client.__name__] = pool.submit(client, one, model, lambda: None)
-        time.sleep(1.5)  # and these have come, too
+        until = time.monotonic() + 60
+        while sum(one.requests()) < len(told):  # these have come, too
+            assert time.monotonic() < until
+            time.sleep(0.1)
         for name, future in told.items():
             future.add_done_callback(partial(note, name))
         signalled = time.monotonic()
@@ -240,12 +243,12 @@ def test_the_second_signal_kills(start: Start, standin_dir: Path) -> None:
     server = start(*FLAG, command=HARMONY)
     reader = threading.Thread(target=_reads, args=(server,), daemon=True)
     reader.start()
-    time.sleep(1.0)
+    server.wait_for_requests(running=1)
     server.process.send_signal(signal.SIGTERM)
     time.sleep(0.5)
     assert server.process.poll() is None  # it waits for the answer
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(2) == -signal.SIGTERM
+    assert server.process.wait(10) == -signal.SIGTERM  # the answer would take twice as long
     reader.join(5)
 
 

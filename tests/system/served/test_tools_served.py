@@ -81,8 +81,10 @@ def server(
     tools = children(running.pid)
     assert len(tools) == 3
     running.stop()
-    time.sleep(0.5)
-    assert not [pid for pid in tools if Path(f"/proc/{pid}").exists()]
+    until = time.monotonic() + 10
+    while [pid for pid in tools if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 def children(pid: int) -> list[int]:
