@@ -52,7 +52,7 @@ from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Tool, Turn, User
 from vllm_mlx_harmony.engine import costs as step_costs
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.batch import EXPECTED_RIGHT, FEW
+from vllm_mlx_harmony.engine.batch import EXPECTED_RIGHT, MAX_CHOICES_TO_WAIT_FOR
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
@@ -270,7 +270,10 @@ def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
     while at < len(answer):
         if steps:
             known = (
-                known or mask.forced() is not None or mask.choices <= FEW or mask.expected(1) != []
+                known
+                or mask.forced() is not None
+                or mask.choices <= MAX_CHOICES_TO_WAIT_FOR
+                or mask.expected(1) != []
             )
             mask.advance(answer[at])
             at += 1
@@ -355,7 +358,7 @@ def seconds(pairs: Sequence[tuple[str, str, str]], count: int, most: int) -> Ite
     engines = [opened(lambda: Replayed(wide()), each) for each in ("off", "auto")]
     try:
         module: Any = engines[1].loop.module
-        measure = partial(step_costs.measured, module, make_prompt_cache(module), clock)
+        measure = partial(step_costs.measure_step_costs, module, make_prompt_cache(module), clock)
         engines[1].loop.costs = found = engines[1]._thread.call(measure).result()
         shares = [f"{each / found.seconds[0]:.2f}" for each in found.seconds]
         print(f"steps of {found.ids} ids cost {', '.join(shares)} of one")

@@ -83,7 +83,7 @@ class Run:
         from vllm_mlx_harmony.cli.screen import busy
         from vllm_mlx_harmony.cli.stand_in import home_directory
         from vllm_mlx_harmony.measure.plan import Point
-        from vllm_mlx_harmony.measure.requests import FEW
+        from vllm_mlx_harmony.measure.requests import SHORT_ANSWER_TOKENS
 
         if not model.is_dir():
             raise UsageError(f"{model} is not a model's directory")
@@ -93,11 +93,13 @@ class Run:
             await self.measure(client, context)
             room = min(RESTART, self.given.longest, (context or RESTART) // 2)
             prompt.extend(client.prompt(room))
-            await client.answer(prompt, FEW)
+            await client.answer(prompt, SHORT_ANSWER_TOKENS)
 
         async def again(client: Client, _: int | None) -> None:
-            await client.answer(client.text(50), FEW)  # what only the first request costs
-            timed = await client.answer(prompt, FEW)
+            await client.answer(
+                client.text(50), SHORT_ANSWER_TOKENS
+            )  # what only the first request costs
+            timed = await client.answer(prompt, SHORT_ANSWER_TOKENS)
             self.points.append(Point("first token after a restart", timed.prompt, timed.first))
 
         with home_directory() as home:

@@ -13,7 +13,7 @@ from urllib.error import HTTPError
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.process import LOCAL, send
 
-PATIENCE = 120.0
+READ_TIMEOUT = 120.0
 """Timeout of a read in seconds."""
 
 
@@ -94,7 +94,7 @@ def ask(port: int, body: dict[str, object]) -> Completion:
 def post(port: int, path: str, body: dict[str, object]) -> Iterator[HTTPResponse]:
     """The response to a request. Raises ``UsageError`` if it fails."""
     try:
-        with send(f"{LOCAL}:{port}{path}", body, patience=PATIENCE) as response:
+        with send(f"{LOCAL}:{port}{path}", body, patience=READ_TIMEOUT) as response:
             yield response
     except HTTPError as error:
         raise UsageError(f"the server answered {error.code}: {error.read().decode()}") from error

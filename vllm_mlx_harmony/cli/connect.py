@@ -36,7 +36,7 @@ URL = "http://127.0.0.1:8000"
 LEAST_CONTEXT = 4_096
 """In tokens; an agent's own instructions and tools take more."""
 
-PATIENCE = 5.0
+REQUEST_TIMEOUT = 5.0
 """Seconds within which a server must list its models."""
 
 ANSWERING = 120.0
@@ -196,7 +196,9 @@ def ask(served: Served, key: str | None, path: str, body: Mapping[str, object]) 
     return f"✓ {served.model} has answered a test request in {time.monotonic() - began:.1f} s"
 
 
-def _json(url: str, key: str | None, body: object = None, patience: float = PATIENCE) -> object:
+def _json(
+    url: str, key: str | None, body: object = None, patience: float = REQUEST_TIMEOUT
+) -> object:
     with send(url, body, key=key, patience=patience) as response:
         return json.load(response)
 

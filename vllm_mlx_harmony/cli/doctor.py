@@ -48,7 +48,7 @@ PORT = 8000
 GATEWAY = "vllm-mlx-harmony gateway"
 """The name in a gateway's ``/health`` (``gateway.app``, which is not imported here)."""
 
-PATIENCE = 2.0
+HEALTH_TIMEOUT = 2.0
 """Seconds to wait for the ``/health`` of a server on the port."""
 
 
@@ -424,7 +424,7 @@ def _port(port: int) -> Group:
 def _server(port: int) -> str:
     """Which of our servers listens on the port; empty for another program."""
     try:
-        with send(f"{LOCAL}:{port}/health", patience=PATIENCE) as response:
+        with send(f"{LOCAL}:{port}/health", patience=HEALTH_TIMEOUT) as response:
             answer = json.load(response)
     except (OSError, HTTPException, ValueError):
         return ""

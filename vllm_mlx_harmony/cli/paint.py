@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
-from rich.text import Text as Painting
+from rich.text import Text as RichText
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Delta, Kind, Opened, Text
@@ -54,7 +54,7 @@ def pieces(ids: Iterable[int]) -> Iterator[Piece]:
             yield Piece(tokens, text, False)
 
 
-def painted(ids: Iterable[int], *, apart: bool = False) -> Painting:
+def painted(ids: Iterable[int], *, apart: bool = False) -> RichText:
     """The coloured text of a prompt or a completion.
 
     ``apart`` adds line breaks, so that each message begins on a new line.
@@ -75,7 +75,7 @@ def painted(ids: Iterable[int], *, apart: bool = False) -> Painting:
         if not in_body and piece.ids[0] != vocab.MESSAGE:
             _paint_headless(found, styles, deltas)
     _paint_headless(found, styles, parser.close("stop"))
-    painting = Painting()
+    painting = RichText()
     for piece, style in zip(found, styles, strict=True):
         if apart and painting and piece.ids[0] == vocab.START:
             painting.append("\n")

@@ -48,7 +48,7 @@ from vllm_mlx_harmony.engine_api.engine import Origin
 EXPECTED_RIGHT = 0.95
 """Assumed share of headers that continue as expected."""
 
-FEW = 32
+MAX_CHOICES_TO_WAIT_FOR = 32
 """When at most so many ids are allowed, as in headers, forced ones often follow."""
 
 
@@ -61,7 +61,7 @@ class Batch:
         self.known: int | None = None
         self.pending = _last_ids(rows)
 
-    def takes(self, rows: Sequence[Request]) -> bool:
+    def fits(self, rows: Sequence[Request]) -> bool:
         return may_be_padded([len(each.ids) for each in (*self.rows, *rows)])
 
     def join(self, new: Sequence[Request], layers: Layers) -> None:
@@ -127,7 +127,11 @@ class Batch:
         elif self.known is None and mask is not None:
             self.known = mask.forced()
         if self.known is None and (
-            (mask is not None and costs.together(1) and (mask.choices <= FEW or mask.expected(1)))
+            (
+                mask is not None
+                and costs.together(1)
+                and (mask.choices <= MAX_CHOICES_TO_WAIT_FOR or mask.expected(1))
+            )
             or (drafts is not None and drafts.next(costs, request.room))
         ):
             self.known = int(self.pending.item())

@@ -57,7 +57,9 @@ Runs: TypeAlias = "tuple[tuple[float, ...], ...]"
 """Measurements: seconds of the steps of ``WIDTHS``, as far as they were measured."""
 
 
-def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.perf_counter) -> Costs:
+def measure_step_costs(
+    model: Model, layers: Layers, clock: Callable[[], float] = time.perf_counter
+) -> Costs:
     """What steps of several ids cost behind what ``layers`` hold, by ``clock``.
 
     Includes what a draft costs besides: Python waits for the ids, and the device for Python. Ends
@@ -93,7 +95,7 @@ def measured(model: Model, layers: Layers, clock: Callable[[], float] = time.per
     return Costs(WIDTHS[: len(seconds)], tuple(seconds))
 
 
-def measured_at_depths(
+def measure_at_depths(
     model: Model,
     layers: Layers,
     deep: bool,
@@ -101,11 +103,11 @@ def measured_at_depths(
 ) -> Costs:
     """What `measured` finds behind what ``layers`` hold, and if there is memory for ``deep`` ones,
     behind ``DEPTH`` ids, too."""
-    costs = measured(model, layers, clock)
+    costs = measure_step_costs(model, layers, clock)
     if len(costs.ids) == 1 or not deep:
         return costs
     deepen(layers)
-    return worse(costs, measured(model, layers, clock))
+    return worse(costs, measure_step_costs(model, layers, clock))
 
 
 def deepen(layers: Layers) -> None:
@@ -133,7 +135,7 @@ _measured: dict[str, Runs] = {}
 """What this process has measured, for when there is no file."""
 
 
-def remembered(path: Path | None, key: str, measure: Callable[[], Costs]) -> Costs:
+def load_or_measure(path: Path | None, key: str, measure: Callable[[], Costs]) -> Costs:
     """The costs for ``key``: the fastest steps of ``RUNS`` measurements. Those in the file at
     ``path``, or in this process, count; while they are fewer, another one is made.
 

@@ -226,8 +226,8 @@ class EngineLoop:
             # Version 1 measured steps of one id too short, version 2 only short contexts.
             key = f"{self.model}: {self.weights} bytes, {where}, version 3"
             deep = self.budget.longest(device.weights()) > 2 * costs.DEPTH
-            measure = partial(costs.measured_at_depths, module, layers, deep)
-            self.costs = costs.remembered(self.options.costs, key, measure)
+            measure = partial(costs.measure_at_depths, module, layers, deep)
+            self.costs = costs.load_or_measure(self.options.costs, key, measure)
 
     def free(self) -> None:
         """Ends all requests and unloads in one call; a request arriving between two calls would
@@ -526,7 +526,7 @@ class EngineLoop:
             if self.options.speculate == "auto" and request.top_logprobs is None:
                 request.drafts = Drafts((*request.settings.prediction, *request.prompt))
         for batch in self.batches:
-            if batch.takes(requests):
+            if batch.fits(requests):
                 batch.join(requests, layers)
                 break
         else:

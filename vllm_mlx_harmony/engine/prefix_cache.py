@@ -160,7 +160,9 @@ class PrefixCache:
         match = Match(pack(ids), self._owners(tenant))
         if self.enabled:
             with _logged("a prompt could not be looked up"):
-                match = replace(match, in_memory=self._tree.reach(match.owners, match.sequence))
+                match = replace(
+                    match, in_memory=self._tree.match_length(match.owners, match.sequence)
+                )
                 if self._disk is not None:
                     roots = [self._root(whose) for whose in (tenant, SHARED_TENANT)]
                     match = replace(match, on_disk=self._disk.chain(roots, match.sequence))
@@ -183,7 +185,7 @@ class PrefixCache:
         loaded, in_memory = match.loaded, match.in_memory
         with _logged("a prompt could not be read from the disk"):
             if self._disk is not None:
-                known = partial(self._tree.reach, match.owners, match.sequence)
+                known = partial(self._tree.match_length, match.owners, match.sequence)
                 loaded = await self._disk.load(match.on_disk, known)
             in_memory, _ = self._tree.find(match.owners, match.sequence)
         return replace(match, in_memory=in_memory, on_disk=(), loaded=loaded)
@@ -236,7 +238,7 @@ class PrefixCache:
 
     def stored(self, ids: Sequence[int], tenant: str) -> int:
         """How many ids of a sequence are in memory."""
-        return self._tree.reach(self._owners(tenant), pack((*ids, 0))) if self.enabled else 0
+        return self._tree.match_length(self._owners(tenant), pack((*ids, 0))) if self.enabled else 0
 
     def computing(self) -> AbstractContextManager[None]:
         """While the engine computes: the disk writes slowly."""

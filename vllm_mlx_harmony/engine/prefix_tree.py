@@ -108,7 +108,7 @@ class PrefixTree(Generic[T]):
             self._use(node)
             return node.end, tuple(value for _, value in node.pieces())
 
-    def reach(self, owners: Sequence[Hashable], sequence: bytes) -> int:
+    def match_length(self, owners: Sequence[Hashable], sequence: bytes) -> int:
         """How many ids `find` would find. Does not count as a use."""
         with self._lock:
             return self._deepest(owners, sequence, len(sequence) // WIDTH - 1).end

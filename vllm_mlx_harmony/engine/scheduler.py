@@ -51,7 +51,7 @@ that sends ten prompts gets no more of the time than one that sends a single pro
 **Admission.** A prompt begins when it is its turn, there is memory for it (``fits``), and not too
 many others are running. The last prompt slot is reserved for single-chunk prompts: otherwise long
 prompts in all slots would block a short one until one of them is done. When there is no memory for
-the oldest prompt and it has waited for ``PATIENCE`` seconds, no other one begins: otherwise small
+the oldest prompt and it has waited for ``STARVATION_SECONDS``, no other one begins: otherwise small
 ones would take all memory that becomes free, forever.
 """
 
@@ -63,7 +63,7 @@ from typing import TypeAlias
 
 from vllm_mlx_harmony.engine.memory import may_be_padded
 
-PATIENCE = 10.0
+STARVATION_SECONDS = 10.0
 """Seconds after which a prompt that lacks memory is no longer overtaken by later ones."""
 
 DECODE_SHARE = 0.32
@@ -249,7 +249,7 @@ class Scheduler:
         free = min(limits.sequences, limits.answers) - begun - len(self._answers)
         waiting = (each for each in self._prompts.values() if not each.begun)
         oldest = min(waiting, key=lambda each: each.since, default=None)
-        if free > 0 and oldest is not None and now - oldest.since > PATIENCE:
+        if free > 0 and oldest is not None and now - oldest.since > STARVATION_SECONDS:
             free = free if fits(oldest.request) else 0
         for prompt in self._ranked():
             reserved = limits.prompts > 1 and prompt.rest > limits.chunk

@@ -26,7 +26,7 @@ from vllm_mlx_harmony.engine.engine import RequestStatus
 SECONDS = 0.5
 """Seconds between two updates."""
 
-PATIENCE = 1.0
+SHOWN_AFTER_SECONDS = 1.0
 """Seconds that a request has to wait before it is shown."""
 
 Status = Callable[[], "list[tuple[str, list[RequestStatus]]]"]
@@ -38,7 +38,7 @@ def text(models: Sequence[tuple[str, Sequence[RequestStatus]]]) -> str:
     parts = []
     for name, requests in models:
         waiting = [each for each in requests if each.place]
-        if any(each.seconds >= PATIENCE for each in waiting):
+        if any(each.seconds >= SHOWN_AFTER_SECONDS for each in waiting):
             answering = len(requests) - len(waiting)
             part = _of_prompt(waiting[0])
             part += f" · {len(waiting) - 1} waiting" if len(waiting) > 1 else ""

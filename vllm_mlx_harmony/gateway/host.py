@@ -294,7 +294,7 @@ def _toolbox(path: str | None, settings: ServerSettings) -> Toolbox | None:
     """
     if settings.tools is Use.OFF:
         if path is not None:
-            raise HostError(f"--mcp-config has no effect without {tools.VARIABLE}=on")
+            raise HostError(f"--mcp-config has no effect without {tools.TOOLS_VARIABLE}=on")
         if not settings.web_search:
             ClientServers.of(settings)
             return None

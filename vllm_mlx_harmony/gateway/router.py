@@ -55,8 +55,8 @@ SHORT_SECONDS = 1.0
 LATE = 0.1
 """A request that ends this many seconds before its deadline was ended by it."""
 
-SHARE = 3
-"""An engine may be silent for 1/SHARE of a request's time limit, unless its prompt takes longer:
+MAX_SILENT_FRACTION = 1 / 3
+"""Of a request's time limit, for which an engine may be silent unless its prompt takes longer:
 that leaves time for another engine. A client's own time limit may be short: a retry because of it
 only makes the engine doubted."""
 
@@ -260,7 +260,7 @@ class Fleet:
     @property
     def patience(self) -> float:
         """Seconds of silence that an engine may be taken down for."""
-        return min(self.routing.rule.patience, self.limit / SHARE)
+        return min(self.routing.rule.patience, self.limit * MAX_SILENT_FRACTION)
 
     def choose(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
         """Chooses an engine. Raises ``EngineUnavailable`` if none is left."""
@@ -382,7 +382,7 @@ class FleetEngine:
         """Seconds until the engine must generate an id; positive while no other one is up."""
         patience = self.fleet.routing.rule.patience
         silence = attempt.silence(time.monotonic())
-        shortest = min(patience, self.deadline.total / SHARE)
+        shortest = min(patience, self.deadline.total * MAX_SILENT_FRACTION)
         if silence < shortest:  # nearly always, and cheap
             return shortest - silence
         if not any(each.up for each in self.fleet.backends if each is not attempt.backend):

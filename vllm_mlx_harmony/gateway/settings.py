@@ -397,8 +397,8 @@ class GatewaySettings:
             raise HostError("all keys were removed: to run without keys, restart the gateway")
         if new.local_model != self.local_model:
             raise HostError(f"engines: {LOCAL}MODEL changes only with a restart")
-        kept = {name: getattr(self, name) for name in AT_THE_START}
-        if changed := [name for name in AT_THE_START if getattr(new, name) != kept[name]]:
+        kept = {name: getattr(self, name) for name in RESTART_REQUIRED}
+        if changed := [name for name in RESTART_REQUIRED if getattr(new, name) != kept[name]]:
             logger.warning("%s: changes take effect after a restart", ", ".join(changed))
         return replace(new, **kept)
 
@@ -430,7 +430,7 @@ class GatewaySettings:
         }
 
 
-AT_THE_START = (
+RESTART_REQUIRED = (
     *("model", "host", "port", "workers", "mcp_config", "web_search", "shutdown_grace"),
     *("inspect", "metrics_by_key", "log_level"),
     *("cache_memory_mb", "ssd_cache_dir", "ssd_cache_max_gb", "gpu_memory_utilization"),

@@ -99,7 +99,7 @@ class Host(Gateway):
 
 def serve(settings: GatewaySettings, pace: float) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit code."""
-    os.environ[ids.VARIABLE] = "1"
+    os.environ[ids.ID_ENDPOINT_VARIABLE] = "1"
     host = Host(settings, StandIn(settings.model, pace))
     app = application(host, host.sharing)
     config = uvicorn.Config(

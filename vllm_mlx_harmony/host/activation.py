@@ -140,7 +140,7 @@ def _check(args: argparse.Namespace, settings: ServerSettings) -> None:
     if settings.tools is Use.OFF or (settings.web_search and not path):
         return
     if not path:
-        raise HostError(f"{config.VARIABLE}={settings.tools.value} requires --mcp-config")
+        raise HostError(f"{config.TOOLS_VARIABLE}={settings.tools.value} requires --mcp-config")
     if config.read(path).servers:
         from vllm_mlx_harmony.server.tools.mcp_server import check_package
 

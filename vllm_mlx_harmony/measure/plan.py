@@ -10,7 +10,14 @@ from functools import partial
 from statistics import median
 from typing import TypeAlias
 
-from vllm_mlx_harmony.measure.requests import FEW, TOOL, Client, Message, Timed, step
+from vllm_mlx_harmony.measure.requests import (
+    SHORT_ANSWER_TOKENS,
+    TOOL,
+    Client,
+    Message,
+    Timed,
+    step,
+)
 from vllm_mlx_harmony.verify.values import Failed
 
 LENGTHS = (1_000, 8_000, 32_000, 100_000)
@@ -78,9 +85,11 @@ def plan(context: int | None, most: int) -> Iterator[Measurement]:
 
 async def _first(length: int, client: Client) -> Points:
     prompt = client.prompt(length)
-    cold = await client.answer(prompt, FEW)
+    cold = await client.answer(prompt, SHORT_ANSWER_TOKENS)
     yield Point("first token, cold", length, cold.first)
-    yield Point("first token, warm", length, (await client.answer(prompt, FEW)).first)
+    yield Point(
+        "first token, warm", length, (await client.answer(prompt, SHORT_ANSWER_TOKENS)).first
+    )
 
 
 def story(client: Client) -> list[Message]:
@@ -100,7 +109,7 @@ async def _loop(client: Client) -> Points:
     """The calls of the history are written here, so that every server gets the same prompts."""
     messages = client.text(50)
     for turn in range(1, TURNS + 1):
-        timed = await client.answer(messages, FEW, tools=[TOOL])
+        timed = await client.answer(messages, SHORT_ANSWER_TOKENS, tools=[TOOL])
         yield Point("tool loop, first token", turn, timed.first)
         if timed.cached is not None:
             yield Point("tool loop, computed", turn, timed.prompt - timed.cached)
@@ -116,7 +125,9 @@ async def _beside(client: Client) -> Points:
         async for _ in events:
             if beside is None and len(timed.times) == ANSWER // 4:
                 alone = len(timed.times)
-                beside = asyncio.create_task(client.answer(client.prompt(BESIDE), FEW))
+                beside = asyncio.create_task(
+                    client.answer(client.prompt(BESIDE), SHORT_ANSWER_TOKENS)
+                )
             if beside is not None and beside.done():
                 break
     if beside is None:

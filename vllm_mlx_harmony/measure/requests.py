@@ -36,7 +36,7 @@ TOOL = {
 }
 
 
-FEW = 16
+SHORT_ANSWER_TOKENS = 16
 """Tokens of an answer of which only the first counts: the first ones of a gpt-oss are a header."""
 
 
@@ -76,7 +76,9 @@ class Client:
 
     async def calibrate(self) -> None:
         """Learns how many tokens the prompts have. Raises ``Failed`` if they are not counted."""
-        few, many = [await self.answer(self.text(count), FEW) for count in (50, 250)]
+        few, many = [
+            await self.answer(self.text(count), SHORT_ANSWER_TOKENS) for count in (50, 250)
+        ]
         counted = many.prompt > few.prompt
         require(counted, "usage does not count the tokens of prompts")
         self.per_word = (many.prompt - few.prompt) / 200

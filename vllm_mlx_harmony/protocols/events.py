@@ -50,7 +50,7 @@ def encode(document: object) -> str:
     return _ENCODER.encode(document)
 
 
-def encode_slowly(document: object) -> str:
+def encode_in_chunks(document: object) -> str:
     """Like ``encode``, but lets other threads run while it writes a large document."""
     if characters(document) <= MAX_JSON_CHARACTERS:
         return encode(document)

@@ -11,10 +11,15 @@ from typing import Annotated, TypeAlias
 
 from vllm_mlx_harmony.core.attachments import Attachments, placeholder
 from vllm_mlx_harmony.core.errors import RequestError, quoted
-from vllm_mlx_harmony.protocols.validation import Variants, Wire, listed, unsupported
+from vllm_mlx_harmony.protocols.validation import (
+    RequestModel,
+    Variants,
+    string_as_list,
+    unsupported,
+)
 
 
-class AnyPart(Wire):
+class AnyPart(RequestModel):
     """One part of a content. Only texts and refusals are read."""
 
     type: str
@@ -29,10 +34,10 @@ class Refusal(AnyPart):
 
 
 _TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text")
-TEXT_PARTS: dict[str, type[Wire]] = {**dict.fromkeys(_TEXTS, TextPart), "refusal": Refusal}
+TEXT_PARTS: dict[str, type[RequestModel]] = {**dict.fromkeys(_TEXTS, TextPart), "refusal": Refusal}
 
 Part: TypeAlias = Annotated[AnyPart, Variants(TEXT_PARTS, AnyPart)]
-Parts: TypeAlias = Annotated[list[Part] | None, listed("parts")]
+Parts: TypeAlias = Annotated[list[Part] | None, string_as_list("parts")]
 """A content: a string or a list of parts."""
 
 _KINDS = {

@@ -11,10 +11,10 @@ from pydantic import Field
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import BuiltinTool, Sampling
 from vllm_mlx_harmony.protocols.events import Document
-from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, unsupported
+from vllm_mlx_harmony.protocols.validation import RequestModel, Seed, TopLogprobs, unsupported
 
 
-class RequestBody(Wire):
+class RequestBody(RequestModel):
     """Base of a request body.
 
     Subclasses may add other fields of ``Sampling``, which are then read as well.
@@ -45,7 +45,7 @@ UnsupportedFields: TypeAlias = "tuple[tuple[str, Callable[[Any], object], str], 
 the values that are rejected (null never is), and the reason."""
 
 
-class TemplateOptions(Wire):
+class TemplateOptions(RequestModel):
     """``chat_template_kwargs``, an extension of vLLM."""
 
     reasoning_effort: object = None
@@ -53,7 +53,7 @@ class TemplateOptions(Wire):
     builtin_tools: list[BuiltinTool] | None = None
 
 
-class JsonSchema(Wire):
+class JsonSchema(RequestModel):
     """The schema of an answer, with its name and description."""
 
     name: str | None = None

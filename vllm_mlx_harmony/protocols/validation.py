@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.text_limits import clean, encodable, levels
 
 
-class Wire(BaseModel):
+class RequestModel(BaseModel):
     """Base of all request models: no coercion, finite numbers, unknown fields are ignored."""
 
     model_config = ConfigDict(
@@ -43,7 +43,7 @@ class Wire(BaseModel):
         return value
 
 
-Model = TypeVar("Model", bound=Wire)
+Model = TypeVar("Model", bound=RequestModel)
 
 
 def as_choice(value: object) -> object:
@@ -64,8 +64,8 @@ class Variants:
     remaining kinds.
     """
 
-    models: Mapping[str, type[Wire]]
-    other: type[Wire]
+    models: Mapping[str, type[RequestModel]]
+    other: type[RequestModel]
     kind: Callable[[Mapping[str, object]], object] = methodcaller("get", "type")
 
     def __get_pydantic_core_schema__(
@@ -93,7 +93,7 @@ def _fields(value: object) -> object:
     return {**fields, "document": value}
 
 
-def listed(noun: str, field: str = "text", **others: str) -> BeforeValidator:
+def string_as_list(noun: str, field: str = "text", **others: str) -> BeforeValidator:
     """Makes a string the ``field`` of the only object in a list.
 
     The object is a text part, unless it has ``others``.

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import WebSocketRoute
 
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.protocols.validation import Wire, validate
+from vllm_mlx_harmony.protocols.validation import RequestModel, validate
 from vllm_mlx_harmony.server import chat, decisions, ids, messages, models, ollama, tokens, traces
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.body import read as read_body
@@ -35,7 +35,7 @@ async def _root(_: Request) -> Response:
     return Response()
 
 
-class ControlBody(Wire):
+class ControlBody(RequestModel):
     """The body of ``POST /v1/chat/completions/control``."""
 
     id: str

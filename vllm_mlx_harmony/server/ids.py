@@ -42,7 +42,7 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.engine_api.engine import Finish, GenerationSettings, Step
 from vllm_mlx_harmony.protocols.events import HEARTBEAT, Event, encode
 from vllm_mlx_harmony.protocols.progress import FIELD, prompt_progress
-from vllm_mlx_harmony.protocols.validation import Seed, TopLogprobs, Wire, validate
+from vllm_mlx_harmony.protocols.validation import RequestModel, Seed, TopLogprobs, validate
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
@@ -58,14 +58,14 @@ from vllm_mlx_harmony.server.serving import (
 )
 from vllm_mlx_harmony.server.settings import variable
 
-VARIABLE = variable("id_endpoint")
+ID_ENDPOINT_VARIABLE = variable("id_endpoint")
 
 PATH = "/harmony/v1/generate"
 VERSION = 1
 """Incremented by incompatible changes."""
 
 
-class IdSettings(Wire):
+class IdSettings(RequestModel):
     """``GenerationSettings`` on the wire; ``logit_bias`` has pairs of id and bias."""
 
     model_config = ConfigDict(extra="forbid")
@@ -91,7 +91,7 @@ class IdSettings(Wire):
         )
 
 
-class IdRequest(Wire):
+class IdRequest(RequestModel):
     model_config = ConfigDict(extra="forbid")
 
     prompt: list[int] = Field(min_length=1)
@@ -190,7 +190,7 @@ API = Api("ids", _read, more_values=2 * CONTEXT_TOKENS)
 async def generate_from_ids(request: Request) -> Response:
     """``POST /harmony/v1/generate``, and ``GET`` (or ``HEAD``)."""
     if not front_end_of(request).settings.id_endpoint:
-        problem = f"{PATH} is disabled ({VARIABLE}=1 enables it)"
+        problem = f"{PATH} is disabled ({ID_ENDPOINT_VARIABLE}=1 enables it)"
         raise RequestError(problem, status=404, code="not_found")
     if request.method != "POST":
         return JSONResponse({"harmony": VERSION, "settings": [*IdSettings.model_fields]})

@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.turn import Defaults, Message, ResponseInfo, Turn
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.client_servers import ClientServer
-from vllm_mlx_harmony.protocols.events import encode_slowly
+from vllm_mlx_harmony.protocols.events import encode_in_chunks
 from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.server.answer import Answer
@@ -419,7 +419,7 @@ async def respond(received: Received, job: Job) -> Response:
             if not received.document.large:
                 return JSONResponse(document)
             # Responses repeats the request's tools and instructions.
-            text = await in_thread(encode_slowly, document)
+            text = await in_thread(encode_in_chunks, document)
             return Response(text, media_type=JSONResponse.media_type)
         await received.unless_disconnected(answer.first_event())
         return EventStream(received.request, answer, received.api.framing)

@@ -19,8 +19,8 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.protocols.events import encode_slowly
-from vllm_mlx_harmony.protocols.validation import Wire, required, validate
+from vllm_mlx_harmony.protocols.events import encode_in_chunks
+from vllm_mlx_harmony.protocols.validation import RequestModel, required, validate
 from vllm_mlx_harmony.server import models
 from vllm_mlx_harmony.server.body import read as read_body
 from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
@@ -29,7 +29,7 @@ from vllm_mlx_harmony.server.serving import Api, Received, rendered_prompt, serv
 from vllm_mlx_harmony.tasks import in_thread
 
 
-class TokenizeBody(Wire):
+class TokenizeBody(RequestModel):
     """``prompt`` is vLLM's field, ``content`` llama.cpp's."""
 
     prompt: str | None = None
@@ -38,7 +38,7 @@ class TokenizeBody(Wire):
     with_pieces: bool | None = None
 
 
-class DetokenizeBody(Wire):
+class DetokenizeBody(RequestModel):
     tokens: list[Annotated[int, Field(ge=0, lt=VOCAB_SIZE)]]
 
 
@@ -78,7 +78,7 @@ async def _tokenize(received: Received) -> Response:
 
 async def _written(document: Callable[..., dict[str, Any]], *arguments: Any) -> Response:
     """A document of as many tokens as a prompt may have, made and written in a thread."""
-    text = await in_thread(lambda: encode_slowly(document(*arguments)))
+    text = await in_thread(lambda: encode_in_chunks(document(*arguments)))
     return Response(text, media_type=JSONResponse.media_type)
 
 

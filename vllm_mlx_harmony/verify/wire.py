@@ -38,7 +38,7 @@ REPORT = "Here is a long report. Read it, and reply with the word done."
 DRAFT = "Here is a long draft. Read it, and reply with the word done."
 FIRST, SECOND = "Remember this number: 4711. Reply with OK.", "Which number was it?"
 
-FEW = 16
+MIN_OUTPUT_TOKENS = 16
 """The least that OpenAI accepts as a maximum of output tokens."""
 
 MOST = 1_000_000
@@ -58,7 +58,7 @@ REUSED = 0.2
 """The least share of a cancelled prompt that is not computed again."""
 
 MISSING = "no-such-model-9f2c"
-PATIENCE = 5.0
+FREED_WITHIN_SECONDS = 5.0
 """Seconds after which a cancelled request must not be running."""
 
 EVENTS = 20
@@ -164,15 +164,18 @@ async def unknown_parameter(trial: Trial) -> None:
 async def too_long(trial: Trial) -> None:
     if not trial.server.context:
         raise Unsupported("/v1/models does not list the model's context length")
-    asked = Ask((" a" * (trial.server.context + 1000),), limit=FEW)
+    asked = Ask((" a" * (trial.server.context + 1000),), limit=MIN_OUTPUT_TOKENS)
     body = trial.api.body(trial.server.model, asked)
     refused(trial, await post(trial, body), HTTPStatus.BAD_REQUEST)
 
 
 async def limit(trial: Trial) -> None:
-    for answer in await both(trial, replace(COUNT, limit=FEW)):
+    for answer in await both(trial, replace(COUNT, limit=MIN_OUTPUT_TOKENS)):
         require(answer.finish == "length", f"the answer ended with {answer.finish!r}")
-        require(answer.usage.output <= FEW, f"{answer.usage.output} tokens, not {FEW}")
+        require(
+            answer.usage.output <= MIN_OUTPUT_TOKENS,
+            f"{answer.usage.output} tokens, not {MIN_OUTPUT_TOKENS}",
+        )
 
 
 async def stop(trial: Trial) -> None:
@@ -208,7 +211,7 @@ async def cancel(trial: Trial) -> None:
 
 
 async def _until_idle(trial: Trial) -> None:
-    until = time.monotonic() + PATIENCE
+    until = time.monotonic() + FREED_WITHIN_SECONDS
     while True:
         reply = await trial.send("GET", "/metrics")
         numbers = RUNNING.findall(reply.text) if reply.status_code == HTTPStatus.OK else []
@@ -233,7 +236,7 @@ def lengthy(trial: Trial, task: str) -> Ask:
     """A task with a long prompt that no cache has; the limit leaves room for reasoning."""
     size = min(PROMPT, (trial.server.context or PROMPT * 2) // 2)
     text = f"{task} Its number is {uuid4().hex}.{' The sea was calm.' * (size // 5)}"
-    return Ask((text,), limit=FEW * 16)
+    return Ask((text,), limit=MIN_OUTPUT_TOKENS * 16)
 
 
 async def waiting(trial: Trial) -> None:

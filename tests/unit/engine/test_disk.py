@@ -331,7 +331,7 @@ def test_while_an_engine_computes_it_is_written_slowly(
         else:
             write(disk, pieces[:1])
         spent = disk.counters().write_seconds
-        assert sum(slept) == pytest.approx(spent / disks.SHARE if busy else 0.0)
+        assert sum(slept) == pytest.approx(spent / disks.WRITE_DUTY_CYCLE if busy else 0.0)
 
 
 class Clock:

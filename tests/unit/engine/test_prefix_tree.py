@@ -45,7 +45,7 @@ def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:
         assert piece.start == at and piece.sequence[: piece.end] == sequence[: piece.end]
         at = piece.end
     assert at == known
-    assert tree.reach([owner], pack(sequence)) == known
+    assert tree.match_length([owner], pack(sequence)) == known
     return known
 
 
@@ -100,8 +100,11 @@ def test_what_is_shared_is_found_by_all_and_continued_by_each_for_itself() -> No
     add(tree, [1, 2, 3, 4], owner="all")
     add(tree, [1, 2, 3], owner="alice")
     asked = pack([1, 2, 3, 4, 5])
-    assert tree.reach(["alice", "all"], asked) == 4
-    assert (tree.reach(["alice"], asked), tree.reach(["bob", "alice"], asked)) == (3, 3)
+    assert tree.match_length(["alice", "all"], asked) == 4
+    assert (tree.match_length(["alice"], asked), tree.match_length(["bob", "alice"], asked)) == (
+        3,
+        3,
+    )
     assert tree.find(["bob", "all"], asked) == tree.find(["all"], asked)
     assert tree.find(["alice", "all"], pack([1, 2, 3, 9]))[0] == 3  # its own is longer
     held = tree.counters().nbytes
@@ -110,9 +113,9 @@ def test_what_is_shared_is_found_by_all_and_continued_by_each_for_itself() -> No
     assert [(end, piece.start) for end, piece in cut] == [(2, 0), (4, 2), (6, 4)]
     assert tree.counters().nbytes == held + 20  # what it continues is not held again
     asked = pack([*longer, 7])
-    assert tree.reach(["bob", "all"], asked) == 6
-    assert [tree.reach([name, "all"], asked) for name in ("alice", "carol")] == [4, 4]
-    assert tree.reach(["bob"], asked) == 0
+    assert tree.match_length(["bob", "all"], asked) == 6
+    assert [tree.match_length([name, "all"], asked) for name in ("alice", "carol")] == [4, 4]
+    assert tree.match_length(["bob"], asked) == 0
     assert tree.add(["carol", "all"], pack([1, 2, 3, 4]), lambda *_: pytest.fail("is known"))
 
 
@@ -121,7 +124,7 @@ def test_what_continues_what_was_forgotten_is_evicted_in_its_turn() -> None:
     add(tree, [1, 2], owner="all")
     tree.add(["bob", "all"], pack([1, 2, 3]), lambda *part: Piece((1, 2, 3), *part))
     tree.forget(lambda owner: owner == "all")
-    assert tree.reach(["bob", "all"], pack([1, 2, 3, 4])) == 0
+    assert tree.match_length(["bob", "all"], pack([1, 2, 3, 4])) == 0
     assert (tree.counters().nbytes, tree.counters().segments) == (10, 1)
     add(tree, [5, 6, 7, 8])
     assert (tree.counters().nbytes, tree.counters().segments) == (40, 1)
@@ -160,11 +163,11 @@ def test_a_look_counts_for_nothing() -> None:
     add(tree, [1])
     add(tree, [2])
     before = tree.counters()
-    assert tree.reach(["me"], pack([1, 9])) == 1
-    assert tree.reach(["other"], pack([1, 9])) == tree.reach(["me"], pack([])) == 0
+    assert tree.match_length(["me"], pack([1, 9])) == 1
+    assert tree.match_length(["other"], pack([1, 9])) == tree.match_length(["me"], pack([])) == 0
     assert tree.counters() == before
     add(tree, [3])
-    assert [tree.reach(["me"], pack([first, 9])) for first in (1, 2, 3)] == [0, 1, 1]
+    assert [tree.match_length(["me"], pack([first, 9])) for first in (1, 2, 3)] == [0, 1, 1]
 
 
 def test_budget_of_one_entry_keeps_the_last_one() -> None:
@@ -316,7 +319,7 @@ def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int], b
         if sharing:
             sequence = pack([*ids, 9])
             owners = [owner, 1 - owner]
-            assert tree.find(owners, sequence)[0] == tree.reach(owners, sequence)
+            assert tree.find(owners, sequence)[0] == tree.match_length(owners, sequence)
             tree.add(owners, sequence, lambda *part, ids=ids: Piece((*ids, 9), *part))
         fits = add(tree, ids, owner)
         counters = tree.counters()

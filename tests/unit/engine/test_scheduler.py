@@ -18,8 +18,8 @@ from vllm_mlx_harmony.engine.scheduler import (
     FIRST_STEPS,
     LONGEST,
     MEASUREMENTS,
-    PATIENCE,
     PRICE,
+    STARVATION_SECONDS,
     Chunk,
     Decision,
     Limits,
@@ -360,7 +360,7 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (a_tenant_that_came_back, 2.2, Chunk(1, CUT)),
     (all_prompts_have_begun, 9.0, Chunk(0, 256)),
     (all_rows_are_taken, 9.0, Step()),
-    (a_long_one_has_begun, 2 * PATIENCE, Chunk(0, 2048)),
+    (a_long_one_has_begun, 2 * STARVATION_SECONDS, Chunk(0, 2048)),
     (and_a_short_one_comes, 0.0, Chunk(2, 2048)),
     (short_ones_wait, 0.0, Chunk(2, 70)),
     (and_have_begun, 0.0, Chunk(1, 70, (2,))),
@@ -412,10 +412,10 @@ def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
     scheduler.computed(0, 100, 0.1)
     started(scheduler, 0, 1.0)
     assert scheduler.next(2.0, fits) == Chunk(2, 60)
-    assert scheduler.next(PATIENCE + 1, fits) == Step(), "no later one begins any more"
-    assert scheduler.next(PATIENCE + 1) == Chunk(2, 60), "there is memory for both"
+    assert scheduler.next(STARVATION_SECONDS + 1, fits) == Step(), "no later one begins any more"
+    assert scheduler.next(STARVATION_SECONDS + 1) == Chunk(2, 60), "there is memory for both"
     scheduler.remove(1)
-    assert scheduler.next(PATIENCE + 1, fits) == Chunk(2, 60)
+    assert scheduler.next(STARVATION_SECONDS + 1, fits) == Chunk(2, 60)
 
 
 def test_who_was_served_is_forgotten_with_the_last_prompt() -> None:
@@ -639,7 +639,7 @@ def test_a_tenant_with_many_prompts_gets_no_more_than_one_with_one() -> None:
 
 
 def test_long_prompts_of_many_tenants_do_not_keep_a_short_one_waiting() -> None:
-    """Each has waited for longer than ``PATIENCE`` when the short one comes."""
+    """Each has waited for longer than ``STARVATION_SECONDS`` when the short one comes."""
     long = [Request(0.0, 36_000, 1, str(each)) for each in range(12)]
     short = [Request(20.0 + 10 * each, 60, 1, f"short {each}") for each in range(30)]
     simulate([*long, *short], Limits(), MACHINE, 1e9)
@@ -652,7 +652,7 @@ def test_what_needs_much_memory_is_not_starved_by_what_needs_little() -> None:
     short = [Request(0.5 * each, 400, 100) for each in range(1200)]
     long = Request(5.0, 20_000, 1)
     simulate([*short, long], Limits(), MACHINE, 1e9, memory=24_000)
-    assert long.wait < 5 * alone_takes(20_000) + PATIENCE
+    assert long.wait < 5 * alone_takes(20_000) + STARVATION_SECONDS
     assert all(each.done for each in short)
 
 

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import costs as step_costs
 from vllm_mlx_harmony.engine import sampler as sampling
 from vllm_mlx_harmony.engine.batch import Batch
-from vllm_mlx_harmony.engine.costs import WIDTHS, measured, remembered
+from vllm_mlx_harmony.engine.costs import WIDTHS, load_or_measure, measure_step_costs
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
 from vllm_mlx_harmony.engine.engine import MlxEngine, Options
@@ -464,7 +464,7 @@ def test_drafts_leave_the_distribution_as_it_is(tried: int) -> None:
 def test_costs_are_measured_without_a_trace() -> None:
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
-    costs = measured(MODEL, layers)
+    costs = measure_step_costs(MODEL, layers)
     assert costs.ids[0] == 1 and len(costs.ids) == len(costs.seconds) >= 3
     assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
 
@@ -474,7 +474,7 @@ def test_a_slow_device_does_not_measure_for_long() -> None:
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
     MODEL.sizes.clear()
-    costs = measured(MODEL, layers, lambda: float(next(now)))
+    costs = measure_step_costs(MODEL, layers, lambda: float(next(now)))
     assert costs.ids == (1,) and len(MODEL.sizes) == 2
     assert costs.length(1.0, 15) == 0
 
@@ -501,7 +501,7 @@ def test_where_wide_steps_do_not_pay_few_are_measured(
 
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
-    costs = measured(model, layers, lambda: now)
+    costs = measure_step_costs(model, layers, lambda: now)
     assert costs.ids == ids
     assert [round(1000 * one, 6) for one in costs.seconds][:2] == [1.0, each[2]]
 
@@ -532,7 +532,7 @@ def test_a_step_of_one_id_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(step_costs, "mx", device)
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
-    costs = measured(model, layers, lambda: now)
+    costs = measure_step_costs(model, layers, lambda: now)
     assert [round(1000 * one, 6) for one in costs.seconds] == [11.0, *[13.2] * 5]
 
 
@@ -568,7 +568,7 @@ def test_steps_are_measured_behind_few_ids_and_behind_many() -> None:
     for deep in (False, True):
         layers = MODEL.make_cache()
         MODEL(mx.array([[1, 2, 3]]), cache=layers)
-        found[deep] = step_costs.measured_at_depths(model, layers, deep, lambda: now)
+        found[deep] = step_costs.measure_at_depths(model, layers, deep, lambda: now)
     assert offsets == {0, 1}
     assert found[False].length(0.98, 15) == 15
     assert found[True].length(0.98, 15) == 3, "four ids at once are as fast as one"
@@ -585,22 +585,22 @@ def test_costs_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         measured.append(seconds)
         return Costs(WIDTHS[: len(seconds)], seconds)
 
-    assert remembered(None, "a", measure).seconds == (1.0, 9.0)
-    assert remembered(path, "a", measure).seconds == (1.0, 3.5, 4.0)
+    assert load_or_measure(None, "a", measure).seconds == (1.0, 9.0)
+    assert load_or_measure(path, "a", measure).seconds == (1.0, 3.5, 4.0)
     for _ in range(3):
-        assert remembered(path, "a", measure).seconds == (1.0, 1.6, 1.7)
+        assert load_or_measure(path, "a", measure).seconds == (1.0, 1.6, 1.7)
     assert len(measured) == 3
     assert json.loads(path.read_text())["a"] == [list(each) for each in coming]
-    assert remembered(path, "b", measure).seconds == (1.0, 9.0)
+    assert load_or_measure(path, "b", measure).seconds == (1.0, 9.0)
     assert len(json.loads(path.read_text())) == 2
     good = [list(each) for each in coming]
     values = ("7", '["x"]', "[[]]", "[1, 2]", "[[0]]", "[[NaN]]", "[[1, Infinity]]", "[[-1, 1]]")
     for damaged in ("", "[]", "7", *(f'{{"a": {each}}}' for each in values), "{"):
         path.write_text(damaged)
-        assert remembered(path, "a", measure).seconds == (1.0, 1.6, 1.7), damaged
+        assert load_or_measure(path, "a", measure).seconds == (1.0, 1.6, 1.7), damaged
         assert json.loads(path.read_text())["a"] == good
-    assert remembered(path / "a file, no directory", "a", measure).seconds == (1.0, 1.6, 1.7)
+    assert load_or_measure(path / "a file, no directory", "a", measure).seconds == (1.0, 1.6, 1.7)
     assert len(measured) == 4
     monkeypatch.setattr(step_costs, "_measured", {})
-    assert remembered(path, "a", measure).seconds == (1.0, 1.6, 1.7), "another process"
+    assert load_or_measure(path, "a", measure).seconds == (1.0, 1.6, 1.7), "another process"
     assert len(measured) == 4

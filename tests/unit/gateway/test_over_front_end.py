@@ -14,7 +14,7 @@ from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import TRIAL, Spec
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.server.app import application
-from vllm_mlx_harmony.server.ids import VARIABLE
+from vllm_mlx_harmony.server.ids import ID_ENDPOINT_VARIABLE
 
 TEXT = "Good day: été, ☀ and 你好."
 SCRIPT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>"
@@ -23,7 +23,7 @@ USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 def test_ids_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     engine = ScriptedEngine({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
     behind = Alone(engine)
     with served(application(behind)) as url:

@@ -402,7 +402,7 @@ def test_tools_of_the_configuration_are_run(
     file = tmp_path / "tools.json"
     server = {"command": sys.executable, "args": [str(servers), "weather"], "timeout": 60}
     file.write_text(json.dumps({"servers": {"weather": server}}))
-    monkeypatch.setenv(config.VARIABLE, "all")
+    monkeypatch.setenv(config.TOOLS_VARIABLE, "all")
     flags = {"model": MODEL, "mcp_config": str(file)}
     engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": ASKS, "20 °C": BEHIND})
     with ExitStack() as stack:
@@ -454,11 +454,11 @@ def test_a_configuration_of_tools_that_is_none_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "tools.json"
-    monkeypatch.setenv(config.VARIABLE, "on")
+    monkeypatch.setenv(config.TOOLS_VARIABLE, "on")
     flags = ["--engine", "http://127.0.0.1:9", "--model", "m", "--mcp-config", str(missing)]
     assert main(["gateway", *flags]) == 2
     assert str(missing) in capsys.readouterr().err
-    monkeypatch.delenv(config.VARIABLE)
+    monkeypatch.delenv(config.TOOLS_VARIABLE)
     assert main(["gateway", *flags]) == 2
     assert "--mcp-config has no effect without" in capsys.readouterr().err
 

@@ -106,7 +106,7 @@ def test_a_deadline_without_an_id_counts_and_frees_the_conversation(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule alone would give the engine more time than the gateway gives the request."""
-    monkeypatch.setattr(router, "SHARE", 0.5)  # twice the time limit
+    monkeypatch.setattr(router, "MAX_SILENT_FRACTION", 2)  # twice the time limit
     rule = Rule(patience=60.0, pause=0.2, longest_pause=1.0, failures=2)
     with ExitStack() as stack:
         engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)

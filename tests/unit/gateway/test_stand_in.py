@@ -42,7 +42,7 @@ ORDER: dict[str, Any] = {
 def url() -> Iterator[str]:
     """A gateway in front of it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(ids.VARIABLE, "1")
+        patch.setenv(ids.ID_ENDPOINT_VARIABLE, "1")
         patch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
         settings = GatewaySettings(engines=(), model=MODEL, keys=(Key("gateway", digest(KEY)),))
         with served(application(Host(settings, StandIn(MODEL, 0.0)))) as engine:

@@ -278,7 +278,7 @@ def test_ports(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        monkeypatch.setattr(doctor, "PATIENCE", 0.1)
+        monkeypatch.setattr(doctor, "HEALTH_TIMEOUT", 0.1)
         finding = found(doctor.doctor(port=port), "port")
         assert finding.ok is False
         assert f"--port {port + 1}" in finding.fix

@@ -28,7 +28,7 @@ from vllm_mlx_harmony.protocols.ollama.schema import ChatBody as OllamaChatBody
 from vllm_mlx_harmony.protocols.ollama.schema import GenerateBody
 from vllm_mlx_harmony.protocols.responses.schema import UNSUPPORTED_FIELDS as RESPONSES_UNSUPPORTED
 from vllm_mlx_harmony.protocols.responses.schema import ResponsesBody
-from vllm_mlx_harmony.protocols.validation import Wire
+from vllm_mlx_harmony.protocols.validation import RequestModel
 
 REPOSITORY = Path(__file__).parents[3]
 PAGE = (REPOSITORY / "docs" / "api.md").read_text("utf-8")
@@ -59,7 +59,7 @@ SEAL = NoSeal()
 class Api:
     read: Callable[[Any], Any]
     body: dict[str, Any]
-    model: type[Wire]
+    model: type[RequestModel]
     clients: tuple[str, ...]
     """Where the official client has the fields of a request."""
     honoured: Mapping[str, Any]

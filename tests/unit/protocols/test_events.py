@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS
-from vllm_mlx_harmony.protocols.events import Event, encode, encode_slowly, frame, quote
+from vllm_mlx_harmony.protocols.events import Event, encode, encode_in_chunks, frame, quote
 
 LONG = 'é 🙂 " \\ \n \ud83d' * (MAX_JSON_CHARACTERS // 4)
 
@@ -26,7 +26,7 @@ DOCUMENTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_in_parts_it_is_the_same(document: Any) -> None:
-    assert encode_slowly(document) == encode(document)
+    assert encode_in_chunks(document) == encode(document)
     assert "\n" not in encode(document)
 
 

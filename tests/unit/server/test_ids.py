@@ -17,7 +17,7 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
-from vllm_mlx_harmony.server.ids import PATH, VARIABLE
+from vllm_mlx_harmony.server.ids import ID_ENDPOINT_VARIABLE, PATH
 
 SCRIPT = "<|channel|>final<|message|>Good day.<|return|>"
 SETTINGS = {"max_tokens": 100, "temperature": 0.0, "top_p": 1.0}
@@ -40,7 +40,7 @@ class Waits(ScriptedEngine):
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Alone:
     """A server with the endpoint."""
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     return Alone(ScriptedEngine({"Hello!": SCRIPT}))
 
 
@@ -55,11 +55,11 @@ def events(text: str) -> list[Any]:
 
 
 def test_it_is_off(host: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(ID_ENDPOINT_VARIABLE)
     asked = {"prompt": PROMPT, "settings": SETTINGS}
     for answer in (client(host).get(PATH), client(host).post(PATH, json=asked)):
         assert answer.status_code == 404
-        assert VARIABLE in answer.json()["error"]["message"]
+        assert ID_ENDPOINT_VARIABLE in answer.json()["error"]["message"]
     assert host.lent == 0
 
 

@@ -255,7 +255,7 @@ def test_each_check_has_a_fault() -> None:
 
 @pytest.mark.parametrize("name", ALL)
 def test_exactly_the_check_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PATIENCE", 0.1)
+    monkeypatch.setattr(wire, "FREED_WITHIN_SECONDS", 0.1)
     check = f"wire.{name.partition(',')[0]}"
     with serving(ALL[name]) as url:
         found = outcomes(url, check.rpartition(".")[0])

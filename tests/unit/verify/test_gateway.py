@@ -14,13 +14,13 @@ from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.limits import digest
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
-from vllm_mlx_harmony.server.ids import VARIABLE
+from vllm_mlx_harmony.server.ids import ID_ENDPOINT_VARIABLE
 from vllm_mlx_harmony.verify import wire
 from vllm_mlx_harmony.verify.suite import CHECKS
 
 
 def test_everything_passes_through_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "1")
+    monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "1")
     for name, seconds in TIMES.items():
         monkeypatch.setattr(wire, name, seconds)

@@ -3,7 +3,7 @@
 Threads:
 
 - The engine's thread offers pieces (`DiskCache.offer`): keys and where their bytes are, no copies.
-- The writer writes them, one at a time; slowly (``SHARE``) while the engine computes.
+- The writer writes them, one at a time; slowly (``WRITE_DUTY_CYCLE``) while the engine computes.
 - The reader reads for all event loops (`DiskCache.load`), one prompt at a time, before the engine's
   turn: it verifies every byte and leaves them in plain memory. If too much read-ahead is unused,
   the next prompt waits.
@@ -56,7 +56,7 @@ DIRECTORY = "vllm-mlx-harmony"
 
 PIECES = "pieces"
 
-SHARE = 0.02
+WRITE_DUTY_CYCLE = 0.02
 """Part of a processor's time that writing takes while the engine computes."""
 
 LINGER = 0.1
@@ -425,7 +425,7 @@ class DiskCache:
                 size += part.nbytes
                 busy = self._computing > 0 or time.monotonic() - self._computed < LINGER
                 if busy and not self._closing:
-                    time.sleep(min(spent / SHARE, 1.0))
+                    time.sleep(min(spent / WRITE_DUTY_CYCLE, 1.0))
         return size, crc
 
     def _changed(self, gone: Sequence[str]) -> None:

@@ -17,7 +17,13 @@ from vllm_mlx_harmony.protocols.request_body import (
     UnsupportedFields,
     given,
 )
-from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, as_choice, listed
+from vllm_mlx_harmony.protocols.validation import (
+    RequestModel,
+    StopStrings,
+    Variants,
+    as_choice,
+    string_as_list,
+)
 
 MAX_CHOICES = 8
 """Answers to one request: each takes as much memory as a request of its own."""
@@ -60,17 +66,17 @@ def _kind(value: Mapping[str, object]) -> object:
     return value.get("type") or ("custom" if custom else "function")
 
 
-class ChatFunction(Wire):
+class ChatFunction(RequestModel):
     name: str = Field(min_length=1)
     arguments: object = None
 
 
-class ChatInput(Wire):
+class ChatInput(RequestModel):
     name: str = Field(min_length=1)
     input: str
 
 
-class ChatCall(Wire):
+class ChatCall(RequestModel):
     id: str = Field(min_length=1)
     type: Literal["function", "custom"] | None = None
 
@@ -116,7 +122,7 @@ class ReasoningPart(AnyPart):
         return self.text or self.reasoning or paragraphs(self.thinking)
 
 
-_PARTS: dict[str, type[Wire]] = {
+_PARTS: dict[str, type[RequestModel]] = {
     **TEXT_PARTS,
     **dict.fromkeys(("thinking", "redacted_thinking", "reasoning"), ReasoningPart),
     "tool_result": ToolResultPart,
@@ -125,9 +131,9 @@ _PARTS: dict[str, type[Wire]] = {
 ChatPart: TypeAlias = Annotated[AnyPart, Variants(_PARTS, AnyPart)]
 
 
-class ChatMessage(Wire):
+class ChatMessage(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: Annotated[list[ChatPart] | None, listed("parts")] = None
+    content: Annotated[list[ChatPart] | None, string_as_list("parts")] = None
     reasoning_content: str | None = None
     reasoning: str | None = None
     thinking: str | None = None
@@ -152,19 +158,19 @@ class ChatMessage(Wire):
         return bool(self.tool_calls or self.function_call or has_blocks)
 
 
-class ChatToolFunction(Wire):
+class ChatToolFunction(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: Document | None = None
     strict: bool | None = None
 
 
-class ChatGrammar(Wire):
+class ChatGrammar(RequestModel):
     syntax: SyntaxKind
     definition: str = Field(min_length=1)
 
 
-class InputFormat(Wire):
+class InputFormat(RequestModel):
     type: Literal["text", "grammar"]
 
 
@@ -172,13 +178,13 @@ class GrammarFormat(InputFormat):
     grammar: ChatGrammar
 
 
-class ChatFreeform(Wire):
+class ChatFreeform(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     format: Annotated[InputFormat, Variants({"grammar": GrammarFormat}, InputFormat)] | None = None
 
 
-class ChatTool(Wire):
+class ChatTool(RequestModel):
     type: Literal["function", "custom"] | None = None
 
 
@@ -223,11 +229,11 @@ AnyTool: TypeAlias = Annotated[
 ]
 
 
-class ChatNamed(Wire):
+class ChatNamed(RequestModel):
     name: str
 
 
-class ChatNamedTool(Wire):
+class ChatNamedTool(RequestModel):
     """A tool, by its type and its name."""
 
     type: str = "function"
@@ -235,7 +241,7 @@ class ChatNamedTool(Wire):
     custom: ChatNamed | None = None
 
 
-class ChatAllowedTools(Wire):
+class ChatAllowedTools(RequestModel):
     mode: Literal["auto", "required"]
     tools: list[Annotated[ChatNamedTool, BeforeValidator(_as_nested)]] = Field(min_length=1)
 
@@ -246,7 +252,7 @@ class ChatToolChoice(ChatNamedTool):
     allowed_tools: ChatAllowedTools | None = None
 
 
-class ChatFormat(Wire):
+class ChatFormat(RequestModel):
     """``document`` is where llama.cpp has the schema, in both types."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -254,7 +260,7 @@ class ChatFormat(Wire):
     document: Document | None = Field(default=None, alias="schema")
 
 
-class StructuredOutputs(Wire):
+class StructuredOutputs(RequestModel):
     """vLLM's fields for the format of the answer, of which one is given."""
 
     document: object = Field(default=None, alias="json")
@@ -266,11 +272,11 @@ class StructuredOutputs(Wire):
     disable_additional_properties: bool | None = None
 
 
-class StreamOptions(Wire):
+class StreamOptions(RequestModel):
     include_usage: bool | None = None
 
 
-class ReasoningOptions(Wire):
+class ReasoningOptions(RequestModel):
     """``effort`` as everywhere; the rest is OpenRouter's."""
 
     effort: object = None
@@ -279,14 +285,14 @@ class ReasoningOptions(Wire):
     exclude: bool | None = None
 
 
-class ThinkingOptions(Wire):
+class ThinkingOptions(RequestModel):
     """Anthropic's field, which proxies pass on as it is."""
 
     type: str | None = None
     budget_tokens: int | None = Field(default=None, ge=0)
 
 
-class Prediction(Wire):
+class Prediction(RequestModel):
     type: Literal["content"]
     content: Parts
 

@@ -28,30 +28,30 @@ from vllm_mlx_harmony.protocols.decisions.question import (
 from vllm_mlx_harmony.protocols.decisions.request import DecisionRequest, Distributions
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.validation import (
+    RequestModel,
     Variants,
-    Wire,
     invalid,
-    listed,
+    string_as_list,
     unsupported,
     validate,
 )
 
 
-class TextPart(Wire):
+class TextPart(RequestModel):
     type: Literal["input_text"]
     text: str
 
 
-class JsonPart(Wire):
+class JsonPart(RequestModel):
     type: Literal["input_json"]
     data: Content
 
 
-class ImagePart(Wire):
+class ImagePart(RequestModel):
     type: Literal["input_image"]
 
 
-class OtherPart(Wire):
+class OtherPart(RequestModel):
     """Always invalid."""
 
     type: Literal["input_text", "input_json", "input_image"]
@@ -67,41 +67,41 @@ Parts: TypeAlias = Annotated[
             ),
         ]
     ],
-    listed("parts", type="input_text"),
+    string_as_list("parts", type="input_text"),
 ]
 
 
-class ChoiceValue(Wire):
+class ChoiceValue(RequestModel):
     value: str | bool
     description: str | None = None
 
 
-class Level(Wire):
+class Level(RequestModel):
     label: str
     description: str | None = None
 
 
-class Predicate(Wire):
+class Predicate(RequestModel):
     type: Literal["predicate"]
     instructions: Parts
     name: str | None = None
 
 
-class Choice(Wire):
+class Choice(RequestModel):
     type: Literal["choice"]
     instructions: Parts
     choices: Annotated[list[ChoiceValue], Field(min_length=2, max_length=MAX_OPTIONS)]
     name: str | None = None
 
 
-class Score(Wire):
+class Score(RequestModel):
     type: Literal["score"]
     instructions: Parts
     levels: Annotated[list[Level], Field(min_length=2, max_length=MAX_LEVELS)]
     name: str | None = None
 
 
-class OtherQuestion(Wire):
+class OtherQuestion(RequestModel):
     """Always invalid."""
 
     type: Literal["predicate", "choice", "score"]
@@ -110,7 +110,7 @@ class OtherQuestion(Wire):
 AnyQuestion: TypeAlias = Predicate | Choice | Score
 
 
-class DecisionBody(Wire):
+class DecisionBody(RequestModel):
     model: str = Field(min_length=1)
     input: Any
     questions: Annotated[

@@ -28,10 +28,10 @@ from vllm_mlx_harmony.protocols.decisions.question import (
 from vllm_mlx_harmony.protocols.decisions.request import DecisionRequest, Distributions
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.request_body import UnsupportedFields, reject_unsupported
-from vllm_mlx_harmony.protocols.validation import Variants, Wire, validate
+from vllm_mlx_harmony.protocols.validation import RequestModel, Variants, validate
 
 
-class ChoiceQuestion(Wire):
+class ChoiceQuestion(RequestModel):
     """``criteria``: the names of the options in order, each with its description."""
 
     type: Literal["choice"]
@@ -39,7 +39,7 @@ class ChoiceQuestion(Wire):
     criteria: Annotated[dict[str, str | None], Field(min_length=2, max_length=MAX_OPTIONS)]
 
 
-class NoulQuestion(Wire):
+class NoulQuestion(RequestModel):
     """``criteria``: what ``false`` and ``true`` mean."""
 
     type: Literal["noul"]
@@ -47,7 +47,7 @@ class NoulQuestion(Wire):
     criteria: dict[Literal["false", "true"], str] | None = None
 
 
-class ScoreQuestion(Wire):
+class ScoreQuestion(RequestModel):
     """``criteria``: the descriptions of the levels, from the lowest to the highest."""
 
     type: Literal["score"]
@@ -55,7 +55,7 @@ class ScoreQuestion(Wire):
     criteria: Annotated[list[str], Field(min_length=2, max_length=MAX_LEVELS)]
 
 
-class OtherQuestion(Wire):
+class OtherQuestion(RequestModel):
     """Always invalid."""
 
     type: Literal["choice", "noul", "score"]
@@ -67,7 +67,7 @@ _VARIANTS = Variants(
 )
 
 
-class SystemOneBody(Wire):
+class SystemOneBody(RequestModel):
     model: str = Field(min_length=1)
     state: Content
     questions: Annotated[

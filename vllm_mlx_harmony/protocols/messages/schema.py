@@ -15,12 +15,17 @@ from vllm_mlx_harmony.protocols.messages.tool_types import (
     WEB_TOOLS,
 )
 from vllm_mlx_harmony.protocols.request_body import RequestBody
-from vllm_mlx_harmony.protocols.validation import StopStrings, Variants, Wire, listed
+from vllm_mlx_harmony.protocols.validation import (
+    RequestModel,
+    StopStrings,
+    Variants,
+    string_as_list,
+)
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
 
-class Block(Wire):
+class Block(RequestModel):
     """One block of a content. Of other blocks than those below, only the type is read."""
 
     type: str
@@ -35,7 +40,7 @@ Part: TypeAlias = Annotated[Block, Variants({"text": TextBlock}, Block)]
 """Text, or a block that is not read."""
 
 
-class Source(Wire):
+class Source(RequestModel):
     """Where a document comes from. Files and links are not read."""
 
     type: str | None = None
@@ -46,7 +51,7 @@ class TextSource(Source):
 
 
 class ContentSource(Source):
-    content: Annotated[list[Part], listed("blocks")]
+    content: Annotated[list[Part], string_as_list("blocks")]
 
 
 class DocumentBlock(Block):
@@ -69,7 +74,7 @@ class ToolReferenceBlock(Block):
     tool_name: str = Field(min_length=1)
 
 
-_READABLE: dict[str, type[Wire]] = {
+_READABLE: dict[str, type[RequestModel]] = {
     "text": TextBlock,
     "document": DocumentBlock,
     "search_result": SearchResultBlock,
@@ -93,7 +98,7 @@ TOOLSET = "mcp_toolset"
 """The type of an entry that stands for the tools of an MCP server."""
 
 
-class AnthropicTool(Wire):
+class AnthropicTool(RequestModel):
     """A tool that Anthropic's servers would run: only its type is read."""
 
     type: str | None = None
@@ -126,7 +131,7 @@ class ClientTool(AnthropicTool):
     defer_loading: bool | None = None
 
 
-class ToolSwitch(Wire):
+class ToolSwitch(RequestModel):
     enabled: bool | None = None
 
 
@@ -143,7 +148,7 @@ def _tool_kind(tool: Mapping[str, object]) -> object:
     return CUSTOM if kind is None or tool.get("input_schema") is not None else kind
 
 
-_TOOLS: dict[str, type[Wire]] = {
+_TOOLS: dict[str, type[RequestModel]] = {
     CUSTOM: ClientTool,
     TOOLSET: Toolset,
     **dict.fromkeys(CLIENT_TOOLS, PredefinedTool),
@@ -152,7 +157,7 @@ _TOOLS: dict[str, type[Wire]] = {
 AnyTool: TypeAlias = Annotated[AnthropicTool, Variants(_TOOLS, AnthropicTool, _tool_kind)]
 
 
-class ToolChange(Wire):
+class ToolChange(RequestModel):
     """A tool that a conversation adds: a reference to an earlier one."""
 
     type: str
@@ -189,7 +194,7 @@ class McpCallBlock(CallBlock):
 
 class ResultBlock(Block):
     tool_use_id: str = Field(min_length=1)
-    content: Annotated[list[ResultPart] | None, listed("blocks")] = None
+    content: Annotated[list[ResultPart] | None, string_as_list("blocks")] = None
     is_error: bool | None = None
 
 
@@ -204,7 +209,7 @@ class ToolAdditionBlock(Block):
     tool: Annotated[ToolChange, Variants({"tool_definition": ToolDefinition}, ToolChange)]
 
 
-_BLOCKS: dict[str, type[Wire]] = {
+_BLOCKS: dict[str, type[RequestModel]] = {
     **_READABLE,
     "thinking": ThinkingBlock,
     "redacted_thinking": RedactedThinkingBlock,
@@ -216,7 +221,9 @@ _BLOCKS: dict[str, type[Wire]] = {
     "*_tool_result": ServerResultBlock,
     "tool_addition": ToolAdditionBlock,
 }
-Blocks: TypeAlias = Annotated[list[Annotated[Block, Variants(_BLOCKS, Block)]], listed("blocks")]
+Blocks: TypeAlias = Annotated[
+    list[Annotated[Block, Variants(_BLOCKS, Block)]], string_as_list("blocks")
+]
 
 
 # --- The body.
@@ -228,18 +235,18 @@ class ToolConfiguration(ToolSwitch):
     allowed_tools: list[str] | None = None
 
 
-class McpServer(Wire):
+class McpServer(RequestModel):
     name: str = Field(min_length=1)
     url: str | None = None
     authorization_token: str | None = Field(default=None, repr=False)
     tool_configuration: ToolConfiguration | None = None
 
 
-class EffortConfig(Wire):
+class EffortConfig(RequestModel):
     effort: object = None
 
 
-class AnthropicMessage(Wire):
+class AnthropicMessage(RequestModel):
     role: Literal["user", "assistant", "system"]
     content: Blocks
     clear_at: Literal["next_user_message", "never"] | None = None
@@ -258,19 +265,19 @@ class AnthropicMessage(Wire):
         return value
 
 
-class ToolChoice(Wire):
+class ToolChoice(RequestModel):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Wire):
+class Thinking(RequestModel):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1)
     display: Literal["summarized", "omitted", "updates"] | None = None
 
 
-class OutputFormat(Wire):
+class OutputFormat(RequestModel):
     type: Literal["json_schema"]
     document: Document = Field(alias="schema")
 

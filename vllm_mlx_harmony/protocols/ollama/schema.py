@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 
 from vllm_mlx_harmony.protocols.events import Document
 from vllm_mlx_harmony.protocols.request_body import UnsupportedFields
-from vllm_mlx_harmony.protocols.validation import Seed, StopStrings, TopLogprobs, Wire
+from vllm_mlx_harmony.protocols.validation import RequestModel, Seed, StopStrings, TopLogprobs
 
 # --- Fields are optional, and null is the same as absent, unless a model says otherwise.
 
@@ -31,7 +31,7 @@ def _random(value: object) -> object:
     return None if value == -1 and not isinstance(value, bool) else value
 
 
-class Options(Wire):
+class Options(RequestModel):
     num_predict: Annotated[
         Annotated[int, Field(ge=1)] | None,
         BeforeValidator(_unlimited),
@@ -47,30 +47,30 @@ class Options(Wire):
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
 
 
-class Function(Wire):
+class Function(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: Document | None = None
 
 
-class OllamaTool(Wire):
+class OllamaTool(RequestModel):
     type: Literal["function"] | None = None
     function: Function
 
 
-class CalledFunction(Wire):
+class CalledFunction(RequestModel):
     name: str = Field(min_length=1)
     arguments: object = None
 
 
-class OllamaCall(Wire):
+class OllamaCall(RequestModel):
     """A call in the history. The official Python client leaves the id out."""
 
     id: str | None = None
     function: CalledFunction
 
 
-class OllamaMessage(Wire):
+class OllamaMessage(RequestModel):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
@@ -81,7 +81,7 @@ class OllamaMessage(Wire):
     tool_call_id: str | None = None
 
 
-class OllamaBody(Wire):
+class OllamaBody(RequestModel):
     """What both kinds of requests have. A stream is the default."""
 
     model: str = Field(min_length=1)

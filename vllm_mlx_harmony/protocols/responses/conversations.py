@@ -22,21 +22,21 @@ from vllm_mlx_harmony.protocols.responses.schema import (
     ItemReference,
     Metadata,
 )
-from vllm_mlx_harmony.protocols.validation import Wire, unsupported, validate
+from vllm_mlx_harmony.protocols.validation import RequestModel, unsupported, validate
 
 
-class CreateBody(Wire):
+class CreateBody(RequestModel):
     """The body of ``POST /v1/conversations``."""
 
     items: list[AnyItem] | None = None
     metadata: Metadata | None = None
 
 
-class UpdateBody(Wire):
+class UpdateBody(RequestModel):
     metadata: Annotated[Metadata, BeforeValidator(lambda value: {} if value is None else value)]
 
 
-class ItemsBody(Wire):
+class ItemsBody(RequestModel):
     items: Annotated[list[AnyItem], Field(min_length=1)]
 
 

@@ -29,11 +29,11 @@ from vllm_mlx_harmony.protocols.request_body import (
 from vllm_mlx_harmony.protocols.responses.local_tools import CALLS, LOCAL_TOOLS, OUTPUTS
 from vllm_mlx_harmony.protocols.validation import (
     VARIANT,
+    RequestModel,
     Variants,
-    Wire,
     as_choice,
-    listed,
     required,
+    string_as_list,
     validate,
 )
 
@@ -64,7 +64,7 @@ def _as_filter(value: object) -> object:
 # --- Tools.
 
 
-class ToolFilter(Wire):
+class ToolFilter(RequestModel):
     """Selects the tools of a server that meet all of its conditions, of which it has at least one.
 
     Unknown conditions are rejected: without them, the filter would select more than was meant.
@@ -85,7 +85,7 @@ class ToolFilter(Wire):
 Filter: TypeAlias = Annotated[ToolFilter | None, BeforeValidator(_as_filter)]
 
 
-class ApprovalFilters(Wire):
+class ApprovalFilters(RequestModel):
     """The tools whose calls must be approved before they run, and those whose calls need not.
 
     ``always`` takes precedence.
@@ -102,7 +102,7 @@ Approval: TypeAlias = Annotated[
 ]
 
 
-class Format(Wire):
+class Format(RequestModel):
     type: Literal["text", "grammar"]
 
 
@@ -111,7 +111,7 @@ class GrammarFormat(Format):
     definition: str = Field(min_length=1)
 
 
-class ResponsesTool(Wire):
+class ResponsesTool(RequestModel):
     """A tool that another server would have to run, if it is of none of the kinds below."""
 
     type: str
@@ -154,7 +154,7 @@ def _tool_kind(tool: Mapping[str, object]) -> object:
     return None if isinstance(kind, str) and hosted.get(kind) else kind
 
 
-_CLIENT_TOOLS: dict[str, type[Wire]] = {
+_CLIENT_TOOLS: dict[str, type[RequestModel]] = {
     "function": FunctionTool,
     "custom": CustomTool,
     SEARCH: SearchTool,
@@ -174,7 +174,7 @@ class McpTool(ResponsesTool):
     require_approval: Approval | None = None
 
 
-class WebFilters(Wire):
+class WebFilters(RequestModel):
     """The domains whose pages a web search may show; their subdomains are among them."""
 
     allowed_domains: list[str] | None = None
@@ -194,7 +194,7 @@ WEB_SEARCH = (
 )
 """The types of web search."""
 
-TOOLS: dict[str, type[Wire]] = {
+TOOLS: dict[str, type[RequestModel]] = {
     **dict.fromkeys(WEB_SEARCH, WebSearchTool),
     **_CLIENT_TOOLS,
     **dict.fromkeys(LOCAL_TOOLS, PredefinedTool),
@@ -204,7 +204,7 @@ TOOLS: dict[str, type[Wire]] = {
 ToolList: TypeAlias = list[Annotated[ResponsesTool, Variants(TOOLS, ResponsesTool, _tool_kind)]]
 
 
-class AllowedTool(Wire):
+class AllowedTool(RequestModel):
     type: str
     name: str | None = None
     namespace: str | None = None
@@ -231,12 +231,12 @@ class TextFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
 
 
-class TextOptions(Wire):
+class TextOptions(RequestModel):
     format: TextFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ReasoningOptions(Wire):
+class ReasoningOptions(RequestModel):
     effort: object = None
     summary: str | None = None
     generate_summary: str | None = None
@@ -261,14 +261,14 @@ def _as_conversation(value: object) -> object:
     return {"id": value} if isinstance(value, str) else value
 
 
-class ConversationReference(Wire):
+class ConversationReference(RequestModel):
     id: str = Field(min_length=1)
 
 
 # --- The items of the input, one model for each kind.
 
 
-class Item(Wire):
+class Item(RequestModel):
     """One item of the input. ``document`` is all of it, as it was sent."""
 
     type: str
@@ -330,7 +330,7 @@ class LocalOutputItem(Item):
     output: Annotated[Parts, BeforeValidator(_as_list)] = None
 
 
-class ShellOutput(Wire):
+class ShellOutput(RequestModel):
     stdout: str | None = None
     stderr: str | None = None
     outcome: Document | None = None
@@ -423,7 +423,7 @@ ITEMS: dict[str, type[Item]] = {
 AnyItem: TypeAlias = Annotated[Item, Variants(ITEMS, OtherItem), BeforeValidator(_as_item)]
 
 
-class _StoredItem(Wire):
+class _StoredItem(RequestModel):
     item: AnyItem
 
 
@@ -431,7 +431,7 @@ class ResponsesBody(OpenAIBody):
     """The body of ``POST /v1/responses``: the fields that are read."""
 
     input: Annotated[
-        list[AnyItem] | None, listed("items", "content", type="message", role="user")
+        list[AnyItem] | None, string_as_list("items", "content", type="message", role="user")
     ] = None
     instructions: str | None = None
     previous_response_id: str | None = None

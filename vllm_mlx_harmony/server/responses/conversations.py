@@ -15,7 +15,7 @@ from starlette.responses import Response
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import encode_slowly
+from vllm_mlx_harmony.protocols.events import encode_in_chunks
 from vllm_mlx_harmony.protocols.responses import conversations, resource
 from vllm_mlx_harmony.protocols.responses.schema import Item
 from vllm_mlx_harmony.server.answers import AnswerKey
@@ -181,7 +181,7 @@ async def _body(request: Request) -> tuple[Defaults, object]:
 async def _answer(request: Request, made: Callable[[Caller], Mapping[str, Any]]) -> Response:
     """The document that ``made`` makes for a caller, in a thread: it may read long items."""
     caller = Caller(front_end_of(request), tenant_of(request))
-    text = await in_thread(lambda: encode_slowly(made(caller)))
+    text = await in_thread(lambda: encode_in_chunks(made(caller)))
     return Response(text, media_type="application/json")
 
 

@@ -12,7 +12,7 @@ from vllm_mlx_harmony.core.deltas import Delta
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import Event, encode_slowly
+from vllm_mlx_harmony.protocols.events import Event, encode_in_chunks
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
@@ -127,7 +127,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     found = await front_end_of(request).responses.find(_key(request, response_id))
 
     def page() -> str:  # an item may be as long as the request was
-        return encode_slowly(resource.page(found.input_items, request.query_params))
+        return encode_in_chunks(resource.page(found.input_items, request.query_params))
 
     return Response(await in_thread(page), media_type="application/json")
 

@@ -13,7 +13,7 @@ from json import loads
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.protocols.events import DONE, Event, encode_slowly
+from vllm_mlx_harmony.protocols.events import DONE, Event, encode_in_chunks
 from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.answers import AnswerKey
@@ -147,7 +147,7 @@ class Background:
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
         # The input as JSON, which may have megabytes.
-        written_input = await in_thread(lambda: encode_slowly(emitter.input_items()))
+        written_input = await in_thread(lambda: encode_in_chunks(emitter.input_items()))
         events = size = 0
         for ended in [each for each in reversed(self._all.values()) if each.done]:
             if not ended.deleted:

@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.errors import StoreError
 from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.database import Database
-from vllm_mlx_harmony.protocols.events import encode, encode_slowly
+from vllm_mlx_harmony.protocols.events import encode, encode_in_chunks
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.settings import STORE_VARIABLE
 
@@ -69,8 +69,10 @@ class StoredResponse:
             [type(message).__name__, *asdict(message).values()] for message in self.messages
         )
         # Encoded one by one, so that other threads run in between: 20,000 items take 100 ms.
-        lists = (f"[{','.join(map(encode_slowly, each))}]" for each in (self.input_items, messages))
-        document = encode_slowly(self.document)
+        lists = (
+            f"[{','.join(map(encode_in_chunks, each))}]" for each in (self.input_items, messages)
+        )
+        document = encode_in_chunks(self.document)
         return f"[{encode(self.id)},{document},{','.join(lists)},{encode(self.tenant)}]"
 
     @classmethod

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.settings import variable
 
-VARIABLE = variable("tools")
+TOOLS_VARIABLE = variable("tools")
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 

@@ -229,7 +229,7 @@ class Toolbox:
         )
         if sessions is not None and not namespace.given:
             server = sessions.get(label, server)
-        counted = GIVEN if namespace.given else (label, name)
+        counted = REQUEST_SERVERS if namespace.given else (label, name)
         counts = self.counts.setdefault(counted, Counts())
         counts.calls += 1
         result: ToolFinished | None = None
@@ -297,7 +297,7 @@ def _failed(call: ServerCall, text: str) -> ToolFinished:
     return ToolFinished(f"Error: {text}", ToolFailure(text))
 
 
-GIVEN = ("(of a request)", "")
+REQUEST_SERVERS = ("(of a request)", "")
 """The counter of all servers that requests name by URL, whose names are unbounded."""
 
 NOTHING = "[the tool returned nothing]"

@@ -19,7 +19,7 @@ from vllm_mlx_harmony.server.settings import Enforcement, Use
 from vllm_mlx_harmony.server.tools.tool_server import ToolServer
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
-LEFT_FOR_THE_ANSWER = 512
+RESERVED_ANSWER_TOKENS = 512
 """Tokens of the model's context that are reserved for the answer."""
 
 MAX_REJECTED = 3
@@ -83,7 +83,7 @@ class TurnTools:
         self._calls += 1
         room = self.toolbox.config.max_output_tokens
         if context_length is not None:
-            room = context_length - prompt_tokens - LEFT_FOR_THE_ANSWER
+            room = context_length - prompt_tokens - RESERVED_ANSWER_TOKENS
         # A stream that is silent for the whole time limit is ended, so a call must end before that.
         seconds = min(self._until - now, max(self.seconds - 1.0, self.seconds / 2))
         return await self.toolbox.run(

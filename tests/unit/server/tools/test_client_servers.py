@@ -37,12 +37,16 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import client_servers
-from vllm_mlx_harmony.server.tools.client_servers import VARIABLE, ClientServers, guarded_http
+from vllm_mlx_harmony.server.tools.client_servers import (
+    TOOL_URLS_VARIABLE,
+    ClientServers,
+    guarded_http,
+)
 from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern, is_public
 from vllm_mlx_harmony.server.tools.config import ServerConfig, ToolsConfig
 from vllm_mlx_harmony.server.tools.mcp_server import McpServer
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
-from vllm_mlx_harmony.server.tools.toolbox import GIVEN, Toolbox
+from vllm_mlx_harmony.server.tools.toolbox import REQUEST_SERVERS, Toolbox
 
 __all__ = ["_no_grammars"]
 
@@ -118,7 +122,7 @@ def test_responses(there: tuple[int, str], stream: bool, caplog: pytest.LogCaptu
     assert SECRET not in json.dumps(response.model_dump()["tools"])
     assert SECRET not in caplog.text
     assert host.toolbox is not None
-    assert host.toolbox.counts[GIVEN].calls == 1
+    assert host.toolbox.counts[REQUEST_SERVERS].calls == 1
 
 
 def test_a_websocket(there: tuple[int, str]) -> None:
@@ -242,26 +246,34 @@ def test_a_client_that_goes_away_ends_the_call() -> None:
     async def body() -> None:
         with mcp_serving(port, "streamable-http", "slow"):
             asked = asyncio.ensure_future(create(host, input="Sleep.", tools=[given(port)]))
-            while not (host.toolbox and host.toolbox.counts.get(GIVEN)):
+            while not (host.toolbox and host.toolbox.counts.get(REQUEST_SERVERS)):
                 await asyncio.sleep(0.1)
             asked.cancel()
             await asyncio.wait({asked})
 
     quiet(host, body)
     assert host.toolbox is not None
-    assert (host.toolbox.counts[GIVEN].calls, host.toolbox.counts[GIVEN].errors) == (1, 1)
+    assert (
+        host.toolbox.counts[REQUEST_SERVERS].calls,
+        host.toolbox.counts[REQUEST_SERVERS].errors,
+    ) == (1, 1)
 
 
 # --- What is refused.
 
 REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
-    ((), {}, "tools[0].server_url", VARIABLE),
-    (("https://127.0.0.1",), {}, "tools[0].server_url", VARIABLE),
-    (("http://127.0.0.1:1",), {}, "tools[0].server_url", VARIABLE),
-    (("http://127.0.0.1:9/other",), {}, "tools[0].server_url", VARIABLE),
-    (("http://*:9",), {"server_url": "not a url"}, "tools[0].server_url", VARIABLE),
+    ((), {}, "tools[0].server_url", TOOL_URLS_VARIABLE),
+    (("https://127.0.0.1",), {}, "tools[0].server_url", TOOL_URLS_VARIABLE),
+    (("http://127.0.0.1:1",), {}, "tools[0].server_url", TOOL_URLS_VARIABLE),
+    (("http://127.0.0.1:9/other",), {}, "tools[0].server_url", TOOL_URLS_VARIABLE),
+    (("http://*:9",), {"server_url": "not a url"}, "tools[0].server_url", TOOL_URLS_VARIABLE),
     (("http://*:9",), {"server_url": "http://[::1"}, "tools[0].server_url", "not a URL"),
-    (("http://*:9",), {"server_url": "http://a@127.0.0.1:9/mcp"}, "tools[0].server_url", VARIABLE),
+    (
+        ("http://*:9",),
+        {"server_url": "http://a@127.0.0.1:9/mcp"},
+        "tools[0].server_url",
+        TOOL_URLS_VARIABLE,
+    ),
     (("http://*:9",), {"server_label": "weather"}, "tools[0].server_url", "by the operator"),
     (("http://*:9",), {"headers": {"Host": "x"}}, "tools[0].headers", "of the connection"),
     (("http://*:9",), {"headers": {"A": "b\r\nc: d"}}, "tools[0].headers", "an invalid header"),

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 
-VARIABLE = variable("tool_urls")
+TOOL_URLS_VARIABLE = variable("tool_urls")
 
 CONNECTING = 10.0
 """Seconds within which a server must be connected and have listed its tools."""
@@ -63,7 +63,9 @@ class ClientServers:
         if not texts:
             return cls((), timeout)
         if settings.tools is Use.OFF:
-            raise HostError(f"{VARIABLE} has no effect without {config.VARIABLE}=on")
+            raise HostError(
+                f"{TOOL_URLS_VARIABLE} has no effect without {config.TOOLS_VARIABLE}=on"
+            )
         check_package()
         from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 
@@ -114,7 +116,7 @@ class ClientServers:
     def _allowed(self, requested: ClientServer) -> tuple[httpx2.URL, UrlPattern]:
         problem = (
             f"{requested.where}: this URL matches none of the patterns that the operator "
-            f"allows ({VARIABLE})"
+            f"allows ({TOOL_URLS_VARIABLE})"
         )
         refused = RequestError(problem, param=requested.where, code=UNSUPPORTED)
         if not self._patterns:
