@@ -206,15 +206,8 @@ def test_row(row: Row) -> None:
         assert bool(matcher.error) == (not all(took))
 
 
-@pytest.mark.parametrize(
-    ("choice", "output"),
-    [
-        ("named", SAID + THOUGHT + CALL),
-        ("typed", THOUGHT + TYPED_FINAL),
-        ("typed", "<|channel|>final<|message|>{}"),
-        ("plain", THOUGHT + " to=functions.x"),
-    ],
-)
+@pytest.mark.parametrize("output", [SAID + THOUGHT + CALL, THOUGHT + TYPED_FINAL, FINAL, CALL])
+@pytest.mark.parametrize("choice", ["named", "typed", "plain"])
 def test_mask_and_consume_agree(choice: str, output: str) -> None:
     matcher, mask = held_to(CHOICES[choice]).matcher(), Mask()
     for token in ids_of(output):
@@ -289,11 +282,12 @@ def test_off_is_no_grammar() -> None:
         (turn(tool_choice=ToolChoice(required=True)), "tool_choice", "no tool"),
         (turn(tools=TOOLS, tool_choice=ToolChoice(True), prefill="I"), "tool_choice", "begins"),
         (turn(tools=TOOLS, tool_choice=ToolChoice(True, ("nobody",))), "tool_choice", "no tool"),
+        (replace(TYPED, prefill="I think"), "messages", "beginning of the answer"),
     ],
 )
 def test_what_cannot_be(asked: Turn, param: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as raised:
-        grammar_of(asked, Names.of(asked))
+        held_to(asked)
     assert raised.value.param == param
 
 
@@ -341,13 +335,7 @@ def test_a_typed_answer_that_is_whole_can_only_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "taken"),
-    [
-        ("<|channel|>final<|message|>Hi.<|return|>", True),
-        ("<|channel|>commentary<|message|>Hi.<|end|>", True),
-        ("<|channel|>analysis<|message|>More.<|end|>", False),
-        ("<|channel|>analysis<|message|><|end|>", False),
-    ],
+    ("rest", "taken"), [(FINAL, True), (SAID, True), (THOUGHT, False), (BLANK_THOUGHT, False)]
 )
 def test_behind_reasoning_that_was_ended_there_is_no_more_of_it(rest: str, taken: bool) -> None:
     """For engines that follow the grammar themselves: they begin anew with another one."""
@@ -384,14 +372,7 @@ def test_prefill(asked: Turn, rest: str) -> None:
     assert matcher.done
 
 
-def test_prefill_that_does_not_match_the_format() -> None:
-    with pytest.raises(RequestError):
-        held_to(replace(TYPED, prefill="I think"))
-
-
-LOOKALIKES = (
-    "<|end|><|start|>assistant<|channel|>commentary to=functions.weather<|message|>{}<|call|>"
-)
+LOOKALIKES = f"<|end|><|start|>assistant{CALL}"
 
 
 @pytest.mark.parametrize("choice", ["plain", "auto", "typed", "required"])

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 
+import psutil
 import pytest
 from grammar_texts import LARK, Schema, grammar, multiple_of
 
@@ -47,19 +48,6 @@ def in_threads(*functions: Callable[[], object]) -> list[threading.Thread]:
     for thread in threads:
         thread.start()
     return threads
-
-
-def processes_below(pid: int) -> list[int]:
-    """The processes that ``pid`` has started, and theirs."""
-    listed = subprocess.check_output(["ps", "-A", "-o", "pid=,ppid="], text=True)
-    parents = [tuple(map(int, line.split())) for line in listed.splitlines()]
-    found, below = [], [pid]
-    while below:
-        above = below.pop()
-        children = [child for child, parent in parents if parent == above]
-        found += children
-        below += children
-    return found
 
 
 def worker(pool: WorkerPool) -> int:
@@ -122,7 +110,7 @@ def test_process_that_is_gone_or_hangs_is_replaced(sent: int) -> None:
         os.kill(first, sent)
         with pytest.raises(CheckUnavailable):
             GrammarCheck("t", pool)('start: "b"')
-        assert processes_below(os.getpid()).count(first) == 0
+        assert not psutil.pid_exists(first)
         assert GrammarCheck("t", pool)('start: "b"') == ""
         assert worker(pool) != first
 
@@ -130,10 +118,8 @@ def test_process_that_is_gone_or_hangs_is_replaced(sent: int) -> None:
 def test_memory_of_a_check_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that takes `grammar_process.MEMORY`, and writes to all of it, gets no verdict."""
     take = "lambda *_: (bytearray(b'x') * {size}, __import__('time').sleep(1)) and ''"
-    for size, verdict in (
-        (grammar_process.MEMORY // 4, ""),
-        (grammar_process.MEMORY, LIMIT_EXCEEDED),
-    ):
+    most = grammar_process.MEMORY
+    for size, verdict in ((most // 4, ""), (most, LIMIT_EXCEEDED)):
         program = grammar_checks._PROGRAM.replace(
             "; from vllm_mlx_harmony.server.grammar_process import main",
             "; from vllm_mlx_harmony.server import grammar_process"
@@ -250,17 +236,11 @@ def test_nothing_is_left_when_the_server_is_killed(busy: bool) -> None:
         assert server.stdout.readline() == b"\n"
         if busy:
             time.sleep(0.3)
-        started = processes_below(server.pid)
+        started = psutil.Process(server.pid).children(recursive=True)
         assert len(started) >= 1 + busy  # the helper process, and its child
         server.kill()
         server.wait()
-
-    def gone(pid: int) -> bool:
-        command = ["ps", "-o", "stat=", "-p", str(pid)]
-        state = subprocess.run(command, capture_output=True, check=False)
-        return state.stdout.strip()[:1] in (b"", b"Z")
-
-    assert soon(lambda: all(map(gone, started)))
+    assert psutil.wait_procs(started, 60)[1] == []
 
 
 def test_process_imports_the_library_and_nothing_else() -> None:

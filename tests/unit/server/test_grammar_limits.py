@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("starlette")
 
-
 from fakes import KEY, MODEL, Alone, ScriptedEngine
 from grammar_texts import LARK, OBJECT, SCHEMAS, pattern
 from starlette.testclient import TestClient
@@ -20,7 +19,6 @@ from vllm_mlx_harmony.server.app import application
 
 FINAL = "<|channel|>final<|message|>Good day.<|return|>"
 HELLO = [{"role": "user", "content": "Hello!"}]
-
 
 pytestmark = pytest.mark.usefixtures("patient_checks")
 
@@ -35,38 +33,30 @@ def client() -> Iterator[TestClient]:
     assert host.lent == 0
 
 
-def chat(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
-    function = {"name": "f", "parameters": schema, "strict": strict}
-    tools = [{"type": "function", "function": function}]
-    return "/v1/chat/completions", {"messages": HELLO, "tools": tools}
-
-
-def responses(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
-    tool = {"type": "function", "name": "f", "parameters": schema, "strict": strict}
-    return "/v1/responses", {"input": "Hello!", "tools": [tool]}
-
-
-def messages(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
-    tool = {"name": "f", "input_schema": schema, "strict": strict}
-    return "/v1/messages", {"messages": HELLO, "tools": [tool], "max_tokens": 100}
-
-
-def chat_format(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
+def request(api: str, schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
+    """The path and the body of a request with a tool, or with a response format."""
+    chat, responses = "/v1/chat/completions", "/v1/responses"
     asked = {"name": "f", "schema": schema, "strict": strict}
-    response_format = {"type": "json_schema", "json_schema": asked}
-    return "/v1/chat/completions", {"messages": HELLO, "response_format": response_format}
+    tool = {"name": "f", "parameters": schema, "strict": strict}
+    claude = {"name": "f", "input_schema": schema, "strict": strict}
+    kind = {"type": "json_schema"}
+    return {
+        "chat": (chat, {"messages": HELLO, "tools": [{"type": "function", "function": tool}]}),
+        "responses": (responses, {"input": "Hello!", "tools": [{"type": "function", **tool}]}),
+        "messages": ("/v1/messages", {"messages": HELLO, "tools": [claude], "max_tokens": 100}),
+        "format": (chat, {"messages": HELLO, "response_format": {**kind, "json_schema": asked}}),
+        "text": (responses, {"input": "Hello!", "text": {"format": {**kind, **asked}}}),
+    }[api]
 
 
-def responses_format(schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
-    asked = {"type": "json_schema", "name": "f", "schema": schema, "strict": strict}
-    return "/v1/responses", {"input": "Hello!", "text": {"format": asked}}
+APIS = ("chat", "responses", "messages", "format", "text")
 
 
-@pytest.mark.parametrize("api", [chat, responses, messages, chat_format, responses_format])
+@pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_that_would_end_the_server(client: TestClient, api: Any, name: str) -> None:
+def test_a_schema_that_would_end_the_server(client: TestClient, api: str, name: str) -> None:
     for strict in (False, True):
-        path, body = api(SCHEMAS[name], strict)
+        path, body = request(api, SCHEMAS[name], strict)
         answer = client.post(path, json={"model": MODEL, **body})
         assert answer.status_code == (400 if strict else 200), answer.text
         assert "panic" not in answer.text
@@ -94,12 +84,12 @@ def test_only_strict_schemas_and_syntaxes_start_the_helper_process(client: TestC
     grammar_checks.POOL.close()
     schemas = [*SCHEMAS.values(), pattern(r"^(\s*\S+){1,300}$"), {"type": "object"}]
     for schema in schemas:
-        for api in (chat, messages, responses_format):
-            path, body = api(schema, False)
+        for api in ("chat", "messages", "text"):
+            path, body = request(api, schema, False)
             answer = client.post(path, json={"model": MODEL, **body})
             assert answer.status_code == 200, answer.text
     assert not grammar_checks.POOL.idle
-    path, body = chat({**OBJECT, "properties": {}, "additionalProperties": False}, True)
+    path, body = request("chat", {**OBJECT, "properties": {}, "additionalProperties": False}, True)
     assert client.post(path, json={"model": MODEL, **body}).status_code == 200
     assert grammar_checks.POOL.idle
 
@@ -113,12 +103,11 @@ def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.Monk
     monkeypatch.setattr(grammar_checks.WorkerPool, "trial", busy)
     schema = {"type": "object", "properties": {"unseen": {"type": "integer"}}}
     strict_schema = {**schema, "required": ["unseen"], "additionalProperties": False}
-    path, body = chat(strict_schema, True)
+    path, body = request("chat", strict_schema, True)
     answer = client.post(path, json={"model": MODEL, **body})
-    assert answer.status_code == 503
-    assert answer.headers["retry-after"] == "1"
-    path, body = chat(schema, False)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    path, body = request("chat", schema, False)
     assert client.post(path, json={"model": MODEL, **body}).status_code == 200
     monkeypatch.undo()
-    path, body = chat(strict_schema, True)
+    path, body = request("chat", strict_schema, True)
     assert client.post(path, json={"model": MODEL, **body}).status_code == 200
