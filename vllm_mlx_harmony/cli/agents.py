@@ -399,6 +399,142 @@ def _hermes(served: Served, key: str, directory: Path) -> Run:
     return Run((), variables, {"config.yaml": json_text(document)})
 
 
+def _grok(served: Served, key: str, _: Path) -> Run:
+    # It reads the context length from the server's list of models.
+    return Run(
+        variables={
+            "GROK_MODELS_BASE_URL": f"{served.url}/v1",
+            "GROK_DEFAULT_MODEL": served.model,
+            "GROK_SESSION_SUMMARY_MODEL": served.model,
+            "XAI_API_KEY": key,
+        }
+    )
+
+
+def _kimi(served: Served, key: str, _: Path) -> Run:
+    return Run(
+        variables={
+            "KIMI_MODEL_NAME": served.model,
+            "KIMI_MODEL_PROVIDER_TYPE": "openai_responses",
+            "KIMI_MODEL_BASE_URL": f"{served.url}/v1",
+            "KIMI_MODEL_API_KEY": key,
+            "KIMI_MODEL_CAPABILITIES": "thinking,tool_use",
+            "KIMI_MODEL_MAX_CONTEXT_SIZE": str(served.context),
+            "KIMI_MODEL_MAX_OUTPUT_SIZE": str(served.output),
+        }
+    )
+
+
+def _vibe(served: Served, key: str, _: Path) -> Run:
+    provider = {
+        "name": NAME,
+        "api_base": f"{served.url}/v1",
+        "api_key_env_var": KEY_VARIABLE,
+    }
+    model = {
+        "name": served.model,
+        "provider": NAME,
+        "alias": NAME,
+        "temperature": 1.0,
+        "thinking": "medium",
+        "thinking_levels": list(EFFORTS),
+        "max_context_length": served.context,
+        "max_output_tokens": served.output,
+    }
+    variables = {
+        "VIBE_PROVIDERS": json.dumps([provider]),
+        "VIBE_MODELS": json.dumps([model]),
+        "VIBE_ACTIVE_MODEL": NAME,
+        KEY_VARIABLE: key,
+    }
+    return Run(variables=variables)
+
+
+def _droid(served: Served, key: str, directory: Path) -> Run:
+    name = f"custom:{NAME}"
+    model = {
+        "id": name,
+        "model": served.model,
+        "displayName": served.model,
+        "provider": "openai",
+        "baseUrl": f"{served.url}/v1",
+        "apiKey": f"${{{KEY_VARIABLE}}}",
+        "maxContextLimit": served.context,
+        "maxOutputTokens": served.output,
+    }
+    document = {"customModels": [model], "sessionDefaultSettings": {"model": name}}
+    return Run(
+        ("--settings", str(directory / "settings.json")),
+        {KEY_VARIABLE: key},
+        {"settings.json": json_text(document)},
+    )
+
+
+def _openclaw(served: Served, key: str, directory: Path) -> Run:
+    model = {
+        "id": served.model,
+        "name": served.model,
+        "reasoning": True,
+        "input": ["text"],
+        "contextWindow": served.context,
+        "maxTokens": served.output,
+    }
+    provider = {
+        "baseUrl": f"{served.url}/v1",
+        "apiKey": f"${{{KEY_VARIABLE}}}",
+        "api": "openai-responses",
+        "models": [model],
+    }
+    document = {
+        "models": {"providers": {NAME: provider}},
+        "agents": {"defaults": {"model": {"primary": f"{NAME}/{served.model}"}}},
+    }
+    variables = {
+        "OPENCLAW_CONFIG_PATH": str(directory / "openclaw.json"),
+        "OPENCLAW_STATE_DIR": str(directory),
+        KEY_VARIABLE: key,
+    }
+    return Run((), variables, {"openclaw.json": json_text(document)})
+
+
+def _nanocoder(served: Served, key: str, _: Path) -> Run:
+    provider = {
+        "name": NAME,
+        "baseUrl": f"{served.url}/v1",
+        "apiKey": f"${{{KEY_VARIABLE}}}",
+        "models": [served.model],
+        "contextWindow": served.context,
+    }
+    return Run(
+        ("--provider", NAME, "--model", served.model),
+        {"NANOCODER_PROVIDERS": json.dumps([provider]), KEY_VARIABLE: key},
+    )
+
+
+def _aider(served: Served, key: str, directory: Path) -> Run:
+    name = f"openai/{served.model}"
+    metadata = {
+        "max_input_tokens": served.context,
+        "max_output_tokens": served.output,
+        "litellm_provider": "openai",
+        "mode": "chat",
+    }
+    settings = {"name": name, "use_temperature": 1.0}  # by default, 0
+    return Run(
+        variables={
+            "AIDER_MODEL": name,
+            "AIDER_MODEL_METADATA_FILE": str(directory / "metadata.json"),
+            "AIDER_MODEL_SETTINGS_FILE": str(directory / "settings.yml"),
+            "OPENAI_API_BASE": f"{served.url}/v1",
+            "OPENAI_API_KEY": key,
+        },
+        files={
+            "metadata.json": json_text({name: metadata}),
+            "settings.yml": json_text([settings]),  # JSON is YAML
+        },
+    )
+
+
 AGENTS: Mapping[str, Agent] = {
     "codex": Agent("Codex", "codex", "@openai/codex", "0.171.0", _codex),
     "claude": Agent("Claude Code", "claude", "@anthropic-ai/claude-code", "2.1.332", _claude),
@@ -420,4 +556,11 @@ AGENTS: Mapping[str, Agent] = {
     ),
     "goose": Agent("goose", "goose", "@aaif/goose", "0.20.1", _goose, homebrew="block-goose-cli"),
     "hermes": Agent("Hermes", "hermes", "hermes-agent", "0.19.0", _hermes, python="3.11"),
+    "grok": Agent("Grok Build", "grok", "@xai-official/grok", "1.0.41", _grok),
+    "kimi": Agent("Kimi Code", "kimi", "@moonshot-ai/kimi-code", "2.1.0", _kimi),
+    "vibe": Agent("Mistral Vibe", "vibe", "mistral-vibe", "3.0.2", _vibe, python="3.12"),
+    "droid": Agent("Droid", "droid", "droid", "0.215.0", _droid),
+    "openclaw": Agent("OpenClaw", "openclaw", "openclaw", "2026.9.6", _openclaw),
+    "nanocoder": Agent("Nanocoder", "nanocoder", "@nanocollective/nanocoder", "1.30.0", _nanocoder),
+    "aider": Agent("aider", "aider", "aider-chat", "0.86.2", _aider, python="3.11"),
 }

@@ -55,6 +55,24 @@ AGENTS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
     "kilo": ("bash_tool", {"command": COMMAND, "description": "Echo"}, ("run", "--auto")),
     "goose": ("shell", {"command": COMMAND}, ("run", "--text")),
     "hermes": ("terminal", {"command": COMMAND}, ("chat", "--yolo", "-Q", "-q")),
+    "grok": (
+        "run_terminal_command",
+        {"command": COMMAND, "description": "Echo"},
+        ("--always-approve", "-p"),
+    ),
+    "kimi": ("Bash", {"command": COMMAND}, ("-p",)),
+    "vibe": ("bash_tool", {"command": COMMAND}, ("--trust", "--yolo", "-p")),
+    "droid": (
+        "Execute",
+        {"command": COMMAND, "riskLevel": "low", "riskLevelReason": "It prints a word."},
+        ("exec", "--auto", "low"),
+    ),
+    "openclaw": ("exec", {"command": COMMAND}, ("agent", "exec")),
+    "nanocoder": (
+        "execute_bash",
+        {"command": COMMAND},
+        ("--trust-directory", "--mode", "yolo", "run"),
+    ),
 }
 
 
@@ -152,7 +170,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_agent_is_run() -> None:
-    assert set(AGENTS) == set(launch_agents.AGENTS)
+    assert {*AGENTS, "aider"} == set(launch_agents.AGENTS)
 
 
 @pytest.mark.parametrize("agent", AGENTS)
@@ -186,6 +204,35 @@ def test_an_agent_runs_a_command(
     assert any("marker-42" in text for text in turns), "the command was not run"
     called = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
     assert any(called in text and "marker-42" in text for text in turns), turns[-1][-1500:]
+
+
+def test_aider_edits_a_file(
+    installed: Path,
+    home: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> None:
+    """It has no tools: it does what an answer's text says."""
+    row = launch_agents.AGENTS["aider"]
+    record_property("agent", f"{row.title} ({row.package})")
+    programs, version = install(row, installed / "aider")
+    record_property("agent", f"{row.title} ({row.package} {version})")
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    text = f"{ANSWER}\n\nmarker.txt\n```\nmarker-42\n```\n"
+    engine = FakeEngine(
+        "vllm",
+        {ASKED: f"<|channel|>final<|message|>{text}<|return|>"},
+        name=MODEL,
+        length=131_072,
+    )
+    with ExitStack() as stack:
+        url = stack.enter_context(served(engine.app))
+        settings = GatewaySettings(
+            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
+        )
+        base = stack.enter_context(served(gateway(settings)))
+        answers("aider", base, home, "--yes-always", "--no-git", "--message", ASKED)
+    assert (home / "marker.txt").read_text("utf-8") == "marker-42\n"
 
 
 def test_codex_waits_for_a_slow_prompt(

@@ -119,8 +119,9 @@ def test_an_agent_is_set_up_for_this_run_alone(
     assert environment["HOME"] == str(home)
 
 
-NO_WINDOW = ("qwen", "cline", "copilot")
-"""Agents that have no setting for the context length, or one for parts of it."""
+NO_WINDOW = ("qwen", "cline", "copilot", "grok")
+"""Agents that have no setting for the context length, or one for parts of it, or read it from the
+server."""
 
 
 INSTALLER = """#!/bin/sh
