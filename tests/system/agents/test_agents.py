@@ -10,8 +10,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -193,13 +193,8 @@ def test_an_agent_runs_a_command(
         f"{json.dumps(arguments)}<|call|>"
     )
     engine = Scripted("vllm", {ASKED: call}, name=MODEL, length=131_072)
-    with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
-        settings = GatewaySettings(
-            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
-        )
-        base = stack.enter_context(served(gateway(settings)))
-        answers(agent, base, home, *command, ASKED)
+    with gateway_to(engine) as url:
+        answers(agent, url, home, *command, ASKED)
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert any("marker-42" in text for text in turns), "the command was not run"
     called = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
@@ -225,13 +220,8 @@ def test_aider_edits_a_file(
         name=MODEL,
         length=131_072,
     )
-    with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
-        settings = GatewaySettings(
-            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
-        )
-        base = stack.enter_context(served(gateway(settings)))
-        answers("aider", base, home, "--yes-always", "--no-git", "--message", ASKED)
+    with gateway_to(engine) as url:
+        answers("aider", url, home, "--yes-always", "--no-git", "--message", ASKED)
     assert (home / "marker.txt").read_text("utf-8") == "marker-42\n"
 
 
@@ -245,14 +235,9 @@ def test_codex_waits_for_a_slow_prompt(
     engine = Scripted("vllm", {ASKED: _FINAL}, name=MODEL, length=131_072, waits=15.0)
     engine.faults += [Fault(then="wait")] * 3
     impatient = ("-c", f"model_providers.{launch_agents.NAME}.stream_idle_timeout_ms=5000")
-    with ExitStack() as stack:
-        url = stack.enter_context(served(engine.app))
-        settings = GatewaySettings(
-            engines=(Spec(url),), model=MODEL, keys=(Key("agent", digest(KEY)),)
-        )
-        base = stack.enter_context(served(gateway(settings)))
-        _, _, command = AGENTS["codex"]
-        answers("codex", base, home, *impatient, *command, ASKED)
+    _, _, command = AGENTS["codex"]
+    with gateway_to(engine) as url:
+        answers("codex", url, home, *impatient, *command, ASKED)
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert len(turns) == 1, "it gave up and tried again"
 
@@ -293,18 +278,25 @@ def test_an_agent_searches_the_web(
     programs, _ = install(launch_agents.AGENTS[agent], installed / agent)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     engine = Searching("vllm", {}, name=MODEL, length=131_072)
-    with ExitStack() as stack:
-        site = stack.enter_context(web.serving())
+    with web.serving() as site:
         site.search(("Rome", "https://a.example/rome", "It has 2.8 million people."))
+        with gateway_to(engine, web_search=f"searxng:{site.url}") as url:
+            answers(agent, url, home, *flags, SEARCH)
+    assert site.queries() == ["rome inhabitants"]
+
+
+@contextmanager
+def gateway_to(engine: FakeEngine, web_search: str = "") -> Iterator[str]:
+    """The URL of a gateway in front of ``engine``."""
+    with served(engine.app) as url:
         settings = GatewaySettings(
-            engines=(Spec(stack.enter_context(served(engine.app))),),
+            engines=(Spec(url),),
             model=MODEL,
             keys=(Key("agent", digest(KEY)),),
-            web_search=f"searxng:{site.url}",
+            web_search=web_search,
         )
-        base = stack.enter_context(served(gateway(settings)))
-        answers(agent, base, home, *flags, SEARCH)
-    assert site.queries() == ["rome inhabitants"]
+        with served(gateway(settings)) as base:
+            yield base
 
 
 def answers(agent: str, url: str, home: Path, *arguments: str) -> None:
