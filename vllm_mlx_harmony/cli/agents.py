@@ -486,8 +486,10 @@ def _openclaw(served: Served, key: str, directory: Path) -> Run:
         "models": [model],
     }
     document = {
-        "models": {"providers": {NAME: provider}},
-        "agents": {"defaults": {"model": {"primary": f"{NAME}/{served.model}"}}},
+        # Its own name for such servers: with a key in the environment and no such provider, it
+        # looks for one on port 8000.
+        "models": {"providers": {"vllm": provider}},
+        "agents": {"defaults": {"model": {"primary": f"vllm/{served.model}"}}},
     }
     variables = {
         "OPENCLAW_CONFIG_PATH": str(directory / "openclaw.json"),
