@@ -466,8 +466,8 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="vllm",
-        what="the three APIs over a real vLLM on processors, its model tiny and random (4 GB)",
-        install=("-e", ".[fast,test]", "tokenizers"),
+        what="a real vLLM on processors (4 GB): random below the three APIs, and playing scripts",
+        install=("-e", ".[fast,test,verify]", "tokenizers"),
         present=("starlette", "openai", "anthropic", "uvicorn"),
         absent=(*HOST, "fastapi"),
         commands=((*PYTEST, "tests/system/vllm"),),

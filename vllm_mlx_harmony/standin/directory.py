@@ -10,24 +10,20 @@ from pathlib import Path
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
-from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 from vllm_mlx_harmony.standin import cursor, tiny
 from vllm_mlx_harmony.standin.scripts import Encode, Script, dump_book
 from vllm_mlx_harmony.standin.tokenizer import control_name, token_table, tokenizer_json
 
-_CODE = ("cursor", "model")
+_CODE = ("cursor", "model", "vllm")
 """Files of this package that a stand-in directory has a copy of."""
 
 _CONFIG: dict[str, object] = {
-    "model_type": "gpt_oss",
-    "architectures": ["HarmonyStandIn"],
+    **tiny.config(tiny.WIDTH),
+    "head_dim": 64,
     "model_file": "standin_model.py",
-    "vocab_size": VOCAB_SIZE,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "sliding_window": 128,
-    "max_position_embeddings": 131_072,
 }
+"""For mlx-lm, the code in the directory. vLLM makes the network that the rest describes (`vllm`);
+its attention for processors has no smaller heads."""
 
 _IDS: dict[str, object] = {
     "bos_token_id": vocab.STARTOFTEXT,
@@ -61,7 +57,7 @@ written by vllm-mlx-harmony for tests.
 
 
 def write(directory: Path, scripts: Iterable[Script] = ()) -> Path:
-    """Writes a model that `vllm-mlx serve` loads, and that answers with ``scripts``.
+    """Writes a model that mlx-lm and vLLM load, and that answers with ``scripts``.
 
     Creates ``directory`` if needed and returns it. Needs neither mlx nor other packages
     than openai-harmony, and takes about two seconds. Raises ``ValueError``
