@@ -70,6 +70,9 @@ EXTRAS = {
 }
 """What an extra brings: imported where it is asked for."""
 
+OF_VLLM = {"torch", "vllm"}
+"""What is there when vLLM imports `standin.vllm`."""
+
 LOADED_BY_OTHERS = {"websockets"}
 """uvicorn uses it where it finds it."""
 
@@ -94,7 +97,7 @@ def _declared(directory: str) -> set[str]:
 
 def _needed(paths: Iterable[Path]) -> set[str]:
     """Names of the distributions that these files import, without those of extras."""
-    own = {*sys.stdlib_module_names, "tomllib", PACKAGE.name} | THROUGH_THE_HOST | EXTRAS
+    own = {*sys.stdlib_module_names, "tomllib", PACKAGE.name} | THROUGH_THE_HOST | EXTRAS | OF_VLLM
     imported = {name for path in paths for name in _imports(path)} - own
     return {DISTRIBUTIONS.get(name, name) for name in imported}
 
