@@ -1,8 +1,9 @@
-"""The table that a benchmark prints: a line for each measurement, and whether it meets its goal."""
+"""The tables that benchmarks print: a line for each measurement, and whether it meets its goal; or,
+in Markdown, one for each server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -40,3 +41,28 @@ def printed(rows: Iterable[Row]) -> int:
         missed += not row.met
     print(f"{goals - missed} of {goals} goals met")
     return 1 if missed else 0
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [titles, ["--"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def compared(found: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -> str:
+    """A row for each server, ours first: its values, and ours divided by them, bold if it is more.
+
+    A server has no value where it could not be measured.
+    """
+    ours = next(iter(found.values()), {})
+
+    def cell(values: Mapping[str, float], column: str) -> str:
+        value, own = values.get(column), ours.get(column)
+        if value is None:
+            return "–"
+        if values is ours or own is None or value <= 0:  # less than what the clock shows
+            return f"{value:,.2f}"
+        ratio = f"{own / value:.2f}"
+        return f"{value:,.2f} ({f'**{ratio}**' if own > value else ratio})"
+
+    rows = [[name, *(cell(values, each) for each in columns)] for name, values in found.items()]
+    return table(("", *columns), rows)

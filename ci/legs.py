@@ -503,6 +503,21 @@ LEGS: tuple[Leg, ...] = (
         alone=True,
     ),
     Leg(
+        name="peers",
+        what="speed beside the MLX servers of PyPI, each in an environment of its own (8 GB)",
+        install=(
+            *("-e", ".[mlx,verify]", "mlx-lm>=0.32,<0.33"),
+            *("mdformat-gfm>=1", "psutil", "uv>=0.9"),
+        ),
+        present=("mlx-lm", "psutil"),
+        absent=(*HOST[:2], "fastapi", "torch"),
+        commands=(("python", "ci/bench_peers.py", "--page"),),
+        python=FORK_PYTHON,  # mlx-beam requires it
+        systems=("Linux",),
+        group="",
+        alone=True,
+    ),
+    Leg(
         name="suites",
         what="canitoolcall's fixtures and GuideLLM (6 GB)",
         install=(*LIGHT, "canitoolcall==0.1.1", "uv>=0.9"),

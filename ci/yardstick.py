@@ -32,18 +32,17 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import httpx
-import vllm_cpu
+from bench_table import table
+from peers import KEY, PEERS, REPOSITORY, install, serving, settings, version
 
-from vllm_mlx_harmony.cli.process import ADDRESS, LOCAL, environment, free_port, start, stop
-from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.cli.process import ADDRESS
 from vllm_mlx_harmony.standin import write
 from vllm_mlx_harmony.verify import checks, trial
 from vllm_mlx_harmony.verify.apis import APIS
@@ -51,15 +50,13 @@ from vllm_mlx_harmony.verify.samples import SCRIPTS
 from vllm_mlx_harmony.verify.suite import CHECKS
 from vllm_mlx_harmony.verify.values import Failed
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD = REPOSITORY / "build" / "yardstick"
 PAGE, README = REPOSITORY / "docs" / "yardstick.md", REPOSITORY / "README.md"
 MODEL = "gpt-oss-20b-stand-in"
 """The name of the model's directory: some servers tell a model's family by its name."""
 
-KEY = "key-of-the-yardstick"
-READY, READ, WHOLE = 300.0, 60.0, 1800.0
-"""Seconds: until a server is ready, for each read, and for all checks of a server."""
+READ, WHOLE = 60.0, 1800.0
+"""Seconds: for each read, and for all checks of a server."""
 
 UNKNOWN = "scripted"
 """A word of `standin.FALLBACK` that is a token: streams have it in one piece."""
@@ -68,97 +65,6 @@ CODE = re.compile(r"standin_\w+\.py")
 """The stand-in's code, in a traceback."""
 
 Results = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Peer:
-    """A server: what is installed, and how it is started.
-
-    ``command`` is a program of its environment with arguments, in which {model} is the directory,
-    {name} its name, {port} and {key} what they say; ``variables`` may name the directory, too.
-    ``without`` are packages that are not installed although others require them. ``prepare`` is
-    called with the environment.
-    """
-
-    title: str
-    install: tuple[str, ...]
-    command: str
-    distribution: str = ""
-    variables: tuple[tuple[str, str], ...] = ()
-    without: tuple[str, ...] = ()
-    note: str = ""
-    prepare: Callable[[Path], None] | None = None
-
-
-CPU = "mlx[cpu]; sys_platform == 'linux'"
-PARSERS = "--enable-auto-tool-choice --tool-call-parser harmony --reasoning-parser harmony"
-
-PEERS: dict[str, Peer] = {
-    "light": Peer(
-        "this project, light server",
-        (f"{REPOSITORY}[mlx]",),
-        "vllm-mlx-harmony serve {model} --host {host} --port {port} --key {key}",
-        "vllm-mlx-harmony-server",
-    ),
-    "rapid-mlx": Peer(
-        "Rapid-MLX",
-        ("rapid-mlx", CPU),
-        f"rapid-mlx serve {{model}} --host {{host}} --port {{port}} --api-key {{key}} {PARSERS}",
-        variables=(("RAPID_MLX_TRUST_REMOTE_CODE", "1"),),
-    ),
-    "mlx-openai-server": Peer(
-        "mlx-openai-server",
-        ("mlx-openai-server", CPU),
-        "mlx-openai-server launch --model-path {model} --model-type lm --host {host} --port {port} "
-        f"--no-log-file --trust-remote-code {PARSERS}",
-        without=("mflux",),
-        note="without mflux (pictures), which cannot be installed on Linux",
-    ),
-    "vmlx": Peer(
-        "vMLX",
-        ("vmlx", "mlx-lm<0.32", CPU),
-        "vmlx serve {model} --host {host} --port {port} --api-key {key} --continuous-batching "
-        "--enable-auto-tool-choice --tool-call-parser auto --reasoning-parser openai_gptoss",
-        note="does not start with mlx-lm 0.32",
-    ),
-    "vllm-mlx": Peer(
-        "vllm-mlx without the plugin",
-        ("vllm-mlx", CPU),
-        "vllm-mlx serve {model} --host {host} --port {port} --api-key {key} --continuous-batching "
-        f"{PARSERS}",
-    ),
-    "fusion-mlx": Peer(
-        "fusion-mlx",
-        ("fusion-mlx", "mlx-vlm", CPU),
-        "fusion-mlx serve --model-dir {models} --host {host} --port {port} --api-key {key} "
-        f"{PARSERS}",
-        note="with mlx-vlm, which it requires on a Mac only",
-    ),
-    "mlx-lm": Peer(
-        "mlx-lm",
-        ("mlx-lm", CPU),
-        "mlx_lm.server --model {model} --host {host} --port {port} --trust-remote-code",
-    ),
-    "vllm": Peer(
-        "vLLM",
-        ("vllm-cpu",),
-        "vllm serve {model} --served-model-name {name} --host {host} --port {port} --api-key {key} "
-        "--load-format dummy --logits-processors standin_vllm:Scripted --enforce-eager "
-        "--enable-auto-tool-choice --tool-call-parser openai --reasoning-parser openai_gptoss "
-        "--enable-prompt-tokens-details",
-        "vllm-cpu",
-        variables=(
-            ("PYTHONPATH", "{model}"),
-            ("VLLM_USE_V2_MODEL_RUNNER", "0"),
-            ("VLLM_ENABLE_RESPONSES_API_STORE", "1"),
-            ("VLLM_CPU_KVCACHE_SPACE", "1"),
-        ),
-        without=vllm_cpu.UNFIT,
-        note="vLLM for processors, which must also be found under the name `vllm` "
-        "([vllm_cpu.py](../ci/vllm_cpu.py))",
-        prepare=vllm_cpu.rename,
-    ),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -206,7 +112,7 @@ def measured(name: str, *, keep: bool, resume: bool) -> Results:
             log = Path(home) / "server.log"
             try:
                 key = KEY if "{key}" in peer.command else None
-                with serving(peer, place, model, log) as url:
+                with serving(peer, place, model, log) as (url, _):
                     results["checks"] = asyncio.run(checked(url, key, str(model), before))
             except (RuntimeError, httpx.HTTPError) as error:
                 results["problem"] = str(error) or type(error).__name__
@@ -217,74 +123,6 @@ def measured(name: str, *, keep: bool, resume: bool) -> Results:
         if not keep:
             shutil.rmtree(place, ignore_errors=True)
     return results
-
-
-def install(place: Path, peer: Peer) -> None:
-    """Raises ``CalledProcessError`` if a package cannot be installed."""
-    run: list[str | Path] = ["nice", "uv"]
-    subprocess.run([*run, "venv", "-q", "--python", sys.executable, place], check=True)
-    overrides = place / "overrides.txt"
-    # An override replaces all requirements of a package: here, by one for no system.
-    overrides.write_text("".join(f"{each}; sys_platform == 'never'\n" for each in peer.without))
-    install = [*run, "pip", "install", "-q", "--python", place, "--override", overrides]
-    subprocess.run([*install, *peer.install], check=True)
-    if peer.prepare:
-        peer.prepare(place)
-
-
-def version(place: Path, distribution: str) -> str:
-    code = f"from importlib.metadata import version; print(version({distribution!r}))"
-    command = [str(place / "bin" / "python"), "-c", code]
-    shown: str = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    return shown.strip()
-
-
-@contextmanager
-def serving(peer: Peer, place: Path, model: Path, log: Path) -> Iterator[str]:
-    """The URL of a server. Raises ``RuntimeError`` with the end of its log if it does not start."""
-    port = free_port()
-    words = {
-        "model": model,
-        "models": model.parent,
-        "name": MODEL,
-        "port": port,
-        "key": KEY,
-        "host": ADDRESS,
-    }
-    program, *arguments = (each.format(**words) for each in peer.command.split())
-    home = log.parent / "home"
-    (home / ".cache/huggingface/hub").mkdir(parents=True)  # servers list the models in it
-    vocab.encoding()  # now the vocabulary is where `environment` says, for all that use it
-    own = {"DO_NOT_TRACK": "1", "VIRTUAL_ENV": "", **settings(peer, words)}
-    variables = {**environment(home), **own}
-    process = start([str(place / "bin" / program), *arguments], log, variables)
-    try:
-        await_ready(f"{LOCAL}:{port}", process, log)
-        yield f"{LOCAL}:{port}"
-    finally:
-        stop(process)
-
-
-def settings(peer: Peer, words: Mapping[str, object]) -> dict[str, str]:
-    """The variables of a server by name."""
-    return {name: value.format(**words) for name, value in peer.variables}
-
-
-def await_ready(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
-    until = time.monotonic() + READY
-    while True:
-        try:
-            headers = {"Authorization": f"Bearer {KEY}"}
-            if httpx.get(f"{url}/v1/models", headers=headers, timeout=5).is_success:
-                return
-        except httpx.TransportError:
-            pass
-        ended = process.poll() is not None
-        if ended or time.monotonic() > until:
-            tail = "\n".join(log.read_text("utf-8", "replace").splitlines()[-20:])
-            why = "the server ended" if ended else "the server was not ready in time"
-            raise RuntimeError(f"{why}:\n{tail}")
-        time.sleep(0.3)
 
 
 async def checked(
@@ -366,11 +204,6 @@ def written(found: Sequence[Results]) -> str:
         return f"{INTRODUCTION}\nNo server has been through all checks yet.\n"
     parts = [INTRODUCTION, table(TITLES, [row(each) for each in found])]
     return "\n".join([*parts, *map(section, found)])
-
-
-def table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [titles, ["--"] * len(titles), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def row(results: Results) -> tuple[str, ...]:

@@ -328,6 +328,7 @@ def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
         "bench-start",
         "clients",
         "grammar",
+        "peers",
         "release",
         "suites",
         "vllm",
