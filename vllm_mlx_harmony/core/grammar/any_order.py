@@ -100,18 +100,19 @@ _WHOLE = r"(?:0|[1-9][0-9]*)"
 _NUMBER = rf"-?{_WHOLE}(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{{1,3}})?"
 
 _SHIFT = 20
-"""Digits by which the exponent of an integer may move its point: ``1.5e1`` is one, ``1.25e1`` is
-not."""
+"""Digits by which an exponent may move an integer's point: ``1.5e1`` is one, ``1.25e1`` is not."""
 
 
 def _integer() -> str:
-    """Numbers without a fractional part, in any spelling."""
-    finite = "0*(?:[0-9]{1,2}|[12][0-9]{2}|30[0-8])"  # others are read as infinity
-    forms = [rf"{_WHOLE}(?:\.0+)?(?:[eE](?:\+?{finite}|-0+))?", r"0(?:\.0+)?[eE]-[0-9]{1,3}"]
+    """Numbers without a fractional part; with a point or an exponent, none that may be infinite."""
+    forms = [_WHOLE, r"0(?:\.0+)?[eE]-[0-9]{1,3}", r"1(?:\.[0-6][0-9]*)?[eE]\+?0*308"]
+    forms.append(r"[0-9](?:\.[0-9]+)?[eE]\+?0*(?:20[1-9]|2[1-9][0-9]|30[0-7])")
+    rest = [r"(?:\.0+)?[eE](?:\+?0*(?:1?[0-9]{1,2}|200)|-0+)", r"\.0+"]
+    rest.append(r"\.[0-9]+[eE]\+?0*(?:2[1-9]|[3-9][0-9]|1[0-9]{2}|200)")
     for digits in range(1, _SHIFT + 1):
-        forms.append(rf"{_WHOLE}\.[0-9]{{1,{digits}}}0*[eE]\+?0*{digits}")
-        forms.append(rf"[1-9][0-9]*0{{{digits}}}(?:\.0+)?[eE]-0*{digits}")
-    forms.append(rf"{_WHOLE}\.[0-9]+[eE]\+?0*(?:2[1-9]|[3-9][0-9]|[12][0-9]{{2}})")
+        rest.append(rf"\.[0-9]{{1,{digits}}}0*[eE]\+?0*{digits}")
+        forms.append(rf"[1-9][0-9]{{0,99}}0{{{digits}}}(?:\.0+)?[eE]-0*{digits}")
+    forms.append(f"(?:0|[1-9][0-9]{{0,99}})(?:{'|'.join(rest)})")
     return f"-?(?:{'|'.join(forms)})"
 
 
