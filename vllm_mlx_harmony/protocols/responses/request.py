@@ -41,9 +41,8 @@ from vllm_mlx_harmony.protocols.responses.compaction import (
 from vllm_mlx_harmony.protocols.responses.emitter import Emitter
 from vllm_mlx_harmony.protocols.responses.input_items import ItemReader, Stored, nothing_stored
 from vllm_mlx_harmony.protocols.responses.output_items import OutputOptions
-from vllm_mlx_harmony.protocols.responses.resource import input_items
+from vllm_mlx_harmony.protocols.responses.resource import SentItem, input_items
 from vllm_mlx_harmony.protocols.responses.schema import (
-    Item,
     ResponsesBody,
     read_item,
     response_format,
@@ -79,7 +78,7 @@ class ResponsesRequest:
     conversation_id: str | None
     notes: tuple[str, ...]
     _history: tuple[Message, ...]
-    _items: tuple[Item, ...]
+    _items: tuple[SentItem, ...]
     _conversation: tuple[Message, ...]
     _to_run: frozenset[str]
     _options: OutputOptions
@@ -242,7 +241,7 @@ def read(
         conversation_id=request.conversation.id if request.conversation else None,
         notes=tuple(reader.notes),
         _history=history,
-        _items=tuple(items),
+        _items=tuple(SentItem(item.type, item.id, item.document) for item in items),
         _conversation=tuple(conversation),
         _to_run=to_run,
         _options=OutputOptions(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError, quoted
@@ -112,7 +113,17 @@ _WITH_STATUS = frozenset({*CALLS, *OUTPUTS, "message"})
 _PLAIN = frozenset({"text", "input_text", "output_text"})
 
 
-def input_items(items: Sequence[Item], info: ResponseInfo) -> list[Document]:
+@dataclass(frozen=True, slots=True)
+class SentItem:
+    """What is read back of an item. A request keeps these, one object for each item: a collection
+    of garbage stops every thread while it visits what 16,000 of them consist of."""
+
+    type: str
+    id: str | None
+    document: Document
+
+
+def input_items(items: Sequence[Item | SentItem], info: ResponseInfo) -> list[Document]:
     """``items`` as they were sent, each with the fields that the schema requires of an item that is
     read back: an id, a type, a status, and content as a list of parts.
     """
