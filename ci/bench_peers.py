@@ -79,7 +79,7 @@ SERVERS = {
     ),
 }
 
-SHORT, TOGETHER, PATIENCE = 50, 8, 900.0
+SHORT, TOGETHER, READ_TIMEOUT = 50, 8, 900.0
 WORDS = ("time", "year", "people", "way", "man", "woman", "child", "world")
 """Each is one token, with the space before it."""
 
@@ -131,7 +131,7 @@ class Server:
         body = {"model": self.model, "messages": messages, "max_tokens": most, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}, **fields}
         began = time.perf_counter()
-        async with httpx.AsyncClient(headers=HEADERS, timeout=PATIENCE) as http:
+        async with httpx.AsyncClient(headers=HEADERS, timeout=READ_TIMEOUT) as http:
             response = await http.post(f"{self.url}/v1/chat/completions", json=body)
         taken = time.perf_counter() - began
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
@@ -307,7 +307,7 @@ def reason(error: Exception) -> str:
 
 def called(url: str, directory: Path) -> str:
     """What requests call the model."""
-    document = httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=PATIENCE).json()
+    document = httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=READ_TIMEOUT).json()
     listed: list[str] = [each["id"] for each in document["data"]]
     return next((each for each in listed if directory.name in each), str(directory))
 

@@ -201,7 +201,7 @@ FRONT_END = ("-e", ".[test]", "openai>=3.57")
 """No host, and no optional package, but OpenAI's newest client: some frameworks do not allow it."""
 
 
-LIGHT = ("-e", ".[browser,mlx,test,tools]", "mlx-lm>=0.32,<0.33", "openai-agents>=0.3", "psutil")
+LIGHT = ("-e", ".[browser,mlx,test,tools]", "mlx-lm>=0.32,<0.33", "openai-agents>=0.3")
 """A model in its own process: the newest mlx-lm, which vllm-mlx does not allow yet."""
 
 

@@ -184,8 +184,8 @@ uvx harmony-verify http://127.0.0.1:8080
 - A failure is not counted as the server's if the model did not know the message, because the server
   had added something to it. These are *unclear*. The checks themselves are tested with the server
   of this project, and with a fault for each (`tests/unit/verify`).
-- The servers ran on CPUs, on Linux. All but vLLM are made for Macs, so a fault that only occurs on
-  Linux would not count; none was seen unless it is mentioned. Speed is not measured.
+- The servers ran on CPUs, on Linux. Most are made for Macs, so a fault that only occurs on Linux
+  would not count; none was seen unless it is mentioned. Speed is not measured.
 - A GGUF file cannot play a script, so llama.cpp is not here
   ([verify.md](verify.md#any-server-without-weights)).
 - A scripted model cannot show what is better about a server in other respects. Please tell us of a

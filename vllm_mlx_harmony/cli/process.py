@@ -132,14 +132,17 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, and that no outgoing connection takes until a server, some
-    seconds later, does: systems pick those from 32,768 (Linux) or 49,152 (macOS) on."""
+    """A port for a server that listens on it some seconds later.
+
+    Systems pick the ports of outgoing connections from 32,768 (Linux) or 49,152 (macOS) on, so none
+    takes this one meanwhile. Raises ``UsageError`` if none is free.
+    """
     chance = random.SystemRandom()  # processes that begin together may be seeded alike
-    while True:
-        port = chance.randrange(20_000, 32_000)
+    for port in chance.sample(range(20_000, 32_000), 100):
         with socket.socket() as probe, suppress(OSError):
             probe.bind((ADDRESS, port))
             return port
+    raise UsageError(f"no free port was found on {ADDRESS}")
 
 
 def environment(home: Path) -> dict[str, str]:

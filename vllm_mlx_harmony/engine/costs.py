@@ -101,8 +101,8 @@ def measure_at_depths(
     deep: bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Costs:
-    """What `measured` finds behind what ``layers`` hold, and if there is memory for ``deep`` ones,
-    behind ``DEPTH`` ids, too."""
+    """What `measure_step_costs` finds behind what ``layers`` hold and, if there is memory for it
+    (``deep``), behind ``DEPTH`` ids, too."""
     costs = measure_step_costs(model, layers, clock)
     if len(costs.ids) == 1 or not deep:
         return costs
