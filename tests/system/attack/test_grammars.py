@@ -2,10 +2,9 @@
 
 Several clients send them, each over all APIs, and some are gone before the answer. Meanwhile
 another client has ordinary tools, new ones each time. The server lives, and its memory grows by no
-more than `GROWTH_MIB`. As many clients that send harmless requests are measured first. A hard
-request takes at most `CHECK` seconds longer than the slowest of these. Nineteen times in twenty,
-the other client waits for its first token at most `WAIT` seconds longer than beside them, and never
-more than `CHECK`: now and then, all attackers send their largest requests at the same moment.
+more than `GROWTH_MIB`. As many clients that send harmless requests are measured first: beside them,
+a hard request takes at most `CHECK` seconds longer than the slowest harmless one, and the other
+client waits for its first token at most `WAIT` seconds longer.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
-from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 import figures
@@ -316,16 +314,14 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
         time.sleep(0.5)
     statuses = sum((one.statuses for one in attackers), Counter())
     worst = max(attackers, key=lambda one: one.longest)
-    usual = quantiles(waits, n=20)[-1]
     grown = (most - memory) / 2**20
     figures.report(
         "grammar",
         f"{sum(statuses.values())} hard requests of {ATTACKERS} clients (seed {SEED}), the last "
         f"answer after {worst.longest:.1f} s ({worst.slowest}; {slowest_harmless:.1f} s at most "
         f"for harmless ones); {len(waits)} requests with new tools meanwhile, "
-        f"the first token after {usual:.2f} s, nineteen times in twenty, and after "
-        f"{max(waits):.2f} s at most ({max(before):.2f} s beside harmless requests, {after:.2f} s "
-        f"afterwards), all 8 after {user.longest:.2f} s; "
+        f"the first token after {max(waits):.2f} s at most ({max(before):.2f} s "
+        f"beside harmless requests, {after:.2f} s afterwards), all 8 after {user.longest:.2f} s; "
         f"memory +{grown:.0f} MiB; by status (0: gone): "
         + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
     )
@@ -334,8 +330,7 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
     assert target.server.process.poll() is None
     assert user.statuses == Counter({200: sum(user.statuses.values())})
     assert worst.longest <= slowest_harmless + CHECK, worst.slowest
-    assert usual <= max(before) + WAIT
-    assert max(waits) <= max(before) + CHECK
+    assert max(waits) <= max(before) + WAIT
     assert grown <= GROWTH_MIB
     assert time.monotonic() < until, "helper processes go on when all clients have gone"
     left = target.inspection.quiet()
