@@ -20,6 +20,7 @@ pytest.importorskip("prometheus_client")
 
 import web
 from fake_engines import FakeEngine, Fault, ids, served
+from leg import find_python
 
 from vllm_mlx_harmony.cli import agents as launch_agents
 from vllm_mlx_harmony.core import vocab
@@ -113,7 +114,7 @@ def install(row: launch_agents.Agent, directory: Path) -> tuple[Path, str]:
         programs, environment = directory / "venv" / "bin", str(directory / "venv")
         uv = ["uv", "pip", "install", "--quiet", "--python", environment, row.package]
         if not (programs / row.command).exists():
-            must(["uv", "venv", "--quiet", "--python", row.python, environment])
+            must(["uv", "venv", "--quiet", "--python", find_python(row.python), environment])
             must(uv)
         listed = json.loads(must(["uv", "pip", "list", "--format=json", "--python", environment]))
         (version,) = (each["version"] for each in listed if each["name"] == row.package)
