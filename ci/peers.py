@@ -159,9 +159,11 @@ def serving(
     }
     program, *arguments = (each.format(**words) for each in peer.command.split())
     home = log.parent / "home"
-    (home / ".cache/huggingface/hub").mkdir(parents=True)  # servers list the models in it
+    cache = home / ".cache"
+    (cache / "huggingface/hub").mkdir(parents=True)  # servers list the models in it
     vocab.encoding()  # now the vocabulary is where `environment` says, for all that use it
-    own = {"DO_NOT_TRACK": "1", "VIRTUAL_ENV": "", **settings(peer, words)}
+    own = {"DO_NOT_TRACK": "1", "VIRTUAL_ENV": "", "XDG_CACHE_HOME": str(cache)}
+    own |= settings(peer, words)
     variables = {**environment(home), **own}
     process = start([str(place / "bin" / program), *arguments], log, variables)
     try:
