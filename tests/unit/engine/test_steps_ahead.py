@@ -105,6 +105,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("speculate", ["off", "forced"])  # a draft waits for what it continues
 @pytest.mark.parametrize("settings", ROWS.values(), ids=ROWS)
 def test_the_device_never_waits_for_python(

@@ -87,6 +87,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: "-".join(map(str, lengths)))
 def test_each_is_what_mlx_lm_generates(
     engine: MlxEngine, run: Run, lengths: tuple[int, ...]
@@ -131,6 +132,7 @@ def test_prompts_with_cached_prefixes_among_them(engine: MlxEngine, run: Run) ->
     assert model.together == [(6, 34)]
 
 
+@pytest.mark.nightly
 def test_beside_answers_that_run(engine: MlxEngine, run: Run) -> None:
     """They join their batch, whether it has one row or several."""
     asked = [words(seed, 60 + seed) for seed in range(6)]
