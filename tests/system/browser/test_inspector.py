@@ -140,7 +140,7 @@ ORIGINS: list[Any] = [
 
 
 @pytest.mark.parametrize(("asked", "fields", "kind", "text", "note"), ORIGINS)
-def test_what_the_server_did_to_a_token_is_marked(
+def test_masked_and_forced_tokens_are_marked(
     site: Site, open_page: Open, asked: str, fields: Any, kind: str, text: str | None, note: str
 ) -> None:
     assert site.say(asked, **fields).status_code == 200
@@ -310,7 +310,7 @@ def test_it_fits(direct: Site, open_page: Open, picture: Picture, scheme: Any, w
     fits("server")
 
 
-def test_what_is_generated_is_what_was_scripted(direct: Site, open_page: Open) -> None:
+def test_generated_ids_match_the_script(direct: Site, open_page: Open) -> None:
     """The first of the two answers, which is a call."""
     converse(direct)
     page = open_page(direct)

@@ -189,7 +189,7 @@ def test_the_model_is_listed_and_requires_the_key(server: Server) -> None:
     assert httpx.get(f"{server.url}/harmony/status").status_code == 401
 
 
-def test_a_client_that_disconnects_ends_its_answer(server: Server, client: openai.OpenAI) -> None:
+def test_client_disconnect_cancels_the_answer(server: Server, client: openai.OpenAI) -> None:
     asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Slowly"}]}
     with client.chat.completions.create(**asked, stream=True) as stream:
         for _ in zip(range(3), stream, strict=False):
@@ -232,7 +232,7 @@ def test_the_prefix_cache_is_counted_and_emptied(server: Server, client: openai.
     assert counters["nbytes"] == 0
 
 
-def test_what_only_vllm_mlx_has_is_said(client: openai.OpenAI) -> None:
+def test_missing_endpoint_names_vllm_mlx(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError, match="vllm-mlx"):
         client.embeddings.create(model=MODEL, input="Hello")
 
@@ -264,7 +264,7 @@ def test_other_packages_are_not_imported(server: Server) -> None:
     assert not names & {name for name in ABSENT if name != "torch" or find_spec("torch") is None}
 
 
-def test_a_thread_that_has_died_is_shown(model: Path) -> None:
+def test_dead_engine_thread_fails_health_checks(model: Path) -> None:
     """And settings can be reloaded, keys among them."""
     flags = {"engines": [f"mlx:{model}"]}
     app: Any = gateway(load(flags, {}))
@@ -321,7 +321,7 @@ def test_serve_takes_the_flags_of_vllm_mlx(start: Start, model: Path, tmp_path: 
         (["MODEL", "--ssd-cache-max-gb", "0"], "should be greater than 0"),
     ],
 )
-def test_what_cannot_be_served_is_an_error(
+def test_unusable_model_or_flag_is_an_error(
     model: Path, arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = [str(model) if word == "MODEL" else word for word in arguments]

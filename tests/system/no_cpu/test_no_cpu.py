@@ -41,7 +41,7 @@ def test_demo_names_the_extra() -> None:
         ("parse", "<|channel|>final<|message|>Hi<|return|>", "── answer\nHi"),
     ],
 )
-def test_what_needs_no_mlx_works(tmp_path: Path, command: str, content: str, shown: str) -> None:
+def test_commands_without_mlx_work(tmp_path: Path, command: str, content: str, shown: str) -> None:
     file = tmp_path / "file"
     file.write_text(content)
     ended = run(command, str(file))

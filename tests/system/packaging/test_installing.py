@@ -239,7 +239,7 @@ for name in sys.argv[1:]:
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("installer", [Uv, Pip])
-def test_the_plugin_comes_and_goes_and_the_server_stays(
+def test_server_survives_uninstalling_the_plugin(
     uv: str, tmp_path: Path, server: Path, plugin: Path, installer: type[Uv | Pip], kind: str
 ) -> None:
     succeed(uv, "venv", "--seed", "--python", sys.executable, tmp_path / "venv")

@@ -64,7 +64,7 @@ def test_it_is_small_and_brings_no_model_library(
     assert not list(packages.glob("vllm_mlx_harmony_startup*")), "nothing runs at Python's start"
 
 
-def test_a_command_that_runs_a_model_says_what_to_install(environment: Path) -> None:
+def test_model_commands_name_the_extra(environment: Path) -> None:
     program = environment / "bin" / "vllm-mlx-harmony"
     for command, code in {"serve": 2, "demo": 2, "doctor": 1}.items():
         done = subprocess.run([program, command], capture_output=True, text=True, check=False)
@@ -73,7 +73,7 @@ def test_a_command_that_runs_a_model_says_what_to_install(environment: Path) -> 
         assert "Traceback" not in done.stderr
 
 
-def test_it_serves_until_it_is_told_to_end(environment: Path) -> None:
+def test_gateway_serves_until_sigterm(environment: Path) -> None:
     """No engine is there: it lives, and is not ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -113,7 +113,7 @@ def test_a_tool_round_trip(client: OpenAI, model: str, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_model_that_plays_the_user_stops_there(client: OpenAI, model: str, stream: bool) -> None:
+def test_model_that_plays_the_user_is_stopped(client: OpenAI, model: str, stream: bool) -> None:
     request = {"model": model, "messages": [user("Plays?")], "temperature": 0}
     said = chat_answer(ask(client, stream=stream, **request))
     assert (said["content"], said["finish"]) == ("Shall I delete it?", "stop")
@@ -157,7 +157,7 @@ def test_eight_at_once(client: OpenAI, model: str, stream: bool) -> None:
         assert list(pool.map(visit, range(8))) == ["I am " * n + str(n) for n in range(8)]
 
 
-def test_one_event_per_write_and_usage_only_when_asked_for(server: Server, model: str) -> None:
+def test_usage_is_sent_only_on_request(server: Server, model: str) -> None:
     request = {"model": model, "messages": [user("plain answer")], "stream": True}
     with server.client() as http:
         for options, usages in ((None, 0), ({"include_usage": True}, 1)):
@@ -171,7 +171,7 @@ def test_one_event_per_write_and_usage_only_when_asked_for(server: Server, model
             assert all(write.endswith(b"\n\n") for write in writes)
 
 
-def test_one_model_is_told_of(client: OpenAI, model: str) -> None:
+def test_model_is_listed(client: OpenAI, model: str) -> None:
     assert client.models.retrieve(model).id == model
     assert client.models.retrieve(model).model_dump().keys() == (
         client.models.list().data[0].model_dump().keys()

@@ -144,7 +144,7 @@ def test_a_bad_request_names_the_field_and_generates_nothing(
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"nonsense", b"[1]", b'"x"', b"\xff\xfe", b"[" * 40_000, b"{}"]
 )
-def test_what_is_no_request_is_a_400(client: httpx.Client, content: bytes) -> None:
+def test_malformed_body_is_a_400(client: httpx.Client, content: bytes) -> None:
     response = client.post(PATH, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert error(response)["type"] == "invalid_request_error"
@@ -160,7 +160,7 @@ def test_an_unknown_model_is_a_404(client: httpx.Client, stream: bool) -> None:
     assert error(response)["code"] == "model_not_found"
 
 
-def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(client: httpx.Client) -> None:
+def test_error_for_long_prompt_has_both_numbers(client: httpx.Client) -> None:
     response = ask(client, "word " * 140_000)
     assert response.status_code == 400
     assert error(response)["code"] == "context_length_exceeded"
@@ -185,7 +185,7 @@ def test_the_official_client_raises_what_it_should(server: Server, client: httpx
 
 
 @pytest.mark.parametrize("text", ["Break.", "Break now."])
-def test_an_engine_that_fails(client: httpx.Client, text: str) -> None:
+def test_engine_failure_is_an_error(client: httpx.Client, text: str) -> None:
     response = ask(client, text)
     assert response.status_code == 500
     assert error(response)["code"] == "generation_failed"
@@ -221,7 +221,7 @@ def slow_stream(server: Server) -> Iterator[httpx.Response]:
             yield response
 
 
-def test_a_client_that_goes_while_its_answer_streams(server: Server, client: httpx.Client) -> None:
+def test_disconnect_during_stream_frees_the_engine(server: Server, client: httpx.Client) -> None:
     with slow_stream(server):
         assert server.requests() == (1, 0)
     server.wait_for_requests()
@@ -233,9 +233,7 @@ def sent(server: Server, text: str, *, stream: bool) -> AbstractContextManager[N
     return server.sent(PATH, {"model": str(server.model), "messages": messages, "stream": stream})
 
 
-def test_a_client_that_goes_while_its_whole_answer_is_made(
-    server: Server, client: httpx.Client
-) -> None:
+def test_disconnect_before_document_frees_the_engine(server: Server, client: httpx.Client) -> None:
     with sent(server, "Slowly.", stream=False):
         server.wait_for_requests(running=1)
     server.wait_for_requests()
@@ -253,7 +251,7 @@ def test_requests_that_come_together_run_together(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_while_it_waits_frees_its_place(
+def test_disconnect_in_queue_frees_its_place(
     server: Server, client: httpx.Client, stream: bool
 ) -> None:
     with ExitStack() as running, ThreadPoolExecutor(PLACES) as pool:
@@ -351,7 +349,7 @@ def test_errors_of_the_hosts_own_routes_have_its_shape(guarded: Server) -> None:
 # --- A real architecture with random weights.
 
 
-def test_whatever_a_model_says_is_an_answer(tiny_server: Server) -> None:
+def test_any_output_is_a_valid_answer(tiny_server: Server) -> None:
     """Random weights say random ids: never an error, never a control token."""
     with tiny_server.client() as client:
         for n in range(4):

@@ -81,7 +81,7 @@ def test_a_freeform_tool(create: Any, stream: bool) -> None:
     assert after.usage.prompt_tokens_details.cached_tokens > 0
 
 
-def test_a_message_is_continued_when_asked(create: Any) -> None:
+def test_final_message_is_continued(create: Any) -> None:
     begun = [*WHO, {"role": "assistant", "content": "A stand"}]
     whole = create(model="gpt-4o", messages=begun)
     more = create(model="gpt-4o", messages=begun, extra_body={"continue_final_message": True})
@@ -105,7 +105,7 @@ def test_a_seed_draws_the_same_again(create: Any) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_frequency_penalty_counts_everything_said(create: Any, stream: bool) -> None:
+def test_frequency_penalty_counts_the_whole_output(create: Any, stream: bool) -> None:
     """The next scripted id leads the end of a message by 20: ten penalties of 1.9 leave it ahead,
     the eleventh does not."""
     sing: dict[str, Any] = {"model": "gpt-4o", "temperature": 0, "stream": stream}

@@ -324,7 +324,7 @@ def status(server: Server) -> str:
     return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
 
 
-def test_a_directory_that_cannot_be_used_costs_the_disk_alone(
+def test_unusable_directory_disables_only_the_disk(
     start: Start, model: Path, tmp_path: Path
 ) -> None:
     place = tmp_path / "a file"

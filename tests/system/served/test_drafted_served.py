@@ -163,7 +163,7 @@ def slowly(server: Server, name: str) -> Any:
     return client.chat.completions.create(model=str(server.model), messages=asked, stream=True)
 
 
-def test_a_client_that_goes_ends_it(server: Server) -> None:
+def test_disconnect_ends_a_drafted_answer(server: Server) -> None:
     before = status(server)
     stream = slowly(server, "until I go")
     until_drafting(server)

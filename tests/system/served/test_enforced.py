@@ -100,7 +100,7 @@ def test_messages(server: Server, model: str) -> None:
     assert is_city(said.content[-1].input)
 
 
-def test_a_schema_that_cannot_be_expressed(client: openai.OpenAI, model: str) -> None:
+def test_unsupported_strict_schema_is_refused(client: openai.OpenAI, model: str) -> None:
     create: Any = client.chat.completions.create
     odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
     function = {"name": "odd", "parameters": odd, "strict": True}
@@ -109,6 +109,6 @@ def test_a_schema_that_cannot_be_expressed(client: openai.OpenAI, model: str) ->
         create(model=model, messages=asked("Talk."), tools=tools)
 
 
-def test_a_setting_that_cannot_be(start: Start) -> None:
+def test_invalid_setting_ends_the_start(start: Start) -> None:
     server = start(*FLAG, command=HARMONY, env={VARIABLE: "perhaps"}, ready=False)
     assert server.process.wait(60) == 2

@@ -68,7 +68,7 @@ runpy.run_module("vllm_mlx_harmony", run_name="__main__")
     server.stop()
 
 
-def test_a_thread_that_dies_is_seen_everywhere(dying: tuple[Server, Path]) -> None:
+def test_dead_engine_thread_is_reported_everywhere(dying: tuple[Server, Path]) -> None:
     server, file = dying
     model = str(server.model)
     with server.client(300) as client:
@@ -100,9 +100,7 @@ MEMORY = 30_000_000
 WORD = " word"
 
 
-def test_what_can_never_fit_is_rejected_and_what_does_not_fit_now_waits(
-    start: Start, tiny_dir: Path
-) -> None:
+def test_request_beyond_memory_is_rejected_and_others_wait(start: Start, tiny_dir: Path) -> None:
     env = {"VLLM_MLX_HARMONY_MEMORY": str(MEMORY), "VLLM_MLX_HARMONY_CACHE": "1M"}
     server = start(*FLAG, "--prefill-step-size", "64", model=tiny_dir, command=HARMONY, env=env)
     model = str(server.model)
@@ -185,7 +183,7 @@ def unloading(start: Start, standin_dir: Path) -> Iterator[Server]:
 
 
 @pytest.mark.of_vllm_mlx
-def test_requests_that_arrive_while_the_model_is_unloaded_are_answered(unloading: Server) -> None:
+def test_requests_during_unloading_are_answered(unloading: Server) -> None:
     """Each wave meets the model while it is being unloaded, or just after; none finds it loaded."""
     model = str(unloading.model)
     with unloading.client(300) as client, ThreadPoolExecutor(6) as pool:

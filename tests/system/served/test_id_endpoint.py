@@ -91,7 +91,7 @@ def test_a_strict_call_and_its_answer(base: str) -> None:
         assert before - 64 <= cached <= before, (before, second.usage)
 
 
-def test_a_client_that_goes_frees_the_engine(base: str) -> None:
+def test_client_disconnect_frees_the_engine(base: str) -> None:
     body = {
         "model": "gpt-oss-20b",
         "stream": True,

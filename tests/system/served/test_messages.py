@@ -178,7 +178,7 @@ def test_the_clients_own_tool_loop(client: Anthropic, model: str, stream: bool) 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_is_computed_ahead_and_the_start_of_a_stream_knows(
+def test_warmed_prompt_is_reused_and_counted(
     server: Server, client: Anthropic, model: str, stream: bool
 ) -> None:
     system = f"Computed {'streamed' if stream else 'whole'}. " * 60
@@ -198,7 +198,7 @@ def test_a_prompt_is_computed_ahead_and_the_start_of_a_stream_knows(
     assert start["input_tokens"] == end["input_tokens"] > 1
 
 
-def test_documents_and_a_picture_that_was_answered(client: Anthropic, model: str) -> None:
+def test_documents_and_answered_pictures_are_accepted(client: Anthropic, model: str) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "plain answer"}
     picture = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}
     answer = client.messages.create(

@@ -86,7 +86,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
-def test_who_did_not_ask_gets_comments_or_nothing(
+def test_progress_is_a_comment_unless_requested(
     tiny_server: Server, tiny_dir: Any, path: str
 ) -> None:
     with (

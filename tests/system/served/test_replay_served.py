@@ -56,7 +56,7 @@ def looped(url: str, *, stream: bool, second_key: str = "a", edit: str = "") -> 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_model_goes_on_with_its_own_reasoning(url: str, stream: bool) -> None:
+def test_reasoning_is_replayed(url: str, stream: bool) -> None:
     assert looped(url, stream=stream) == "as it was"
 
 

@@ -97,7 +97,7 @@ def opened(api: str, url: str, model: str) -> tuple[str, Iterator[Any], type[Exc
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_a_client_is_told_that_it_was_cancelled(server: Server, api: str) -> None:
+def test_client_gets_an_error_on_cancellation(server: Server, api: str) -> None:
     """Chat and Messages raise; Responses has an event for it, as from OpenAI."""
     key, rest, error = opened(api, server.base_url, str(server.model))
     url = f"{server.base_url}/v1/requests/{key}/cancel"

@@ -265,7 +265,7 @@ FOUND = {"type": "namespace", "name": "crm", "description": "The customers.",
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_a_search_found_is_called(
+def test_tool_found_by_search_is_called(
     client: OpenAI, model: str, stream: bool, stored: bool
 ) -> None:
     """The client searches; what it found is a tool of the conversation from there on."""
@@ -294,7 +294,7 @@ def test_what_a_search_found_is_called(
     assert response.output_text == "Ada is number 42."
 
 
-def test_the_output_of_a_call_that_is_not_stored(client: OpenAI, model: str) -> None:
+def test_output_of_missing_call_is_answered(client: OpenAI, model: str) -> None:
     weather = {"type": "function", "name": "weather", "strict": False,
                "parameters": {"type": "object", "properties": {}}}  # fmt: skip
     sent: Any = [
@@ -314,7 +314,7 @@ def test_input_items_come_in_pages(client: OpenAI, model: str) -> None:
     assert [item.content[0].text for item in listed] == texts  # type: ignore[union-attr]
 
 
-def test_nothing_is_kept_that_should_not_be(client: OpenAI, model: str) -> None:
+def test_unstored_responses_are_not_kept(client: OpenAI, model: str) -> None:
     answer = client.responses.create(model=model, input="plain answer", store=False)
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(answer.id)

@@ -153,7 +153,7 @@ def test_failed_in_the_background(client: OpenAI, model: str) -> None:
     assert error.code == "server_error"
 
 
-def test_what_was_not_in_the_background_cannot_be_cancelled(client: OpenAI, model: str) -> None:
+def test_foreground_response_cannot_be_cancelled(client: OpenAI, model: str) -> None:
     answer = client.responses.create(model=model, input="Hi.")
     with pytest.raises(openai.BadRequestError):
         client.responses.cancel(answer.id)
@@ -205,7 +205,9 @@ def test_one_response_after_the_other(server: Server, model: str) -> None:
 
 
 @pytest.mark.parametrize("store", [False, True])
-def test_the_last_response_goes_on(server: Server, client: OpenAI, model: str, store: bool) -> None:
+def test_only_the_last_unstored_response_is_continued(
+    server: Server, client: OpenAI, model: str, store: bool
+) -> None:
     with socket(server) as connection:
         create(connection, model=model, input="Quickly.", store=store)
         first = check_documents(received(connection))
@@ -264,7 +266,7 @@ def test_a_connection_outlives_mistakes(
         assert text_of(check_documents(received(connection))) == "Hello."
 
 
-def test_who_hangs_up_frees_the_engine(server: Server, client: OpenAI, model: str) -> None:
+def test_closed_websocket_frees_the_engine(server: Server, client: OpenAI, model: str) -> None:
     with socket(server) as connection:
         create(connection, model=model, input="For ever.")
         while json.loads(connection.recv(timeout=30))["type"] != "response.output_text.delta":
@@ -274,7 +276,7 @@ def test_who_hangs_up_frees_the_engine(server: Server, client: OpenAI, model: st
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}])
-def test_the_key_is_asked_for_first(server: Server, headers: dict[str, str]) -> None:
+def test_websocket_without_key_is_refused(server: Server, headers: dict[str, str]) -> None:
     url = server.base_url.replace("http", "ws") + "/v1/responses"
     with pytest.raises(InvalidStatus) as caught, connect(url, additional_headers=headers):
         pass
@@ -295,7 +297,7 @@ def test_the_official_client_over_a_websocket(client: OpenAI, model: str) -> Non
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_goes_frees_the_engine(
+def test_client_disconnect_frees_the_engine(
     server: Server, client: OpenAI, model: str, stream: bool
 ) -> None:
     body = {"model": model, "input": "For ever.", "stream": stream}

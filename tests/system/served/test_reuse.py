@@ -160,7 +160,7 @@ def test_eight_conversations_at_once(client: OpenAI) -> None:
                 assert known == before - 1  # all but what ended the answer
 
 
-def test_a_client_that_leaves_leaves_nothing_wrong(server: Server, client: OpenAI) -> None:
+def test_disconnect_leaves_the_cache_intact(server: Server, client: OpenAI) -> None:
     messages = [{"role": "user", "content": f"{words(5, 60)} Slowly."}]
     stream = ask(client, messages, stream=True)
     part = ""
@@ -214,9 +214,7 @@ def test_real_architecture_says_the_same_with_and_without(
 
 
 @pytest.mark.of_vllm_mlx
-def test_nothing_is_left_on_disk_and_idle_models_take_all_with_them(
-    start: Start, standin_dir: Path
-) -> None:
+def test_unloading_an_idle_model_empties_its_cache(start: Start, standin_dir: Path) -> None:
     server = start(*FLAG, "--auto-unload-idle-seconds", "2", command=HARMONY)
     messages = [{"role": "user", "content": f"{words(8, 60)} I am 4."}]
     with server.openai() as client:
@@ -237,7 +235,7 @@ def _status(server: Server) -> str:
     return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
 
 
-def test_what_was_warmed_up_serves_every_key(start: Start, tmp_path: Path) -> None:
+def test_warm_prompts_serve_every_key(start: Start, tmp_path: Path) -> None:
     """A system prompt in the operator's file is computed once, before anybody asks."""
     path = tmp_path / "warm.json"
     path.write_text(json.dumps([[{"role": "system", "content": SYSTEM}]]))

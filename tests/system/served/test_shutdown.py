@@ -228,7 +228,7 @@ def refusal(client: httpx.Client, path: str) -> int:
     return int(response.status_code)
 
 
-def test_with_nobody_to_wait_for_it_is_gone_at_once(start: Start, standin_dir: Path) -> None:
+def test_idle_server_stops_at_once(start: Start, standin_dir: Path) -> None:
     standin.rescript(standin_dir, [LONG])
     server = start(*FLAG, command=HARMONY)
     with httpx.Client(base_url=server.base_url) as idle:

@@ -172,7 +172,7 @@ def resident(server: Server) -> int:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="memory is read from /proc")
-def test_who_reads_nothing_holds_nobody_up(server: Server, model: str) -> None:
+def test_stalled_readers_do_not_delay_others(server: Server, model: str) -> None:
     """Their answers are generated beside others until they are as long as may be unread."""
     asked = {"model": model, **body("/v1/chat/completions", "Hi.")}
     with server.client(PATIENCE) as client:  # the first request loads the vocabulary
@@ -206,7 +206,7 @@ LATE = {**WITHOUT_END, "/v1/responses": body("/v1/responses", "Without end.")}
 
 
 @pytest.mark.parametrize("path", LATE)
-def test_who_reads_too_late_is_told_why_it_ended(server: Server, model: str, path: str) -> None:
+def test_slow_reader_gets_an_error(server: Server, model: str, path: str) -> None:
     """The engine is free long before; the end of what can still be read says so, in words."""
     before = server.finished()
     with ask(server, path, {"model": model, **LATE[path]}) as connection:
@@ -216,14 +216,14 @@ def test_who_reads_too_late_is_told_why_it_ended(server: Server, model: str, pat
     assert len(read) < UNREAD
 
 
-def test_who_does_not_read_the_end_is_given_up(server: Server, model: str) -> None:
+def test_stalled_reader_of_the_end_is_disconnected(server: Server, model: str) -> None:
     """An answer that has ended, and fits into what asyncio buffers, but not into the system's."""
     path, given_up = "/v1/chat/completions", server.log.count(GIVEN_UP)
     with ask(server, path, {"model": model, **body(path, "Soon over.")}):
         wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
 
 
-def test_who_does_not_read_the_end_of_a_websocket_is_given_up(server: Server, model: str) -> None:
+def test_stalled_websocket_reader_is_disconnected(server: Server, model: str) -> None:
     url, given_up = server.base_url.replace("http", "ws"), server.log.count(GIVEN_UP)
     asked = {"type": "response.create", "model": model, **body("/v1/responses", "Soon over.")}
     with dial(server) as raw:
@@ -234,9 +234,7 @@ def test_who_does_not_read_the_end_of_a_websocket_is_given_up(server: Server, mo
             read_messages(websocket)
 
 
-def test_who_watches_an_answer_in_the_background_and_reads_nothing(
-    server: Server, model: str
-) -> None:
+def test_background_response_outlives_its_stalled_reader(server: Server, model: str) -> None:
     """It is generated on to its end: its events are kept for others, who may come later."""
     given_up = server.log.count(GIVEN_UP)
     watched = {"model": model, **body("/v1/responses", "Watched."), "background": True}

@@ -105,7 +105,7 @@ def test_a_completion_is_generated_token_by_token(client: httpx.Client) -> None:
     assert cut["choices"][0]["finish_reason"] == "length"
 
 
-def test_character_cut_in_two_is_said(client: httpx.Client) -> None:
+def test_split_character_is_sent_whole(client: httpx.Client) -> None:
     assert content(chat(client, user("Halves."))) == "🦭"
 
 
@@ -114,7 +114,7 @@ def test_prompt_longer_than_window_and_prefill_step(client: httpx.Client) -> Non
     assert content(chat(client, user(before + "Count."))) == NUMBERS
 
 
-def test_unscripted_prompt_is_told_what_this_is(client: httpx.Client) -> None:
+def test_unscripted_prompt_gets_an_explanation(client: httpx.Client) -> None:
     assert "stand-in, not gpt-oss" in content(chat(client, user("What is love?")))
 
 

@@ -118,7 +118,7 @@ def test_responses(server: Server, stream: bool) -> None:
     assert response.output_text == "It is warm."
 
 
-def test_a_server_that_a_request_names(server: Server) -> None:
+def test_server_named_by_a_request(server: Server) -> None:
     """Over both APIs; its credentials are neither in the response nor in the log."""
     command = [sys.executable, str(SERVERS), "caller", str(CALLER_PORT)]
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
@@ -163,7 +163,7 @@ def wait_for_port(port: int) -> None:
     raise AssertionError("the tool server did not start")
 
 
-def test_nothing_is_computed_twice(server: Server) -> None:
+def test_tool_loop_computes_each_token_once(server: Server) -> None:
     """Prefill of the whole loop is no more than 1.05 times its last prompt."""
     before = stats(server)
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=os.urandom(4).hex())
@@ -194,7 +194,7 @@ def within(value: Any, name: str) -> Iterator[Any]:
             yield from within(inner, name)
 
 
-def test_who_goes_cancels(server: Server) -> None:
+def test_client_disconnect_cancels_the_tool(server: Server) -> None:
     note = server.model.parent / "note"
     counted = 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0'
     body = {"model": str(server.model), "input": "Sleep.", "tools": []}
@@ -212,7 +212,7 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def test_what_the_host_tells_of_them(server: Server) -> None:
+def test_host_lists_tools_and_servers(server: Server) -> None:
     health = httpx.get(f"{server.base_url}/health").json()["mcp"]
     assert (health["servers_connected"], health["servers_total"]) == (3, 4)
     listed = httpx.get(f"{server.base_url}/v1/mcp/tools").json()["tools"]

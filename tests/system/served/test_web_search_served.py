@@ -100,6 +100,6 @@ def test_messages(server: Server, site: web.Site) -> None:
     assert message.content[4].citations[0].url == f"{site.url}/rome"
 
 
-def test_what_it_is_for_is_said_at_the_start(server: Server, site: web.Site) -> None:
+def test_startup_log_names_the_search_engine(server: Server, site: web.Site) -> None:
     assert "browser: search, open, find" in server.log
     assert f"the web is searched with searxng at {site.url}" in server.log

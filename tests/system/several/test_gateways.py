@@ -128,7 +128,7 @@ def content(document: dict[str, Any]) -> str:
 # --- The same clients
 
 
-def test_a_conversation_goes_on_at_the_other_gateway(setting: Setting) -> None:
+def test_conversation_continues_at_the_other_gateway(setting: Setting) -> None:
     one, other = setting.gateways
     first = one.respond("Hello")
     assert content(first) == "Good day."
@@ -148,7 +148,7 @@ def _within(prompt: tuple[int, ...], part: list[int]) -> tuple[int, ...]:
     return ()
 
 
-def test_what_is_deleted_at_one_gateway_is_gone_at_the_other(setting: Setting) -> None:
+def test_deleted_response_is_gone_at_the_other_gateway(setting: Setting) -> None:
     one, other = setting.gateways
     stored = one.respond("Hello")["id"]
     bob = {"Authorization": "Bearer key-of-bob"}
@@ -160,7 +160,7 @@ def test_what_is_deleted_at_one_gateway_is_gone_at_the_other(setting: Setting) -
     assert gone.status_code == 404
 
 
-def test_a_turn_that_the_other_gateway_generated_is_placed_again(setting: Setting) -> None:
+def test_turn_of_the_other_gateway_is_replayed(setting: Setting) -> None:
     """Reasoning and all, which the client of Chat Completions never sent back."""
     one, other = setting.gateways
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -232,7 +232,7 @@ def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_an_answer_in_the_background_is_watched_at_the_other_gateway(setting: Setting) -> None:
+def test_background_response_is_followed_at_the_other_gateway(setting: Setting) -> None:
     hold(setting)
     one, other = setting.gateways
     begun = one.respond("Count", background=True)
@@ -250,7 +250,7 @@ def test_an_answer_in_the_background_is_watched_at_the_other_gateway(setting: Se
     assert events_of(one.send("GET", begun["id"], stream="true")) == told
 
 
-def test_an_answer_in_the_background_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
+def test_background_response_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
     hold(setting)
     one, other = setting.gateways
     aborted = sum(engine.aborted for engine in setting.engines)
@@ -287,7 +287,7 @@ def test_an_answer_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
     assert other.post(path).status_code == 404  # it has ended
 
 
-def test_a_conversation_goes_on_over_a_websocket_at_the_other_gateway(setting: Setting) -> None:
+def test_conversation_continues_over_a_websocket_at_the_other(setting: Setting) -> None:
     def converse(gateway: Gateway, **fields: Any) -> dict[str, Any]:
         url = f"{gateway.url.replace('http', 'ws')}/v1/responses"
         with connect(url, additional_headers=KEYS) as socket:
@@ -308,7 +308,7 @@ def test_a_conversation_goes_on_over_a_websocket_at_the_other_gateway(setting: S
     assert refused["error"]["code"] == "previous_response_not_found"
 
 
-def test_an_answer_in_the_background_is_deleted_at_the_other_gateway(setting: Setting) -> None:
+def test_background_response_is_deleted_at_the_other_gateway(setting: Setting) -> None:
     hold(setting)
     one, other = setting.gateways
     begun = one.respond("Count", background=True)["id"]
@@ -388,7 +388,7 @@ def test_one_gateway_is_killed_while_the_other_serves_on(setting: Setting) -> No
         assert told[-1]["type"] == "response.failed"
 
 
-def test_a_conversation_goes_on_when_its_engine_dies(tmp_path: Path) -> None:
+def test_conversation_survives_the_death_of_its_engine(tmp_path: Path) -> None:
     """On the other engine, which computes all of it; nobody hears of it."""
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(tmp_path))

@@ -64,7 +64,7 @@ def own(tmp_path: Path) -> Iterator[RedisServer]:
 # --- Responses
 
 
-def test_what_one_server_stores_the_other_has(server: RedisServer) -> None:
+def test_stored_response_is_found_by_the_other_server(server: RedisServer) -> None:
     one, other = SharedStore(Connection(server.url)), SharedStore(Connection(server.url))
     kept = replace(KEPT, document={"text": "x" * 100_000})
     assert one.put(kept)
@@ -97,7 +97,7 @@ def test_unreadable_events_and_commands_are_absent(server: RedisServer) -> None:
     known.forget(name)
 
 
-def test_what_is_larger_than_the_store_is_not_stored(server: RedisServer) -> None:
+def test_response_larger_than_the_store_is_not_stored(server: RedisServer) -> None:
     assert not SharedStore(Connection(server.url), max_bytes=100).put(KEPT)
 
 
@@ -171,7 +171,7 @@ def started() -> FrontEnd:
     return FrontEnd(host, settings, open_sharing(settings, connect(settings)))
 
 
-def test_servers_that_share_a_redis_open_what_the_other_encrypted(
+def test_servers_with_one_redis_share_the_encryption_key(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STORE_VARIABLE, server.url)
@@ -275,7 +275,7 @@ class CountingStore(SharedStore):
 
 
 @pytest.mark.parametrize("seconds", [1, 0])
-def test_who_follows_at_another_server_hears_that_the_response_is_running(
+def test_follower_at_another_server_gets_heartbeats(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
     """With the number of the last event that it got, so that it can reconnect behind that one. And
@@ -323,7 +323,7 @@ def test_who_follows_at_another_server_hears_that_the_response_is_running(
 @pytest.mark.parametrize(
     ("status", "last"), [("completed", None), ("failed", "response.failed"), (None, "error")]
 )
-def test_who_follows_what_ended_without_its_last_events(
+def test_follower_gets_the_end_without_the_last_events(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, status: str | None, last: str | None
 ) -> None:
     connection = Connection(server.url)
@@ -415,7 +415,7 @@ def test_a_gateway_counts_by_itself_while_redis_is_away(
 
 
 @pytest.mark.parametrize("fault", ["stopped", "frozen"])
-def test_nobody_waits_for_a_redis_that_has_gone_and_it_is_found_again(
+def test_lost_redis_delays_nobody_and_is_found_again(
     own: RedisServer, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
@@ -453,7 +453,7 @@ def test_nobody_waits_for_a_redis_that_has_gone_and_it_is_found_again(
     assert Connection(own.url).encryption_key == connection.encryption_key
 
 
-def test_a_redis_that_is_full_refuses_and_still_answers(own: RedisServer) -> None:
+def test_full_redis_does_not_stop_answers(own: RedisServer) -> None:
     responses = SharedStore(Connection(own.url))
     assert responses.put(KEPT)
     own.client.config_set("maxmemory", "1")
@@ -470,7 +470,7 @@ def test_a_redis_that_is_full_refuses_and_still_answers(own: RedisServer) -> Non
         ("redis://127.0.0.1:no/0", "cannot be used"),
     ],
 )
-def test_a_redis_that_is_not_there_at_the_start_is_said(
+def test_missing_redis_is_reported_at_startup(
     url: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STORE_VARIABLE, url)
@@ -479,7 +479,7 @@ def test_a_redis_that_is_not_there_at_the_start_is_said(
     assert "secret" not in raised.value.message
 
 
-def test_another_programs_key_is_not_taken(own: RedisServer) -> None:
+def test_invalid_encryption_key_is_refused(own: RedisServer) -> None:
     own.client.set("vllm-mlx-harmony:encryption-key", b"short")
     with pytest.raises(PeersError, match="is not a key"):
         Connection(own.url)

@@ -233,7 +233,7 @@ def test_workers_end_with_their_parent(tmp_path: Path) -> None:
         (("--inspect",), True, "--inspect requires --workers 1"),
     ],
 )
-def test_what_workers_could_not_share_is_refused(
+def test_unshareable_settings_of_workers_are_refused(
     flags: tuple[str, ...],
     redis: bool,
     problem: str,

@@ -27,7 +27,7 @@ OTHERWISE = {
 """What is decided otherwise here than the fixtures expect, and why."""
 
 
-def test_all_fixtures_but_those_that_are_decided_otherwise(tmp_path: Path) -> None:
+def test_fixtures_pass_except_known_differences(tmp_path: Path) -> None:
     here = str(Path(__file__).parent)
     config = RunConfig(
         "canitoolcall_adapter:HarmonyAdapter",

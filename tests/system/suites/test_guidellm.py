@@ -22,7 +22,7 @@ pytest.importorskip("mlx.core")
 REQUESTS, LENGTH = 4, 32
 
 
-def test_every_answer_is_as_long_as_asked(tmp_path: Path) -> None:
+def test_every_answer_has_the_requested_length(tmp_path: Path) -> None:
     uvx = shutil.which("uvx")
     assert uvx, "this test needs uv: pip install uv"
     model = standin.write(tmp_path / "gpt-oss-20b-stand-in")

@@ -91,7 +91,7 @@ def test_vllm_itself_is_found(vllm: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_call_that_is_required(chat: openai.OpenAI, stream: bool) -> None:
+def test_required_call_is_enforced(chat: openai.OpenAI, stream: bool) -> None:
     tool: Any = {"type": "function", "function": {"name": "order", "parameters": ORDER}}
     asked: dict[str, Any] = {
         "model": MODEL,
@@ -181,7 +181,7 @@ def test_the_same_prompt_is_cached_for_its_tenant_alone(chat: openai.OpenAI, url
     assert cached(other) > 500
 
 
-def test_a_client_that_goes_frees_vllm(chat: openai.OpenAI, vllm: str) -> None:
+def test_client_disconnect_frees_vllm(chat: openai.OpenAI, vllm: str) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "max_tokens": 6000}
     with chat.chat.completions.create(**asked, stream=True) as chunks:
         for number, _ in enumerate(chunks):
@@ -198,7 +198,7 @@ def _running(vllm: str) -> int:
     return int(float(found[1]))
 
 
-def test_what_vllm_refuses_is_the_requests_fault(chat: openai.OpenAI) -> None:
+def test_refusal_of_vllm_is_a_request_error(chat: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         chat.chat.completions.create(model=MODEL, messages=QUESTION, temperature=-1)
     assert refused.value.body is not None

@@ -60,5 +60,5 @@ def test_every_name_exists() -> None:
 
 
 @pytest.mark.parametrize("name", ["SchemaReader.one_of", "server/nothing.py", "no_such_function"])
-def test_a_name_that_does_not_exist_is_found(name: str) -> None:
+def test_missing_name_is_found(name: str) -> None:
     assert not exists(name)

@@ -80,7 +80,7 @@ WITH_A_MODEL = {"mlx-lm", "tqdm"}
 """What runs a model in this process: the server's extra `mlx`, and the plugin."""
 
 
-def test_what_is_imported_is_declared() -> None:
+def test_imported_packages_are_declared() -> None:
     server, plugin = _declared("."), _declared("packaging/vllm-mlx-harmony")
     host = [path for path in MODULES if PACKAGE / "host" in path.parents]
     needed = _needed(path for path in MODULES if path not in host) | LOADED_BY_OTHERS

@@ -95,7 +95,7 @@ def test_a_leg_fails_for_what_it_did_not_test(
 
 
 @pytest.mark.once
-def test_what_fails_is_not_run_again(
+def test_failed_command_is_not_repeated(
     build: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor beside other legs: a race is a failure."""
@@ -187,7 +187,7 @@ def test_legs_that_install_the_same_share_an_environment(
     assert (leg.BUILD / "a").exists()
 
 
-def test_what_is_imported_is_compiled_once(build: Path, made: list[str]) -> None:
+def test_bytecode_is_cached(build: Path, made: list[str]) -> None:
     code = "import sys; assert not sys.dont_write_bytecode and sys.pycache_prefix"
     one = leg.Leg("x", "a leg", (), (("python", "-c", code),))
     assert run(one).result == "passed"
@@ -238,7 +238,7 @@ def test_the_environment_is_what_the_leg_is_about(
 
 @pytest.mark.parametrize(("ci", "result"), [("", "not run"), ("true", "failed")])
 @pytest.mark.parametrize("missing", [{"python": "3.99"}, {"systems": ("Plan 9",)}])
-def test_what_cannot_run_here_fails_in_ci(
+def test_missing_requirement_fails_in_ci(
     build: Path, monkeypatch: pytest.MonkeyPatch, ci: str, result: str, missing: dict[str, Any]
 ) -> None:
     monkeypatch.setenv("CI", ci)
@@ -260,9 +260,7 @@ chmod +x "$2/cpython-$3.7-linux/bin/python$3"
 """
 
 
-def test_a_python_that_is_not_there_is_installed(
-    build: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_python_is_installed(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     uv = build / "uv"
     uv.write_text(INSTALLING_UV)
     uv.chmod(0o755)
@@ -416,7 +414,7 @@ def test_every_test_directory_is_in_a_leg() -> None:
     assert [path for path in found if not {str(path), str(path.parent)} & run] == []
 
 
-def test_what_a_leg_runs_is_there() -> None:
+def test_paths_of_legs_exist() -> None:
     run = {part for one in legs.LEGS for command in one.commands for part in command}
     paths = {part for part in run if part.startswith(("tests/", "ci/"))}
     assert paths

@@ -35,7 +35,7 @@ def test_a_row_counts_what_is_offered() -> None:
     assert (wire, form, loop, absent) == ("1/1", "0/1", "–", "messages")
 
 
-def test_a_message_that_the_model_does_not_know_is_no_failure_of_the_server() -> None:
+def test_unknown_prompt_is_no_failure_of_the_server() -> None:
     unknown = 'data: {"choices":[{"delta":{"content":" scripted"}}]}'
     found = results(
         outcome("format.chat.call-time", "failed", "no call", unknown),
@@ -69,9 +69,7 @@ def test_readme_has_the_best_rows_between_its_marks() -> None:
     assert yardstick.readme(empty, found) == text
 
 
-def test_a_run_that_was_not_finished_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_run_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yardstick, "BUILD", tmp_path)
     checks = [outcome(f"wire.chat.{at}") for at in range(len(yardstick.CHECKS))]
     for name, found in {

@@ -158,7 +158,7 @@ def test_undone_what_was_added_since_is_beside_it(server: Models, home: Path) ->
     assert "[mcp_servers.mine]" in (path.parent / "config.toml.undone").read_text()
 
 
-def test_a_file_that_was_restored_by_hand_is_backed_up_again(server: Models, home: Path) -> None:
+def test_manually_restored_file_is_backed_up_again(server: Models, home: Path) -> None:
     path = home / ".codex" / "config.toml"
     path.parent.mkdir()
     for content in ("a = 1\n", "a = 2\n"):
@@ -271,7 +271,7 @@ def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
     assert "gpt-oss-120b (131,072 tokens)" in capsys.readouterr().out
 
 
-def test_a_wrong_key_is_said(server: Models, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_key_is_reported(server: Models, capsys: pytest.CaptureFixture[str]) -> None:
     server.key = KEY
     assert main(["connect", "claude", "--url", server.url]) == 2
     assert "answered 401: it requires a key: set VLLM_API_KEY or --key" in capsys.readouterr().err
@@ -491,7 +491,7 @@ def test_a_link_stays_one_and_a_file_keeps_its_mode(home: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"model": "gpt-oss-20b"}])
-def test_what_refuses_is_no_server_to_be_set_up_for(server: Models, given: dict[str, str]) -> None:
+def test_refusing_server_is_not_configured(server: Models, given: dict[str, str]) -> None:
     server.key = KEY
     with pytest.raises(connect.UsageError, match="answered 401: it requires a key"):
         connect.look(server.url, **{"model": None, "key": None, "context": None, **given})

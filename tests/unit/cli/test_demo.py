@@ -117,9 +117,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert "Traceback" not in out
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home that is read-only: the stand-in is in the server's own."""
     taken = tmp_path / "taken"
     taken.touch()

@@ -264,7 +264,7 @@ def launch_in_background(model: Path, became: list[Any]) -> None:
         launched("codex", str(model))
 
 
-def test_a_server_outlives_its_starter_and_is_not_taken_for_another(home: Path) -> None:
+def test_server_outlives_its_starter_and_is_recognized(home: Path) -> None:
     """The lock says whether it lives; the number of a process may be another one's by now."""
     code = (
         "from pathlib import Path; import sys; sys.path.insert(0, sys.argv[1])\n"
@@ -292,7 +292,7 @@ def test_a_server_outlives_its_starter_and_is_not_taken_for_another(home: Path) 
     assert background.stop() is None, "this process is still here"
 
 
-def test_a_server_that_cannot_start_shows_its_log(home: Path) -> None:
+def test_failed_start_shows_the_log(home: Path) -> None:
     server = background.start("m", "broken")
     with pytest.raises(UsageError, match=r"could not start(.|\n)*a log line\nno such model"):
         background.wait(server)

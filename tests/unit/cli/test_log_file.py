@@ -24,7 +24,7 @@ os.system("echo from a child")
 """
 
 
-def test_what_is_printed_is_in_the_files_once(tmp_path: Path) -> None:
+def test_output_is_in_the_files_once(tmp_path: Path) -> None:
     log = tmp_path / "new" / "server.log"
     log.parent.mkdir()
     log.write_text("what was there before\n")
@@ -38,7 +38,7 @@ def test_what_is_printed_is_in_the_files_once(tmp_path: Path) -> None:
     assert lines == ["what was there before", *printed, "from a child"]
 
 
-def test_a_file_that_cannot_be_opened(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_log_file_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "taken").touch()
     assert main(["serve", "gpt-oss", "--log-file", str(tmp_path / "taken" / "log")]) == 2
     assert "cannot be opened" in capsys.readouterr().err

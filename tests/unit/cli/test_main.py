@@ -80,7 +80,7 @@ WRONG: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize(("typed", "expected"), WRONG.values(), ids=WRONG)
-def test_what_cannot_be_done_is_said(ended: Ended, typed: str, expected: str) -> None:
+def test_impossible_command_is_one_line(ended: Ended, typed: str, expected: str) -> None:
     code, _, errors = ended(*shlex.split(typed))
     assert code == 2
     assert expected in errors and "Traceback" not in errors
@@ -109,7 +109,7 @@ def test_odd_streams_are_no_traceback(typed: str, code: int, expected: str, tmp_
     assert "Traceback" not in ended.stderr and expected in ended.stderr
 
 
-def test_nobody_reads_the_output(tmp_path: Path) -> None:
+def test_closed_output_is_no_error(tmp_path: Path) -> None:
     file = tmp_path / "completion"
     file.write_text("<|channel|>final<|message|>" + "a line\n" * 30_000)
     command = subprocess.Popen(
@@ -212,7 +212,7 @@ TOOL_URLS = "VLLM_MLX_HARMONY_TOOL_URLS"
 
 
 @pytest.mark.parametrize(("given", "code"), [("--help", 0), ("-h", 0), ("--what", 2)])
-def test_the_help_of_serve_has_the_flags_that_the_host_does_not_know(
+def test_serve_help_has_our_flags(
     given: str,
     code: int,
     command_line: list[list[str]],

@@ -84,7 +84,7 @@ def test_output_without_an_end(
 
 
 @pytest.mark.parametrize("content", ["", "\n", "[]", "<|end|><|end|>", "[99999999, -1]"])
-def test_nothing_said_is_nothing_shown(parse: Any, content: str) -> None:
+def test_empty_output_has_no_messages(parse: Any, content: str) -> None:
     code, out, _ = parse(content, "--json")
     assert (code, json.loads(out)["messages"]) == (0, [])
 
@@ -108,6 +108,6 @@ def test_bad_ids_are_one_line(parse: Any, content: str, says: str) -> None:
     assert error.count("\n") == 1
 
 
-def test_a_list_that_a_model_wrote_is_text(parse: Any) -> None:
+def test_output_that_looks_like_a_json_list_is_text(parse: Any) -> None:
     _, out, _ = parse("[1, 2]<|return|>", "--json")
     assert json.loads(out)["messages"] == [{"kind": "answer", "text": "[1, 2]", "complete": True}]

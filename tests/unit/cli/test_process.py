@@ -19,7 +19,7 @@ def test_a_free_port_is_none_of_an_outgoing_connection() -> None:
         assert port < 32_000 < picked.getsockname()[1]
 
 
-def test_where_nothing_can_be_bound_there_is_no_port(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
         raise PermissionError
 

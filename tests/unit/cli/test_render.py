@@ -46,7 +46,7 @@ def test_piped_is_the_prompt_to_the_byte(render: Any) -> None:
     assert render(json.dumps(ASKED)) == (0, PROMPT.encode(), "")
 
 
-def test_coloured_is_the_same_text_without_what_a_terminal_would_act_on(
+def test_coloured_prompt_has_the_same_text_without_escapes(
     render: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")

@@ -160,7 +160,7 @@ def held_to(spec: ConstraintSpec, before: list[int], draft: list[int], expected:
 
 
 @pytest.mark.parametrize("binding", [True, False])
-def test_what_the_grammar_does_not_have_is_a_failure_where_it_was_promised(binding: bool) -> None:
+def test_id_outside_a_promised_grammar_is_a_failure(binding: bool) -> None:
     constraint = Constraint(ConstraintSpec(grammar=compiled_grammar(), binding=binding))
     assert constraint.failure == ""
     matcher = constraint.start()

@@ -105,7 +105,7 @@ def test_no_ids_and_ids_behind_the_end_are_normal() -> None:
     assert text_of(turn.render_for_completion()).endswith("It is 4.<|return|>")
 
 
-def test_tool_results_are_part_of_the_conversation_and_of_the_next_prompt() -> None:
+def test_tool_results_are_in_conversation_and_next_prompt() -> None:
     turn, call = called()
     before = turn.render_for_completion()
     turn.append_tool_output([Result(call.id, "4")])
@@ -245,7 +245,7 @@ def test_an_end_within_a_group_of_ids(row: Row, step: int) -> None:
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("row", PLAYED, ids=lambda row: row.id)
-def test_what_the_model_says_for_others_is_not_kept(row: Row, step: int) -> None:
+def test_impersonated_messages_are_dropped(row: Row, step: int) -> None:
     """Neither among the ids nor in the next prompt, where it would be genuine."""
     turn, _ = generated(row, step)
     view = Replay(2**20).view("m")

@@ -40,7 +40,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("names", "written", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
-def test_what_is_expected_next(names: Names, written: str, expected: str) -> None:
+def test_next_ids_complete_the_header(names: Names, written: str, expected: str) -> None:
     header = ExpectedHeader(expected_headers(names))
     for token in ids(written):
         header.consume(token)
@@ -49,7 +49,7 @@ def test_what_is_expected_next(names: Names, written: str, expected: str) -> Non
     assert [header.next(most) for most in range(4)] == [found[:most] for most in range(4)]
 
 
-def test_a_model_that_writes_other_headers_is_left_alone() -> None:
+def test_unexpected_headers_stop_the_prediction() -> None:
     header = ExpectedHeader(expected_headers(TOOLS))
     for token in ids(PREAMBLE * 2):
         header.consume(token)
@@ -59,7 +59,7 @@ def test_a_model_that_writes_other_headers_is_left_alone() -> None:
     assert header.next(9) == []
 
 
-def test_nothing_is_expected_within_an_answer_that_the_prompt_begins() -> None:
+def test_nothing_is_expected_within_a_prefilled_answer() -> None:
     header = ExpectedHeader(expected_headers(TOOLS), answering=True)
     assert header.next(9) == []
     for token in ids("Hi<|end|>"):

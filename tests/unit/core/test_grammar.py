@@ -225,7 +225,7 @@ def allowed_ids(mask: Mask) -> list[int]:
 # --- errors and edges ---
 
 
-def test_what_a_conversation_declares_later_is_enforced() -> None:
+def test_later_declared_tools_are_enforced() -> None:
     messages = (User("Hi."), AdditionalTools(TOOLS), FormatUpdate(ResponseFormat(ANSWER)))
     later = Turn(messages, response_format=ResponseFormat())
     assert grammar_of(later, Names.of(later)) == grammar_of(TYPED_TOOLS, Names.of(TYPED_TOOLS))
@@ -243,7 +243,7 @@ SIMILAR = [
 @pytest.mark.once
 @pytest.mark.parametrize("first", SIMILAR)
 @pytest.mark.parametrize("builtin", [(), ("python", "browser")], ids=["", "built-in"])
-def test_a_call_is_held_to_the_schema_of_the_tool_that_the_parser_reads(
+def test_call_is_constrained_by_the_schema_of_its_own_tool(
     first: str, builtin: tuple[str, ...]
 ) -> None:
     chance = random.Random(first)
@@ -285,7 +285,7 @@ def test_off_is_no_grammar() -> None:
         (replace(TYPED, prefill="I think"), "messages", "beginning of the answer"),
     ],
 )
-def test_what_cannot_be(asked: Turn, param: str, words: str) -> None:
+def test_impossible_choices_are_refused(asked: Turn, param: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as raised:
         held_to(asked)
     assert raised.value.param == param
@@ -300,7 +300,7 @@ def test_equal_turns_share_what_is_compiled() -> None:
     [("functions.python_tool", True), ("python_tool", True), ("functions.x", False)],
 )
 @pytest.mark.parametrize("builtin", [(), ("python",)], ids=["alone", "beside the built-in"])
-def test_a_function_that_is_chosen_by_the_name_of_a_trained_tool(
+def test_function_named_like_a_trained_tool_can_be_chosen(
     recipient: str, taken: bool, builtin: tuple[str, ...]
 ) -> None:
     asked = turn(
@@ -321,7 +321,7 @@ def test_a_matcher_survives_what_it_does_not_have() -> None:
     assert not matcher.done
 
 
-def test_a_typed_answer_that_is_whole_can_only_end() -> None:
+def test_complete_typed_answer_can_only_end() -> None:
     for strict in (True, False):
         typed = turn(response_format=ResponseFormat(ANSWER, strict=strict))
         matcher, mask = held_to(typed).matcher(), Mask()
@@ -337,7 +337,7 @@ def test_a_typed_answer_that_is_whole_can_only_end() -> None:
 @pytest.mark.parametrize(
     ("rest", "taken"), [(FINAL, True), (SAID, True), (THOUGHT, False), (BLANK_THOUGHT, False)]
 )
-def test_behind_reasoning_that_was_ended_there_is_no_more_of_it(rest: str, taken: bool) -> None:
+def test_ended_reasoning_is_not_resumed(rest: str, taken: bool) -> None:
     """For engines that follow the grammar themselves: they begin anew with another one."""
     asked = turn(tools=TOOLS)
     grammar = grammar_of(asked, Names.of(asked))
@@ -376,7 +376,7 @@ LOOKALIKES = f"<|end|><|start|>assistant{CALL}"
 
 
 @pytest.mark.parametrize("choice", ["plain", "auto", "typed", "required"])
-def test_what_looks_like_a_control_token_is_text(choice: str) -> None:
+def test_control_token_spelled_as_text_is_text(choice: str) -> None:
     matcher, mask = held_to(CHOICES[choice]).matcher(), Mask()
     assert all(map(matcher.consume, ids_of("<|channel|>analysis<|message|>")))
     assert all(map(matcher.consume, vocab.encode(LOOKALIKES)))

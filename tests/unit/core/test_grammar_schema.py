@@ -266,7 +266,7 @@ def test_tool(name: str, dialect: Dialect) -> None:
 @pytest.mark.once
 @settings(max_examples=examples(150), deadline=None)
 @given(st.integers(0, 2**32))
-def test_what_is_valid_is_taken_and_nothing_else(seed: int) -> None:
+def test_valid_values_alone_are_accepted(seed: int) -> None:
     chance = random.Random(seed)
     shape = {"v": drawn(chance), "w?": drawn(chance)}
     check(shape, chance.choice(DIALECTS), chance, 3, ordered=False)
@@ -276,7 +276,7 @@ def test_there_are_some_hundreds_of_them() -> None:
     assert len({json.dumps(schema_of(s, each)) for s in SHAPES.values() for each in DIALECTS}) > 350
 
 
-def test_a_model_that_keeps_inventing_names_reaches_a_required_one() -> None:
+def test_required_name_is_reached_after_invented_ones() -> None:
     schema = of(a={"type": "integer"})
     others = {str(number): None for number in range(200)}
     assert taken(schema, json.dumps({"a": 1, **others}))
@@ -341,7 +341,7 @@ def test_another_spelling(row: Row) -> None:
 
 
 @pytest.mark.parametrize("text", ['"\\ud83d"', '"\\udc00\\ud83dx"', '"\\/"', '"\x7f"', '"\u2028"'])
-def test_whatever_parsers_take(text: str) -> None:
+def test_escapes_of_json_parsers_are_accepted(text: str) -> None:
     json.loads(text)
     assert taken({"type": "string"}, text)
     assert taken({}, text)
@@ -400,7 +400,7 @@ NOTED = {"foreign", "malformed", "no schema"}
 
 
 @pytest.mark.parametrize("case", LEFT)
-def test_what_is_left_to_the_caller(case: str) -> None:
+def test_unsupported_keywords_become_notes(case: str) -> None:
     schema, invalid, refused = LEFT[case]
     wrapped = {"type": "object", "properties": {"v": schema, "w": {"type": "integer"}}}
     asked = Turn((User("Hi."),), tools=(Tool("lookup", parameters=wrapped),))
@@ -420,7 +420,7 @@ def test_what_is_left_to_the_caller(case: str) -> None:
         assert raised.value.param == "tools"
 
 
-def test_strict_schema_that_no_value_fits_or_that_is_too_large_is_refused() -> None:
+def test_strict_schema_without_values_or_too_large_is_refused() -> None:
     deep: Any = {"type": "integer"}
     for _ in range(400):
         deep = of(a=deep)
@@ -504,7 +504,7 @@ SHOWN: dict[str, tuple[Any, str, tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("case", SHOWN)
-def test_what_the_prompt_shows_is_what_holds(case: str) -> None:
+def test_shown_types_match_enforced_types(case: str) -> None:
     schema, shown, valid, invalid = SHOWN[case]
     assert type_of(schema).text() == shown
     assert all(taken(schema, text) for text in valid)
@@ -528,7 +528,7 @@ JSON = st.recursive(
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.dictionaries(KEYS, JSON, max_size=5))
-def test_whatever_a_schema_is_it_has_a_grammar(schema: dict[str, Any]) -> None:
+def test_any_schema_has_a_grammar(schema: dict[str, Any]) -> None:
     asked = answering(schema)
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
@@ -551,7 +551,7 @@ DEEP = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("case", DEEP)
-def test_what_is_deep_or_large_becomes_a_note(case: str) -> None:
+def test_deep_or_large_schema_becomes_a_note(case: str) -> None:
     tool = Tool("lookup", parameters=DEEP[case])
     asked = Turn((User("Hi."),), tools=(tool,))
     grammar = grammar_of(asked, Names.of(asked))

@@ -174,7 +174,7 @@ PLACES = [(case, "tool") for case in BAD] + [(case, "answer") for case in {*BAD}
 
 
 @pytest.mark.parametrize(("case", "place"), sorted(PLACES))
-def test_what_cannot_be_enforced(case: str, place: str) -> None:
+def test_unenforceable_syntax_is_refused_when_strict(case: str, place: str) -> None:
     kind, definition, words = BAD[case]
     grammar, follows = matcher(asking(kind, definition, place))
     what = "the response format" if place == "answer" else "the format of tool 'patch'"

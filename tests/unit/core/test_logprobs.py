@@ -83,7 +83,7 @@ CLEAN: dict[str, tuple[list[int], tuple[str, ...], str, list[int]]] = {
 
 @pytest.mark.parametrize(("body", "stop", "text", "places"), CLEAN.values(), ids=CLEAN)
 @pytest.mark.parametrize("at_once", [1, 2, 100])
-def test_an_id_comes_with_the_text_that_shows_it(
+def test_id_comes_with_its_text(
     body: list[int], stop: tuple[str, ...], text: str, places: list[int], at_once: int
 ) -> None:
     turn = Turn((User("Hi"),), limits=Limits(stop=stop))

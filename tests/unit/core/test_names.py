@@ -96,7 +96,7 @@ def test_built_in_tools_are_addressed_by_their_own_name(
 
 @pytest.mark.parametrize("builtin", [(), ("python",)], ids=["alone", "beside the built-in"])
 @pytest.mark.parametrize("recipient", ["functions.python_tool", "python_tool", "functions.python"])
-def test_a_client_knows_a_declared_tool_and_a_built_in_one_by_the_same_name(
+def test_declared_and_built_in_tools_keep_their_names(
     builtin: tuple[str, ...], recipient: str
 ) -> None:
     found = names("python", builtin=builtin)
@@ -139,19 +139,19 @@ def test_a_function_beside_a_server_of_its_name(
     assert found.is_tool(recipient)
 
 
-def test_a_call_of_the_clients_in_the_history_takes_nothing_from_a_server() -> None:
+def test_client_call_in_history_does_not_hide_a_server() -> None:
     found = Names.of(Turn((User("?"), Call("1", "python", "{}")), namespaces=(CODE,)))
     assert (found.addressee("python"), found.is_served("python")) == ("python", True)
 
 
-def test_a_function_that_is_declared_later_has_an_alias_too() -> None:
+def test_later_declared_function_has_an_alias() -> None:
     later = AdditionalTools((Tool("python"), Tool("later")))
     found = Names.of(Turn((User("?"), Call("1", "python", "{}"), later)))
     assert found.recipient("python") == "functions.python_tool"
     assert found.addressee("functions.python_tool") == "python"
 
 
-def test_a_choice_that_two_tools_have_the_name_of() -> None:
+def test_ambiguous_choice_is_refused() -> None:
     turn = Turn((User("?"),), (Tool("python"),), namespaces=(CODE,))
     Names.of(turn)
     with pytest.raises(RequestError) as refused:
@@ -171,14 +171,14 @@ def test_a_choice_that_two_tools_have_the_name_of() -> None:
         ("later?", ("later", "later_2"), "later_3"),
     ],
 )
-def test_a_name_that_a_header_can_carry(name: str, taken: tuple[str, ...], carried: str) -> None:
+def test_valid_name_fits_a_header(name: str, taken: tuple[str, ...], carried: str) -> None:
     known = set(taken)
     assert valid_name(name, known) == carried
     assert known == {*taken, carried}
 
 
 @pytest.mark.parametrize("tools", [("x", "x"), ("",)])
-def test_names_that_cannot_be_told_apart(tools: tuple[str, ...]) -> None:
+def test_indistinguishable_names_are_refused(tools: tuple[str, ...]) -> None:
     declared = tuple(Tool(name, where=f"tools[{at}]") for at, name in enumerate(tools))
     with pytest.raises(RequestError) as caught:
         Names.of(Turn((User("?"),), declared))
@@ -202,7 +202,7 @@ def test_every_declared_name_comes_back(tools: list[str]) -> None:
     ],
     ids=["alike", "nothing left", "longer than a header can carry"],
 )
-def test_thousands_of_names_that_are_alike_take_as_many_tries(tools: list[str]) -> None:
+def test_similar_names_take_linear_time(tools: list[str]) -> None:
     tried = 0
 
     class Counting(set[str]):

@@ -81,7 +81,7 @@ def test_the_results_of_a_search() -> None:
 
 
 @pytest.mark.parametrize("page", [ROME, RESULTS, Page(0, "", "http://x", 0, ("",), 1)])
-def test_what_is_shown_can_be_read_back(page: Page) -> None:
+def test_shown_page_can_be_read_back(page: Page) -> None:
     shown = read_page(page.text)
     assert shown == page
 
@@ -94,7 +94,7 @@ def test_other_results_are_no_pages(text: str) -> None:
     assert read_page(text) is None
 
 
-def test_a_cut_page_has_the_lines_that_are_left() -> None:
+def test_cut_page_keeps_its_remaining_lines() -> None:
     text = f"{ROME.text[:-30]}\n[… 30 more characters were cut off]"
     page = read_page(text)
     assert page is not None and page.url == ROME.url
@@ -205,7 +205,7 @@ def test_a_page_of_this_turn() -> None:
     assert fed[1] == cited
 
 
-def test_what_failed_shows_no_page() -> None:
+def test_failed_call_shows_no_page() -> None:
     failed = ToolFinished(ROME.text, ToolFailure("x"))
     call = Opened(0, Kind.SERVER_CALL, "browser.open")
     cited = Text("【3†L21】")

@@ -153,7 +153,7 @@ def test_channels_are_free_before() -> None:
     assert watch.banned == frozenset()
 
 
-def test_what_is_forced_starts_anew_where_something_else_came() -> None:
+def test_forced_end_restarts_after_another_id() -> None:
     watch = ReasoningWatch(1)
     for token in ids_of(ANALYSIS + "One."):
         watch.consume(token)
@@ -264,7 +264,7 @@ def test_a_loop_ends_within_3000_tokens(text: str, before: str) -> None:
 @pytest.mark.parametrize("period", [1, 9, 48, 90, 100, 580, 1000, MAX_PERIOD])
 @pytest.mark.parametrize("before", [0, 10_000])
 @pytest.mark.parametrize("often", [2, 8, OFTEN, 100])
-def test_how_long_a_loop_has_to_be(period: int, before: int, often: int) -> None:
+def test_length_of_a_loop(period: int, before: int, often: int) -> None:
     """As often as is set, or 2,900 ids and five times; 1,500 repeated ids at least."""
     chance = random.Random(period)
     said = [chance.randrange(1000) for _ in range(before)]
@@ -285,7 +285,7 @@ def test_short_messages_of_reasoning_are_a_loop_too() -> None:
     assert len(ids_of(output)) < 5_000  # with their headers
 
 
-def test_text_that_does_not_repeat_is_no_loop_and_takes_bounded_memory() -> None:
+def test_text_without_repetition_is_no_loop_in_bounded_memory() -> None:
     chance = random.Random(1)
     loop = Loop(3)
     for _ in range(50_000):

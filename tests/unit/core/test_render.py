@@ -562,7 +562,7 @@ def test_messages_are_rendered_as_openai_harmony_does(ours: Any, theirs: Any, te
     assert unaddressed(rendered) == unaddressed(vocab.encoding().render(theirs(text)))
 
 
-def test_system_and_developer_are_rendered_as_openai_harmony_does() -> None:
+def test_system_and_developer_match_openai_harmony() -> None:
     given_turn = turn(Instructions(CONTROL), User("Hi"), tools=(WEATHER,), date="2025-06-28")
     options = RenderOptions(conversation_has_function_tools=True)
     parameters = {
@@ -588,7 +588,7 @@ def test_system_and_developer_are_rendered_as_openai_harmony_does() -> None:
     assert list(render(given_turn).ids) == theirs + ids_of(HI + GO)
 
 
-def test_a_policy_of_gpt_oss_safeguard_is_rendered_as_openai_harmony_does() -> None:
+def test_safeguard_policy_matches_openai_harmony() -> None:
     """The policy is the instructions, the content the user's message: its guide has no more."""
     policy, content = "# Spam\n\n1: spam. 0: no spam.\nAnswer with 0 or 1.", f"Buy! {CONTROL}"
     asked = turn(Instructions(policy), User(content), date="2025-10-29", effort=Effort.HIGH)
@@ -651,7 +651,7 @@ def test_opening(prefill: str | None, expected: str) -> None:
 # --- A12 ---
 
 
-def test_what_holds_now_is_what_was_said_last() -> None:
+def test_latest_tools_and_format_apply() -> None:
     newer = replace(WEATHER, description="Newer.")
     later = [AdditionalTools((Tool("now"), newer)), FormatUpdate(ResponseFormat())]
     first = turn(User("Hi"), tools=(WEATHER,), response_format=ResponseFormat({"type": "object"}))
@@ -712,7 +712,7 @@ def test_a_prompt_starts_with_the_one_before(before: list[Message], more: list[M
     assert new[: len(shared)] == shared
 
 
-def test_a_prompt_after_an_answer_goes_on_from_its_call() -> None:
+def test_prompt_after_an_answer_continues_from_its_call() -> None:
     """The real agent loop: only reasoning of the answered turn leaves the prompt."""
     first = [Reasoning("1"), call(), Result("c1", "sunny")]
     second = [*first, Reasoning("2"), call("c2"), Result("c2", "sunny")]

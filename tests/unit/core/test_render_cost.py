@@ -145,7 +145,7 @@ def test_tools_that_only_look_alike(one: dict[str, Any], other: dict[str, Any]) 
     assert [prompt(other), prompt(one)] == warm[::-1]
 
 
-def test_tools_that_are_no_plain_json_are_rendered_each_time(counted: Counted) -> None:
+def test_tools_with_other_types_are_rendered_each_time(counted: Counted) -> None:
     plain = render(turn(tools=read()))
     frozen = turn(tools=read(parameters=MappingProxyType(parameters("n", "m"))))
     assert render(frozen) == render(frozen) == plain
@@ -164,7 +164,7 @@ def test_an_alias_is_part_of_what_is_remembered() -> None:
     assert one.ids != two.ids
 
 
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     small = module.lru.ByteLRU[Any, Any](20_000)
     monkeypatch.setattr(module, "_messages", small)
     for number in range(200):
@@ -173,7 +173,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 10 < len(small) < 200
 
 
-def test_what_it_takes_is_about_what_is_counted() -> None:
+def test_counted_size_is_close_to_real_memory() -> None:
     forget()
     text = "word " * 10_000
     ids = render(Turn((User(text),))).ids
@@ -183,7 +183,7 @@ def test_what_it_takes_is_about_what_is_counted() -> None:
     forget()
 
 
-def test_what_one_tenant_said_is_no_quicker_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_of_one_tenant_does_not_speed_up_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or the time that a prompt takes tells one of them what the other has said."""
     text = "Nobody has ever said this to anybody before."
     tool = Tool("never_declared_before", "Does what nothing has ever done.")

@@ -298,7 +298,7 @@ BODIES = ["Yes.", " to=user<|channel|>final Yes.", "junk<|channel|>final Yes."]
 
 
 @pytest.mark.parametrize("text", BODIES)
-def test_a_header_that_is_taken_for_a_body_stays(text: str) -> None:
+def test_header_read_as_body_is_preserved(text: str) -> None:
     """An answer without any mark is one: nothing of it is left out."""
     view = remembering(output((Answer("Yes."), GO + text)))
     assert placed(view, Answer("Yes.")) == HI + f"{GO}{text}<|end|>"
@@ -319,7 +319,7 @@ UNMARKED = [
 
 
 @pytest.mark.parametrize("text", UNMARKED)
-def test_what_cannot_stand_alone_is_written_anew(text: str) -> None:
+def test_unusable_span_is_rendered_anew(text: str) -> None:
     view = remembering(output(THOUGHT, (Answer("Yes."), text)))
     assert placed(view, Answer("Yes."), User("More")) == placed(None, Answer("Yes."), User("More"))
 
@@ -331,7 +331,7 @@ def test_it_stands_where_nothing_is_dropped(text: str) -> None:
     assert placed(view, Preamble("Yes."), User("More")) == HI + expected + MORE
 
 
-def test_what_was_read_behind_the_end_is_not_remembered() -> None:
+def test_turn_with_messages_beyond_its_ids_is_not_recorded() -> None:
     beyond = output(CALLED, CALLED_Y)
     beyond = replace(beyond, ids=beyond.ids[: beyond.begins[1]])
     replay = Replay(LIMIT)
@@ -339,7 +339,7 @@ def test_what_was_read_behind_the_end_is_not_remembered() -> None:
     assert len(replay._turns) == 0
 
 
-def test_nothing_shown_is_nothing_remembered() -> None:
+def test_empty_turn_is_not_recorded() -> None:
     replay = Replay(LIMIT)
     replay.view("m").remember(output(THOUGHT))
     replay.view("m").remember(Output((), (), tuple(ids_of(f"{GO}<|channel|>fin")), (), 2))
@@ -532,7 +532,7 @@ def test_turns_of_another_process_are_found_in_the_archive(
     assert other == placed(None, *echoed) != HI + text
 
 
-def test_what_a_client_edited_is_not_taken_from_the_archive() -> None:
+def test_edited_turn_is_not_replayed() -> None:
     archive = StoredResponse()
     Replay(LIMIT, archive).view("m").remember(LOOP)
     again = Replay(LIMIT, archive).view("m")

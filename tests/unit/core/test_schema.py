@@ -548,7 +548,7 @@ def test_parameters(schema: dict[str, Any], expected: str) -> None:
     ["{}", [], 7, True, False, {"type": "string"}, {"type": "array", "items": {}}],
     ids=repr,
 )
-def test_parameters_that_are_no_object_name_the_tool(schema: Any) -> None:
+def test_error_of_parameters_without_object_names_the_tool(schema: Any) -> None:
     with pytest.raises(RequestError) as caught:
         parameters(Tool("weather", "", schema, where="tools[2]"))
     assert caught.value.param == "tools[2]"

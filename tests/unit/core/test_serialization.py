@@ -67,5 +67,5 @@ HEADER = {"kinds": [], "lengths": [], "content": "", "calls": []}
         ),
     ],
 )
-def test_what_another_version_wrote_does_not_come_back(content: bytes) -> None:
+def test_entry_of_another_version_is_not_read(content: bytes) -> None:
     assert GeneratedTurn.from_bytes(content) is None

@@ -135,7 +135,7 @@ def test_a_call_ends_the_output_whatever_ends_it(end: str) -> None:
     assert after == FIRST.removesuffix("<|call|>") + closed + ANSWERED + OPENING
 
 
-def test_what_a_tool_says_is_text() -> None:
+def test_tool_output_is_ordinary_text() -> None:
     turn = StreamingHarmonyContext(ASKED, INFO)
     say(turn, FIRST, 1)
     before = len(turn.render_for_completion())
@@ -230,7 +230,7 @@ def test_a_cut_anywhere_behind_a_result(cut: int) -> None:
     assert text.endswith("<|start|>user<|message|>Go on.<|end|>" + OPENING)
 
 
-def test_a_call_approved_since_is_answered_before_anything_is_generated() -> None:
+def test_approved_call_runs_before_generation() -> None:
     call = ServerCall("call_1", "weather.now", '{"city": "Rome"}')
     asked = Turn((User("?"), call), namespaces=(WEATHER,))
     turn = StreamingHarmonyContext(asked, INFO)
@@ -279,7 +279,7 @@ def test_recipients(recipient: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["weather.now", "weather.of_mine"])
-def test_a_function_that_could_be_taken_for_the_servers(name: str) -> None:
+def test_function_indistinguishable_from_a_server_is_refused(name: str) -> None:
     asked = Turn((User("?"),), (Tool(name, where="tools[0]"),), namespaces=(WEATHER, CODE))
     with pytest.raises(RequestError) as refused:
         render(asked)

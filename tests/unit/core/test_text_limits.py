@@ -42,7 +42,7 @@ def test_an_error_is_not_as_long_as_what_it_is_about() -> None:
         ('"' + "a" * MAX_JSON_CHARACTERS + '"', False),
     ],
 )
-def test_what_is_parsed_soon(text: str, soon: bool) -> None:
+def test_is_quick_to_parse(text: str, soon: bool) -> None:
     assert text_limits.is_quick_to_parse(text) is soon
 
 
@@ -72,7 +72,7 @@ TOO_LARGE: dict[str, tuple[Turn, str]] = {
 
 
 @pytest.mark.parametrize(("turn", "where"), TOO_LARGE.values(), ids=TOO_LARGE.keys())
-def test_what_is_too_large_is_refused(turn: Turn, where: str) -> None:
+def test_large_texts_are_refused(turn: Turn, where: str) -> None:
     with pytest.raises(RequestError) as raised:
         render.render(turn)
     assert raised.value.param == where

@@ -166,7 +166,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("schema", PLAIN.values(), ids=PLAIN)
-def test_what_the_library_prints_right(schema: dict[str, Any]) -> None:
+def test_schema_matches_openai_harmony(schema: dict[str, Any]) -> None:
     assert f"# Tools\n\n{declared(('f', '', schema))}" == library(
         ToolDescription.new("f", "", schema)
     )

@@ -84,7 +84,7 @@ def test_bytes_of_every_id_are_those_of_the_official_file(official: bytes) -> No
 
 
 @pytest.mark.parametrize("token", [-1, *vocab.CONTROL[:30:7], vocab.SIZE - 1, vocab.SIZE, 2**70])
-def test_ids_that_are_no_text_have_no_bytes(token: int) -> None:
+def test_ids_without_text_have_no_bytes(token: int) -> None:
     assert vocab.token_bytes(token) == b""
 
 
@@ -154,7 +154,7 @@ def test_a_file_the_user_points_to_wins(
     assert not cache.exists()
 
 
-def test_pointing_to_a_directory_without_the_file_is_as_not_pointing(
+def test_directory_without_the_file_is_ignored(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(vocab.BASE_VARIABLE, str(tmp_path))
@@ -194,7 +194,7 @@ class _Full:
         return self._mkstemp(**where)
 
 
-def test_a_cache_that_cannot_be_written_falls_back_to_a_temporary_one(
+def test_unwritable_cache_falls_back_to_a_temporary_one(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
@@ -230,7 +230,7 @@ def test_no_room_anywhere_is_a_clear_error(
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["cache", "temporary"])
-def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
+def test_unreadable_file_is_not_reported_as_unwritable(
     cache: Path, monkeypatch: pytest.MonkeyPatch, full: bool
 ) -> None:
     def fail(_: object) -> None:
@@ -243,9 +243,7 @@ def test_a_file_that_cannot_be_read_is_not_one_that_cannot_be_written(
         vocab.encoding()
 
 
-def test_a_write_that_fails_half_way_leaves_nothing(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_write_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: str, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -256,7 +254,7 @@ def test_a_write_that_fails_half_way_leaves_nothing(
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_a_file_that_is_there_is_replaced_or_stays(tmp_path: Path, replace: bool) -> None:
+def test_existing_file_is_replaced_or_stays(tmp_path: Path, replace: bool) -> None:
     file = tmp_path / "new" / "file"
     write_atomically(file, b"one", replace=replace)
     write_atomically(file, b"other", replace=replace)
@@ -265,7 +263,7 @@ def test_a_file_that_is_there_is_replaced_or_stays(tmp_path: Path, replace: bool
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_what_is_shipped_is_the_official_file(official: bytes) -> None:
+def test_shipped_file_is_the_official_one(official: bytes) -> None:
     assert hashlib.sha256(official).hexdigest() == vocab.SHA256
 
 
@@ -280,7 +278,7 @@ def test_other_data_than_the_official_says_reinstall() -> None:
         vocab.official_file(lzma.compress(b""))
 
 
-def test_a_python_without_lzma_is_told_what_to_point_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_without_lzma_gets_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lzma", None)
     with pytest.raises(vocab.VocabularyError, match=vocab.BASE_VARIABLE):
         vocab.official_file()
@@ -296,7 +294,7 @@ def test_a_python_without_lzma_is_told_what_to_point_to(monkeypatch: pytest.Monk
         ("win32", {}, "/home/me/AppData/Local"),
     ],
 )
-def test_where_a_users_cache_is(
+def test_cache_directory_of_the_platform(
     monkeypatch: pytest.MonkeyPatch, platform: str, variable: dict[str, str], directory: str
 ) -> None:
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):

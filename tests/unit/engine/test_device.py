@@ -73,7 +73,7 @@ def test_limits_of_macs(gib: int, part: float, model: str, ids: int) -> None:
         assert limits.wired < 0.8 * recommended, "not all that could be wired is"
 
 
-def test_what_is_unlimited_otherwise_is_clamped() -> None:
+def test_cache_is_clamped_to_usable_memory() -> None:
     limits = MemoryLimits.of(100, weights=95, cache=50, utilization=1.0)
     assert limits == MemoryLimits(100, usable=100, cache=5, wired=100, pool=POOL)
 
@@ -156,7 +156,7 @@ def test_a_setting_limits_what_is_wired(metal: Device, value: int | None, wired:
     assert metal.wired == wired
 
 
-def test_wired_memory_is_released_when_no_model_computes_for_long(metal: Device) -> None:
+def test_wired_memory_is_released_after_idle_time(metal: Device) -> None:
     models = Metal()
     assert models.release() is None, "nothing is loaded"
     models.add_weights(10 * GB, 2 * GB, 0.9)
@@ -194,7 +194,7 @@ def test_without_metal_nothing_is_limited(metal: Device, monkeypatch: pytest.Mon
     assert metal.set == []
 
 
-def test_who_measures_waits_for_what_was_started_and_is_alone() -> None:
+def test_measurement_waits_for_running_work_and_is_alone() -> None:
     settled, order = list[str](), list[str]()
     turns = Turns(lambda: settled.append(threading.current_thread().name))
     started, go = threading.Event(), threading.Event()
@@ -229,7 +229,7 @@ def test_who_measures_waits_for_what_was_started_and_is_alone() -> None:
     assert settled == ["first", "first"], "it has nothing to wait for"
 
 
-def test_an_engine_that_fails_blocks_nobody() -> None:
+def test_failed_engine_blocks_nobody() -> None:
     def fail() -> None:
         raise RuntimeError("the device is gone")
 

@@ -95,7 +95,7 @@ def files(disk: DiskCache) -> list[Path]:
 # --- What is written
 
 
-def test_what_was_written_is_read_by_another_process(open_disk: Open, pieces: list[Piece]) -> None:
+def test_written_pieces_are_read_by_another_process(open_disk: Open, pieces: list[Piece]) -> None:
     write(open_disk(), pieces)
     again = open_disk()
     read = load(again)
@@ -124,7 +124,7 @@ def test_files_are_safetensors_of_every_type(
     assert same(imported(Loaded(0, one.tokens, path.read_bytes()), 0, one.tokens), piece)
 
 
-def test_nobody_else_may_read_it(disk: DiskCache, pieces: list[Piece]) -> None:
+def test_files_are_private(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     disk.put(b"k", TURN)
     assert flushed(disk)
@@ -158,9 +158,7 @@ def test_no_more_is_read_than_fits_in_memory(
     assert fetch(open_disk(buffer=sum(sizes[:count]) + 1)) == ALL[:count]
 
 
-def test_event_loops_of_several_threads_read_what_one_of_them_wrote(
-    disk: DiskCache, pieces: list[Piece]
-) -> None:
+def test_several_event_loops_read_the_same_pieces(disk: DiskCache, pieces: list[Piece]) -> None:
     """The second asks while the first is reading."""
     write(disk, pieces)
     rows = disk.chain([ROOT], pack((*IDS, 1)))
@@ -201,7 +199,7 @@ def test_of_two_cuts_the_longer_is_found(disk: DiskCache, model: Any, pieces: li
     assert fetch(disk) == [(0, 400)]
 
 
-def test_nothing_is_written_twice(open_disk: Open, pieces: list[Piece]) -> None:
+def test_pieces_are_written_once(open_disk: Open, pieces: list[Piece]) -> None:
     disk, other = open_disk(), open_disk()
     for one in (disk, disk, other):
         write(one, pieces)
@@ -213,7 +211,9 @@ def test_nothing_is_written_twice(open_disk: Open, pieces: list[Piece]) -> None:
 
 
 @pytest.mark.parametrize("seen", ["weights", "layout", "tenant"])
-def test_what_is_not_valid_is_not_seen(disk: DiskCache, pieces: list[Piece], seen: str) -> None:
+def test_pieces_of_another_root_are_not_found(
+    disk: DiskCache, pieces: list[Piece], seen: str
+) -> None:
     made_of = {"weights": b"w", "layout": b"l", "tenant": "alice"}
     write(disk, pieces, identity.root(**made_of))
     assert fetch(disk, root=identity.root(**made_of)) == ALL
@@ -274,7 +274,7 @@ def test_ends_go_before_beginnings_and_the_least_used_first(
     assert sum(map(os.path.getsize, files(smaller))) == smaller.counters().nbytes
 
 
-def test_what_would_not_fit_is_not_written(open_disk: Open, pieces: list[Piece]) -> None:
+def test_pieces_beyond_the_budget_are_not_written(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk(budget=pieces[0].nbytes + pieces[1].nbytes + 10_000)
     write(disk, pieces)
     assert fetch(disk) == ALL[:2]
@@ -292,7 +292,7 @@ def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
     assert fetch(open_disk()) == ALL
 
 
-def test_a_use_that_overtakes_its_writing_is_no_loss(open_disk: Open, pieces: list[Piece]) -> None:
+def test_use_before_the_write_is_not_lost(open_disk: Open, pieces: list[Piece]) -> None:
     """The keys of all uses until the first is noted go together, before what is queued later."""
     disk = open_disk()
     write(disk, pieces[:1])
@@ -401,7 +401,7 @@ def gone(path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [cut_short, flipped, foreign, empty, a_directory, a_link, gone])
-def test_a_piece_that_is_not_what_was_written_is_set_aside(
+def test_altered_piece_is_set_aside(
     disk: DiskCache,
     pieces: list[Piece],
     fault: Callable[[Path], None],
@@ -419,7 +419,7 @@ def test_a_piece_that_is_not_what_was_written_is_set_aside(
     assert fetch(disk) == ALL
 
 
-def test_what_another_process_throws_out_meanwhile_is_not_damaged(
+def test_piece_evicted_by_another_process_is_no_damage(
     open_disk: Open,
     pieces: list[Piece],
     caplog: pytest.LogCaptureFixture,
@@ -448,7 +448,7 @@ def test_what_another_process_throws_out_meanwhile_is_not_damaged(
     ("code", "damaged"),
     [(errno.EACCES, False), (errno.EMFILE, False), (errno.ENOMEM, False), (errno.EIO, True)],
 )
-def test_a_file_that_cannot_be_read_now_stays(
+def test_temporarily_unreadable_file_stays(
     disk: DiskCache,
     pieces: list[Piece],
     code: int,
@@ -521,7 +521,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_disk_that_takes_nothing_says_so_once_and_is_tried_again(
+def test_failing_disk_is_logged_once_and_retried(
     disk: DiskCache,
     pieces: list[Piece],
     code: int,
@@ -579,7 +579,7 @@ def test_no_more_is_written_in_a_day_than_its_budget(
     assert flushed(disk) and disk.find([b"k"]) == [TURN] and not disk.counters().paused
 
 
-def test_a_piece_that_is_refused_does_not_undo_uses(open_disk: Open, pieces: list[Piece]) -> None:
+def test_refused_piece_does_not_undo_uses(open_disk: Open, pieces: list[Piece]) -> None:
     """With the daily limit reached, what is used stays the last to be evicted."""
     write(open_disk(), pieces[:1], root=b"used")
     disk = open_disk(per_day=1)
@@ -640,7 +640,7 @@ def test_a_really_full_disk(
 
 
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_directory_that_is_removed_while_the_server_runs(
+def test_directory_removed_at_runtime_is_recreated(
     disk: DiskCache,
     pieces: list[Piece],
     whole: bool,
@@ -720,9 +720,7 @@ def test_a_later_version_is_left_alone(open_disk: Open, pieces: list[Piece]) -> 
     assert len(files(disk)) == 3
 
 
-def test_a_start_writes_nothing_to_an_index_that_is_there(
-    open_disk: Open, pieces: list[Piece]
-) -> None:
+def test_start_does_not_write_to_an_existing_index(open_disk: Open, pieces: list[Piece]) -> None:
     """The disk may be full; here, another process is in the middle of a transaction."""
     disk = open_disk()
     write(disk, pieces)
@@ -752,9 +750,7 @@ def test_an_earlier_version_is_replaced(open_disk: Open, pieces: list[Piece]) ->
     assert fetch(again) == ALL
 
 
-def test_files_that_nobody_knows_are_swept_when_they_are_old(
-    open_disk: Open, pieces: list[Piece]
-) -> None:
+def test_old_unknown_files_are_swept(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk()
     write(disk, pieces[:1])
     place = disk.directory / DIRECTORY / PIECES
@@ -865,7 +861,7 @@ def test_turns_are_read_while_all_rows_are_read(
 
 
 @pytest.mark.parametrize("kind", ["piece", "turn"])
-def test_what_fails_at_once_is_written_when_it_is_offered_again(
+def test_failed_write_is_retried_when_offered_again(
     disk: DiskCache, pieces: list[Piece], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The writer may be quicker than the thread that queues the job."""

@@ -33,7 +33,7 @@ ROWS = [
 @pytest.mark.parametrize(
     ("source", "answer", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
-def test_what_is_tried_next(source: list[int], answer: list[int], expected: list[int]) -> None:
+def test_next_draft(source: list[int], answer: list[int], expected: list[int]) -> None:
     drafts = Drafts(source)
     drafts.extend(answer)
     assert drafts.next(FREE, 15)[: len(expected)] == expected[:15]
@@ -87,13 +87,13 @@ def test_a_draft_is_as_long_as_pays(
         (Costs((1, 2, 4), (1.0, 4.0, 16.0)), 15, 0),
     ],
 )
-def test_known_ids_are_computed_together_where_that_is_faster(
+def test_known_ids_are_computed_together_where_faster(
     costs: Costs, most: int, expected: int
 ) -> None:
     assert costs.together(most) == expected
 
 
-def test_a_source_that_misleads_is_left_alone() -> None:
+def test_misleading_source_is_dropped() -> None:
     """Its accuracy is known without trying."""
     costs = Costs((1, 2, 4, 8, 16), (1.0, 1.3, 1.5, 1.9, 2.6))
     source, luck = list(range(100, 5000)), random.Random(1)

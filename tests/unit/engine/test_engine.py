@@ -171,9 +171,7 @@ def idle(engine: MlxEngine) -> bool:
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:4], ids=lambda script: script.pattern)
-def test_an_answer_ends_with_the_id_that_ends_a_turn(
-    scripted: MlxEngine, run: Run, script: Script
-) -> None:
+def test_answer_ends_with_its_end_token(scripted: MlxEngine, run: Run, script: Script) -> None:
     found = run(steps(scripted, prompt(script.pattern), max_tokens=500))
     assert sum((step.ids for step in found), ()) == ids(script.completion)
     assert [step.finish for step in found][-1] == "stop"
@@ -192,7 +190,7 @@ def test_a_limit_of_none_computes_the_prompt(scripted: MlxEngine, run: Run) -> N
     assert idle(scripted)
 
 
-def test_whoever_closes_an_answer_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
+def test_closing_an_answer_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
     async def closed(read: int) -> None:
         settings = GenerationSettings(max_tokens=500, temperature=0.0, top_p=1.0)
         coming = scripted.generate(GenerationRequest(prompt("slow"), settings, ""))
@@ -205,7 +203,7 @@ def test_whoever_closes_an_answer_frees_the_engine(scripted: MlxEngine, run: Run
         run(closed(read))
 
 
-def test_whoever_is_cancelled_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
+def test_cancellation_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
     async def cancelled(seconds: float) -> None:
         task = asyncio.ensure_future(answer(scripted, prompt("slow"), max_tokens=500))
         await asyncio.sleep(seconds)
@@ -269,7 +267,7 @@ def test_failure_of_the_device_ends_a_request_and_not_the_engine(
         engine.close()
 
 
-def test_what_breaks_as_an_answer_ends_ends_those_beside_it(
+def test_failure_at_the_end_of_an_answer_ends_its_batch(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(tiny)
@@ -300,7 +298,7 @@ OUT_OF_MEMORY = RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
 
 
 @pytest.mark.parametrize("change", ["merge", "extend", "filter", "extract"])
-def test_a_batch_that_cannot_be_changed_ends_its_answers_and_no_others(
+def test_failed_batch_change_ends_only_its_answers(
     tiny: Path, run: Run, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some layers have another row by then and others do not: it could only generate nonsense."""
@@ -346,7 +344,7 @@ def test_a_batch_that_cannot_be_changed_ends_its_answers_and_no_others(
         engine.close()
 
 
-def test_who_is_on_the_way_when_the_thread_dies_is_told(tiny: Path, run: Run) -> None:
+def test_request_posted_to_a_dying_thread_fails(tiny: Path, run: Run) -> None:
     """Its call waits while the thread dies."""
     engine = opened(tiny)
     held = threading.Event()
@@ -398,7 +396,7 @@ def test_too_many_that_wait_are_rejected_before_anything_is_sent(tiny: Path, run
 
 
 @pytest.mark.parametrize("device_fails", [False, True])
-def test_a_thread_that_dies_ends_all_requests(
+def test_dead_thread_ends_all_requests(
     tiny: Path, run: Run, device_fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(tiny)
@@ -564,7 +562,7 @@ class Watched:
     ],
     ids=["sequences", "prompts", "answers", "chunk", "chunk beside", "all"],
 )
-def test_nothing_exceeds_its_limit(tiny: Path, run: Run, limits: Limits) -> None:
+def test_limits_are_kept(tiny: Path, run: Run, limits: Limits) -> None:
     """As ``--max-num-seqs``, ``--prefill-batch-size``, ``--completion-batch-size``,
     ``--prefill-step-size`` and ``--chunked-prefill-tokens`` set them."""
     engine = opened(tiny, limits=limits, queue=4)
@@ -591,7 +589,7 @@ def test_nothing_exceeds_its_limit(tiny: Path, run: Run, limits: Limits) -> None
 
 
 @pytest.mark.once
-def test_what_would_not_fit_waits_until_it_does(tiny: Path, run: Run) -> None:
+def test_request_waits_until_memory_is_free(tiny: Path, run: Run) -> None:
     engine = opened(tiny)
     try:
         budget = engine.budget
@@ -629,7 +627,7 @@ def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
         engine.close()
 
 
-def test_a_model_that_leaves_no_room_is_not_loaded(
+def test_model_without_room_for_prompts_is_not_loaded(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(device, "memory", lambda *_: 20_000_000)
@@ -707,7 +705,7 @@ def test_a_model_is_measured_as_if_it_were_alone(
     assert not device.turns._computing
 
 
-def test_what_is_wired_is_released_while_an_engine_waits(
+def test_wired_memory_is_released_while_idle(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It asks as often as the device says, until nothing is wired, and again after a request."""
@@ -886,7 +884,7 @@ def test_requests_belong_to_the_thread(tiny: Path, run: Run) -> None:
         engine.close()
 
 
-def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
+def test_longer_waiting_prompts_are_not_checked_again(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """256 prompts that wait beside an answer would slow each of its steps down."""
@@ -930,7 +928,7 @@ def test_what_is_longer_than_what_does_not_fit_is_not_computed_again(
     run(test())
 
 
-def test_whoever_cancels_frees_the_engine_even_if_nothing_can_be_stored(
+def test_cancellation_frees_the_engine_without_a_cache(
     crowded: MlxEngine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -947,7 +945,7 @@ def test_whoever_cancels_frees_the_engine_even_if_nothing_can_be_stored(
     run(test())
 
 
-def test_an_answer_may_end_in_the_step_in_which_its_event_loop_closes(
+def test_answer_may_end_while_its_event_loop_closes(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those beside it continue. In the last step here, it gets two ids."""
@@ -993,7 +991,7 @@ def reusing(nbytes: int = 1 << 30) -> Callable[[Any], PrefixCache]:
     return lambda model: PrefixCache(model, PrefixTree(nbytes))
 
 
-def test_what_is_reused_is_the_same_as_computed(tiny: Path, run: Run) -> None:
+def test_reused_layers_equal_computed_ones(tiny: Path, run: Run) -> None:
     engine = opened(tiny, cache=reusing())
     try:
         start = words(1, 300)
@@ -1086,7 +1084,7 @@ def test_cancelled_prompt_continues_where_it_was(
         engine.close()
 
 
-def test_prompt_that_is_cancelled_again_and_again_is_computed_once(tiny: Path, run: Run) -> None:
+def test_repeatedly_cancelled_prompt_is_computed_once(tiny: Path, run: Run) -> None:
     asked = words(9, 12 * CHUNK + 5)
     engine = opened(tiny, cache=reusing(), limits=Limits(chunk=CHUNK), speculate="off")
     passes: list[int] = []
@@ -1107,7 +1105,7 @@ def test_prompt_that_is_cancelled_again_and_again_is_computed_once(tiny: Path, r
         engine.close()
 
 
-def test_prompt_of_a_server_that_is_killed_is_on_disk(
+def test_prompt_of_killed_server_is_on_disk(
     tiny: Path, open_disk: Callable[..., DiskCache], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("vllm_mlx_harmony.engine.loop.SPAN", 2 * CHUNK)

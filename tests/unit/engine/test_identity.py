@@ -94,7 +94,7 @@ def test_content_of_other_formats_counts_too(weights: Path, name: str, place: in
 
 
 @pytest.mark.parametrize("content", [b"", b"123", b"\xff" * 8, b"\xff" * 5000])
-def test_files_that_are_no_safetensors_have_a_digest(weights: Path, content: bytes) -> None:
+def test_other_files_than_safetensors_have_a_digest(weights: Path, content: bytes) -> None:
     weights.write_bytes(content)
     one = identity.of_weights(str(weights.parent))
     assert one is not None and one == identity.of_weights(str(weights.parent))
@@ -160,7 +160,7 @@ def test_weights_that_cannot_be_read_have_no_digest(
 
 
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_what_is_no_regular_file_is_no_weights(weights: Path, make: Callable[[Path], None]) -> None:
+def test_irregular_files_are_not_weights(weights: Path, make: Callable[[Path], None]) -> None:
     before = identity.of_weights(str(weights.parent))
     make(weights.with_name("more.safetensors"))
     assert identity.of_weights(str(weights.parent)) == before
@@ -179,7 +179,7 @@ def test_layouts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("when", ["never", "while it is loaded", "afterwards", "unreadable"])
-def test_a_model_is_known_by_the_files_that_it_was_loaded_from(
+def test_model_is_identified_by_its_loaded_files(
     weights: Path, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other weights are downloaded to the same place: what the old ones compute is theirs."""
@@ -202,5 +202,5 @@ def test_a_model_is_known_by_the_files_that_it_was_loaded_from(
     assert len(caplog.records) == unknown
 
 
-def test_a_model_that_is_not_there_has_no_digest(tmp_path: Path) -> None:
+def test_missing_model_has_no_digest(tmp_path: Path) -> None:
     assert identity.load_and_identify(str(tmp_path / "nothing"), lambda: 1) == (1, None)

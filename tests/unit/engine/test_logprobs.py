@@ -120,7 +120,7 @@ def test_several_ids_in_a_step_keep_theirs(tiny: Path, run: Run) -> None:
         engine.close()
 
 
-def test_who_does_not_ask_pays_nothing(
+def test_requests_without_logprobs_compute_none(
     engine: MlxEngine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[int] = []
@@ -136,7 +136,7 @@ def test_who_does_not_ask_pays_nothing(
     assert {*calls} == {1}
 
 
-def test_what_cannot_come_has_a_finite_log_probability() -> None:
+def test_impossible_id_has_a_finite_log_probability() -> None:
     logits = mx.array([[0.0, -mx.inf, 1.0, -1e30]])
     own, ids, scores = log_probabilities(logits, mx.array([1]), 3)
     assert own.tolist() == [LOWEST_LOGPROB]

@@ -80,7 +80,7 @@ ROWS: list[tuple[int, Sequence[int], bool]] = [
 
 
 @pytest.mark.parametrize(("others", "ends", "fits"), ROWS)
-def test_what_fits(others: int, ends: Sequence[int], fits: bool) -> None:
+def test_missing_bytes(others: int, ends: Sequence[int], fits: bool) -> None:
     missing = BUDGET.missing(others, ends)
     assert (missing == 0) == fits
     assert BUDGET.missing(others - missing, ends) == 0
@@ -105,7 +105,7 @@ def test_the_longest_request_that_fits_is_one_that_fits() -> None:
         ((100_000,) + (5,) * 7, False),
     ],
 )
-def test_who_may_share_a_batch(lengths: Sequence[int], allowed: bool) -> None:
+def test_lengths_that_may_be_padded(lengths: Sequence[int], allowed: bool) -> None:
     assert may_be_padded(lengths) == allowed
     if allowed:
         padded = len(lengths) * max(lengths) * BUDGET.layout.per_id

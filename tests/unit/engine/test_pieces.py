@@ -145,7 +145,7 @@ def test_size_is_that_of_the_tokens_alone() -> None:
 @pytest.mark.parametrize("chunk", [1, 7, 300])
 @pytest.mark.parametrize("length", [2, 40, 128, 129, 130, 400])
 @pytest.mark.parametrize("step", [1, 2, 300])
-def test_a_cache_that_holds_one_token_more(model: Any, length: int, chunk: int, step: int) -> None:
+def test_cache_with_one_more_token_is_cut(model: Any, length: int, chunk: int, step: int) -> None:
     """What the next token looks at is there: itself and, of a window, as many before it."""
     cache = fed(model.make_cache(), 0, length + 1, chunk)
     pieces = [cut(cache, 0, length)]
@@ -167,7 +167,7 @@ def test_bytes_of_a_piece_are_those_of_this_model(model: Any, length: int) -> No
 
 
 @pytest.mark.parametrize(("held", "end"), [(100, 101), (100, 200), (300, 290), (300, 298)])
-def test_a_cache_that_holds_something_else_is_not_cut(held: int, end: int) -> None:
+def test_cache_of_another_length_is_not_cut(held: int, end: int) -> None:
     with pytest.raises(Misaligned):
         cut(fed(GPT_OSS.make_cache(), 0, held), 0, end)
 
@@ -185,7 +185,7 @@ def test_a_pass_can_be_cut_anywhere(model: Any, start: int) -> None:
             assert same(join(model, [*first, cut(cache, place, end)]), end)
 
 
-def test_a_window_with_a_token_that_does_not_count_is_not_cut() -> None:
+def test_window_with_an_extra_token_is_not_cut() -> None:
     cache = fed(GPT_OSS.make_cache(), 0, 100, 10)
     for layer in cache:
         layer.offset = 99
@@ -255,7 +255,7 @@ def test_keys_and_values_of_a_piece_are_those_the_windows_keep(
 
 
 @pytest.mark.nightly(sample=2)
-def test_real_architecture_goes_on_with_the_same_logits(random_model: Any) -> None:
+def test_real_model_continues_with_equal_logits(random_model: Any) -> None:
     """Exactly the same: the same passes, on keys and values that were cut and joined between."""
     ids = [random.Random(3).randrange(200_000) for _ in range(420)]
     ends = [1, 60, 61, 350, 380, 419]  # the longest window is 320
@@ -271,7 +271,7 @@ def test_real_architecture_goes_on_with_the_same_logits(random_model: Any) -> No
 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("length", [90, 400])
-def test_real_architecture_goes_on_from_one_token_before(random_model: Any, length: int) -> None:
+def test_real_model_continues_from_one_token_earlier(random_model: Any, length: int) -> None:
     ids = [random.Random(4).randrange(200_000) for _ in range(length + 60)]
     plain, cache = random_model.make_cache(), random_model.make_cache()
     one_by_one = min(length, 150)

@@ -58,7 +58,7 @@ def go_on_alike(model: Any, one: list[Any], other: list[Any]) -> bool:
     return bool(mx.array_equal(model(following, cache=one), model(following, cache=other)))
 
 
-def test_what_memory_has_lost_comes_back_from_the_disk(random_model: Any, disk: DiskCache) -> None:
+def test_evicted_pieces_are_read_from_disk(random_model: Any, disk: DiskCache) -> None:
     first = new(random_model, disk)
     assert restored(first, [*IDS, 1])[1] == 0
     computed = compute(random_model, first, IDS)
@@ -101,7 +101,7 @@ def test_without_a_disk_or_an_identity_it_is_in_memory(
     assert flushed(disk) and disk.counters().pieces == 0
 
 
-def test_layers_that_were_restored_are_a_copy(model: Any) -> None:
+def test_restored_layers_are_copies(model: Any) -> None:
     cache = new(model)
     compute(model, cache, IDS)
     one, cached = restored(cache, [*IDS, 1])
@@ -120,7 +120,7 @@ def test_room_is_left_for_what_comes(model: Any, capacity: int, expected: int) -
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-def test_what_a_prompt_that_waits_will_use_is_evicted_last(
+def test_pieces_of_waiting_prompts_are_evicted_last(
     model: Any, open_disk: Callable[..., DiskCache], on_disk: bool
 ) -> None:
     cache = new(model, open_disk() if on_disk else None)
@@ -132,7 +132,7 @@ def test_what_a_prompt_that_waits_will_use_is_evicted_last(
     assert cache.restore(match)[1] == 600
 
 
-def test_what_was_evicted_before_its_turn_is_computed(
+def test_piece_evicted_before_use_is_computed(
     model: Any, disk: DiskCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nor can what was read from the disk be used that continues it."""
@@ -160,7 +160,7 @@ def test_the_id_that_ended_an_answer_is_left_out(model: Any) -> None:
 
 
 @pytest.mark.parametrize("disk_has", ["all", "nothing"])
-def test_what_waits_for_its_turn_is_bounded(
+def test_memory_of_waiting_pieces_is_bounded(
     open_disk: Callable[..., DiskCache], model: Any, disk_has: str
 ) -> None:
     """The next prompt is read when one has had its turn, or was given up; in their order."""
@@ -229,7 +229,7 @@ def test_prompts_of_each_event_loop_are_read(model: Any, disk: DiskCache) -> Non
         assert [match.cached for match in matches] == [600, 600]
 
 
-def test_what_is_in_memory_by_now_is_not_read(model: Any, disk: DiskCache) -> None:
+def test_pieces_in_memory_are_not_read_from_disk(model: Any, disk: DiskCache) -> None:
     compute(model, new(model, disk), IDS)
     assert flushed(disk)
     cache = new(model, disk)
@@ -253,7 +253,7 @@ def test_a_piece_may_begin_before_what_memory_has(model: Any, disk: DiskCache) -
     assert mx.allclose(*after, atol=1e-4)
 
 
-def test_memory_that_is_too_small_costs_only_the_rest(model: Any, disk: DiskCache) -> None:
+def test_small_memory_costs_only_the_rest(model: Any, disk: DiskCache) -> None:
     first = new(model, disk)
     compute(model, first, IDS)
     assert flushed(disk)

@@ -94,7 +94,7 @@ def test_owners_never_meet() -> None:
     assert find(tree, [1, 2, 3, 4], owner=("model", "alice")) == 3
 
 
-def test_what_is_shared_is_found_by_all_and_continued_by_each_for_itself() -> None:
+def test_shared_segments_are_found_by_all_owners() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     add(tree, [1, 2], owner="all")
     add(tree, [1, 2, 3, 4], owner="all")
@@ -119,7 +119,7 @@ def test_what_is_shared_is_found_by_all_and_continued_by_each_for_itself() -> No
     assert tree.add(["carol", "all"], pack([1, 2, 3, 4]), lambda *_: pytest.fail("is known"))
 
 
-def test_what_continues_what_was_forgotten_is_evicted_in_its_turn() -> None:
+def test_orphaned_continuation_is_evicted_in_turn() -> None:
     tree: PrefixTree[Piece] = PrefixTree(40)
     add(tree, [1, 2], owner="all")
     tree.add(["bob", "all"], pack([1, 2, 3]), lambda *part: Piece((1, 2, 3), *part))
@@ -146,7 +146,7 @@ def test_room_is_made_for_others(wanted: int, left: int) -> None:
     assert [find(tree, [first, 9]) for first in (2, 3, 1)] == [0] * (3 - left) + [1] * left
 
 
-def test_least_recently_used_goes_first_and_beginnings_go_last() -> None:
+def test_least_recently_used_leaf_is_evicted_first() -> None:
     tree: PrefixTree[Piece] = PrefixTree(40)
     add(tree, [1])
     add(tree, [1, 2])
@@ -179,7 +179,7 @@ def test_budget_of_one_entry_keeps_the_last_one() -> None:
     assert tree.counters().evictions == 4
 
 
-def test_what_does_not_fit_throws_nothing_out() -> None:
+def test_oversized_piece_evicts_nothing() -> None:
     tree: PrefixTree[Piece] = PrefixTree(50)
     add(tree, [1, 1])
     add(tree, [2, 2])
@@ -206,7 +206,7 @@ def test_thrown_out_while_in_use_stays_whole() -> None:
     assert find(tree, [1, 2, 3, 4]) == 3
 
 
-def test_beginning_that_goes_while_its_continuation_is_cut() -> None:
+def test_prefix_evicted_during_a_cut_is_cut_again() -> None:
     tree: PrefixTree[Piece] = PrefixTree(40)
     add(tree, [1, 2])
     cuts: list[tuple[int, int]] = []
@@ -222,7 +222,7 @@ def test_beginning_that_goes_while_its_continuation_is_cut() -> None:
     assert find(tree, [1, 2, 3, 4, 5]) == 4
 
 
-def test_a_cut_that_fails_leaves_nothing_behind() -> None:
+def test_failed_cut_leaves_nothing() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
 
     def cut(start: int, end: int) -> Piece:

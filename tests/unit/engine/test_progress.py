@@ -87,7 +87,7 @@ def test_a_prompt_is_reported_from_its_beginning_to_its_end(
     assert len({each.processed for each in found}) > length // CHUNK
 
 
-def test_what_is_cached_is_processed_from_the_start(engine: MlxEngine, run: Run) -> None:
+def test_cached_tokens_count_as_processed(engine: MlxEngine, run: Run) -> None:
     prompt = words(1, 600)
     run(reports(engine, prompt))
     found = run(reports(engine, (*prompt, *words(2, 300))))
@@ -96,7 +96,7 @@ def test_what_is_cached_is_processed_from_the_start(engine: MlxEngine, run: Run)
     assert found[-1].processed == found[-1].total == 900
 
 
-def test_who_waits_hears_of_its_place(engine: MlxEngine, run: Run) -> None:
+def test_waiting_prompt_reports_its_place(engine: MlxEngine, run: Run) -> None:
     async def three() -> list[list[Progress]]:
         prompts = (words(seed, length) for seed, length in ((1, 900), (2, 1000), (3, 1100)))
         return await asyncio.gather(*(reports(engine, prompt) for prompt in prompts))
@@ -140,7 +140,7 @@ def test_the_status_has_every_request(engine: MlxEngine, run: Run) -> None:
     assert engine.status() == []
 
 
-def test_nothing_is_expected_while_there_is_no_speed(engine: MlxEngine, run: Run) -> None:
+def test_no_estimate_without_a_speed(engine: MlxEngine, run: Run) -> None:
     seen: list[RequestStatus] = []
 
     async def first() -> None:

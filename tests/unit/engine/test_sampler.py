@@ -41,7 +41,7 @@ def noise(seed: int, rows: int, columns: int, scale: float = 3.0) -> Any:
     return mx.random.normal((rows, columns), key=mx.random.key(seed)) * scale
 
 
-def test_a_bias_of_an_id_that_the_model_does_not_have_is_ignored() -> None:
+def test_bias_of_unknown_id_is_ignored() -> None:
     """mlx would write it into the memory behind the logits."""
     (one,) = samplers(settings(temperature=0.0, logit_bias=((2, 5.0), (VOCAB_SIZE - 1, 100.0))))
     (other,) = samplers(settings(temperature=0.0, logit_bias=((VOCAB_SIZE - 1, 100.0),)))
@@ -56,9 +56,7 @@ def test_a_bias_of_an_id_that_the_model_does_not_have_is_ignored() -> None:
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_p", [0.9, 0.49, 0.1, 0.01, EPSILON])
-def test_a_small_top_p_leaves_the_likeliest_id_whatever_the_model_computes_in(
-    kind: str, top_p: float
-) -> None:
+def test_small_top_p_keeps_the_likeliest_id_in_any_dtype(kind: str, top_p: float) -> None:
     half = mx.log(mx.array(float(VOCAB_SIZE)))  # of all the probability
     logits = mx.where(mx.arange(VOCAB_SIZE) == 17, half, 0.0)[None].astype(getattr(mx, kind))
     (one,) = samplers(settings(top_p=top_p))
@@ -159,7 +157,7 @@ MIXED = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_runs_beside_a_sequence_changes_nothing(kind: str) -> None:
+def test_other_rows_do_not_change_a_sequence(kind: str) -> None:
     logits = noise(4, len(MIXED), 2000).astype(getattr(mx, kind))
     together = samplers(*MIXED)
     alone = samplers(*MIXED)
@@ -210,7 +208,7 @@ def penalised(logits: list[float], said: list[int], wanted: GenerationSettings) 
 
 
 @pytest.mark.parametrize("changed", PENALTIES, ids=str)
-def test_penalties_are_over_the_whole_text_and_never_on_control_ids(
+def test_penalties_count_the_whole_text_but_no_control_ids(
     changed: dict[str, float],
 ) -> None:
     (one,) = samplers(settings(**changed))
@@ -225,7 +223,7 @@ def test_penalties_are_over_the_whole_text_and_never_on_control_ids(
         row = token
 
 
-def test_an_answer_that_is_continued_begins_with_text() -> None:
+def test_continued_answer_begins_with_text() -> None:
     goes_on = Sampler(settings(presence_penalty=2.0), [vocab.START, 8, vocab.MESSAGE, 30])
     logits = mx.zeros((1, 100))
     for token in (30, 40, 41):
@@ -290,7 +288,7 @@ class Ascending:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_constraint_is_asked_once_a_step_with_the_id_that_was_drawn(temperature: float) -> None:
+def test_constraint_gets_each_sampled_id_once(temperature: float) -> None:
     processor = Ascending()
     bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), processor)  # type: ignore[arg-type]
     free = Sampler(settings(temperature=0.0))

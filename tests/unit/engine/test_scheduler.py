@@ -400,7 +400,7 @@ def test_no_chunk_is_longer_than_the_flags_say(flag: str, limit: int) -> None:
     assert isinstance(decision, Chunk) and decision.ids == min(limit, CHUNK_MULTIPLE)
 
 
-def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
+def test_prompt_without_memory_is_overtaken_for_a_while() -> None:
     scheduler = Scheduler(Limits())
     began(scheduler, 0, 100)
     scheduler.add(1, 50_000, "", 0.0)
@@ -418,7 +418,7 @@ def test_what_finds_no_memory_is_overtaken_only_for_a_while() -> None:
     assert scheduler.next(STARVATION_SECONDS + 1, fits) == Chunk(2, 60)
 
 
-def test_who_was_served_is_forgotten_with_the_last_prompt() -> None:
+def test_idle_tenants_are_forgotten() -> None:
     scheduler = Scheduler(Limits())
     for request in range(10_000):
         began(scheduler, request, 60, tenant=str(request))
@@ -630,7 +630,7 @@ def test_under_a_steady_load_of_short_ones_a_long_one_is_served(load: float) -> 
     assert waits[len(waits) // 2] < 15 * short, "half of the short ones hardly wait"
 
 
-def test_a_tenant_with_many_prompts_gets_no_more_than_one_with_one() -> None:
+def test_tenants_share_equally_whatever_their_prompts() -> None:
     many = [Request(0.0, 8_000, 1, "many") for _ in range(10)]
     one = Request(0.1, 8_000, 1, "one")
     simulate([*many, one], Limits(), MACHINE, 1e9)
@@ -638,7 +638,7 @@ def test_a_tenant_with_many_prompts_gets_no_more_than_one_with_one() -> None:
     assert all(each.done for each in many)
 
 
-def test_long_prompts_of_many_tenants_do_not_keep_a_short_one_waiting() -> None:
+def test_long_prompts_of_other_tenants_do_not_delay_a_short_one() -> None:
     """Each has waited for longer than ``STARVATION_SECONDS`` when the short one comes."""
     long = [Request(0.0, 36_000, 1, str(each)) for each in range(12)]
     short = [Request(20.0 + 10 * each, 60, 1, f"short {each}") for each in range(30)]
@@ -647,7 +647,7 @@ def test_long_prompts_of_many_tenants_do_not_keep_a_short_one_waiting() -> None:
     assert all(each.done for each in long)
 
 
-def test_what_needs_much_memory_is_not_starved_by_what_needs_little() -> None:
+def test_large_prompts_are_not_starved_by_small_ones() -> None:
     """There is memory for the long prompt, or for ten of the short ones."""
     short = [Request(0.5 * each, 400, 100) for each in range(1200)]
     long = Request(5.0, 20_000, 1)

@@ -417,9 +417,7 @@ def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
     assert not engine.loaded and not engine.loop.requests
 
 
-def test_what_follows_a_drafted_answer_is_cached_right(
-    engines: tuple[MlxEngine, MlxEngine], run: Run
-) -> None:
+def test_drafted_answer_is_cached_correctly(engines: tuple[MlxEngine, MlxEngine], run: Run) -> None:
     """Its pieces hold what was right of a draft, and nothing of what was not."""
     wide, narrow = engines
     prompt = [5, *PROMPT]
@@ -489,7 +487,7 @@ def test_a_slow_device_does_not_measure_for_long() -> None:
     ],
     ids=["cheap", "in part", "not", "not later"],
 )
-def test_where_wide_steps_do_not_pay_few_are_measured(
+def test_wide_steps_that_do_not_pay_are_measured_less(
     each: dict[int, float], ids: tuple[int, ...]
 ) -> None:
     now = 0.0

@@ -121,7 +121,7 @@ def shown(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Show:
     return StatusLine(terminal.stream).show
 
 
-def test_what_is_logged_appears_above_the_line(
+def test_log_appears_above_the_line(
     terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handlers = list(logger.handlers)
@@ -195,7 +195,7 @@ NONE = {
 
 
 @pytest.mark.parametrize(("variables", "enabled", "on_terminal"), NONE.values(), ids=NONE)
-def test_where_there_is_none(
+def test_line_is_off_without_a_terminal(
     terminal: Terminal,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],

@@ -180,7 +180,7 @@ def test_a_row_is_cancelled(engine: MlxEngine, run: Run, when: str) -> None:
     assert not engine.loop.requests and not engine.loop.batches
 
 
-def test_a_pass_that_fails_ends_its_prompts_and_no_others(engine: MlxEngine, run: Run) -> None:
+def test_failed_pass_ends_only_its_prompts(engine: MlxEngine, run: Run) -> None:
     asked = [words(seed, 60 + seed) for seed in range(4)]
     expected = of_mlx_lm(engine, asked[0], 60)
     model = watched(engine)

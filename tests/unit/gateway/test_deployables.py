@@ -92,7 +92,7 @@ def test_the_gateway_of_compose_starts_with_its_file() -> None:
     assert settings.limits().tokens_per_minute and settings.metrics_by_key
 
 
-def test_nginx_follows_gateways_that_are_made_anew() -> None:
+def test_nginx_follows_recreated_gateways() -> None:
     """And asks another one where nothing has run yet."""
     text = (EXAMPLES / "compose/nginx.conf").read_text()
     assert re.search(r"^\s*resolver 127\.0\.0\.11 valid=\d+s", text, re.MULTILINE)
@@ -113,7 +113,7 @@ def test_manifests_are_valid(version: str) -> None:
         kubernetes_validate.validate(document, version, strict=True)
 
 
-def test_a_manifest_that_is_wrong_is_found() -> None:
+def test_wrong_manifest_is_found() -> None:
     wrong = json.loads(json.dumps(of_kind("Deployment")).replace("httpGet", "httpget"))
     with pytest.raises(kubernetes_validate.ValidationError):
         kubernetes_validate.validate(wrong, "1.34", strict=True)
@@ -235,7 +235,7 @@ def test_an_expression_finds_something(
 @pytest.mark.parametrize(
     "wrong", ["vllm_mlx_harmony_requests", 'up{job="other"}', "sum by (x) (up)"]
 )
-def test_an_expression_that_finds_nothing_is_found(
+def test_expression_without_series_is_found(
     wrong: str, scraped: dict[str, dict[str, set[str]]]
 ) -> None:
     with pytest.raises(AssertionError):

@@ -90,7 +90,7 @@ def test_the_recorded_stream_of_vllm() -> None:
     assert [chunk.finish for chunk in chunks if chunk.finish] == ["length"]
 
 
-def test_ids_that_llamacpp_does_not_stream_are_read_from_the_text() -> None:
+def test_ids_missing_from_llamacpp_are_read_from_the_text() -> None:
     """Bytes of a character in three ids: one event for all of them."""
     said = ids("👩‍🚀")
     pieces = [vocab.token_bytes(token) for token in said]
@@ -109,7 +109,7 @@ def _is_text(piece: bytes) -> bool:
     return True
 
 
-def test_an_id_that_cannot_be_recovered_is_a_failure() -> None:
+def test_unrecoverable_id_is_a_failure() -> None:
     lost = {"content": "a", "tokens": [64], "stop": False, "tokens_predicted": 3}
     with pytest.raises(OutputError, match="every id"):
         read("llamacpp", [json.dumps(lost)])
@@ -145,7 +145,7 @@ def test_an_error_in_a_stream(kind: str, error: Any, kind_of: type[HarmonyFailur
         dialect(kind).read(json.dumps({"error": error}).encode(), 0)
 
 
-def test_an_engine_that_gives_up_says_so() -> None:
+def test_aborted_generation_is_an_error() -> None:
     aborted = {"choices": [{"index": 0, "token_ids": [], "finish_reason": "abort"}]}
     with pytest.raises(OutputError, match="abort"):
         read("vllm", [json.dumps(aborted)])

@@ -99,7 +99,7 @@ AT_ONCE = [Fault(then=then, after=0) for then in ("die", "close", "garbage", "er
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("fault", "status", "retry_after"), BEFORE.values(), ids=BEFORE)
-def test_what_comes_before_the_stream_has_a_status(
+def test_failure_before_the_stream_has_a_status(
     fault: Fault, status: int, retry_after: str | None, stream: bool
 ) -> None:
     with ExitStack() as stack:
@@ -116,7 +116,7 @@ def test_what_comes_before_the_stream_has_a_status(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("fault", [*(each for each, *_ in BEFORE.values()), *AT_ONCE], ids=str)
-def test_another_engine_answers_as_long_as_nothing_was_said(fault: Fault, stream: bool) -> None:
+def test_failed_request_without_output_is_retried(fault: Fault, stream: bool) -> None:
     with ExitStack() as stack:
         failing = FakeEngine("vllm", SCRIPTS, faults=[fault])
         setting = Setting(stack, failing, FakeEngine("sglang", SCRIPTS))
@@ -127,7 +127,7 @@ def test_another_engine_answers_as_long_as_nothing_was_said(fault: Fault, stream
 
 @pytest.mark.parametrize("then", ["die", "close", "garbage", "error"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_answer_that_has_begun_ends_with_an_error(kind: str, then: str) -> None:
+def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> None:
     """In each API's own words, and no other engine is asked."""
     with ExitStack() as stack:
         failing, other = FakeEngine(kind, SCRIPTS), FakeEngine("sglang", SCRIPTS)
@@ -149,7 +149,7 @@ def test_an_answer_that_has_begun_ends_with_an_error(kind: str, then: str) -> No
 
 @pytest.mark.parametrize("after", [None, 5], ids=["before a status", "in the middle"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_an_engine_that_hangs_is_given_up(after: int | None, stream: bool) -> None:
+def test_hanging_engine_times_out(after: int | None, stream: bool) -> None:
     with ExitStack() as stack:
         fault = Fault(then="hang", after=after)
         timeout = 5.0 if stream and after else 1.0  # in which the first ids come
@@ -163,7 +163,7 @@ def test_an_engine_that_hangs_is_given_up(after: int | None, stream: bool) -> No
         until(lambda: setting.engines[0].running == 0, "the engine's request to be closed")
 
 
-def test_an_engine_that_is_started_again_is_used_again() -> None:
+def test_restarted_engine_is_used_again() -> None:
     with ExitStack() as stack:
         first = FakeEngine("vllm", SCRIPTS)
         running = ExitStack()
@@ -185,7 +185,7 @@ def test_an_engine_that_is_started_again_is_used_again() -> None:
         assert len(second.bodies) == 1
 
 
-def test_a_client_that_goes_frees_the_engine() -> None:
+def test_client_disconnect_frees_the_engine() -> None:
     with ExitStack() as stack:
         setting = Setting(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
         engine = setting.engines[0]
@@ -211,7 +211,7 @@ class Late(FakeEngine):
         await asyncio.sleep(0.5)
 
 
-def test_an_answer_that_comes_while_nobody_takes_it_is_closed(
+def test_response_without_a_reader_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The engine is slow to send a status, the reader is slow, and then goes."""
@@ -233,7 +233,7 @@ def test_an_answer_that_comes_while_nobody_takes_it_is_closed(
     assert (engine.running, engine.aborted) == (0, 1)
 
 
-def test_an_answer_that_comes_with_a_cancellation_is_closed() -> None:
+def test_response_during_cancellation_is_closed() -> None:
     """Both in one step of the event loop."""
 
     class Answer:

@@ -66,7 +66,7 @@ def test_a_list_of_engines() -> None:
     assert names(fleet) == {C.url: "down"}  # it is found anew
 
 
-def test_an_engine_that_comes_back_with_another_key_stays() -> None:
+def test_engine_with_changed_key_stays() -> None:
     """What the one with the old key runs ends by itself, and takes nothing of the new one along."""
     fleet = Fleet("m", [A, B])
     first = fleet.backends[0]
@@ -89,7 +89,7 @@ def test_an_engine_that_comes_back_with_another_key_stays() -> None:
     assert [each.spec for each in fleet.backends] == [other]
 
 
-def test_a_probe_says_nothing_of_the_engine_that_came_after(
+def test_probe_does_not_count_for_a_later_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """SIGHUP while it is on its way: the engine with the new key is found all the same."""

@@ -34,6 +34,6 @@ def client() -> Iterator[TestClient]:
         yield one
 
 
-def test_a_schema_and_a_syntax_that_would_end_the_server(client: TestClient) -> None:
-    of_the_front_end.test_a_schema_that_would_end_the_server(client, "chat", next(iter(SCHEMAS)))
-    of_the_front_end.test_a_syntax_that_would_end_the_server(client, next(iter(LARK)))
+def test_dangerous_schema_and_syntax_are_refused(client: TestClient) -> None:
+    of_the_front_end.test_dangerous_schema_is_refused(client, "chat", next(iter(SCHEMAS)))
+    of_the_front_end.test_dangerous_syntax_is_refused(client, next(iter(LARK)))

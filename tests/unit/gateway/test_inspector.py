@@ -61,7 +61,7 @@ class Thinking(FakeEngine):
 
 @pytest.mark.parametrize("kind", ["sglang", "vllm-mlx"])
 @pytest.mark.parametrize("inspect", [True, False])
-def test_where_a_budget_forced_ids(kind: str, inspect: bool) -> None:
+def test_ids_forced_by_a_budget_are_marked(kind: str, inspect: bool) -> None:
     with ExitStack() as stack:
         engine = Thinking(kind, {})
         url = stack.enter_context(served(engine.app))

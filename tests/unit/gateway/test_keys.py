@@ -64,7 +64,7 @@ def test_added_keys_work_and_revoked_ones_do_not(
         assert (comment in content) is (comment in file.read_text())
 
 
-def test_keys_that_are_added_at_once_are_all_there(file: Path) -> None:
+def test_keys_added_concurrently_are_all_kept(file: Path) -> None:
     names = [f"user{number}" for number in range(4)]
     running = [
         subprocess.Popen(
@@ -105,7 +105,7 @@ def test_a_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixtur
         (("add", "a b"), "is not a name"),
     ],
 )
-def test_what_cannot_be_done_changes_nothing(
+def test_invalid_command_changes_nothing(
     arguments: tuple[str, ...], said: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert keys(file, *arguments) == 2
@@ -116,7 +116,7 @@ def test_what_cannot_be_done_changes_nothing(
 @pytest.mark.parametrize(
     ("content", "said"), [("keys = 5", "not a table"), ("keys", "is not TOML"), (None, "read")]
 )
-def test_a_file_that_cannot_be_used(
+def test_unusable_file_is_an_error(
     content: str | None, said: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.unlink() if content is None else file.write_text(content)

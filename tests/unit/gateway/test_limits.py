@@ -56,7 +56,7 @@ PER_MINUTE, PER_DAY = Quota("requests", 60, 4, 1), Quota("requests", DAY, 4, 1)
     ],
     ids=["full", "sliding", "day", "no tokens", "tokens", "tokens of a day"],
 )
-def test_what_is_left(counter: Quota, rows: list[tuple[float, int | None, float]]) -> None:
+def test_remaining_quota(counter: Quota, rows: list[tuple[float, int | None, float]]) -> None:
     """Each row: the second, what is left after it, and how long to wait. Requests that have to wait
     are not counted, as in the gateway."""
     counts, back = Counts(), Quota(counter.unit, counter.seconds, counter.limit, -counter.amount)
@@ -71,7 +71,7 @@ def test_what_is_left(counter: Quota, rows: list[tuple[float, int | None, float]
 @pytest.mark.parametrize("limit", [1, 2, 7, 100])
 @pytest.mark.parametrize("unit", ["requests", "tokens"])
 @pytest.mark.parametrize("seconds", [60, DAY])
-def test_whoever_waits_as_long_as_asked_is_served(limit: int, unit: Any, seconds: int) -> None:
+def test_waiting_as_long_as_retry_after_is_enough(limit: int, unit: Any, seconds: int) -> None:
     """At once by the day; by the minute after a second wait at most, since SDKs wait no longer."""
     now, counts = MIDNIGHT + 0.37 * seconds, Counts()
 
@@ -204,7 +204,7 @@ def test_an_answer_ends_however_its_client_leaves() -> None:
         until(lambda: ask(base).status_code == 200, "room")
 
 
-def test_what_was_paid_for_can_be_fetched() -> None:
+def test_stored_response_is_readable_beyond_the_limit() -> None:
     with limited(FakeEngine("vllm", SCRIPTS), tokens_per_day=1) as base:
         stored = ask(base, "/v1/responses").json()["id"]
         assert ask(base, "/v1/responses").status_code == 429
@@ -269,7 +269,7 @@ def test_a_websocket_is_limited_and_logged(caplog: pytest.LogCaptureFixture) -> 
     assert 'key="alice",result="success",stream="true"} 2.0' in metrics
 
 
-def test_metrics_have_no_keys_unless_asked() -> None:
+def test_metrics_have_no_keys_by_default() -> None:
     with ExitStack() as stack:
         url = stack.enter_context(served(FakeEngine("vllm", SCRIPTS).app))
         keys = (Key("alice", digest("key-of-alice")),)

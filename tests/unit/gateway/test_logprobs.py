@@ -56,7 +56,7 @@ def test_every_id_has_its_own_and_the_likeliest(kind: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_who_does_not_ask_sends_no_word_of_it(kind: str) -> None:
+def test_requests_without_logprobs_send_no_field(kind: str) -> None:
     assert "logprob" not in json.dumps(KINDS[kind].body(request(None)))
 
 
@@ -126,7 +126,7 @@ def test_refused_naming_the_parameter(kind: str, stream: bool) -> None:
     assert posted(kind, stream=stream).status_code == 200
 
 
-def test_an_engine_that_leaves_some_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_log_probability_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import fake_engines
 
     monkeypatch.setattr(fake_engines, "with_logprobs", lambda kind, body, events: events)

@@ -115,7 +115,7 @@ def test_it_reaches_the_engine_and_is_counted(
     ("kind", "about"),
     [(PLUGIN, {"harmony": 1}), (PLUGIN, {"harmony": 1, "settings": 7}), ("vllm", None)],
 )
-def test_an_engine_that_takes_none_is_sent_none(
+def test_prediction_is_not_sent_to_other_engines(
     kind: str, about: dict[str, Any] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if about is not None:

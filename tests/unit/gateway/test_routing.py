@@ -107,7 +107,7 @@ def test_a_known_conversation(
         assert (choice.engine == last) is (expected[0] == "LAST")
 
 
-def test_gateways_that_share_nothing_agree_on_a_home_and_homes_are_spread() -> None:
+def test_gateways_agree_on_homes_without_sharing() -> None:
     one, other = Routing(ENGINES, RULE), Routing(tuple(reversed(ENGINES)), RULE)
     homes = [one.choose(digest(number), {}) for number in range(400)]
     assert homes == [other.choose(digest(number), {}) for number in range(400)]
@@ -115,7 +115,7 @@ def test_gateways_that_share_nothing_agree_on_a_home_and_homes_are_spread() -> N
     assert sum(counts) == 400 and min(counts) > 70
 
 
-def test_when_an_engine_goes_only_its_conversations_move() -> None:
+def test_lost_engine_moves_only_its_conversations() -> None:
     value = routing()
     homes = {number: value.choose(digest(number), {}) for number in range(400)}
     value.remove("b")
@@ -125,7 +125,7 @@ def test_when_an_engine_goes_only_its_conversations_move() -> None:
         assert (now == home) is (home.engine != "b")
 
 
-def test_a_home_that_is_fuller_is_passed_by() -> None:
+def test_overloaded_home_is_passed_by() -> None:
     value = routing()
     home = value.choose(digest(1), {})
     assert home is not None
@@ -134,7 +134,7 @@ def test_a_home_that_is_fuller_is_passed_by() -> None:
     assert elsewhere is not None and elsewhere.engine != home.engine and elsewhere.why == "new"
 
 
-def test_a_conversation_that_moved_stays_where_it_moved_to() -> None:
+def test_moved_conversation_stays() -> None:
     value = routing()
     value.record_turn(digest(1), "a")
     moved = value.choose(digest(1), {"a": 9})
@@ -217,7 +217,7 @@ def test_health(events: list[str], expected: Health) -> None:
         assert choice is not None and (choice.engine == "a") is (expected is Health.UP)
 
 
-def test_probes_of_an_engine_that_is_down_come_ever_more_rarely() -> None:
+def test_probes_of_failed_engine_back_off() -> None:
     value = Routing(("a",), RULE)
     assert value.due(0.0) == ["a"]
     assert value.due(9.9) == [] and value.due(10.0) == ["a"]
@@ -270,7 +270,7 @@ def paced(
         ({}, 0, 50_000, 150.0, 2000),
     ],
 )
-def test_how_long_an_engine_may_be_silent(
+def test_expected_silence(
     paces: dict[str, float], requests: int, tokens: int, at_least: float, at_most: float
 ) -> None:
     assert at_least < paced(paces, requests).expected("a", tokens) < at_most
@@ -284,7 +284,7 @@ def test_a_legitimate_prompt_is_never_silence() -> None:
             assert value.expected("a", tokens) > pace * tokens, (pace, known, tokens, others)
 
 
-def test_what_is_not_known_to_be_computed_makes_nothing_quicker() -> None:
+def test_unknown_cache_hits_do_not_shorten_the_timeout() -> None:
     """An engine that does not say what was cached: of 9,000 tokens perhaps all."""
     value = routing()
     for _ in range(8):
@@ -309,7 +309,7 @@ def test_a_failure_is_doubted_until_an_id_comes() -> None:
     assert value.health("b") is Health.UP
 
 
-def test_a_conversation_that_was_let_down_goes_elsewhere_once() -> None:
+def test_failed_conversation_moves_once() -> None:
     value = routing()
     value.record_turn(digest(1), "a")
     value.avoid(digest(1), "a")
@@ -321,7 +321,7 @@ def test_a_conversation_that_was_let_down_goes_elsewhere_once() -> None:
     assert value.choose(digest(1), {}) == Choice("a", "prefix")
 
 
-def test_what_is_said_of_an_engine_that_was_taken_away_is_not_heard() -> None:
+def test_records_of_removed_engine_are_ignored() -> None:
     value = routing()
     value.remove("a")
     value.record_failure("a", 0.0)
@@ -334,7 +334,7 @@ def test_what_is_said_of_an_engine_that_was_taken_away_is_not_heard() -> None:
     assert value.engines == ("b", "c", "d")
 
 
-def test_another_of_the_same_name_has_the_conversations_and_not_the_health() -> None:
+def test_replacement_inherits_conversations_but_not_health() -> None:
     """An engine whose key was changed: what is known of the one before is not of this one."""
     value: Routing[tuple[str, int]] = Routing(
         [("a", 1), ("b", 1)], RULE, name=lambda engine: engine[0]

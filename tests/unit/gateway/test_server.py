@@ -102,7 +102,7 @@ SPACE = ("grammar white space",)
         ("vllm-mlx", "/harmony/v1/generate", {"harmony": 1}, ("logprobs",)),  # 0.2.0
     ],
 )
-def test_what_engines_lack_by_what_they_report(
+def test_missing_capabilities_are_reported(
     kind: str,
     path: str,
     about: dict[str, Any],
@@ -115,7 +115,7 @@ def test_what_engines_lack_by_what_they_report(
         assert (engine.dialect.name, engine.capabilities.missing) == (kind, missing)
 
 
-def test_a_vllm_that_keeps_to_no_grammar_is_found_out() -> None:
+def test_vllm_without_grammar_enforcement_is_detected() -> None:
     with served(FakeEngine("vllm", SCRIPTS, grammar=False).app) as url:
         assert detected(url).capabilities.missing == ("grammar",)
 
@@ -138,7 +138,7 @@ TRIALS: dict[str, tuple[Fault, str]] = {
 
 @pytest.mark.parametrize(("fault", "missing"), TRIALS.values(), ids=TRIALS)
 @pytest.mark.parametrize("kind", ["vllm", "vllm-tokens"])
-def test_an_engine_that_is_busy_is_not_one_without_grammars(
+def test_busy_engine_keeps_its_grammars(
     kind: str, fault: Fault, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detection, "TRY_SECONDS", 0.5)
@@ -154,7 +154,7 @@ def test_an_engine_that_is_busy_is_not_one_without_grammars(
             assert detected(url).capabilities.missing == ()
 
 
-def test_an_engine_that_a_grammar_breaks_is_one_without_grammars() -> None:
+def test_engine_that_fails_on_a_grammar_has_none() -> None:
     engine = FakeEngine("vllm", SCRIPTS, trial_faults=[Fault(status=500)])
     with served(engine.app) as url:
         assert detected(url).capabilities.missing == ("grammar",)
@@ -190,13 +190,13 @@ def test_a_plugin_without_its_endpoint_is_refused(
     assert f"{url}: this vllm-mlx has {expected}" in error
 
 
-def test_a_server_that_rejects_the_key_is_refused_with_what_to_do() -> None:
+def test_rejected_engine_key_is_reported_with_a_remedy() -> None:
     other = Watched("the-right-key", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
     with served(application(other)) as url, pytest.raises(HostError, match="set --engine-key"):
         detected(url)
 
 
-def test_an_engine_that_can_be_used_is_no_error_at_the_start(
+def test_usable_engine_is_no_error_at_startup(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with served(FakeEngine("vllm", SCRIPTS).app) as url:
@@ -268,9 +268,7 @@ def test_an_engine_with_another_model_is_refused(
         ("0.0.0.0", (Key("a", digest("key-of-a")),), False),
     ],
 )
-def test_a_gateway_that_is_open_to_everybody(
-    host: str, keys: tuple[Key, ...], is_open: bool
-) -> None:
+def test_gateway_without_keys_is_open(host: str, keys: tuple[Key, ...], is_open: bool) -> None:
     settings = GatewaySettings(engines=(), model=MODEL, host=host, keys=keys)
     assert settings.open is is_open
 
@@ -308,7 +306,7 @@ def test_keys_and_limits_are_read_again() -> None:
         assert ask("key-of-c").status_code == 401
 
 
-def test_a_server_that_is_no_engine_is_refused() -> None:
+def test_unrecognized_server_is_refused() -> None:
     with served(Starlette()) as url:
         pattern = r"not recognized as any of vllm, .* --engine KIND=URL"
         with pytest.raises(HostError, match=pattern):
@@ -337,7 +335,7 @@ def test_cached_tokens_are_counted_wherever_an_engine_says_them(kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_that_has_said_a_stop_string_says_no_more(kind: str) -> None:
+def test_engine_is_stopped_after_a_stop_string(kind: str) -> None:
     """It knows of no stop strings: it would go on to its own end, and the answer wait for that."""
     script = "<|channel|>final<|message|>One two" + " three" * 900 + "<|return|>"
     engine = FakeEngine(kind, {"Hello": script}, pause=0.1)
@@ -450,7 +448,7 @@ def test_the_web_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--web-search: 'google' is not one of ddgs" in capsys.readouterr().err
 
 
-def test_a_configuration_of_tools_that_is_none_is_said(
+def test_invalid_tools_configuration_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     missing = tmp_path / "tools.json"
@@ -498,7 +496,7 @@ ORDER = {"type": "object", "properties": {"n": {"type": "integer"}}, "required":
 TOOL = {"type": "function", "function": {"name": "order", "parameters": ORDER, "strict": True}}
 
 
-def test_what_cannot_be_enforced_is_refused() -> None:
+def test_unenforceable_request_is_refused() -> None:
     with ExitStack() as stack:
         engine = FakeEngine("llamacpp", SCRIPTS)
         url = stack.enter_context(served(engine.app))
@@ -623,7 +621,7 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({**GIVEN, "keys": ""}, "--key: the value should be a list"),
     ],
 )
-def test_a_setting_that_cannot_be_is_named(flags: dict[str, Any], said: str) -> None:
+def test_invalid_setting_is_named(flags: dict[str, Any], said: str) -> None:
     with pytest.raises(HostError, match=said):
         load(flags, {})
 
@@ -645,7 +643,7 @@ PRESENT = {
         ("file", str),
     ],
 )
-def test_a_former_name_still_works_and_a_warning_names_the_present_one(
+def test_former_name_works_with_a_warning(
     source: str,
     spelled: Callable[[str], str],
     tmp_path: Path,
@@ -750,13 +748,13 @@ def test_no_message_says_a_key(flags: dict[str, Any], said: str) -> None:
         ("KEYS", " ,", "--key: empty list"),
     ],
 )
-def test_a_variable_that_would_do_nothing_is_refused(name: str, value: str, said: str) -> None:
+def test_variable_without_effect_is_refused(name: str, value: str, said: str) -> None:
     """A gateway whose keys are not read is open to everybody."""
     with pytest.raises(HostError, match=said):
         load(GIVEN, {PREFIX + name: value})
 
 
-def test_variables_that_kubernetes_sets_for_a_service_are_none_of_ours() -> None:
+def test_variables_of_kubernetes_services_are_ignored() -> None:
     service = {
         "SERVICE_HOST": "10.0.0.11",
         "SERVICE_PORT": "8000",
@@ -771,7 +769,7 @@ def test_variables_that_kubernetes_sets_for_a_service_are_none_of_ours() -> None
     assert load(GIVEN, environment) == load(GIVEN, {})
 
 
-def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:
+def test_invalid_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     for content, said in (
         ("model = ", "is not TOML"),

@@ -102,7 +102,7 @@ def test_every_conversation_is_answered_beside_a_silent_engine(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_deadline_without_an_id_counts_and_frees_the_conversation(
+def test_timeout_without_output_moves_the_conversation(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule alone would give the engine more time than the gateway gives the request."""
@@ -140,7 +140,7 @@ def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
         assert setting.ask(numbers[1:]) == [200] * 3
 
 
-def test_a_prompt_that_takes_long_is_waited_for() -> None:
+def test_slow_prompt_is_no_failure() -> None:
     """An engine that sends ids to others is not silent, however long one request waits."""
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS)
@@ -192,7 +192,7 @@ def test_an_only_engine_is_waited_for() -> None:
         assert len(slow.prompts) == 1
 
 
-def test_a_client_that_goes_says_nothing_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """But that it is probed; and it generates."""
     monkeypatch.setattr(router, "SHORT_SECONDS", 0.0)  # any silence is a reason for a probe
     with ExitStack() as stack:
@@ -228,7 +228,7 @@ CAUSED: dict[str, tuple[Fault, int]] = {
 
 
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
-def test_what_a_request_causes_counts_against_no_engine(fault: Fault, status: int) -> None:
+def test_failure_of_a_request_does_not_count(fault: Fault, status: int) -> None:
     """It fails in the same way on two engines, and a third does not get it."""
     rule = Rule(failures=1)
     with ExitStack() as stack:
@@ -247,7 +247,7 @@ def test_what_a_request_causes_counts_against_no_engine(fault: Fault, status: in
 
 
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
-def test_what_an_engine_causes_counts_against_it(fault: Fault, status: int) -> None:
+def test_failure_of_an_engine_counts(fault: Fault, status: int) -> None:
     """Another one answers: the first was at fault, and its probe fails, too."""
     # Once down, it stays down: it would be detected again, as one without grammars.
     rule = replace(QUICK, probe_every=0.2, pause=60.0, longest_pause=60.0)

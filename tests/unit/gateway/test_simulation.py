@@ -47,21 +47,21 @@ def test_routing_by_prefix_computes_a_fraction(gateways: int) -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_nothing_is_lost_with_an_engine(policy: str) -> None:
+def test_lost_engine_loses_no_turn(policy: str) -> None:
     result = simulated(policy, lose_at=300.0, join_at=450.0)
     sent_again = result.turns - TURNS - result.repeated
     assert 0 <= sent_again <= result.retried
     assert between(result.waits, 0.0, 1e9) == [wait for _, wait in result.waits]
 
 
-def test_with_a_lost_engine_only_its_conversations_are_computed_anew() -> None:
+def test_lost_engine_recomputes_only_its_conversations() -> None:
     without, with_loss = simulated("prefix"), simulated("prefix", lose_at=300.0)
     more = with_loss.computed - without.computed
     assert 0 < more < with_loss.prompts / 8
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
-def test_a_silent_engine_is_taken_down_and_a_slow_one_is_not(gateways: int) -> None:
+def test_silent_engine_is_taken_down_but_no_slow_one(gateways: int) -> None:
     """Quickly, by each gateway that has sent it anything; and no other engine ever."""
     result = simulated("prefix", gateways=gateways, silent_at=300.0, slow=PREFILL / 20)
     assert [well for *_, well in result.silences] == [False] * gateways

@@ -82,7 +82,7 @@ def test_every_answer_is_its_text(client: openai.OpenAI, limit: int | None) -> N
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
-def test_what_is_required_is_what_comes(client: openai.OpenAI, strict: bool) -> None:
+def test_required_call_is_made(client: openai.OpenAI, strict: bool) -> None:
     function = {"name": "order", "parameters": ORDER, "strict": strict}
     asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Two, please."}]}
     called = client.chat.completions.create(

@@ -68,7 +68,7 @@ def test_engine_that_keeps_to_the_limit_ends_its_stream(kind: str) -> None:
         ("Wed, 21 Oct 2026 07:28:00 GMT", None),
     ],
 )
-def test_busy_engine_is_asked_again_within_an_hour(header: str, expected: int | None) -> None:
+def test_busy_engine_is_probed_again_within_an_hour(header: str, expected: int | None) -> None:
     assert http._retry_after(header) == expected
 
 

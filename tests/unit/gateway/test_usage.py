@@ -93,7 +93,7 @@ def test_another_day_from_standard_input(
         (["--day", "monday"], "argument --day: invalid day value: 'monday'"),
     ],
 )
-def test_what_cannot_be_read(
+def test_unreadable_logs_are_errors(
     arguments: list[str],
     said: str,
     tmp_path: Path,

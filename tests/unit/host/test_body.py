@@ -48,16 +48,14 @@ def refused(what: Any) -> RequestError:
 
 
 @pytest.mark.parametrize("length", [None, "3", "nonsense"])
-def test_what_comes_beyond_the_limit_is_not_read(
-    monkeypatch: pytest.MonkeyPatch, length: str | None
-) -> None:
+def test_body_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch, length: str | None) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
     sent, left = request(*[b"x" * 500] * 9, **({"content_length": length} if length else {}))
     error = refused(read(sent))
     assert (error.status, error.code, len(left)) == (413, "request_too_large", 6)
 
 
-def test_what_says_that_it_is_too_large_is_not_read_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_declared_large_body_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
     sent, left = request(b"{}", content_length="1025")
     refused(read(sent))
@@ -94,7 +92,7 @@ BAD_GZIP = {
 
 
 @pytest.mark.parametrize(("chunks", "status", "left"), BAD_GZIP.values(), ids=BAD_GZIP)
-def test_gzip_that_is_refused(
+def test_invalid_gzip_is_refused(
     chunks: list[bytes], status: int, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "2900K")
@@ -120,7 +118,7 @@ def test_another_encoding_is_refused_by_its_name(encoding: str) -> None:
     assert error.status == 415 and encoding in error.message and unread
 
 
-def test_what_is_within_the_limit_can_be_read_again() -> None:
+def test_body_within_the_limit_can_be_read_again() -> None:
     sent, _ = request(b"[1,", b"2]")
     within, document = asyncio.run(body.read(sent, ServerSettings.read()))
     assert (asyncio.run(within.body()), document.value) == (b"[1,2]", [1, 2])
@@ -179,14 +177,14 @@ def conversation() -> dict[str, Any]:
     return {"messages": steps, "tools": tools, "logit_bias": bias}
 
 
-def test_what_agents_send_is_far_below(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_agents_are_far_below_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = json.dumps(conversation()).encode()
     assert len(sent) > 1_000_000
     monkeypatch.setenv(body.MAX_VALUES_VARIABLE, str(DEFAULT_MAX_VALUES * 3 // 4))
     assert asyncio.run(parse_body(sent)).value == conversation()
 
 
-def test_what_cannot_be_mended_soon_is_refused() -> None:
+def test_large_bodies_are_not_repaired() -> None:
     half = '{"a": "\ud800"}'.encode("utf-8", "surrogatepass")
     assert asyncio.run(parse_body(half + b" " * body.LARGE)).value == {"a": "\ufffd"}
     with pytest.raises(RequestError, match="not valid JSON"):
@@ -217,7 +215,7 @@ def test_long_texts_are_no_values(value: list[Any]) -> None:
         lambda inner: st.lists(inner) | st.dictionaries(st.text(st.sampled_from('\\",[')), inner),
     )
 )
-def test_strings_are_told_from_what_stands_between(value: Any) -> None:
+def test_strings_do_not_count_as_values(value: Any) -> None:
     text = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "_SLICE", 3)

@@ -223,7 +223,7 @@ def test_the_flag_alone_is_enough(
         assert said in line
 
 
-def test_a_reasoning_parser_that_was_chosen_stays(served: Served, table: object) -> None:
+def test_chosen_reasoning_parser_stays(served: Served, table: object) -> None:
     host.install()
     vllm_mlx.cli.serve_command(flags("M", "--tool-call-parser=harmony", "--reasoning-parser=qwen3"))
     assert served.calls[0].reasoning_parser == "qwen3"
@@ -277,7 +277,7 @@ def test_both_namespaces_of_python_m_are_gated(served: Served, table: object) ->
     assert main["serve_command"] is served
 
 
-def test_a_host_without_serve_command_is_said_at_once() -> None:
+def test_host_without_serve_is_reported_at_once() -> None:
     with pytest.raises(HostError, match="serve_command"):
         host.install({})
 
@@ -368,7 +368,7 @@ OPTIONAL = {
 
 
 @pytest.mark.parametrize(("name", "change"), OPTIONAL.items(), ids=OPTIONAL)
-def test_an_optional_row_that_does_not_fit_is_one_warning(
+def test_misfitting_optional_row_is_one_warning(
     served: Served,
     caplog: pytest.LogCaptureFixture,
     name: str,
@@ -389,7 +389,7 @@ def test_an_optional_row_that_does_not_fit_is_one_warning(
 @pytest.mark.parametrize(
     "name", ["vllm_mlx.engine.base.BaseEngine", "vllm_mlx.server.app", "mlx_lm.utils.load_model"]
 )
-def test_a_required_name_that_is_missing_ends_the_start(
+def test_missing_required_name_ends_the_start(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
 ) -> None:
     """Also one that modules of ours import."""
@@ -399,7 +399,7 @@ def test_a_required_name_that_is_missing_ends_the_start(
     assert served.calls == []
 
 
-def test_a_part_that_cannot_be_loaded_is_refused(
+def test_part_that_fails_to_load_is_refused(
     served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = metadata.EntryPoint("harmony", "no_such_module:Thing", entry_points.TOOL_PARSERS)
@@ -427,7 +427,7 @@ def test_a_bug_of_ours_leaves_the_host_running_unpatched(
     assert "RuntimeError: a bug" in line
 
 
-def test_a_flag_that_the_host_no_longer_has_is_no_crash(
+def test_removed_flag_of_the_host_is_no_crash(
     served: Served, table: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host.install()
@@ -454,7 +454,7 @@ def test_without_openai_harmony_one_warning_names_the_fix(
     assert "pip install openai-harmony" in line
 
 
-def test_a_model_that_is_not_harmony_is_refused(
+def test_other_model_is_refused(
     served: Served,
     table: object,
     monkeypatch: pytest.MonkeyPatch,
@@ -471,7 +471,7 @@ def test_a_model_that_is_not_harmony_is_refused(
     assert "MODEL is not Harmony" in capsys.readouterr().err
 
 
-def test_a_store_that_cannot_be_used_is_refused_at_start(
+def test_unusable_store_is_refused_at_startup(
     served: Served,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -504,7 +504,7 @@ def test_importing_the_gate_imports_nothing_of_the_host() -> None:
 # --- requirements ------------------------------------------------------------------------------
 
 
-def test_what_is_applied_is_in_force_and_taken_back(
+def test_applied_rows_take_effect_and_are_undone(
     table: tuple[Requirement, ...],
 ) -> None:
     before = snapshot()
@@ -525,7 +525,7 @@ def test_two_patches_of_the_same_thing_are_undone_backwards() -> None:
     assert differences(before) == []
 
 
-def test_undoing_what_somebody_else_took_away_still_undoes_the_rest(
+def test_undo_continues_after_a_foreign_change(
     table: tuple[Requirement, ...],
 ) -> None:
     before = snapshot()
@@ -580,7 +580,7 @@ def test_problems_are_found_before_anything_is_changed(row: Requirement, said: s
 
 
 @pytest.mark.parametrize("name", ["no_app", "_metrics"])
-def test_an_application_that_cannot_be_extended(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_unextendable_application_is_refused(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(mount, "APP", f"vllm_mlx.server:{name}")
     front_end = mount.front_end(VllmMlx())
     for row in (front_end, route("/v1/models", "GET", print)):
@@ -611,7 +611,7 @@ def test_the_real_table_fits_the_real_host(name: str) -> None:
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_tool_parsers_are_ours_only_where_a_single_model_is_served(several: bool) -> None:
+def test_tool_parsers_are_replaced_for_a_single_model(several: bool) -> None:
     parsers = vllm_mlx.tool_parsers.ToolParserManager
     theirs = {name: parsers.get_tool_parser(name) for name in parsers.list_registered()}
     contract.activate(several=several)
@@ -662,7 +662,7 @@ class Inheriting(Setting):
         ("vllm_mlx.no_such_module:Engine._model", "is missing"),
     ],
 )
-def test_an_attribute_that_objects_have_is_found(
+def test_attribute_of_instances_is_found(
     target: str, problem: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Inheriting=Inheriting))
@@ -705,7 +705,7 @@ def without_row(file: Path) -> Iterator[str]:
                     yield f"{target} with {ast.unparse(node)}"
 
 
-def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
+def test_every_used_name_of_the_host_is_in_the_table() -> None:
     """The globals of its server are: mypy knows no others than those of the table."""
     for file in sorted([*PACKAGE.glob("host/*.py"), *PACKAGE.rglob("engine/**/*.py")]):
         assert list(without_row(file)) == [], file.name
@@ -730,7 +730,7 @@ def test_whatever_is_used_of_the_host_is_in_the_table() -> None:
         ("from vllm_mlx.cli import create_parser\ncreate_parser(1)", "create_parser(1)"),
     ],
 )
-def test_what_has_no_row_is_found(tmp_path: Path, source: str, problem: str | None) -> None:
+def test_use_without_a_row_is_found(tmp_path: Path, source: str, problem: str | None) -> None:
     (tmp_path / "ours.py").write_text(source)
     found = list(without_row(tmp_path / "ours.py"))
     assert found == [] if problem is None else problem in "".join(found)

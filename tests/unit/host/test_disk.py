@@ -62,13 +62,13 @@ def test_doctor_looks_and_changes_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("gigabytes", [0.0, -1.0, float("nan")])
-def test_a_size_that_is_none_is_refused(tmp_path: Path, gigabytes: float) -> None:
+def test_invalid_size_is_refused(tmp_path: Path, gigabytes: float) -> None:
     with pytest.raises(HostError, match="ssd-cache-max-gb"):
         resources.opened(str(tmp_path / "new"), gigabytes, 0)
     assert not (tmp_path / "new").exists()
 
 
-def test_a_directory_that_cannot_be_used_costs_the_disk_alone(
+def test_unusable_directory_disables_only_the_disk(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -89,7 +89,7 @@ def test_without_a_disk_no_weights_are_read(
     assert "prefix cache" not in caplog.text
 
 
-def test_what_only_grows_is_a_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_growing_metrics_are_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = filled(tmp_path)
     monkeypatch.setattr(resources, "disk", disk)
     kinds = {

@@ -143,7 +143,7 @@ def test_a_model_directory(
     assert said in finding.detail
 
 
-def test_a_model_that_is_nowhere(nothing_heavy: None, startup_file: Path) -> None:
+def test_missing_model_is_reported(nothing_heavy: None, startup_file: Path) -> None:
     pytest.importorskip("huggingface_hub")
     assert (
         "not on this machine" in found(doctor.doctor("no-such-org/no-such-model"), "model").detail
@@ -288,7 +288,7 @@ def test_ports(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("port", ["99999", "65536", "-1", "0", "many", "²", ""])
-def test_what_is_no_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_port_is_refused(port: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         doctor.main([f"--port={port}"])
     assert ended.value.code == 2
@@ -304,7 +304,7 @@ def test_what_is_no_port_is_refused(port: str, capsys: pytest.CaptureFixture[str
         ([], ""),
     ],
 )
-def test_what_listens_on_a_port(health: Any, expected: str) -> None:
+def test_listener_on_a_port_is_identified(health: Any, expected: str) -> None:
     class Answering(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -331,7 +331,7 @@ def test_the_vocabulary_is_cached_where_it_is(
 
 
 @pytest.mark.parametrize("taken", ["", "vllm-mlx-harmony", "vllm-mlx-harmony/pieces"])
-def test_a_cache_directory_that_a_server_cannot_use(taken: str, tmp_path: Path) -> None:
+def test_unusable_cache_directory_is_reported(taken: str, tmp_path: Path) -> None:
     pytest.importorskip("mlx")
     directory = tmp_path / "cache"
     assert doctor._cache(directory).ok and not directory.exists()
@@ -371,7 +371,7 @@ def large_machine(monkeypatch: pytest.MonkeyPatch, *, memory: int, free: int) ->
         (11, 100, {"memory": (None, "gpt-oss-20b needs 15 GB")}),
     ],
 )
-def test_a_machine_that_is_too_small_is_said(
+def test_small_machine_is_reported(
     memory: int,
     free: int,
     expected: dict[str, tuple[bool | None, str]],
@@ -429,7 +429,7 @@ def test_an_unsupported_host_is_compared_all_the_same(
     ("now", "before", "ok"),
     [(100, None, True), (70, 100, True), (59, 100, False), (120, 100, True)],
 )
-def test_a_machine_that_is_slower_than_before(
+def test_slow_gpu_is_reported(
     now: float, before: float | None, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = pytest.importorskip("vllm_mlx_harmony.cli.prefill")

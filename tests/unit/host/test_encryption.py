@@ -65,7 +65,7 @@ def _flipped(encrypted: str) -> str:
         pytest.param("vmh2.***", id="not base64"),
     ],
 )
-def test_what_is_forged_or_foreign_does_not_open(forged: str) -> None:
+def test_forged_or_foreign_reasoning_is_not_opened(forged: str) -> None:
     assert ServerCipher(KEY, "a").decrypt(forged) is None
 
 
@@ -85,9 +85,7 @@ def test_servers_given_the_same_secret_open_each_others(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("content", [b"", b"short", bytes(33)])
-def test_a_file_that_is_no_key_is_left_alone(
-    content: bytes, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_file_without_a_key_is_left_alone(content: bytes, caplog: pytest.LogCaptureFixture) -> None:
     path = sealing.state_dir() / sealing.FILE_NAME
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
@@ -97,7 +95,7 @@ def test_a_file_that_is_no_key_is_left_alone(
     assert "cannot be used as the key" in caplog.text
 
 
-def test_where_nothing_can_be_kept_it_lasts_as_long_as_the_process(
+def test_key_lasts_for_the_process_without_a_state_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"

@@ -466,7 +466,7 @@ def checked(job: Job, found: Said) -> None:
 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("part", PARTS)
-def test_whatever_is_drawn_is_what_was_asked_for(tiny: Any, run: Run, part: int) -> None:
+def test_drawn_output_conforms(tiny: Any, run: Run, part: int) -> None:
     jobs = [Job(kind, seed) for seed, kind in product(range(part, SEEDS, len(PARTS)), KINDS)]
     outputs = run(all_said(tiny, jobs))
     for job, found in zip(jobs, outputs, strict=True):
@@ -501,7 +501,7 @@ def test_limits_cut_anywhere(tiny: Any, run: Run, part: int) -> None:
 
 
 @pytest.mark.nightly
-def test_what_runs_beside_it_does_not_change_an_output(tiny: Any, run: Run) -> None:
+def test_other_requests_do_not_change_an_output(tiny: Any, run: Run) -> None:
     jobs = [Job(kind, 3, 100) for kind in ("required", "schema", "plain", "custom")]
     together = run(all_said(tiny, jobs))
     alone = [run(all_said(tiny, [job]))[0] for job in jobs]
@@ -537,7 +537,7 @@ CROSSED = [
 
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize(("want", "kind"), CROSSED)
-def test_a_model_that_wants_something_else(scripted: Any, run: Run, want: str, kind: str) -> None:
+def test_unwilling_model_conforms(scripted: Any, run: Run, want: str, kind: str) -> None:
     for seed in range(3):
         found = run(said(scripted, *wanting(want, kind, seed), FREE))
         if found.finished.reason != "length":
@@ -545,7 +545,7 @@ def test_a_model_that_wants_something_else(scripted: Any, run: Run, want: str, k
         assert found.constraint is not None and not found.constraint.failure
 
 
-def test_what_a_model_says_of_its_own_accord_is_left_alone(scripted: Any, run: Run) -> None:
+def test_unforced_output_is_unchanged(scripted: Any, run: Run) -> None:
     found = run(said(scripted, *wanting("a call", "auto", 0), FREE))
     assert vocab.encoding().decode(found.ids) == WANTS["a call"]
 
@@ -580,7 +580,7 @@ def test_reasoning_is_ended_by_its_budget(
     assert "analysis" not in tail[:40]
 
 
-def test_reasoning_that_goes_in_circles_is_ended(
+def test_looping_reasoning_is_ended(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     api, document = wanting("a loop", "plain", 1)
@@ -700,7 +700,7 @@ def odd(strict: bool) -> list[Body]:
     return nested([tool])
 
 
-def test_what_cannot_be_expressed_is_an_error_when_strict_and_else_one_line_in_the_log(
+def test_unsupported_schema_is_refused_when_strict_or_logged(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
@@ -759,7 +759,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("binding", [True, False])
-def test_a_failing_grammar_fails_its_own_answer_and_only_where_it_was_promised(
+def test_failing_grammar_fails_only_its_strict_answer(
     scripted: Any, run: Run, binding: bool
 ) -> None:
     constraint = Constraint(ConstraintSpec(grammar=Broken(), binding=binding))  # type: ignore[arg-type]

@@ -115,9 +115,7 @@ def said(generated: list[Step]) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
-def test_every_id_arrives_and_the_one_that_ends_the_turn_is_the_last(
-    engine: Any, run: Run, name: str
-) -> None:
+def test_every_id_arrives_up_to_the_end_token(engine: Any, run: Run, name: str) -> None:
     generated = run(steps(engine, name))
     assert said(generated) == expected(name)
     assert [step.finish for step in generated if step.finish] == ["stop"]
@@ -166,9 +164,7 @@ def test_a_slow_reader_loses_nothing(engine: Any, run: Run) -> None:
     assert said(run(slowly(engine, "count"))) == expected("count")
 
 
-def test_a_failing_engine_is_an_output_error_and_the_next_request_is_served(
-    engine: Any, run: Run
-) -> None:
+def test_engine_failure_does_not_affect_the_next_request(engine: Any, run: Run) -> None:
     with pytest.raises(OutputError, match="internal engine error") as raised:
         run(steps(engine, "fails"))
     assert (raised.value.status, raised.value.code) == (500, "generation_failed")
@@ -275,7 +271,7 @@ def test_each_of_several_at_once_is_sampled_by_its_own_settings(
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(0.0, 100.0), (100.0, 0.0)])
-def test_a_request_of_the_hosts_own_that_joins_ours_keeps_its_settings(
+def test_host_request_in_our_batch_keeps_its_settings(
     engine: Any, run: Run, ours: float, theirs: float
 ) -> None:
     async def hosts_own(temperature: float) -> str:
@@ -300,7 +296,7 @@ LONG = "".join(f" {n}" for n in range(4_000))
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 @pytest.mark.parametrize("theirs", ["Once", LONG])
-def test_a_request_of_the_hosts_own_neither_mixes_with_ours_nor_stops_it(
+def test_host_requests_and_ours_are_independent(
     engine: Any, run: Run, theirs: str, temperature: float
 ) -> None:
     async def hosts_own() -> None:
@@ -428,7 +424,7 @@ MODEL = '{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 
         ({}, "{broken", Sampling(1.0, 1.0)),
     ],
 )
-def test_a_flag_comes_before_the_models_file_and_that_before_the_recommendation(
+def test_flag_overrides_model_file_overrides_recommendation(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     flags: dict[str, float],
@@ -449,7 +445,7 @@ def test_a_flag_comes_before_the_models_file_and_that_before_the_recommendation(
     ("temperature", "top_p", "expected"),
     [(1.0, 0.0, 0.0), (1.0, 1e-9, 0.0), (1e-40, 1.0, 0.0), (0.5, 1e-5, 0.5), (0.0, 0.5, 0.0)],
 )
-def test_what_leaves_one_id_is_the_likeliest(
+def test_settings_that_leave_one_id_are_greedy(
     temperature: float, top_p: float, expected: float
 ) -> None:
     settled = sampling.resolve(Sampling(temperature=temperature, top_p=top_p), Limits(), any_number)
@@ -477,7 +473,7 @@ def test_an_answer_gets_what_the_prompt_leaves(room: int | None, tokens: int, le
 
 
 @pytest.mark.parametrize("tokens", [1000, 1001, 10**6])
-def test_a_prompt_that_fills_the_window_is_refused_with_both_numbers(tokens: int) -> None:
+def test_error_for_full_window_has_both_numbers(tokens: int) -> None:
     with pytest.raises(RequestError) as raised:
         sampling.limited_to_context(GREEDY, tokens, 1000)
     assert (raised.value.status, raised.value.code) == (400, "context_length_exceeded")
@@ -560,5 +556,5 @@ def test_a_model_may_be_loaded_while_health_is_reported(
     assert len(host_engine.serving()) == 3
 
 
-def test_a_model_that_is_nowhere_has_no_known_window() -> None:
+def test_missing_model_has_no_context_length() -> None:
     assert length_of("nobody/no-such-model") is None

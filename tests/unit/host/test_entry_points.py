@@ -62,7 +62,7 @@ def test_an_unknown_group_is_an_error() -> None:
         entry_points.resolve("no.such.group", "harmony")
 
 
-def test_a_part_that_cannot_be_loaded_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_part_that_fails_to_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = entry("harmony", "no_such_module:Thing", "other-renderer")
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [broken])
     with pytest.raises(HostError, match="no_such_module:Thing"):

@@ -76,7 +76,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch, line: str, expected: int | None
     assert flags.cache_budget(given(monkeypatch, *line.split())) == expected
 
 
-def test_a_share_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_percentage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostError, match=r"--cache-memory-percent: .*1\.5"):
         flags.cache_budget(given(monkeypatch, "--cache-memory-percent", "1.5"))
 
@@ -112,7 +112,9 @@ NAMED = [
 
 
 @pytest.mark.parametrize(("line", "said"), NAMED, ids=[row[0] for row in NAMED])
-def test_what_has_no_effect_is_named(monkeypatch: pytest.MonkeyPatch, line: str, said: str) -> None:
+def test_flags_without_effect_are_named(
+    monkeypatch: pytest.MonkeyPatch, line: str, said: str
+) -> None:
     found = given(monkeypatch, *line.split())
     (sentence,) = flags.without_effect(found, enabled=True)
     assert sentence.startswith(said)
@@ -129,7 +131,7 @@ HONOURED = (
 )
 
 
-def test_what_has_an_effect_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_with_effect_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = given(monkeypatch, *HONOURED.split())
     assert flags.without_effect(found, enabled=True) == []
 
@@ -245,7 +247,7 @@ def test_next_names_an_address_that_the_server_listens_on(host: str, port: int, 
     assert dict(summary._common())["next"] == f"vllm-mlx-harmony launch codex{url}"
 
 
-def test_web_search_is_said_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """It needs no configuration; with one that is used, `init_mcp` makes the browser."""
     made = SimpleNamespace(
         label="browser",

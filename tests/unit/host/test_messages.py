@@ -102,13 +102,13 @@ def test_without_a_key_of_its_own_the_server_asks_for_none(
 
 
 @pytest.mark.parametrize("path", OURS)
-def test_a_key_that_is_not_ascii_is_a_wrong_key(path: str) -> None:
+def test_non_ascii_key_is_a_wrong_key(path: str) -> None:
     odd, wrong = (post(path, {"Authorization": bearer(key)}) for key in ("sécret", "wrong"))
     assert odd.status_code == 401
     assert odd.json()["error"] == wrong.json()["error"]
 
 
-def test_a_bug_is_not_taken_for_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_is_not_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any) -> None:
         raise TypeError("a bug")
 
@@ -116,7 +116,7 @@ def test_a_bug_is_not_taken_for_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> 
     assert post(PATHS[0], {"x-api-key": KEY}).status_code == 500
 
 
-def test_whoever_is_too_fast_can_name_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rate_limit_error_has_a_request_id(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter = server.RateLimiter(requests_per_minute=1, enabled=True)
     monkeypatch.setattr(server, "_rate_limiter", limiter)
     first, second, third = (post(PATHS[0], {"x-api-key": KEY}) for _ in range(3))
@@ -141,7 +141,7 @@ def _bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-def test_what_has_no_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_unavailable_tools_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
     front_end = FrontEnd(VllmMlx(), ServerSettings(), SingleServer(MemoryStore()))
     with caplog.at_level(logging.INFO, logger="vllm_mlx_harmony"):

@@ -109,7 +109,7 @@ def test_the_names_are_listed_as_they_were_given(activate: Activate) -> None:
 
 
 @pytest.mark.parametrize("name", ["claude-opus-4", "claude-*", "gpt-oss-20b"])
-def test_a_name_that_matches_is_found(name: str, activate: Activate) -> None:
+def test_matching_name_is_found(name: str, activate: Activate) -> None:
     activate("claude-*")
     found = get(f"/v1/models/{name}").json()
     assert found["id"] == name

@@ -82,7 +82,7 @@ def other(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_model_directory_that_is_not_harmony_is_not_even_loaded(other: Path) -> None:
+def test_directory_of_another_model_is_not_loaded(other: Path) -> None:
     loaded: list[str] = []
     load = loading.load_model(lambda model_name, *_, **__: loaded.append(model_name))
     with pytest.raises(NotHarmony, match="org/name"):

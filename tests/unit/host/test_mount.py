@@ -160,7 +160,7 @@ def test_passed_on_counts_once_against_the_rate_limit(
     assert statuses == [422, 422, 422, 429]  # the host finds the body wrong, three times
 
 
-def test_nothing_behind_a_new_path(mount_routes: Callable[..., None]) -> None:
+def test_new_path_has_no_original_endpoint(mount_routes: Callable[..., None]) -> None:
     mount_routes(Route(Endpoint("/v1/new", ("POST",), behind, like=(CHAT, "POST"))))
     with pytest.raises(LookupError, match="/v1/new"):
         post("/v1/new")

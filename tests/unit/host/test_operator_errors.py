@@ -90,7 +90,7 @@ def test_variables(
     assert not [*tmp_path.iterdir()], "nothing is created"
 
 
-def test_a_search_engine_that_does_not_exist(
+def test_unknown_search_engine_is_an_error(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or a package that the browser needs."""
@@ -147,7 +147,7 @@ def test_models(
     assert "\n" not in message
 
 
-def test_a_model_that_cannot_be_downloaded() -> None:
+def test_failed_download_is_an_error() -> None:
     def download(name: str) -> Path:
         raise RuntimeError(f"Failed to download {name!r}.\nRun the same command again.")
 

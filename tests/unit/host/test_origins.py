@@ -143,7 +143,7 @@ def test_kept_out(host: str, origin: str | None, content_type: str) -> None:
         ("/models", "/v1/models"),
     ],
 )
-def test_a_wrong_base_url_is_answered_with_the_path_that_was_meant(path: str, meant: str) -> None:
+def test_error_for_wrong_base_url_has_the_right_path(path: str, meant: str) -> None:
     answer = client(**SETTINGS).post(path, headers={"host": "127.0.0.1"})
     error = answer.json()["error"]
     assert answer.status_code == 404
@@ -226,7 +226,7 @@ def test_programs_notice_nothing() -> None:
     assert set(answer.headers) == {"content-length", "content-type"}
 
 
-def test_what_is_refused_is_logged_once_and_quoted(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_origin_is_logged_once_and_quoted(caplog: pytest.LogCaptureFixture) -> None:
     asking = client()
     for _ in range(3):
         asking.get("/v1/messages", headers={"origin": "https://evil\x1b[31m.example"})
@@ -266,7 +266,7 @@ def test_around_the_whole_host(around: TestClient) -> None:
     assert around.get("/v1/models").status_code == 200
 
 
-def test_taken_away_nothing_is_left() -> None:
+def test_undo_removes_the_middleware() -> None:
     before = list(server.app.user_middleware)
     mount.front_end(VllmMlx()).apply()()
     assert server.app.user_middleware == before

@@ -85,7 +85,7 @@ def test_texts_are_encoded_in_a_thread(
     assert len(threads) == 1 and threading.current_thread() not in threads
 
 
-def test_the_tokenizer_is_read_when_it_is_asked_for(engine: Any, run: Run) -> None:
+def test_tokenizer_is_read_on_first_use(engine: Any, run: Run) -> None:
     """It would be a second vocabulary in memory, which no route needs."""
     run(engine.generate("Hi.", max_tokens=1))
     assert engine._tokenizer_read is None
@@ -102,7 +102,7 @@ async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:
         return max([step.cached_tokens async for step in steps])
 
 
-def test_what_is_warmed_up_serves_every_tenant(engine: Any, run: Run) -> None:
+def test_warm_prompts_serve_every_tenant(engine: Any, run: Run) -> None:
     body = {"model": "m", "messages": [SYSTEM, ASK]}
     prompt = render(chat.read(body, VllmMlx().defaults(None)).turn).ids
     begins = vocab.encoding().decode(prompt).index("<|start|>user")
@@ -122,7 +122,7 @@ def test_what_is_warmed_up_serves_every_tenant(engine: Any, run: Run) -> None:
     "messages",
     [[{"role": "nobody", "content": "x"}], [RESULT], [{"role": "assistant", "content": 5}]],
 )
-def test_what_cannot_be_rendered_is_no_warm_up(messages: list[Any]) -> None:
+def test_unrenderable_warm_prompt_is_refused(messages: list[Any]) -> None:
     with pytest.raises(RequestError):
         warm_prompts.beginning(messages, Defaults(), render)
 
@@ -226,7 +226,7 @@ def test_the_server_may_not_think(
     assert found.reasoning(("reasoning_effort", word))[1]
 
 
-def test_what_none_is_taken_for_must_be_an_effort(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_none_effort_must_be_an_effort(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_NONE_EFFORT", "a little")
     with pytest.raises(HostError, match="VLLM_MLX_HARMONY_NONE_EFFORT"):
         read({}, ServerSettings.read())

@@ -161,7 +161,7 @@ def test_not_kept_unless_it_is_to_be(store: MemoryStore) -> None:
 
 @pytest.mark.usefixtures("_active")
 @pytest.mark.parametrize("groups", [1, 2, 3])
-def test_what_is_deleted_while_it_is_streamed_is_not_kept(store: MemoryStore, groups: int) -> None:
+def test_response_deleted_while_streamed_is_not_stored(store: MemoryStore, groups: int) -> None:
     """Who reads it reads on; nobody else finds it, then or later."""
 
     async def test() -> list[Event]:
@@ -200,7 +200,7 @@ class Small:
 
 @pytest.mark.parametrize(("store", "why"), [(Full, "disk is full"), (Small, "larger than the sto")])
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_could_not_be_stored_says_so(
+def test_response_of_failed_store_is_marked(
     caplog: pytest.LogCaptureFixture,
     store: type[Any],
     why: str,
@@ -497,7 +497,7 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
     asynchronous(test)
 
 
-def test_told_of_before_its_turn(turns: Callable[[Any], None]) -> None:
+def test_queued_response_has_its_events(turns: Callable[[Any], None]) -> None:
     turns(no_turn)
 
     async def test() -> None:
@@ -567,7 +567,7 @@ def test_it_has_not_ended_before_it_is_kept(turns: Callable[[Any], None], slow: 
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_is_deleted_while_it_is_kept_does_not_come_back(
+def test_response_deleted_while_stored_stays_deleted(
     turns: Callable[[Any], None], slow: Slow, cancelled: bool
 ) -> None:
     turns(at_once)
@@ -585,7 +585,7 @@ def test_what_is_deleted_while_it_is_kept_does_not_come_back(
 
 
 @pytest.mark.usefixtures("_active")
-def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], slow: Slow) -> None:
+def test_unfinished_response_cannot_be_continued(turns: Callable[[Any], None], slow: Slow) -> None:
     turns(at_once)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
 
@@ -602,7 +602,7 @@ def test_nothing_goes_on_with_what_has_not_ended(turns: Callable[[Any], None], s
     asynchronous(test)
 
 
-def test_what_has_ended_stays_as_it_is(turns: Callable[[Any], None]) -> None:
+def test_completed_response_cannot_be_cancelled(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
@@ -653,7 +653,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_what_has_ended_holds_its_documents_only(
+def test_completed_response_keeps_only_its_documents(
     turns: Callable[[Any], None], cancelled: bool
 ) -> None:
     turns(for_ever if cancelled else at_once)
@@ -833,7 +833,7 @@ def test_queries(store: MemoryStore, query: str, status: int, param: str | None)
 
 
 @pytest.mark.usefixtures("_active")
-def test_what_is_stored_is_its_tenants(store: MemoryStore) -> None:
+def test_stored_response_belongs_to_its_tenant(store: MemoryStore) -> None:
     put(store)
     other = {"authorization": "Bearer another"}
     for method, path in (
@@ -915,7 +915,7 @@ class Socket:
         ({"Authorization": "Bearer sesame"}, "sesame", None),
     ],
 )
-def test_who_may_connect(
+def test_websocket_access(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], key: str | None, status: int | None
 ) -> None:
     monkeypatch.setattr(server, "_api_key", key)
@@ -964,7 +964,7 @@ def test_a_flood_ends_the_connection(messages: list[str], code: int | None) -> N
 
 
 @pytest.mark.usefixtures("_active")
-def test_who_takes_nothing_is_hung_up_on() -> None:
+def test_stalled_websocket_is_aborted() -> None:
     """Not closed, which would wait until what was written has been read."""
     limited(stream_seconds=0.05)
     aborted: list[bool] = []
@@ -989,7 +989,7 @@ def test_who_takes_nothing_is_hung_up_on() -> None:
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
-def test_a_model_that_is_not_harmony_has_no_websocket() -> None:
+def test_other_model_has_no_websocket() -> None:
     async def test() -> None:
         message = {"type": "response.create", "model": "foreign", "input": "Bonjour ?"}
         socket: Any = Socket(json.dumps(message))
@@ -1002,7 +1002,7 @@ def test_a_model_that_is_not_harmony_has_no_websocket() -> None:
     asynchronous(test)
 
 
-def test_the_route_is_added_and_taken_away() -> None:
+def test_route_is_added_and_removed() -> None:
     route = mount.front_end(VllmMlx())
     before = list(server.app.router.routes)
     assert route.problem() is None
@@ -1021,7 +1021,7 @@ def test_the_route_is_added_and_taken_away() -> None:
         ("Exception in an app", True),
     ],
 )
-def test_a_message_that_is_no_utf_8_makes_no_traceback(
+def test_message_that_is_not_utf_8_makes_no_traceback(
     caplog: pytest.LogCaptureFixture, message: str, traceback: bool
 ) -> None:
     undo = mount.front_end(VllmMlx()).apply()

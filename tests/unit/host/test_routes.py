@@ -144,7 +144,7 @@ def test_the_host_answers_for_its_other_models_as_without_us(body: bytes) -> Non
 
 @pytest.mark.usefixtures("_foreign", "_active")
 @pytest.mark.parametrize("path", ["/v1/responses/input_tokens", "/v1/responses/compact"])
-def test_what_only_we_have_is_not_there_for_its_other_models(path: str) -> None:
+def test_our_routes_are_404_for_other_models(path: str) -> None:
     response = send(json.dumps({"model": "foreign", "input": "Bonjour ?"}).encode(), path)
     assert response.status_code == 404
     assert response.json()["error"]["param"] == "model"
@@ -220,7 +220,7 @@ def test_half_a_surrogate_pair_is_named_without_harm(
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
-def test_a_request_that_is_passed_on_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forwarded_request_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter = server.RateLimiter(requests_per_minute=2, enabled=True)
     monkeypatch.setattr(server, "_rate_limiter", limiter)
     assert [send(asked()).status_code for _ in range(3)] == [200, 200, 429]
@@ -331,9 +331,7 @@ def test_no_model_yet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_foreign", "_active")
 @pytest.mark.parametrize("headers", [{}, {"authorization": "Bearer wrong"}])
-def test_the_key_is_asked_for_first(
-    monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
-) -> None:
+def test_key_is_checked_first(monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]) -> None:
     monkeypatch.setattr(server, "_api_key", "sesame")
     for response in (send(b"{", **headers), get("/v1/models/foreign", **headers)):
         assert response.status_code == 401
@@ -349,7 +347,7 @@ def test_a_timeout_counts_when_it_is_one(timeout: object, used: float | None) ->
     assert serving._routing({"model": "m", "timeout": timeout}) == ("m", used)
 
 
-def test_who_leaves_while_asking_gets_no_error(caplog: pytest.LogCaptureFixture) -> None:
+def test_disconnect_while_sending_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     answer = error_response(chat.error_body, ClientDisconnect())
     assert answer.status_code == CLIENT_CLOSED
     assert not caplog.records
@@ -361,7 +359,7 @@ def test_models_with_a_slash_behind() -> None:
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
-def test_whatever_goes_wrong_in_us_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_is_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: Any) -> None:
         raise LookupError("a bug")
 
@@ -619,7 +617,7 @@ ENDINGS = [
 
 
 @pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
-def test_whatever_way_a_turn_ends(
+def test_every_end_of_a_turn_is_counted(
     generated: Generate,
     read: Callable[[Job], Awaitable[Any]],
     error: type[Exception] | None,
@@ -646,7 +644,7 @@ def test_whatever_way_a_turn_ends(
 
 
 @pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
-def test_an_answer_that_has_ended_waits_for_no_collector(
+def test_ended_answer_is_freed_without_the_collector(
     generated: Generate, read: Callable[[Job], Awaitable[Any]], error: Any, result: str, tokens: Any
 ) -> None:
     """It holds a prompt, and a failure the frames that it went through."""
@@ -670,7 +668,7 @@ def test_an_answer_that_has_ended_waits_for_no_collector(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "the server ends", "silence"])
-def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str) -> None:
+def test_client_does_not_wait_for_a_running_step(how: str) -> None:
     """But whoever wants to unload the model does."""
 
     async def test() -> None:
@@ -697,7 +695,7 @@ def test_the_client_does_not_wait_for_an_engine_in_the_middle_of_a_step(how: str
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_a_reader_that_leaves_waits_for_the_engine_unless_it_has_read_the_failure(
+def test_engine_is_released_after_a_reader_leaves(
     read: bool,
 ) -> None:
     """The time of its request ran out just when the answer was ended."""
@@ -722,7 +720,7 @@ def test_a_reader_that_leaves_waits_for_the_engine_unless_it_has_read_the_failur
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_request_that_waits_for_its_first_step_can_be_cancelled() -> None:
+def test_request_waiting_for_its_first_step_is_cancellable() -> None:
     async def queued(*_: Any) -> AsyncIterator[Step]:
         await asyncio.sleep(NEVER)
         yield Step((7,))

@@ -108,7 +108,7 @@ def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> No
     assert closed == [(resources.WRITTEN_WITHIN, 1)]
 
 
-def test_an_answer_that_ends_in_time_is_not_ended() -> None:
+def test_answer_that_ends_in_time_is_complete() -> None:
     ended: list[bool] = []
 
     async def answering() -> None:
@@ -122,7 +122,7 @@ def test_an_answer_that_ends_in_time_is_not_ended() -> None:
     assert seen[0][0] == []
 
 
-def test_an_answer_that_does_not_end_is_ended_before_uvicorn_hangs_up() -> None:
+def test_running_answer_is_ended_before_uvicorn_hangs_up() -> None:
     failures: list[HarmonyFailure] = []
 
     async def answering() -> None:
@@ -153,14 +153,14 @@ def test_the_limit_counts_from_the_signal() -> None:
     assert len(failures) == 1
 
 
-def test_an_engine_that_does_not_stop_does_not_hold_the_process(killed: threading.Event) -> None:
+def test_hanging_engine_does_not_hold_the_process(killed: threading.Event) -> None:
     stopping = Draining()
     stopping.handle_exit(signal.SIGTERM, None)
     end(stopping)
     assert killed.wait(60)
 
 
-def test_within_another_server_the_process_goes_on(killed: threading.Event) -> None:
+def test_embedded_server_does_not_end_the_process(killed: threading.Event) -> None:
     end(Draining())
     assert not killed.wait(1.5)
 

@@ -293,7 +293,7 @@ def test_the_loaded_module_knows_only_the_real_loader(site: Path) -> None:
     assert code(site, ARM + source) == ["SourceFileLoader True True a resource"]
 
 
-def test_another_finder_that_asks_everybody_does_not_go_round_in_circles(site: Path) -> None:
+def test_recursive_finder_makes_no_infinite_loop(site: Path) -> None:
     source = (
         ARM + RUN + "import importlib.util\n"
         "class Asking:\n"

@@ -153,7 +153,7 @@ class Plain:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
+def test_stalled_reader_does_not_hold_the_engine(api: str) -> None:
     """The answer ends at the bound, and what waits is read to an end in the API's own words."""
 
     async def test() -> None:
@@ -173,7 +173,7 @@ def test_who_reads_nothing_does_not_hold_the_engine(api: str) -> None:
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_who_reads_late_misses_nothing_that_fits(api: str) -> None:
+def test_late_reader_misses_nothing_within_the_buffer(api: str) -> None:
     async def test() -> None:
         engine = Engine(50)
         events = buffered(engine, api, capacity=1_000_000)
@@ -189,7 +189,7 @@ WORDS = " word é 😀" * 60
 
 
 @pytest.mark.parametrize("interval", [1, 2, 7, 64])
-def test_a_slow_reader_misses_nothing_however_many_ids_come_at_a_time(interval: int) -> None:
+def test_slow_reader_misses_nothing_of_large_steps(interval: int) -> None:
     """Characters that are cut in two by the groups are whole for the reader."""
 
     async def test() -> None:
@@ -224,7 +224,7 @@ def test_a_slow_reader_misses_nothing_however_many_ids_come_at_a_time(interval: 
     run(test)
 
 
-def test_what_the_client_sent_itself_does_not_count() -> None:
+def test_fields_of_the_request_do_not_count() -> None:
     """Nor does the end, which repeats it: no engine is held by then."""
 
     async def test() -> None:
@@ -323,7 +323,7 @@ def test_no_ping_overtakes_an_event() -> None:
     run(test)
 
 
-def test_a_reader_that_is_cancelled_can_read_on() -> None:
+def test_cancelled_reader_can_read_on() -> None:
     async def test() -> None:
         gate = asyncio.Event()
 
@@ -341,7 +341,7 @@ def test_a_reader_that_is_cancelled_can_read_on() -> None:
     run(test)
 
 
-def test_a_client_that_takes_nothing_is_given_up() -> None:
+def test_stalled_client_is_disconnected() -> None:
     async def test() -> None:
         given_up: list[bool] = []
         taken = asyncio.Event()

@@ -476,7 +476,7 @@ def test_every_parameter_of_the_official_clients_has_a_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_every_field_that_is_read_has_a_row(name: str) -> None:
+def test_every_field_has_a_row(name: str) -> None:
     listed = {re.split(r"[.\[]", each)[0] for each in PARAMETERS[name]}
     assert set(APIS[name].model.model_fields) - listed == set()
     assert {field for field, *_ in UNSUPPORTED_FIELDS.get(name, ())} - listed == set()
@@ -498,7 +498,7 @@ def test_every_row_is_tried(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "row"), [*of_state("honoured")])
-def test_what_is_honoured_makes_another_request(name: str, row: str) -> None:
+def test_honoured_parameters_change_the_request(name: str, row: str) -> None:
     api = APIS[name]
     path, value = values(api.honoured)[row]
     before, asked = api.read(without(api, path)), api.read(placed(api, path, value))
@@ -534,7 +534,7 @@ SENT = frozenset(
 
 
 @pytest.mark.parametrize(("name", "row"), [*of_state("ignored")])
-def test_what_is_ignored_changes_nothing(name: str, row: str) -> None:
+def test_ignored_parameters_change_nothing(name: str, row: str) -> None:
     api = APIS[name]
     before = api.read(without(api, row))
     for value in api.typed.get(row, ANY):
@@ -542,7 +542,7 @@ def test_what_is_ignored_changes_nothing(name: str, row: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "row"), [*of_state("refused")])
-def test_what_is_refused_is_named(name: str, row: str) -> None:
+def test_refused_parameters_are_named(name: str, row: str) -> None:
     api = APIS[name]
     with pytest.raises(RequestError) as caught:
         api.read(placed(api, row, api.refused[row]))
@@ -621,7 +621,7 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
 
 
 @pytest.mark.parametrize(("name", "path", "value", "code"), PARTLY)
-def test_what_the_rows_say(name: str, path: str, value: object, code: str | None) -> None:
+def test_claims_of_the_page_hold(name: str, path: str, value: object, code: str | None) -> None:
     api = APIS[name]
     body = deepcopy(api.body)
     put(body, path, value)

@@ -379,7 +379,7 @@ def test_text_is_read_whatever_becomes_of_attachments(
     assert "plain" in vocab.encoding().decode(list(render(turn).ids))
 
 
-def test_a_session_with_a_picture_goes_on_and_keeps_its_prefix() -> None:
+def test_session_with_a_picture_keeps_its_prefix() -> None:
     """Claude Code sends a message without an answer once more, together with the next one."""
     picture = {"type": "image", "source": BASE64}
     asked = [user(say("Look:"), picture)]

@@ -203,7 +203,7 @@ PROBLEMS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("block", "name"), PROBLEMS)
-def test_a_call_that_cannot_be_read_is_named(block: dict[str, Any], name: str) -> None:
+def test_unreadable_call_is_named(block: dict[str, Any], name: str) -> None:
     text = {"type": "text", "text": "x"}
     with pytest.raises(RequestError) as caught:
         request(messages=(HELLO, {"role": "assistant", "content": [text, block]}))

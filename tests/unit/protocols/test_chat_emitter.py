@@ -289,7 +289,7 @@ def test_on_the_wire_a_chunk_is_one_ascii_line(
         assert frame(event) == f"data: {event.data}\n\n"
 
 
-def test_the_role_goes_out_before_anything_is_generated() -> None:
+def test_role_is_sent_before_generation() -> None:
     (event,) = Emitter(INFO, stream=True).feed(Started(80))
     assert json.loads(event.data)["choices"][0]["delta"] == ROLE
 
@@ -397,7 +397,7 @@ def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None
 
 @pytest.mark.parametrize("include_usage", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_makes_the_emitter_it_asked_for(stream: bool, include_usage: bool) -> None:
+def test_emitter_matches_the_request(stream: bool, include_usage: bool) -> None:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "Hi"}],

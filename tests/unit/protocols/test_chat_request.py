@@ -451,7 +451,7 @@ def test_server_defaults_give_way_to_the_request(fields: dict[str, Any], expecte
         ),
     ],
 )
-def test_effort_is_the_first_that_is_given(fields: dict[str, Any], effort: Effort) -> None:
+def test_first_effort_field_applies(fields: dict[str, Any], effort: Effort) -> None:
     assert request(SERVER, **fields).turn.effort is effort
 
 
@@ -525,9 +525,7 @@ def test_thinking_can_be_turned_off(
         ({"stream": True, "stream_options": {"include_usage": True, "x": 1}}, True, True),
     ],
 )
-def test_how_the_answer_is_wanted(
-    fields: dict[str, Any], stream: bool, include_usage: bool
-) -> None:
+def test_stream_options_are_read(fields: dict[str, Any], stream: bool, include_usage: bool) -> None:
     asked = request(**fields)
     assert (asked.model, asked.stream, asked.include_usage) == ("m", stream, include_usage)
 
@@ -665,7 +663,7 @@ def test_the_last_message_is_a_turn_of_its_own_otherwise(fields: dict[str, Any])
         ),
     ],
 )
-def test_what_cannot_be_continued(fields: dict[str, Any], last: Any, param: str) -> None:
+def test_unsupported_continuation_is_refused(fields: dict[str, Any], last: Any, param: str) -> None:
     assert guilty({"model": "m", "messages": [*HELLO, last], **fields}).param == param
 
 
@@ -810,7 +808,7 @@ FORMATS: list[tuple[dict[str, Any], ResponseFormat]] = [
 
 
 @pytest.mark.parametrize(("fields", "expected"), FORMATS)
-def test_what_the_answer_has_to_be(fields: dict[str, Any], expected: ResponseFormat) -> None:
+def test_response_format_is_read(fields: dict[str, Any], expected: ResponseFormat) -> None:
     assert turn(**fields).response_format == expected
 
 
@@ -915,7 +913,7 @@ def test_an_answer_may_have_to_be_long() -> None:
 
 
 @pytest.mark.parametrize("turns", [1, 2])
-def test_what_opencode_sends(turns: int) -> None:
+def test_requests_of_opencode_are_read(turns: int) -> None:
     recorded = json.loads((DATA / f"opencode-chat-turn{turns}.json").read_text())["body"]
     asked = read(recorded, Defaults())
     loop = (
@@ -1243,7 +1241,7 @@ def nested(depth: int) -> dict[str, Any]:
     [None, True, 3, 1.5, "text", [], [{}], {}, nested(100_000), {"model": 10**5000}],
     ids=["null", "true", "int", "float", "str", "list", "nested list", "empty", "deep", "long"],
 )
-def test_what_is_no_request_at_all(body: object) -> None:
+def test_body_of_another_type_is_refused(body: object) -> None:
     guilty(body)
 
 

@@ -249,7 +249,7 @@ def without_terminator(ids: Sequence[int]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("client", [*CLIENTS, FreeformChatClient])
 @pytest.mark.parametrize("row", CALLS, ids=lambda row: row.id)
-def test_a_loop_goes_on_behind_what_was_generated(client: type[Client], row: Row) -> None:
+def test_loop_continues_after_generated_ids(client: type[Client], row: Row) -> None:
     *turns, last = converse(client(), [row, row, row], Replay(MIB).view("m"))
     for before, after in zip(turns, [*turns[1:], last], strict=True):
         assert text_of(after).startswith(text_of(without_terminator(before)))
@@ -261,7 +261,7 @@ NO_REASONING = [row for row in SHOWN if all(part[0] != "reasoning" for part in r
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("row", NO_REASONING, ids=lambda row: row.id)
-def test_where_nothing_is_dropped_all_of_it_is_placed(client: type[Client], row: Row) -> None:
+def test_complete_history_is_replayed(client: type[Client], row: Row) -> None:
     first, last = converse(client(), [row], Replay(MIB).view("m"))
     generated = without_terminator(first)
     assert last[: len(generated)] == generated
@@ -269,7 +269,7 @@ def test_where_nothing_is_dropped_all_of_it_is_placed(client: type[Client], row:
 
 @settings(max_examples=examples(60))
 @given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(CALLS), min_size=1, max_size=6))
-def test_any_loop_goes_on(client: type[Client], rows: list[Row]) -> None:
+def test_prompts_of_any_loop_extend_each_other(client: type[Client], rows: list[Row]) -> None:
     *turns, last = converse(client(), rows, Replay(MIB).view("m"))
     for before, after in zip(turns, [*turns[1:], last], strict=True):
         assert after[: len(before) - 1] == before[:-1]
@@ -301,7 +301,7 @@ THOUGHT = Row(
 
 
 @pytest.mark.parametrize("client", CLIENTS)
-def test_what_is_left_without_reasoning_is_as_it_was(client: type[Client]) -> None:
+def test_turn_without_reasoning_is_unchanged(client: type[Client]) -> None:
     answer = next(row for row in SHOWN if row.id == "reasoning, answer")
     first, *_, last = converse(client(), [THOUGHT, answer], Replay(MIB).view("m"))
     asked = text_of(first).removesuffix(THOUGHT.output)
@@ -413,7 +413,7 @@ def test_tools_of_the_server_make_several_outputs() -> None:
     )
 
 
-def test_what_a_stop_string_ended_is_not_remembered() -> None:
+def test_turn_with_a_stop_string_is_not_recorded() -> None:
     turn = Turn((User("Go."),), limits=Limits(stop=("two",)))
     context = StreamingHarmonyContext(turn, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>final<|message|>one two three"))
@@ -422,7 +422,7 @@ def test_what_a_stop_string_ended_is_not_remembered() -> None:
     assert context.outputs == ()
 
 
-def test_what_a_prefill_began_is_not_remembered() -> None:
+def test_prefilled_turn_is_not_recorded() -> None:
     turn = Turn((User("Go."),), prefill="One")
     context = StreamingHarmonyContext(turn, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of(" two.<|return|>"))

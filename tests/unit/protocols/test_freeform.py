@@ -88,9 +88,7 @@ def test_unwrapped(arguments: str, expected: str) -> None:
 
 
 @given(st.text(), st.booleans(), st.lists(st.integers(0, 60)))
-def test_what_was_wrapped_comes_back_however_it_is_cut(
-    text: str, ascii_only: bool, cuts: list[int]
-) -> None:
+def test_wrapped_text_survives_any_cuts(text: str, ascii_only: bool, cuts: list[int]) -> None:
     text = text.encode("utf-16", "replace").decode("utf-16")
     arguments = json.dumps({"input": text}) if ascii_only else wrap(text)
     ends = [0, *sorted(cuts), len(arguments)]
@@ -99,7 +97,7 @@ def test_what_was_wrapped_comes_back_however_it_is_cut(
 
 
 @given(st.text(), st.randoms(use_true_random=False), st.lists(st.integers(0, 60)))
-def test_what_was_wrapped_comes_back_however_it_is_spelled(
+def test_wrapped_text_survives_any_spelling(
     text: str, chance: random.Random, cuts: list[int]
 ) -> None:
     text = text.encode("utf-16", "replace").decode("utf-16")

@@ -277,7 +277,7 @@ def test_a_stream_event_by_event() -> None:
     ]
 
 
-def test_the_start_goes_out_before_anything_is_generated() -> None:
+def test_message_start_is_sent_before_generation() -> None:
     (event,) = Emitter(INFO, Mark(), stream=True).feed(Started(80))
     assert event.name == "message_start"
     assert json.loads(event.data)["message"]["usage"] == {"input_tokens": 80, "output_tokens": 0}
@@ -340,7 +340,7 @@ DISPLAYS: list[tuple[dict[str, Any] | None, Display]] = [
 
 @pytest.mark.parametrize(("asked", "display"), DISPLAYS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_makes_the_emitter_it_asked_for(
+def test_emitter_matches_the_request(
     stream: bool, asked: dict[str, Any] | None, display: Display
 ) -> None:
     body = {
@@ -396,7 +396,7 @@ def test_errors_have_anthropics_shape(error: HarmonyFailure, kind: str, message:
     assert error_body(error, "req_1") == {**body, "request_id": "req_1"}
 
 
-def test_the_client_is_told_to_go_on_without_a_thread() -> None:
+def test_thread_is_refused_with_details() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     with pytest.raises(RequestError) as caught:
         read({**body, "thread": {"type": "create"}}, Defaults(), Mark())

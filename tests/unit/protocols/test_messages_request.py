@@ -673,7 +673,7 @@ def test_the_last_effort_says_whether_the_model_thinks() -> None:
     assert not turn(messages=none[:1] + HELLO).thinking
 
 
-def test_a_tool_that_was_added_may_be_chosen_and_with_none_there_is_none() -> None:
+def test_added_tool_may_be_chosen_and_none_removes_all() -> None:
     added = {"role": "system", "content": [addition({"name": "g", "input_schema": {}})]}
     chosen = turn(messages=[*HELLO, added], tool_choice={"type": "tool", "name": "g"})
     assert chosen.tool_choice == ToolChoice(required=True, names=("g",))
@@ -716,7 +716,7 @@ FORCED: dict[str, tuple[dict[str, Any], dict[str, Any], list[Message]]] = {
 
 
 @pytest.mark.parametrize(("last", "fields", "expected"), FORCED.values(), ids=FORCED)
-def test_what_was_begun_and_cannot_become_what_is_asked_for_is_finished(
+def test_unsuitable_prefill_becomes_a_finished_message(
     last: dict[str, Any], fields: dict[str, Any], expected: list[Message]
 ) -> None:
     """As LangGraph asks for the typed answer of an agent, when it has answered."""
@@ -730,7 +730,7 @@ def test_what_was_begun_and_cannot_become_what_is_asked_for_is_finished(
     assert "Hm." not in prompt  # an answer follows it (A6)
 
 
-def test_json_that_was_begun_is_continued() -> None:
+def test_json_prefill_is_continued() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     for begun in ('{"city":', '{\n  "city"'):
         asked = turn(messages=[*HELLO, assistant(text(begun))], output_config=form)
@@ -944,7 +944,7 @@ def test_fields(fields: dict[str, Any], name: str, expected: object) -> None:
     assert getattr(turn(**fields), name) == expected
 
 
-def test_what_is_left_out_is_noted() -> None:
+def test_unavailable_tools_are_noted() -> None:
     asked = request(tools=[BARE, {"type": "web_search_20250305", "name": "web_search"}])
     assert asked.notes == ("tools that are not available: 'web_search'",)
     assert request(tools=[BARE]).notes == ()
@@ -953,7 +953,7 @@ def test_what_is_left_out_is_noted() -> None:
     assert request(mcp_servers=[]).notes == ()
 
 
-def test_a_request_that_says_so_thinks_whatever_the_server_was_started_with() -> None:
+def test_thinking_of_the_request_overrides_the_server() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": HELLO}
     quiet = Defaults(effort=Effort.LOW, thinking=False)
     assert read(body, quiet, Mark()).turn.thinking is False
@@ -983,7 +983,7 @@ def test_counting_needs_no_limit_and_changes_nothing_else() -> None:
     assert guilty(body).param == "max_tokens"
 
 
-def test_what_is_counted_need_not_be_compacted_but_must_be_whole() -> None:
+def test_count_accepts_compaction_but_no_thread() -> None:
     body = {"model": "m", "messages": HELLO}
     summarize = {**body, "compaction": {"type": "summarize"}}
     assert read(summarize, SERVER, Mark(), counting=True).turn.messages == (User("Hello"),)
@@ -1084,7 +1084,7 @@ def test_a_block_is_refused_for_what_it_is(message: dict[str, Any], why: str) ->
     assert error.message == f"messages[0].content[0] is of type {kind!r}, {why}"
 
 
-def test_what_was_answered_is_refused_all_the_same_when_it_cannot_stand_there() -> None:
+def test_misplaced_tool_use_is_refused() -> None:
     messages = [user(use({})), assistant(text("a")), *HELLO]
     error = guilty({"model": "m", "max_tokens": 9, "messages": messages})
     assert error.param == "messages[0].content[0]"
@@ -1098,7 +1098,7 @@ LAST = [
 
 
 @pytest.mark.parametrize(("message", "where"), LAST)
-def test_what_cannot_be_continued(message: dict[str, Any], where: str) -> None:
+def test_unsupported_continuation_is_refused(message: dict[str, Any], where: str) -> None:
     error = guilty({"model": "m", "max_tokens": 9, "messages": [*HELLO, message]})
     assert error.param == where
     assert where in error.message
@@ -1174,7 +1174,7 @@ def nested(depth: int) -> dict[str, Any]:
     [None, True, 3, "text", [], [{}], {}, nested(100_000)],
     ids=["null", "true", "int", "str", "list", "nested list", "empty", "deep"],
 )
-def test_what_is_no_request_at_all(body: object) -> None:
+def test_body_of_another_type_is_refused(body: object) -> None:
     guilty(body)
 
 
@@ -1226,7 +1226,7 @@ ANSWERED = "<|start|>functions.Bash to=assistant<|channel|>commentary<|message|>
 
 
 @pytest.mark.parametrize("dropped", ["kept", "shortened", "dropped", "omitted by the server"])
-def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
+def test_tool_loop_continues_the_turn(dropped: str) -> None:
     """Prompt 2 is prompt 1, what was generated, the result, and the assistant's turn to go on."""
     first = recorded("claude-code-turn1")
     if dropped == "omitted by the server":
@@ -1251,7 +1251,7 @@ def test_a_tool_loop_goes_on_where_the_model_stopped(dropped: str) -> None:
     assert render(second.turn).ids == (*prompt, *output, *tail)
 
 
-def test_a_preamble_that_was_shown_as_thinking_is_one_again() -> None:
+def test_preamble_shown_as_thinking_is_restored() -> None:
     body = {**recorded("claude-code-turn1"), "stream": False, "thinking": {"type": "between_tools"}}
     asked = read(body, Defaults(), Mark())
     context, emitter = StreamingHarmonyContext(asked.turn, INFO), asked.emitter(INFO)

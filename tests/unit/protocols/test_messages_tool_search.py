@@ -108,7 +108,7 @@ def test_a_deferred_tool_is_declared_where_it_was_found() -> None:
 @pytest.mark.parametrize(
     "loaded", [AFTER, [later("WebFetch"), SEARCH], [SEARCH, later("WebFetch")]]
 )
-def test_a_prompt_begins_as_the_one_before_it_when_a_tool_is_loaded(loaded: list[Block]) -> None:
+def test_loading_a_tool_keeps_the_prefix(loaded: list[Block]) -> None:
     steps = [([ASK], BEFORE), (FOUND, loaded), (FETCHED, loaded)]
     prompts = [render(turn(messages, tools)).ids for messages, tools in steps]
     for before, now in pairwise(prompts):
@@ -133,7 +133,7 @@ def test_loading_a_tool_changes_no_tool_of_the_server(name: str, served: str) ->
     assert render(loaded).ids[: len(ids)] == ids
 
 
-def test_each_tool_is_declared_once_and_in_the_order_of_the_references() -> None:
+def test_tools_are_declared_once_in_order_of_references() -> None:
     again = [
         *FOUND,
         said(use("c2", "ToolSearch", query="web")),
@@ -152,19 +152,19 @@ def test_each_tool_is_declared_once_and_in_the_order_of_the_references() -> None
     assert results == ["WebFetch", "Two:\nWebSearch\nWebFetch", "A\nB", "None."]
 
 
-def test_a_reference_to_a_tool_that_is_gone_is_its_name() -> None:
+def test_reference_to_unknown_tool_is_its_name() -> None:
     """The server of a tool may have been closed since: the session goes on."""
     asked = turn(FOUND, [SEARCH])
     assert asked.messages[-1] == Result("c1", "WebFetch", "messages[2].content[0]")
 
 
-def test_a_reference_to_a_tool_that_was_declared_in_front_is_its_name() -> None:
+def test_reference_to_declared_tool_is_its_name() -> None:
     asked = turn(FOUND, [SEARCH, tool("WebFetch")])
     assert names(asked) == ["ToolSearch", "WebFetch"]
     assert not any(isinstance(each, AdditionalTools) for each in asked.messages)
 
 
-def test_what_was_loaded_may_be_called_and_be_chosen() -> None:
+def test_loaded_tool_may_be_called_and_chosen() -> None:
     chosen = {"type": "tool", "name": "WebFetch"}
     asked = turn(FOUND, AFTER, tool_choice=chosen)
     assert asked.tool_choice == ToolChoice(required=True, names=("WebFetch",))
@@ -176,7 +176,7 @@ def test_what_was_loaded_may_be_called_and_be_chosen() -> None:
 
 
 @pytest.mark.parametrize("tools", [[later("f"), tool("f")], [later("f"), SEARCH, later("f")]])
-def test_two_tools_of_one_name_are_refused_before_they_are_loaded(tools: list[Block]) -> None:
+def test_tools_with_equal_names_are_refused_before_loading(tools: list[Block]) -> None:
     with pytest.raises(RequestError, match="duplicate tool name 'f'") as caught:
         turn([ASK], tools)
     assert caught.value.param in ("tools[0]", "tools[2]")
@@ -202,7 +202,7 @@ SERVERS = [
 
 
 @pytest.mark.parametrize("search", SERVERS)
-def test_where_the_server_would_have_to_search_all_tools_are_declared(search: Block) -> None:
+def test_all_tools_are_declared_for_a_server_side_search(search: Block) -> None:
     """As in Responses."""
     body = {"model": "m", "max_tokens": 9, "messages": [ASK], "tools": [search, later("WebFetch")]}
     asked = read(body, Defaults(), Reverse())
@@ -210,7 +210,7 @@ def test_where_the_server_would_have_to_search_all_tools_are_declared(search: Bl
     assert any("defer_loading was ignored" in note for note in asked.notes)
 
 
-def test_what_a_search_of_anthropics_servers_found_is_declared_there() -> None:
+def test_tool_found_by_anthropic_search_is_declared_there() -> None:
     found = {"type": "tool_search_tool_search_result", "tool_references": [reference("WebFetch")]}
     messages = [
         ASK,
@@ -255,7 +255,7 @@ def test_a_message_about_tokens_with_every_step_breaks_no_prefix(words: str) -> 
         assert now_ids[: len(before)] == before
 
 
-def test_a_message_that_is_cleared_changes_nothing_in_front_of_it() -> None:
+def test_cleared_message_keeps_the_prefix() -> None:
     cleared = {"role": "system", "content": LEFT.format(7), "clear_at": "next_user_message"}
     called = [ASK, said(use("c1", "ToolSearch", query="x")), user(result("c1", text("None.")))]
     first = render(turn([*called, cleared], [SEARCH]))

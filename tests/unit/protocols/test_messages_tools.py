@@ -230,7 +230,7 @@ def test_a_deferred_tool_is_declared_where_it_was_found() -> None:
 # --- Tools that nobody runs.
 
 
-def test_the_model_and_the_client_are_told() -> None:
+def test_unavailable_tools_are_in_prompt_and_answer() -> None:
     asked = request(FUNCTION, SEARCH, {**SEARCH, "type": "web_search_20260318"})
     assert asked.turn.messages == (notice(["web_search"]), User("Hello"))
     assert [tool.name for tool in asked.turn.tools] == ["f"]
@@ -298,7 +298,7 @@ def test_a_search_alone_fails_in_the_apis_own_way(choice: Any, stream: bool) -> 
     assert official.content[1].content.error_code == "unavailable"  # type: ignore[union-attr]
 
 
-def test_a_search_that_is_required_beside_others_fails_too() -> None:
+def test_required_search_beside_other_tools_fails() -> None:
     asked = request(FUNCTION, SEARCH, {"type": "code_execution_20250825"}, tool_choice=PINNED)
     assert asked.unavailable.tools == ("web_search", "code_execution")
     assert asked.turn.answer == REFUSAL
@@ -315,7 +315,7 @@ def test_a_function_may_have_the_name_of_a_search() -> None:
     assert request(FUNCTION, SEARCH, tool_choice={**PINNED, "type": "auto"}).turn.answer == ""
 
 
-def test_a_conversation_goes_on_after_the_refusal() -> None:
+def test_conversation_continues_after_the_refusal() -> None:
     """A client with a switch for web search sends the tool with every message of its user."""
     message, _ = refused(request(SEARCH))
     history = [
@@ -331,13 +331,13 @@ def test_a_conversation_goes_on_after_the_refusal() -> None:
     assert request(SEARCH, messages=history, tool_choice=PINNED).turn.answer == REFUSAL
 
 
-def test_a_tool_that_is_added_later_is_named_there() -> None:
+def test_later_added_unavailable_tool_is_named_there() -> None:
     added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": SEARCH}}
     asked = request(FUNCTION, messages=[*HELLO, {"role": "system", "content": [added]}])
     assert asked.turn.messages == (User("Hello"), notice(["web_search"]))
 
 
-def test_a_server_of_ours_that_is_similar_counts() -> None:
+def test_similar_server_tool_is_available() -> None:
     page = Tool("search", "", {"type": "object", "properties": {}})
     browser = Namespace("browser", (page,), label="browser")
     defaults = Defaults(namespaces=(browser,), tools_for_all=True)

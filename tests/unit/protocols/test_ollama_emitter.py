@@ -201,7 +201,7 @@ def test_errors_name_the_field() -> None:
     assert error_body(RequestError("seed is wrong", param="seed")) == {"error": "seed is wrong"}
 
 
-def test_a_model_that_is_loaded() -> None:
+def test_response_to_load_request() -> None:
     done = {"done": True, "done_reason": "load"}
     assert loaded("gpt-oss-20b", INFO.created, chat=False) == {**HEAD, "response": "", **done}
     message = {"role": "assistant", "content": ""}

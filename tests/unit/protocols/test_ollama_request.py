@@ -136,7 +136,7 @@ def test_conversations(name: str) -> None:
         ([user("Hi.", images="AA")], "messages[0].images"),
     ],
 )
-def test_what_is_wrong_is_named(messages: list[Any], param: str) -> None:
+def test_error_names_the_field(messages: list[Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(*messages)
     assert caught.value.param == param

@@ -97,12 +97,12 @@ def test_white_space_around_an_object_is_not(text: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t "])
-def test_nothing_is_nothing(text: str) -> None:
+def test_empty_text_stays_empty(text: str) -> None:
     assert "".join(sent(text)) == ""
 
 
 @pytest.mark.parametrize(("text", "members"), NO_OBJECTS, ids=[t[:40] for t, _ in NO_OBJECTS])
-def test_what_is_no_object_is_handed_over_whole(text: str, members: dict[str, Any]) -> None:
+def test_invalid_objects_are_sent_whole(text: str, members: dict[str, Any]) -> None:
     whole, by_character = "".join(sent([text])), "".join(sent(text))
     assert whole == by_character
     assert json.loads(whole) == invalid(text, **members)

@@ -171,12 +171,12 @@ def test_one_thing_wrong(change: str) -> None:
     ],
     ids=["nothing", "only the end", "no end", "two ends", "a first end", "no names", "two lines"],
 )
-def test_frames_that_are_wrong(events: list[Event]) -> None:
+def test_wrong_frames_are_found(events: list[Event]) -> None:
     with pytest.raises((AssertionError, ValueError)):
         check(events)
 
 
 @pytest.mark.parametrize("wire", ["data: {}", "event: a\nevent: b\ndata: {}\n\n"])
-def test_a_wire_that_is_wrong(wire: str) -> None:
+def test_wrong_wire_format_is_found(wire: str) -> None:
     with pytest.raises(AssertionError):
         from_wire(wire)

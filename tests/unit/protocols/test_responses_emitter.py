@@ -285,7 +285,7 @@ SEARCHES: list[tuple[tuple[str, ...], Any]] = [
 
 
 @pytest.mark.parametrize(("texts", "arguments"), SEARCHES)
-def test_a_search_is_told_of_whole(texts: tuple[str, ...], arguments: Any) -> None:
+def test_search_call_is_sent_whole(texts: tuple[str, ...], arguments: Any) -> None:
     events = emitted(called("tool_search", *texts))
     (item,) = check(events)["output"]
     assert [event["type"] for event in documents(events)[2:-1]] == [
@@ -303,7 +303,7 @@ def test_a_search_is_told_of_whole(texts: tuple[str, ...], arguments: Any) -> No
     assert whole(called("tool_search", *texts))["output"] == [item]
 
 
-def test_a_search_that_was_cut() -> None:
+def test_cut_search_call_is_incomplete() -> None:
     cut = told(said(0, Kind.CALL, '{"que', name="tool_search", complete=False), end=CUT)
     (item,) = check(emitted(cut))["output"]
     assert (item["status"], item["arguments"]) == ("incomplete", '{"que')
@@ -318,7 +318,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 
 
 @given(st.lists(st.tuples(st.sampled_from([*Kind][:4]), st.lists(TEXT, min_size=1)), max_size=5))
-def test_whatever_is_said(messages: list[tuple[Kind, list[str]]]) -> None:
+def test_any_messages_make_a_valid_stream(messages: list[tuple[Kind, list[str]]]) -> None:
     names = {Kind.CALL: "patch"}
     turn = told(
         *(said(at, kind, *texts, name=names.get(kind, ""))
@@ -471,13 +471,11 @@ REPEATED: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("fields", "name", "expected"), REPEATED)
-def test_the_response_repeats_what_was_asked(
-    fields: dict[str, Any], name: str, expected: Any
-) -> None:
+def test_response_echoes_the_request(fields: dict[str, Any], name: str, expected: Any) -> None:
     assert whole(told(end=STOP), **fields)[name] == expected
 
 
-def test_without_a_clock_nobody_knows_when_it_was_completed() -> None:
+def test_completion_time_is_null_without_a_clock() -> None:
     emitter = request(False).emitter(INFO)
     for delta in told(end=STOP):
         emitter.feed(delta)
@@ -516,7 +514,7 @@ def test_a_message_without_a_word_is_none() -> None:
     assert final == whole(turn)
 
 
-def test_an_item_that_failed_is_incomplete() -> None:
+def test_failed_item_is_incomplete() -> None:
     final = check(emitted([*HALF, Failed(OutputError("no"))]))
     assert final["output"] == [
         item_of(0, (REASONING, "Hm"), "completed"),
@@ -575,7 +573,7 @@ def test_in_the_background_it_is_queued_first() -> None:
 
 @pytest.mark.parametrize("begun", range(len(HALF) + 1))
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_in_the_background_it_is_told_of_before_its_turn(begun: int, ending: str) -> None:
+def test_background_response_is_announced_before_its_turn(begun: int, ending: str) -> None:
     emitter = request(True, background=True).emitter(INFO)
     events = [*emitter.create(), *emitter.create()]
     assert [event.name for event in events] == ["response.created", "response.queued"]
@@ -588,7 +586,7 @@ def test_in_the_background_it_is_told_of_before_its_turn(begun: int, ending: str
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_response_that_could_not_be_stored_says_so_at_its_end(stream: bool) -> None:
+def test_response_of_failed_store_is_marked_at_its_end(stream: bool) -> None:
     emitter = request(stream).emitter(INFO)
     deltas = told(said(0, Kind.ANSWER, "Hi"), end=STOP)
     *groups, last = [emitter.feed(delta) for delta in deltas]
@@ -628,7 +626,7 @@ def test_a_text_is_one_event_made_without_encoding_anything_else(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_not_streamed_makes_no_events(
+def test_without_streaming_no_events_are_made(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []

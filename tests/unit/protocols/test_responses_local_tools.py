@@ -293,7 +293,7 @@ def test_a_loop(
         assert second[: len(first)] == first
 
 
-def test_a_stored_conversation_goes_on() -> None:
+def test_stored_conversation_continues() -> None:
     asked = request({"type": "shell"})
     first, response, context = answered(asked, called("shell", '{"commands":["ls"]}'))
     key = response["output"][0]["call_id"]
@@ -480,7 +480,7 @@ PROBLEMS: tuple[tuple[dict[str, Any], str], ...] = (
 
 
 @pytest.mark.parametrize(("item", "param"), PROBLEMS)
-def test_what_cannot_be_read_is_named(item: dict[str, Any], param: str) -> None:
+def test_unreadable_item_is_named(item: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         history(item)
     assert caught.value.param == param
@@ -517,7 +517,7 @@ def test_the_input_is_listed() -> None:
 # --- Tools that nobody runs.
 
 
-def test_the_model_and_the_client_are_told() -> None:
+def test_unavailable_tools_are_in_prompt_and_answer() -> None:
     container = {"type": "shell", "environment": {"type": "container_auto"}}
     asked = request(FUNCTION, {"type": "web_search"}, {"type": "web_search_preview"}, container)
     assert asked.turn.messages == (notice(["web_search", "shell"]), User("Hello"))
@@ -617,7 +617,7 @@ def test_a_pinned_shell_in_a_container_fails() -> None:
     assert [item["type"] for item in response["output"]] == ["message"]
 
 
-def test_a_conversation_goes_on_after_the_refusal() -> None:
+def test_conversation_continues_after_the_refusal() -> None:
     search = {"type": "web_search"}
     first = request(search)
     response = refused(first)
@@ -637,7 +637,7 @@ def test_a_summary_is_the_models() -> None:
     assert request({"type": "web_search"}).compaction().turn.answer == ""
 
 
-def test_what_the_server_runs_is_available() -> None:
+def test_tools_of_the_server_are_available() -> None:
     page = Tool("search", "", {"type": "object", "properties": {}})
     browser = Namespace("browser", (page,), label="browser")
     code = {"type": "code_interpreter", "container": {"type": "auto"}}
@@ -647,7 +647,7 @@ def test_what_the_server_runs_is_available() -> None:
     assert answered(asked, FINAL)[1]["unavailable_tools"] == ["code_interpreter"]
 
 
-def test_what_is_added_later_is_named_there() -> None:
+def test_later_added_unavailable_tool_is_named_there() -> None:
     added = {"type": "additional_tools", "role": "developer",
              "tools": [{"type": "shell"}, {"type": "image_generation"}]}  # fmt: skip
     user, tools, line = request(FUNCTION, input=[ASKED, added]).turn.messages
@@ -672,7 +672,7 @@ def permits(asked: ResponsesRequest, output: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", LOCAL_TOOLS)
-def test_a_grammar_has_every_call_that_fits(kind: str) -> None:
+def test_grammar_accepts_every_valid_call(kind: str) -> None:
     """Beside a function, so that the grammar of one tool cannot be that of another."""
     asked = request(declared(kind), FUNCTION)
     name = LOCAL_TOOLS[kind].name
@@ -684,5 +684,5 @@ def test_a_grammar_has_every_call_that_fits(kind: str) -> None:
 
 
 @pytest.mark.parametrize("written", [text for text in INVALID if "1e999" not in text and text])
-def test_a_grammar_has_no_call_that_does_not_fit(written: str) -> None:
+def test_grammar_rejects_every_invalid_call(written: str) -> None:
     assert not permits(request({"type": "shell"}), called("shell", written))

@@ -131,7 +131,7 @@ QUERY = '{"query":"calendar"}'
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_what_was_found_is_called_and_nothing_before_it_has_changed(stored: bool) -> None:
+def test_found_tool_is_called_and_the_prefix_kept(stored: bool) -> None:
     """Search, call, answer: each prompt begins with the one before it, as far as A6 allows."""
     body = recorded("codex-custom-turn1")
     asked = read(body, SERVER, Reverse())
@@ -194,7 +194,7 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(("name", "call"), SPELLINGS.values(), ids=SPELLINGS)
-def test_however_a_call_was_spelled_what_was_generated_is_continued(
+def test_turn_is_continued_whatever_the_spelling_of_its_call(
     name: str, call: str, stored: bool
 ) -> None:
     body, view = recorded(name), Replay(2**20).view("")
@@ -212,7 +212,7 @@ def test_however_a_call_was_spelled_what_was_generated_is_continued(
     assert second[: len(first)] == first
 
 
-def test_a_stored_conversation_goes_on_from_its_messages() -> None:
+def test_stored_conversation_continues_from_its_messages() -> None:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be brief.",
             "tools": [{"type": "function", "name": "look"}]}  # fmt: skip
     # Arguments as no JSON writer would give them back: the messages themselves are continued.

@@ -493,7 +493,7 @@ def test_a_string_is_what_the_user_says() -> None:
     assert turn(input="Hi").messages == (User("Hi"),)
 
 
-def test_the_log_is_told_what_could_not_be_used() -> None:
+def test_unusable_items_are_noted() -> None:
     items = [ASKED, thought(encrypted_content="gAAAA"), {"type": "item_reference", "id": "m"}]
     assert request(input=items).notes == (
         "input[2] refers to 'm', which is not stored: left out",
@@ -502,7 +502,7 @@ def test_the_log_is_told_what_could_not_be_used() -> None:
     assert request(input=[ASKED, thought(encrypted_content=SEAL.encrypt("x"))]).notes == ()
 
 
-def test_a_reference_that_names_a_call_hides_its_result() -> None:
+def test_reference_to_a_call_hides_its_result() -> None:
     reference = {"id": "ws_1", "call_id": "call_1"}
     answer = {"type": "function_call_output", "call_id": "call_1", "output": "r"}
     assert turn(input=[ASKED, reference, answer]).messages == turn(input=[ASKED]).messages
@@ -525,7 +525,7 @@ def test_references_are_looked_up() -> None:
 HISTORY = (Instructions("Be brief."), User("Hello"), Reasoning("Hm."), CALLED)
 
 
-def test_history_comes_before_the_input_and_behind_the_instructions() -> None:
+def test_history_is_between_instructions_and_input() -> None:
     asked = request(history=HISTORY, input=[result("r")], instructions="Be kind.")
     kept = (*HISTORY, Result("c1", "r", "input[0]"))
     assert asked.turn.messages == (Instructions("Be kind."), *kept)
@@ -641,7 +641,7 @@ def test_no_tool_at_all_and_yet_what_was_found_is_kept() -> None:
     assert kept == (*turn(input=items).messages, Answer("Hi"))
 
 
-def test_what_an_earlier_response_found_is_known_by_its_name() -> None:
+def test_tools_found_earlier_are_known_by_name() -> None:
     crm = {"type": "namespace", "name": "crm", "tools": [FIND]}
     search = {"type": "tool_search", "execution": "client"}
     first = request(input=[ASKED, searched(), found(crm)], tools=[search])
@@ -663,7 +663,7 @@ def calls_of(asked: ResponsesRequest, name: str) -> list[dict[str, Any]]:
     return output
 
 
-def test_the_only_tool_is_the_one_that_was_called() -> None:
+def test_unstored_call_is_assigned_to_the_only_tool() -> None:
     items = [ASKED, {"id": "fc_1"}, result("r")]
     asked = request(input=items, tools=[{"type": "function", "name": "only"}])
     assert asked.turn.messages[1] == Call("c1", "only", "{}")
@@ -700,7 +700,7 @@ def test_the_servers_defaults() -> None:
         ({"background": True, "store": True}, True, True, False),
     ],
 )
-def test_how_it_is_to_be_answered(
+def test_store_background_and_stream_are_read(
     fields: dict[str, Any], store: bool, background: bool, stream: bool
 ) -> None:
     asked = request(**fields)
@@ -719,7 +719,7 @@ IGNORED: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("fields", IGNORED)
-def test_what_changes_nothing_is_accepted(fields: dict[str, Any]) -> None:
+def test_ignored_fields_change_nothing(fields: dict[str, Any]) -> None:
     assert turn(**fields) == turn()
 
 
@@ -1005,7 +1005,7 @@ def test_pages(query: dict[str, str], numbers: range, more: bool) -> None:
     [("order", "up"), ("limit", "0"), ("limit", "101"), ("limit", "x"), ("limit", "²"),
      ("limit", "9" * 5000), ("after", "msg_30")],
 )  # fmt: skip
-def test_a_page_that_is_not_there(param: str, value: str) -> None:
+def test_invalid_page_is_refused(param: str, value: str) -> None:
     with pytest.raises(RequestError) as caught:
         page(MANY, {param: value})
     assert (caught.value.param, caught.value.status) == (param, 400)

@@ -95,7 +95,7 @@ def test_a_response_whose_server_has_gone() -> None:
     )
 
 
-def test_a_stream_that_ends_for_another_reason() -> None:
+def test_error_event_of_an_ended_stream() -> None:
     event = error_event(HostError("the server ends", code="server_unavailable"), 3)
     assert (event.name, json.loads(event.data)) == (
         "error",
@@ -121,7 +121,7 @@ SUMMARY: list[Delta] = [
 ]
 
 
-def test_a_compacted_conversation_goes_on() -> None:
+def test_compacted_conversation_continues() -> None:
     items = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Hello"},
@@ -150,7 +150,7 @@ def test_a_compacted_conversation_goes_on() -> None:
     assert again.turn.messages == (User("Hi"), User("More"), Summary("They greeted."))
 
 
-def test_a_compaction_keeps_what_the_user_said_in_earlier_responses() -> None:
+def test_compaction_keeps_user_messages_of_earlier_responses() -> None:
     """But not the summary of an earlier compaction: it is part of the new one."""
     history = (
         Instructions("Be brief."),
@@ -180,9 +180,7 @@ def test_a_compaction_keeps_what_the_user_said_in_earlier_responses() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
-def test_a_compaction_that_is_triggered_is_the_only_item(
-    stream: bool, reason: Any, status: str
-) -> None:
+def test_triggered_compaction_is_the_only_item(stream: bool, reason: Any, status: str) -> None:
     items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
     asked = read({"model": "m", "input": items, "stream": stream}, Defaults(), Reverse())
     emitter = asked.emitter(INFO)
@@ -221,7 +219,7 @@ def test_a_compaction_without_a_summary_fails(said: list[Delta]) -> None:
     assert asked.conversation(asked.turn.messages, ended=False) == (User("Hi"),)
 
 
-def test_what_a_compaction_leaves_of_a_stored_conversation() -> None:
+def test_compaction_of_a_stored_conversation() -> None:
     tools = [{"type": "function", "name": "f"}]
     items = [
         {"role": "developer", "content": "Be brief."},

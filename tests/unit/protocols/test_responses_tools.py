@@ -175,12 +175,12 @@ CALLED: list[tuple[str, DeclaredTool]] = [
 
 
 @pytest.mark.parametrize(("called", "expected"), CALLED)
-def test_whose_call_it_is(called: str, expected: DeclaredTool) -> None:
+def test_call_is_mapped_to_its_tool(called: str, expected: DeclaredTool) -> None:
     assert tools(*DECLARED).tool(called) == expected
 
 
 @pytest.mark.parametrize("called", ["to=functions.crm__find", "to=crm.find", "to=functions.find"])
-def test_whatever_the_model_writes_reaches_the_tool(called: str) -> None:
+def test_any_output_reaches_the_tool(called: str) -> None:
     read = tools(*DECLARED)
     names = Names.of(Turn(messages=(User("Hi"),), tools=read.shown))
     assert read.tool(names.addressee(called.removeprefix("to="))) == DeclaredTool("find", "crm")
@@ -256,7 +256,7 @@ REFUSED: list[tuple[list[dict[str, Any]], Any, str]] = [
 
 
 @pytest.mark.parametrize(("declared", "choice", "param"), REFUSED)
-def test_a_choice_that_cannot_be_obeyed(
+def test_impossible_choice_is_refused(
     declared: list[dict[str, Any]], choice: Any, param: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
@@ -267,7 +267,7 @@ def test_a_choice_that_cannot_be_obeyed(
 # --- Searches and what they find.
 
 
-def test_a_search_that_the_client_runs() -> None:
+def test_client_side_search_is_a_tool() -> None:
     (tool,) = tools(search(description="Finds.", parameters=SCHEMA)).shown
     assert tool == Tool("tool_search", "Finds.", SCHEMA, "tools[0]")
     (tool,) = tools(search()).shown
@@ -284,7 +284,7 @@ LATER = [
 ]  # fmt: skip
 
 
-def test_what_can_be_found_is_only_named() -> None:
+def test_deferred_tools_are_only_named() -> None:
     read = tools(search(description="Finds."), *LATER)
     assert [tool.name for tool in read.shown] == ["tool_search", "crm__ask"]
     assert read.shown[0].description == (
@@ -294,7 +294,7 @@ def test_what_can_be_found_is_only_named() -> None:
     assert read.tool("crm__find") == DeclaredTool("find", "crm")
 
 
-def test_what_can_be_found_has_the_clients_own_name() -> None:
+def test_deferred_tool_has_its_own_name() -> None:
     """It is declared as ``python_tool``, but the client that searches knows no such tool, and reads
     the search's arguments as the model writes them."""
     read = tools(search(description="Finds."), function("python", defer_loading=True))
@@ -354,7 +354,7 @@ class NoSeal:
         raise NotImplementedError
 
 
-def test_calls_in_the_history_have_the_name_that_is_shown() -> None:
+def test_calls_in_history_have_the_shown_name() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "find", "namespace": "crm"}
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}, call], "tools": [*DECLARED]}
     turn = read(body, Defaults(), NoSeal()).turn

@@ -356,7 +356,7 @@ def test_code_in_pieces_is_the_same_json(pieces: list[str]) -> None:
     assert code_in(written) == "".join(pieces)
 
 
-def test_responses_what_code_printed_is_shown_when_asked_for() -> None:
+def test_responses_code_output_is_sent_on_request() -> None:
     deltas = turn(*called("python", "6 * 7"), *ran("42"))
     _, final = responses_events(deltas, include=["code_interpreter_call.outputs"])
     assert final["output"][0]["outputs"] == [{"type": "logs", "logs": "42"}]
@@ -404,7 +404,7 @@ def test_responses_a_text_costs_the_same_whatever_came_before_it(
 
 
 @pytest.mark.parametrize("end", [STOP, CUT, Failed(OutputError("no"))])
-def test_responses_a_call_that_is_cut(end: Delta) -> None:
+def test_responses_cut_call_is_incomplete(end: Delta) -> None:
     cut: list[Delta] = [Started(80), Opened(0, Kind.SERVER_CALL, "weather.now"), Text("{")]
     closed = cut if isinstance(end, Failed) else [*cut, Closed(complete=False)]
     events, final = responses_events([*closed, end])
@@ -441,14 +441,14 @@ def test_responses_a_call_to_be_approved(recipient: str, arguments: str, shown: 
 
 
 @pytest.mark.parametrize("end", [STOP, CUT, Failed(OutputError("no"))])
-def test_responses_nobody_is_asked_about_a_call_that_is_cut(end: Delta) -> None:
+def test_responses_cut_call_needs_no_approval(end: Delta) -> None:
     cut: list[Delta] = [Started(80), Opened(0, Kind.SERVER_CALL, "weather.now"), Text('{"a":')]
     closed = cut if isinstance(end, Failed) else [*cut, Closed(complete=False)]
     events, final = responses_events([*closed, end], tools=[{**WEATHER, "require_approval": None}])
     assert (events, final["output"]) == ([], [])
 
 
-def test_responses_a_call_to_be_approved_is_no_item_while_it_is_made() -> None:
+def test_responses_call_awaiting_approval_is_no_item() -> None:
     body = {"model": "m", "input": "Hi", "tools": [{**WEATHER, "require_approval": "always"}]}
     emitter = read(body, DEFAULTS, Reverse(), listed=frozenset({"weather"})).emitter(INFO)
     seen = []
@@ -690,7 +690,7 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
 
 
 @pytest.mark.parametrize(("items", "expected"), ITEMS.values(), ids=ITEMS)
-def test_what_comes_back(items: list[dict[str, Any]], expected: list[Message]) -> None:
+def test_calls_of_the_history(items: list[dict[str, Any]], expected: list[Message]) -> None:
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}, *items], "tools": TOOLS}
     found = read(body, DEFAULTS, Reverse()).turn.messages
     assert found == (User("Hi"), *expected)
@@ -718,9 +718,7 @@ STORED: dict[str, tuple[dict[str, Any], list[Message]]] = {
 
 
 @pytest.mark.parametrize(("fields", "expected"), STORED.values(), ids=STORED)
-def test_a_call_that_a_stored_response_ends_with(
-    fields: dict[str, Any], expected: list[Message]
-) -> None:
+def test_last_call_of_stored_response(fields: dict[str, Any], expected: list[Message]) -> None:
     """One that was asked about, or cut: what nobody has approved is not run."""
     body = {"model": "m", "tools": TOOLS, "previous_response_id": "resp_1", **fields}
     asked = read(body, DEFAULTS, Reverse(), (User("Hi"), ROMES))
@@ -730,7 +728,7 @@ def test_a_call_that_a_stored_response_ends_with(
     assert asked.conversation(asked.turn.messages) == kept
 
 
-def test_what_approved_calls_have_answered_is_stored_behind_them() -> None:
+def test_results_of_approved_calls_are_stored_after_them() -> None:
     items = [ASKS, ASKS_MORE, APPROVED_MORE, APPROVED, {"role": "user", "content": "In Celsius."}]
     body = {"model": "m", "instructions": "Be brief.", "input": items, "tools": TOOLS}
     asked = read(body, DEFAULTS, Reverse())
@@ -740,7 +738,7 @@ def test_what_approved_calls_have_answered_is_stored_behind_them() -> None:
     assert asked.conversation(done) == done[1:]
 
 
-def test_a_call_that_was_approved_late() -> None:
+def test_late_approval_runs_the_call() -> None:
     body = {"model": "m", "tools": TOOLS, "previous_response_id": "resp_1"}
     wait = {**body, "input": [{"role": "user", "content": "Wait."}]}
     first = read(wait, DEFAULTS, Reverse(), (User("Hi"), ROMES))
@@ -759,7 +757,7 @@ NEEDED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("item", "param"), NEEDED)
-def test_what_an_item_needs(item: dict[str, Any], param: str) -> None:
+def test_required_fields_of_items(item: dict[str, Any], param: str) -> None:
     with pytest.raises(RequestError) as refused:
         read({"model": "m", "input": [item], "tools": TOOLS}, DEFAULTS, Reverse())
     assert refused.value.param == param
@@ -818,7 +816,7 @@ ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("fields", "shown", "approval"), ASKED.values(), ids=ASKED)
-def test_what_is_asked_for(
+def test_namespaces_of_the_request(
     fields: dict[str, Any], shown: tuple[str, ...], approval: tuple[str, ...]
 ) -> None:
     found = read({"model": "m", "input": "Hi", **fields}, DEFAULTS, Reverse()).turn.namespaces
@@ -876,7 +874,7 @@ OWN_NAMES: dict[str, tuple[dict[str, Any], list[str] | None]] = {
 
 
 @pytest.mark.parametrize(("fields", "names"), OWN_NAMES.values(), ids=OWN_NAMES)
-def test_whose_function_has_the_name_of_a_server_does_without_it(
+def test_server_with_the_name_of_a_function_is_left_out(
     fields: dict[str, Any], names: list[str] | None
 ) -> None:
     body = {"model": "m", "input": "Hi", **fields}
@@ -1010,7 +1008,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
-def test_what_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_invalid_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     body = {"model": "m", "input": "Hi", "tools": [WEATHER, PYTHON], **fields}
     with pytest.raises(RequestError) as refused:
         read(body, DEFAULTS, Reverse())
@@ -1245,7 +1243,7 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize(("read_servers", "param"), NOT_TAKEN.values(), ids=NOT_TAKEN)
-def test_servers_that_are_not_taken(read_servers: Any, param: str) -> None:
+def test_invalid_servers_are_refused(read_servers: Any, param: str) -> None:
     with pytest.raises(RequestError) as refused:
         read_servers()
     assert refused.value.param == param
@@ -1303,7 +1301,7 @@ WANTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("fields", "shown"), WANTED.values(), ids=WANTED)
-def test_messages_what_is_asked_for(fields: dict[str, Any], shown: tuple[str, ...]) -> None:
+def test_messages_namespaces_of_the_request(fields: dict[str, Any], shown: tuple[str, ...]) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     found = read_messages({**body, **fields}, DEFAULTS, Reverse()).turn.namespaces
     assert tuple(name for each in found for name in each.recipients) == shown
@@ -1412,7 +1410,7 @@ def test_messages_results_of_a_history(found: Any, expected: str) -> None:
     assert messages_tools.result_text(found, "messages[0]", Attachments.OMIT) == expected
 
 
-def test_responses_the_sources_of_a_search_when_asked_for() -> None:
+def test_responses_search_sources_are_sent_on_request() -> None:
     said = "[0] Rome (https://a.example/x). See https://b.example/(y), https://a.example/x"
     deltas = turn(*called("browser.search", '{"query": "Rome"}'), *ran(said))
     _, final = responses_events(deltas, include=["web_search_call.action.sources"])

@@ -30,7 +30,7 @@ def test_mended(value: Any, expected: Any) -> None:
 
 
 @pytest.mark.parametrize("value", [[HIGH, float("inf")], [HIGH, float("nan")]])
-def test_what_cannot_be_mended(value: Any) -> None:
+def test_infinite_numbers_are_refused(value: Any) -> None:
     with pytest.raises(RequestError, match=r"\[1\] must be a finite number"):
         repair(value)
 

@@ -46,7 +46,7 @@ def test_every_pair_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize(("state", "trigger", "following"), PAIRS)
-def test_where_a_trigger_leads(state: State, trigger: Trigger, following: str) -> None:
+def test_transitions(state: State, trigger: Trigger, following: str) -> None:
     if following == "-":
         assert trigger not in TRANSITIONS[state]
         with pytest.raises(RuntimeError, match=f"{state.value}: {trigger.value} is impossible"):
@@ -158,7 +158,7 @@ ENDINGS: list[tuple[State, Callable[[Held], Awaitable[None]], str, list[str], bo
 
 
 @pytest.mark.parametrize(("state", "happens", "result", "last", "interrupted"), ENDINGS)
-def test_what_ends_an_answer(
+def test_result_of_each_trigger(
     state: State,
     happens: Callable[[Held], Awaitable[None]],
     result: str,

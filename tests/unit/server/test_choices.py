@@ -261,7 +261,7 @@ def test_when_one_fails_all_end(at: int) -> None:
     assert engine.running == 0
 
 
-def test_the_progress_of_the_prompt_is_shown_once_and_before_all_else() -> None:
+def test_prompt_progress_is_sent_once_and_first() -> None:
     host = Counting(Seeded(reports=True))
     with TestClient(application(host), base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
@@ -276,7 +276,7 @@ def test_the_progress_of_the_prompt_is_shown_once_and_before_all_else() -> None:
     assert sum(bool(chunk["choices"][0]["finish_reason"]) for chunk in chunks) == 4
 
 
-def test_a_client_that_goes_ends_all_of_them() -> None:
+def test_client_disconnect_ends_all_choices() -> None:
     async def test() -> None:
         host = Counting(Seeded(answers=(ANSWERS[1] * 50,) * 4))
         client, _ = clients(host)

@@ -198,7 +198,7 @@ async def _anybody(connection: Any) -> None:
     """Every key is right."""
 
 
-def test_what_fails_is_not_added(host: Alone) -> None:
+def test_failed_response_is_not_added(host: Alone) -> None:
     async def test(client: Any) -> None:
         made = await client.conversations.create()
         with pytest.raises(openai.BadRequestError):
@@ -218,7 +218,7 @@ def test_what_fails_is_not_added(host: Alone) -> None:
     run(test, host)
 
 
-def test_one_that_is_deleted_meanwhile(host: Alone) -> None:
+def test_conversation_deleted_during_a_response(host: Alone) -> None:
     """The response ends, and the conversation remains deleted."""
     stored = installed_in(host.app).responses.conversations
     key = AnswerKey("conv_1", "tenant")

@@ -95,7 +95,7 @@ READS: dict[str, tuple[float, float, dict[int, Any], list[tuple[int, Event | Non
 
 
 @pytest.mark.parametrize(("ping_seconds", "busy", "puts", "reads"), READS.values(), ids=READS)
-def test_what_is_read_when(ping_seconds: float, busy: float, puts: Any, reads: Any) -> None:
+def test_times_of_reads(ping_seconds: float, busy: float, puts: Any, reads: Any) -> None:
     async def test() -> list[tuple[float, Event | None]]:
         clock = asyncio.get_running_loop().time
         events = buffer(ping_seconds=ping_seconds)
@@ -145,7 +145,7 @@ def test_a_change_is_noticed(how: str) -> None:
     run(test())
 
 
-def test_a_reader_that_has_gone_leaves_nothing() -> None:
+def test_discarded_buffer_is_empty() -> None:
     events = buffer()
     events.put([A, B])
     events.discard()
@@ -163,7 +163,7 @@ READABLE: list[tuple[list[int], list[int]]] = [
 
 
 @pytest.mark.parametrize(("sizes", "pieces"), READABLE)
-def test_what_is_sent_together(sizes: list[int], pieces: list[int]) -> None:
+def test_events_sent_together(sizes: list[int], pieces: list[int]) -> None:
     assert PIECE == 32 * KIB
     events = buffer()
     events.put(map(sized, sizes))

@@ -247,7 +247,7 @@ async def compacted(host: Alone, how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["whole", "streamed", "background", "background, streamed"])
-def test_a_conversation_is_compacted_and_goes_on(how: str) -> None:
+def test_compacted_conversation_continues(how: str) -> None:
     host = Alone(ScriptedEngine(COMPACTION, 3))
 
     async def test() -> None:
@@ -277,7 +277,7 @@ def test_a_conversation_is_compacted_and_goes_on(how: str) -> None:
     assert "Good day." not in last
 
 
-def test_a_stored_conversation_is_compacted_with_all_that_the_user_said() -> None:
+def test_compaction_of_a_stored_conversation_keeps_user_messages() -> None:
     host = Alone(ScriptedEngine(COMPACTION, 3))
 
     async def test() -> None:
@@ -319,7 +319,7 @@ def test_a_conversation_is_compacted_over_a_websocket() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_model_that_writes_no_summary(stream: bool) -> None:
+def test_compaction_without_a_summary_is_an_error(stream: bool) -> None:
     scripts = {**COMPACTION, COMPACTS: "<|channel|>analysis<|message|>Hm.<|end|>"}
     host = Alone(ScriptedEngine(scripts, 3))
 
@@ -475,7 +475,7 @@ def test_a_prediction_reaches_the_engine_and_is_counted(
         assert engine.predicted == tuple(vocab.encode(text))
 
 
-def test_a_prediction_is_not_for_an_engine_that_takes_none() -> None:
+def test_prediction_is_not_sent_to_engines_without_drafts() -> None:
     """Nothing is tokenized for it."""
     engine = PredictingEngine(SCRIPTS, 3)
     engine.has_prediction = False
@@ -584,7 +584,7 @@ TOO_LONG = {
 
 @pytest.mark.parametrize("path", TOO_LONG)
 @pytest.mark.parametrize("long", ["one text", "many messages"])
-def test_a_prompt_that_no_model_reads_is_rejected_with_the_window_of_the_engine(
+def test_error_for_long_prompt_has_the_context_length(
     path: str, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (vocab, render):
@@ -676,7 +676,7 @@ def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
     asyncio.run(asyncio.wait_for(test(), 120))
 
 
-def test_what_nobody_has_and_nobody_may() -> None:
+def test_unknown_ids_methods_and_keys_are_refused() -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
     client = TestClient(application(host), base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
@@ -703,7 +703,7 @@ def test_what_nobody_has_and_nobody_may() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_time_that_is_over_before_it_began(stream: bool, recwarn: pytest.WarningsRecorder) -> None:
+def test_expired_timeout_is_counted(stream: bool, recwarn: pytest.WarningsRecorder) -> None:
     """As when a prompt took longer to render than there was time: it is accounted for."""
     host = Alone(ScriptedEngine(SCRIPTS))
     client = TestClient(application(host), base_url="http://localhost")

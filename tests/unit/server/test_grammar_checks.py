@@ -57,7 +57,7 @@ def worker(pool: WorkerPool) -> int:
 
 
 @pytest.mark.parametrize("name", LARK)
-def test_what_would_end_the_server_is_stopped(pool: WorkerPool, name: str) -> None:
+def test_dangerous_grammar_is_stopped(pool: WorkerPool, name: str) -> None:
     """For schemas, see `test_grammar_limits`."""
     problem = GrammarCheck("tenant", pool)(LARK[name])
     assert problem
@@ -91,7 +91,7 @@ def test_verdict_is_cached_for_its_tenant(
     assert tried == ["c"], "who waited for a place gets the verdict of the first"
 
 
-def test_what_is_legitimately_large_passes(pool: WorkerPool) -> None:
+def test_large_valid_grammar_passes(pool: WorkerPool) -> None:
     values = [f"value-{index * 7_919 % 100_003}" for index in range(50_000)]
     problem, size = GrammarCheck("large", pool).verdict(grammar({"enum": values}))
     assert not problem
@@ -103,7 +103,7 @@ def test_what_is_legitimately_large_passes(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_process_that_is_gone_or_hangs_is_replaced(sent: int) -> None:
+def test_dead_or_hanging_process_is_replaced(sent: int) -> None:
     with closing(WorkerPool()) as pool:
         first = worker(pool)
         pool.idle[0]._socket.settimeout(0.5)
@@ -165,7 +165,7 @@ def test_tenants_take_turns() -> None:
     assert not pool.writing.taken
 
 
-def test_who_takes_long_keeps_no_other_tenant_waiting(pool: WorkerPool) -> None:
+def test_slow_check_does_not_delay_other_tenants(pool: WorkerPool) -> None:
     ended = threading.Event()
 
     def attack(index: int) -> None:
@@ -223,7 +223,7 @@ input()
 
 
 @pytest.mark.parametrize("busy", [False, True])
-def test_nothing_is_left_when_the_server_is_killed(busy: bool) -> None:
+def test_killed_server_leaves_no_process(busy: bool) -> None:
     text = ENDLESS if busy else 'start: "b"'
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, json.dumps(sys.path), text],

@@ -54,7 +54,7 @@ APIS = ("chat", "responses", "messages", "format", "text")
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_a_schema_that_would_end_the_server(client: TestClient, api: str, name: str) -> None:
+def test_dangerous_schema_is_refused(client: TestClient, api: str, name: str) -> None:
     for strict in (False, True):
         path, body = request(api, SCHEMAS[name], strict)
         answer = client.post(path, json={"model": MODEL, **body})
@@ -63,7 +63,7 @@ def test_a_schema_that_would_end_the_server(client: TestClient, api: str, name: 
 
 
 @pytest.mark.parametrize("name", LARK)
-def test_a_syntax_that_would_end_the_server(client: TestClient, name: str) -> None:
+def test_dangerous_syntax_is_refused(client: TestClient, name: str) -> None:
     syntax = {"type": "grammar", "syntax": "lark", "definition": LARK[name]}
     nested = {"type": "grammar", "grammar": {"syntax": "lark", "definition": LARK[name]}}
     by_chat = {"type": "custom", "custom": {"name": "f", "format": nested}}
@@ -80,7 +80,7 @@ def test_a_syntax_that_would_end_the_server(client: TestClient, name: str) -> No
         assert client.post(path, json={"model": MODEL, **body}).status_code == answer.status_code
 
 
-def test_only_strict_schemas_and_syntaxes_start_the_helper_process(client: TestClient) -> None:
+def test_only_strict_schemas_and_syntaxes_start_the_process(client: TestClient) -> None:
     grammar_checks.POOL.close()
     schemas = [*SCHEMAS.values(), pattern(r"^(\s*\S+){1,300}$"), {"type": "object"}]
     for schema in schemas:
@@ -94,7 +94,9 @@ def test_only_strict_schemas_and_syntaxes_start_the_helper_process(client: TestC
     assert grammar_checks.POOL.idle
 
 
-def test_what_cannot_be_checked_now(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_is_left_out_while_the_process_is_busy(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Strict: try again soon. Otherwise any arguments will do, this time."""
 
     def busy(*_: Any) -> None:

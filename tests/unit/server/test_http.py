@@ -154,7 +154,7 @@ async def _for(seconds: float, waiting: Awaitable[None]) -> None:
         return
 
 
-def test_what_fails_as_a_lease_ends_does_not_stop_the_rest() -> None:
+def test_failing_release_does_not_stop_the_others() -> None:
     ended: list[int] = []
 
     async def ending(number: int) -> None:
@@ -173,9 +173,7 @@ def test_what_fails_as_a_lease_ends_does_not_stop_the_rest() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("handed_over", [False, True])
-def test_a_lease_is_released_at_the_end_of_its_block_or_handed_over(
-    handed_over: bool, fails: bool
-) -> None:
+def test_lease_ends_with_its_block_or_is_handed_over(handed_over: bool, fails: bool) -> None:
     releases: list[str] = []
 
     async def give_back() -> None:
@@ -202,7 +200,7 @@ def test_a_host_may_wait_for_a_websockets_disconnection() -> None:
     assert names[-1] == "response.completed"
 
 
-def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_upload_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "UPLOAD_SECONDS", 0.05)
     sent: list[Any] = []
 
@@ -227,7 +225,7 @@ def test_an_upload_that_stalls_is_ended(monkeypatch: pytest.MonkeyPatch) -> None
     assert b"request_timeout" in sent[1]["body"]
 
 
-def test_a_prompt_that_is_too_long_costs_no_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_rejected_before_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     async def constraint_for(*_: Any) -> None:
         raise AssertionError("a grammar was made")
 
@@ -238,7 +236,7 @@ def test_a_prompt_that_is_too_long_costs_no_grammar(monkeypatch: pytest.MonkeyPa
     assert (got.status_code, got.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-def test_an_answer_that_begins_during_a_shutdown_fails() -> None:
+def test_answer_that_begins_during_a_shutdown_fails() -> None:
     class Slow(Alone):
         """The shutdown begins while the engine is leased."""
 
@@ -300,7 +298,7 @@ class Fails:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("method", ["", "prompt", "step", "events", "whole", "ended"])
-def test_an_observer_that_fails_changes_no_answer(method: str, stream: bool) -> None:
+def test_failing_observer_changes_no_answer(method: str, stream: bool) -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
     asking = client(host)
 

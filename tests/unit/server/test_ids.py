@@ -113,7 +113,7 @@ def test_a_limit_is_a_length(host: Alone) -> None:
         ({"model": "nobody"}, "model"),
     ],
 )
-def test_what_is_wrong_is_named(host: Alone, fields: dict[str, Any], param: str) -> None:
+def test_invalid_field_is_named(host: Alone, fields: dict[str, Any], param: str) -> None:
     asked = {"prompt": PROMPT, "settings": SETTINGS, **fields}
     answer = client(host).post(PATH, json=asked)
     assert answer.status_code in (400, 404)
@@ -146,7 +146,7 @@ def test_a_prompt_may_be_as_long_as_the_context(
     assert too_long.status_code in (400, 413)
 
 
-def test_a_prediction_comes_with_the_prompt_and_counts_with_the_ids(host: Alone) -> None:
+def test_prediction_is_passed_on_and_counted(host: Alone) -> None:
     taken: list[tuple[int, ...]] = []
 
     class Predicting(ScriptedEngine):

@@ -136,7 +136,7 @@ def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bo
     assert shown == answer.text if stream else json.loads(shown) == answer.json()
 
 
-def test_a_background_response_that_is_not_begun_is_no_request(site: Site) -> None:
+def test_unstarted_background_response_is_not_listed(site: Site) -> None:
     """Only requests that have ended are dropped, so it would be there for ever."""
     installed_in(site.app).settings = ServerSettings(background_bytes=-1)
     assert site.ask("responses", background=True).status_code == 503
@@ -160,7 +160,7 @@ def test_each_id_has_its_origin(engine: Any, origin: str) -> None:
     assert found["origins"] == origin * (len(ids(SCRIPT)) - 2)
 
 
-def test_what_a_client_has_is_not_sent_again(site: Site) -> None:
+def test_known_records_are_not_sent_again(site: Site) -> None:
     site.ask(stream=True)
     path = f"requests/{site.rows[0]['id']}/output"
     whole = site.get(path).json()
@@ -422,7 +422,7 @@ def observed(key: str = "a", raw: bytes = b"{}", value: object = None) -> Observ
     return Observed("responses", "/v1/responses", document, "m", True, key, "t", "o")
 
 
-def test_results_of_tools_are_told_from_what_was_generated() -> None:
+def test_tool_results_are_marked_as_such() -> None:
     seen = Log().observe(observed())
     seen.prompt((1, 2), None)
     seen.step(Step((3, 4, 99)))  # the last one is beyond the end of the output

@@ -17,7 +17,7 @@ ANSWER = AnswerKey("abc", "somebody")
 
 
 @pytest.mark.parametrize("when", ["during a heartbeat", "after a heartbeat"])
-def test_an_answer_that_begins_at_the_last_heartbeat_can_be_cancelled(
+def test_answer_between_heartbeats_can_be_cancelled(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was prepared just then, and runs at the next heartbeat."""

@@ -153,7 +153,7 @@ ROWS: dict[str, tuple[Reports, list[tuple[int, int]], list[tuple[int, int]]]] = 
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_chunks_show_the_progress_to_who_asked(row: str) -> None:
+def test_chunks_have_the_progress_on_request(row: str) -> None:
     reports, asked, _ = ROWS[row]
     body = run(posted(Reporting(reports=reports), "chat", stream=True, **ASKED))
     assert shown(body) == asked and not comments(body)
@@ -203,7 +203,7 @@ UNASKED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("api", "fields"), UNASKED.values(), ids=UNASKED)
-def test_who_did_not_ask_gets_what_there_was_before(api: str, fields: dict[str, Any]) -> None:
+def test_streams_are_unchanged_without_the_flag(api: str, fields: dict[str, Any]) -> None:
     def normalized(engine: Reporting) -> str:
         """An answer without its ids and times."""
         return re.sub(r"[0-9a-f]{20,}|\b\d{9,}(\.\d+)?", "", run(posted(engine, api, **fields)))
@@ -212,7 +212,7 @@ def test_who_did_not_ask_gets_what_there_was_before(api: str, fields: dict[str, 
 
 
 @pytest.mark.parametrize("api", PATHS)
-def test_nothing_is_shown_behind_the_first_token(api: str) -> None:
+def test_no_progress_is_sent_after_the_first_token(api: str) -> None:
     engine = Reporting(reports=SLOW, late=at(100, 9.9))
     body = run(posted(engine, api, stream=True, **ASKED))
     expected = ROWS["slow"][1 if api == "chat" else 2]

@@ -284,7 +284,7 @@ def test_another_key_has_no_such_answer(monkeypatch: pytest.MonkeyPatch) -> None
         ([], 400),
     ],
 )
-def test_what_control_is_asked(body: object, status: int) -> None:
+def test_control_requests_are_validated(body: object, status: int) -> None:
     http = TestClient(Counting("x").app, headers={"Authorization": f"Bearer {KEY}"})
     response = http.post(CONTROL, json=body, headers={"host": "localhost"})
     assert response.status_code == status

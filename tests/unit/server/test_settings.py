@@ -98,7 +98,7 @@ def test_invalid_values(name: str, text: str, expected: str) -> None:
     assert "\n" not in message and "secret" not in message
 
 
-def test_nothing_is_set() -> None:
+def test_empty_environment_has_the_defaults() -> None:
     assert ServerSettings.read({}) == ServerSettings()
 
 

@@ -87,7 +87,7 @@ def test_comes_back_as_it_was(open_store: Open) -> None:
     assert store.get("b", TENANT) is None
 
 
-def test_what_is_long_comes_back(open_store: Open) -> None:
+def test_long_response_comes_back(open_store: Open) -> None:
     """It is written in parts: in one, others would wait for 4 ms for each megabyte."""
     store = open_store()
     text = '"é😀\\\n' * 2**20
@@ -102,7 +102,7 @@ def test_what_is_long_comes_back(open_store: Open) -> None:
     assert store.get("a", TENANT) == long
 
 
-def test_what_a_conversation_declares_comes_back(open_store: Open) -> None:
+def test_declarations_of_a_conversation_come_back(open_store: Open) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, None, 2.5]}}}
     lark = Syntax("lark", 'start: "a"')
     find = Tool("crm__find", "Finds.", schema, "input[0]", True, origin=("find", "crm"))
@@ -143,7 +143,7 @@ def there(store: Store, *keys: str) -> list[str]:
     return [key for key in keys if store.get(key, TENANT) is not None]
 
 
-def test_the_least_recently_used_goes_first(open_store: Open) -> None:
+def test_least_recently_used_is_evicted_first(open_store: Open) -> None:
     store = open_store(max_count=2)
     store.put(kept("a"))
     store.put(kept("b"))
@@ -159,7 +159,7 @@ def test_bounded_by_bytes(open_store: Open) -> None:
     assert there(store, *"abcdef") == ["e", "f"]
 
 
-def test_what_is_larger_than_the_store_is_not_kept(open_store: Open) -> None:
+def test_response_larger_than_the_store_is_not_kept(open_store: Open) -> None:
     store = open_store(max_bytes=5000)
     store.put(kept("a"))
     store.put(kept("b", size=5000))
@@ -204,7 +204,7 @@ def test_a_file_survives_a_restart(tmp_path: Path) -> None:
     after.close()
 
 
-def test_a_file_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
+def test_read_only_file_can_be_read(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
     store.put(kept("a"))
     store._database.file.execute("PRAGMA query_only=ON")
@@ -217,7 +217,7 @@ def test_a_file_that_cannot_be_written_can_be_read(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_text_that_is_not_asked_for_is_not_touched(tmp_path: Path) -> None:
+def test_unrequested_text_is_not_loaded(tmp_path: Path) -> None:
     """What was written again stands in the log."""
     store = FileStore(tmp_path / "kept.db")
     for number in range(50):
@@ -230,7 +230,7 @@ def test_a_text_that_is_not_asked_for_is_not_touched(tmp_path: Path) -> None:
     store.close()
 
 
-def test_nothing_is_left_of_what_was_dropped(tmp_path: Path) -> None:
+def test_evicted_response_leaves_nothing(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db", max_count=2)
     for key in ("a", "b", "b", "c", "d"):
         store.put(kept(key))
@@ -239,7 +239,7 @@ def test_nothing_is_left_of_what_was_dropped(tmp_path: Path) -> None:
     store.close()
 
 
-def test_nobody_else_gets_it(open_store: Open) -> None:
+def test_other_tenants_get_nothing(open_store: Open) -> None:
     store = open_store()
     store.put(kept("a"))
     assert store.get("a", "another") is None
@@ -283,9 +283,7 @@ def below_a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("made", [directory, text, damaged, from_the_future, below_a_file])
-def test_a_file_that_cannot_be_used_is_refused(
-    made: Callable[[Path], None], tmp_path: Path
-) -> None:
+def test_unusable_file_is_refused(made: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "dir" / "kept.db"
     path.parent.mkdir()
     made(path)
@@ -311,7 +309,7 @@ def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
     store.close()
 
 
-def test_what_is_read_is_not_written(tmp_path: Path) -> None:
+def test_reads_do_not_write(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db", max_count=2)
     store.put(kept("a"))
     store.put(kept("b"))
@@ -365,7 +363,7 @@ def test_readers_do_not_wait_for_a_writer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_file_that_was_removed_is_begun_anew(tmp_path: Path, replaced: bool) -> None:
+def test_removed_file_is_recreated(tmp_path: Path, replaced: bool) -> None:
     path = tmp_path / "kept.db"
     store = FileStore(path)
     store.put(kept("a"))
@@ -394,7 +392,7 @@ def test_a_removed_directory_is_no_error_of_the_program(tmp_path: Path) -> None:
         assert failed.value.status == 503
 
 
-def test_a_file_that_is_away_for_a_while_is_opened_again(tmp_path: Path) -> None:
+def test_temporarily_missing_file_is_opened_again(tmp_path: Path) -> None:
     """Also when it was looked for meanwhile: as with a directory that is mounted again."""
     path, away = tmp_path / "dir" / "kept.db", tmp_path / "away"
     store = FileStore(path)
@@ -422,7 +420,7 @@ class FullDisk(sqlite3.Connection):
         return super().execute(sql, *args)
 
 
-def test_a_full_disk_takes_nothing_and_forgets_what_it_is_told_to(
+def test_full_disk_stores_nothing_but_still_deletes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "kept.db"

@@ -73,7 +73,7 @@ def test_texts_of_tokens(wire: TestClient) -> None:
     ]
 
 
-def test_a_conversation_is_the_prompt_that_is_generated_from(host: Known, wire: TestClient) -> None:
+def test_tokens_of_messages_are_the_prompt(host: Known, wire: TestClient) -> None:
     """Its model may be left out."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     body = {"messages": [{"role": "user", "content": "Hi."}], "tools": tools}
@@ -143,7 +143,7 @@ def test_the_context_length_is_where_clients_look_for_it(wire: TestClient) -> No
     assert entry["meta"] == {"n_ctx": LENGTH}
 
 
-def test_a_context_length_that_is_not_known() -> None:
+def test_unknown_context_length() -> None:
     client = TestClient(Alone(ScriptedEngine({})).app, base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
     (entry,) = client.get("/v1/models").json()["data"]

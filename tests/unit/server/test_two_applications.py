@@ -99,7 +99,7 @@ def test_background_responses_belong_to_their_application() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_shutdown_ends_and_rejects_answers_of_its_application_alone() -> None:
+def test_shutdown_ends_only_answers_of_its_application() -> None:
     async def test() -> None:
         hosts = Alone(Gated()), Alone(Gated())
         ended, running = hosts

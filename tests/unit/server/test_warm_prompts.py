@@ -26,7 +26,7 @@ def test_a_file_without_conversations_is_rejected(tmp_path: Path, content: str) 
         read(str(file))
 
 
-def test_a_file_that_does_not_exist_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(HostError, match="none"):
         read(str(tmp_path / "none"))
 

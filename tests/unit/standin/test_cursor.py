@@ -116,7 +116,7 @@ def test_completion_is_followed(
 
 
 @pytest.mark.parametrize(("scripts", "prompt", "said"), ROWS.values(), ids=ROWS.keys())
-def test_any_beginning_goes_on(
+def test_any_beginning_is_continued(
     encode: Encode, scripts: list[Script], prompt: str, said: str
 ) -> None:
     player, ids = Player(encode, scripts), encode(said)
@@ -131,7 +131,7 @@ def test_header_begun_by_the_prompt(encode: Encode) -> None:
 
 
 @pytest.mark.parametrize("said", [PLAIN, REASONED], ids=["plain", "reasoned"])
-def test_forced_token_goes_on_at_the_same_position(encode: Encode, said: str) -> None:
+def test_forced_token_keeps_the_position(encode: Encode, said: str) -> None:
     player, ids = Player(encode, [Script("Hi", said)]), encode(said)
     for place in range(len(ids) - 1):
         if place and ids[place - 1] == vocab.START:
@@ -148,7 +148,7 @@ def test_ends_for_ever_after_the_completion(encode: Encode) -> None:
     assert history[-3:] == [vocab.RETURN] * 3
 
 
-def test_ids_are_said_as_they_are(encode: Encode) -> None:
+def test_ids_are_played_unchanged(encode: Encode) -> None:
     halves = [vocab.CHANNEL, 17196, vocab.MESSAGE, 64, 201_087, 0, 199_999, vocab.RETURN]
     assert Player(encode, [Script("Hi", halves)]).play(SYSTEM + HI + OPEN) == halves
 

@@ -45,7 +45,7 @@ def test_layers_alternate_as_in_gpt_oss(directory: Path, tiny: Path) -> None:
         assert config["sliding_window"] == 128
 
 
-def test_nothing_half_written_is_left(directory: Path, tiny: Path) -> None:
+def test_no_partial_file_is_left(directory: Path, tiny: Path) -> None:
     assert not [*directory.glob("*.part"), *tiny.glob("*.part")]
 
 

@@ -109,7 +109,7 @@ def test_last_positions_have_logits_of_their_own(model: Any, encode: Encode) -> 
     assert mx.argmax(logits, axis=-1).tolist() == said[:6]
 
 
-def test_trimmed_cache_goes_back(model: Any, encode: Encode) -> None:
+def test_trimmed_cache_is_reused(model: Any, encode: Encode) -> None:
     ids, other = encode(prompt("bb", 5)), encode(prompt("ccc", 5))
     caches = make_prompt_cache(model)
     run(model, ids, prompt_cache=caches)

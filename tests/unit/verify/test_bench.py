@@ -58,7 +58,7 @@ def test_all_that_fits_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "1.00" in capsys.readouterr().out
 
 
-def test_a_measurement_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_failed_measurement_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     """An answer of one word has no speed; what else can be measured is."""
     with serving(engine=engine(SHORT)) as url:
         assert main(["bench", url, *ANY, "--longest", "1000"]) == 1
@@ -75,7 +75,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_a_server_that_cannot_be_measured(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unmeasurable_server_is_an_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     old, new, problem = UNUSABLE[name]
     fault = Fault(
         lambda method, path, body: "messages" in body,

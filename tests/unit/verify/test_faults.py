@@ -280,7 +280,7 @@ def test_comments_are_no_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_times")
-def test_a_cancelled_prompt_that_is_forgotten() -> None:
+def test_forgotten_cancelled_prompt_is_found() -> None:
     with serving(engine=BookEngine(slow=True, forgets=True)) as url:
         found = outcomes(url, "*.waiting", "*.kept")
     states = {name: each.state for name, each in found.items()}

@@ -78,7 +78,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any], tuple[Any, ...], object, str]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_is_reported_is_of_the_member_that_is_meant(name: str) -> None:
+def test_error_is_of_the_matching_union_member(name: str) -> None:
     kind, document, (*path, last), value, problem = CHANGES[name]
     document = changed = deepcopy(document)
     for step in path:

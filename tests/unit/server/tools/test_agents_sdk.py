@@ -68,7 +68,7 @@ def test_approval_by_a_callback(approve: bool) -> None:
 
 @pytest.mark.parametrize("approve", [True, False])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_run_that_is_interrupted_for_an_approval_and_resumed(stream: bool, approve: bool) -> None:
+def test_interrupted_run_is_approved_and_resumed(stream: bool, approve: bool) -> None:
     server = weather()
     host = serving(server, scripts={"Rome: 20 °C": LAST, "In Celsius.": LAST})
 
@@ -96,7 +96,7 @@ def test_a_run_that_is_interrupted_for_an_approval_and_resumed(stream: bool, app
 
 
 @pytest.mark.parametrize("mode", ["previous_response_id", "input"])
-def test_a_session_that_is_compacted_after_each_turn(mode: Any) -> None:
+def test_session_is_compacted_after_each_turn(mode: Any) -> None:
     order = "Do not call any tool. Write only the message.<|end|>"
     summary = "<|channel|>final<|message|>They said hello.<|return|>"
     host = serving(scripts={order: summary, "And again.": LAST})

@@ -166,7 +166,7 @@ def test_a_long_page_is_shown_in_parts(site: Site) -> None:
     assert rest.first == 150
 
 
-def test_a_conversation_that_continues(site: Site) -> None:
+def test_continued_conversation_knows_earlier_pages(site: Site) -> None:
     """Earlier pages are known by what the model read of them."""
     earlier = called(site, ("search", {"query": "x"}), ("open", {"id": 0}))
     earlier += called(site, ("open", {"id": f"{site.url}/rome"}), ("find", {"pattern": "two"}))[1:]
@@ -233,7 +233,7 @@ def test_a_line_beyond_the_end(site: Site) -> None:
     assert text == "the page has no line 1000000000: its last line is 14"
 
 
-def test_what_a_request_permits(site: Site) -> None:
+def test_limits_of_the_request(site: Site) -> None:
     limits = WebLimits(allowed=("a.example",))
     assert called(site, ("search", {"query": "x"}), limits=limits)[0].endswith(
         "L0: No results were found."
@@ -314,7 +314,7 @@ def test_one_page_at_a_time_from_a_host(site: Site) -> None:
         ("http://[fe80::1]/", "url_not_accessible"),
     ],
 )
-def test_addresses_that_are_not_opened(
+def test_forbidden_addresses_are_not_opened(
     url: str, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def connects(*_: object, **__: object) -> None:
@@ -326,7 +326,7 @@ def test_addresses_that_are_not_opened(
     assert error.value.code == code
 
 
-def test_a_private_address_is_opened_only_where_the_operator_names_its_host(site: Site) -> None:
+def test_private_address_needs_a_permitted_host(site: Site) -> None:
     url = f"{site.url}/rome"
     for pattern in ("http://*", f"http://127.0.0.1:{site.port + 1}", f"{site.url}/italy"):
         with pytest.raises(ToolError, match="no public address"):
@@ -354,7 +354,7 @@ def test_a_redirect_to_a_private_address(site: Site) -> None:
     assert run(fetcher.fetch(f"{site.url}/moved")).url == f"{site.url}/rome"
 
 
-def test_a_name_that_changes_its_address(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_is_resolved_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is resolved once: the second answer, a private address, is not asked for."""
     asked: list[str] = []
     connected: list[str] = []
@@ -393,7 +393,7 @@ def test_a_page_of_a_gigabyte(site: Site) -> None:
     assert sent < 100 * 2**20
 
 
-def test_a_page_that_never_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_page_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "SECONDS", 0.5)
     site.add("/drops", web.slowly)
     began = time.monotonic()
@@ -404,7 +404,7 @@ def test_a_page_that_never_ends(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     assert time.monotonic() - began < 20
 
 
-def test_a_page_that_is_compressed_although_that_was_not_requested(site: Site) -> None:
+def test_unexpected_compression_is_refused(site: Site) -> None:
     site.add("/bomb", b"\x1f\x8b" + b"x" * 100, Content_Encoding="gzip")
     text, code = failing(site, ("open", {"id": f"{site.url}/bomb"}))
     assert "compressed" in text and code == "url_not_accessible"
@@ -489,7 +489,7 @@ def test_encodings() -> None:
         assert read(fetched("é", "text/plain", charset)).lines
 
 
-def test_what_is_not_text() -> None:
+def test_other_content_types_are_refused() -> None:
     for kind in ("application/pdf", "image/png", "application/octet-stream"):
         with pytest.raises(ToolError) as error:
             read(fetched("%PDF", kind))
@@ -518,7 +518,7 @@ def test_the_status_of_a_page(site: Site) -> None:
         (200, "x" * 3 * 2**20, "too long", "unavailable"),
     ],
 )
-def test_a_search_engine_that_fails(
+def test_failing_search_engine_is_an_error(
     site: Site, status: int, body: str, problem: str, code: str
 ) -> None:
     site.add("/search", body, status, Location="/rome")
@@ -527,7 +527,7 @@ def test_a_search_engine_that_fails(
     assert [path for path, _ in site.asked if path == "/rome"] == []
 
 
-def test_a_search_engine_that_is_silent(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_search_engine_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "SECONDS", 0.3)
     site.add("/search", web.slowly)
     assert failing(site, ("search", {"query": "x"})) == (

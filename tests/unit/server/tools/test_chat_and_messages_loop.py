@@ -95,7 +95,7 @@ def test_chat(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_reasoning_that_is_ended_behind_a_result_is_counted(stream: bool) -> None:
+def test_reasoning_ended_after_a_result_is_counted(stream: bool) -> None:
     ended: list[str] = []
 
     class Counting(Alone):

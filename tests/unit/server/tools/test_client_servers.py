@@ -173,7 +173,7 @@ def test_messages(there: tuple[int, str], stream: bool) -> None:
     assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_the_list_is_remembered_for_whoever_has_the_same_credentials() -> None:
+def test_tool_list_is_cached_for_equal_credentials() -> None:
     """The calls go to the server all the same; after a while it is asked again."""
     port = free_port()
     host = serving(f"http://127.0.0.1:{port}")
@@ -237,7 +237,7 @@ def test_in_the_background() -> None:
     assert SECRET not in json.dumps(response.model_dump()["tools"])
 
 
-def test_a_client_that_goes_away_ends_the_call() -> None:
+def test_client_disconnect_cancels_the_call() -> None:
     """And the connection, in the middle of it."""
     port = free_port()
     sleeps = CALLED.format("caller.sleep", '{"seconds": 3600}')
@@ -284,7 +284,7 @@ REFUSED: list[tuple[tuple[str, ...], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("patterns", "more", "where", "why"), REFUSED)
-def test_what_is_not_allowed(
+def test_forbidden_servers_are_refused(
     patterns: tuple[str, ...], more: dict[str, Any], where: str, why: str
 ) -> None:
     host = serving(*patterns)
@@ -372,7 +372,7 @@ FAULTS = ["redirect", "silent", "endless", "no-rpc", "denied"]
 
 
 @pytest.mark.parametrize("path", FAULTS)
-def test_a_server_that_is_none(
+def test_unreachable_server_is_an_error(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """424 as with OpenAI, 400 as with Anthropic, soon; where it redirects to hears nothing.
@@ -417,7 +417,7 @@ def test_a_server_that_is_none(
 
 @pytest.mark.parametrize("path", ["sse", "mcp", "redirect"])
 @pytest.mark.parametrize("how", ["sse", "streamable-http"])
-def test_the_url_of_an_operators_server_is_told_to_nobody(
+def test_url_of_operator_server_is_secret(
     how: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It may have a secret in it; what is wrong with the server is said all the same."""
@@ -445,7 +445,7 @@ def test_the_url_of_an_operators_server_is_told_to_nobody(
         assert said == "it responds with 401 Unauthorized"
 
 
-def test_a_private_address_is_for_a_pattern_that_names_it() -> None:
+def test_private_address_needs_an_explicit_pattern() -> None:
     """Names that lead there are refused, however they are written; nothing is connected to."""
     _Strange.seen.clear()
     with strange() as server:
@@ -524,7 +524,7 @@ def test_patterns(pattern: str, url: str, allowed: bool) -> None:
         "https://u@a",
     ],
 )
-def test_what_is_no_pattern(text: str) -> None:
+def test_invalid_patterns_are_refused(text: str) -> None:
     with pytest.raises(HostError):
         UrlPattern.read(text)
     if text:
@@ -532,7 +532,7 @@ def test_what_is_no_pattern(text: str) -> None:
             ClientServers.of(ServerSettings(tools=Use.ON, tool_urls=("https://a.example", text)))
 
 
-def test_patterns_that_allow_nothing_are_said() -> None:
+def test_patterns_without_tools_are_refused() -> None:
     settings = ServerSettings(tools=Use.ON, tool_urls=("https://a.example",))
     assert ClientServers.of(settings).allowed
     with pytest.raises(HostError, match="VLLM_MLX_HARMONY_TOOLS=on"):
@@ -578,7 +578,7 @@ def test_addresses(address: str, public: bool) -> None:
     ("encodings", "refused"),
     [((), False), (("identity",), False), (("gzip",), True), (("identity", "Deflate"), True)],
 )
-def test_what_is_counted_is_what_comes(
+def test_compressed_bodies_are_refused(
     encodings: tuple[str, ...], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes are counted as they arrive: there must not be a thousand times as many in them."""
@@ -610,7 +610,7 @@ def test_what_is_counted_is_what_comes(
     assert closed
 
 
-def test_what_is_connected_to_is_what_was_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connection_goes_to_the_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name is resolved once: a DNS that answers with another address later is not asked."""
     asked: list[str] = []
     connected: list[str] = []

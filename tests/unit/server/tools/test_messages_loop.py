@@ -39,7 +39,7 @@ def prompts(host: Alone) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("dropped", [(), ("thinking",)], ids=["all", "without thinking"])
-def test_a_paused_turn_goes_on_where_it_stopped(stream: bool, dropped: tuple[str, ...]) -> None:
+def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
     host = serving(max_tool_calls=1)
     first = finally_(messages(host, stream))
     assert first.stop_reason == "pause_turn"
@@ -63,7 +63,7 @@ def test_a_paused_turn_goes_on_where_it_stopped(stream: bool, dropped: tuple[str
     assert host.lent == 0
 
 
-def test_a_paused_turn_that_is_not_taken_up() -> None:
+def test_abandoned_paused_turn() -> None:
     """The call that was pending is answered with that, and nothing is run."""
     host = serving(max_tool_calls=1)
     first = finally_(messages(host, False))
@@ -82,7 +82,7 @@ def text_of(prompt: tuple[int, ...]) -> str:
     return str(vocab.encoding().decode_utf8(list(prompt)))
 
 
-def test_a_turn_that_ends_with_a_result_goes_on() -> None:
+def test_turn_ending_with_a_result_is_continued() -> None:
     host = serving(max_tool_calls=1)
     first = finally_(messages(host, False))
     history = [*USER, {**said(first), "content": said(first)["content"][:3]}]
@@ -171,7 +171,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("request_", "where"), REFUSED)
-def test_what_there_is_not_is_refused(request_: dict[str, Any], where: str) -> None:
+def test_unknown_server_is_refused(request_: dict[str, Any], where: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
         finally_(messages(serving(Use.ON), False, messages=[AGAIN], **request_))
     assert where in str(caught.value)

@@ -52,7 +52,7 @@ ROWS: list[tuple[str, str]] = [
 ]
 
 
-def test_what_it_answers() -> None:
+def test_output_of_code() -> None:
     box = toolbox(interpreter(*PLAIN))
 
     async def body() -> list[str]:
@@ -66,7 +66,7 @@ def test_what_it_answers() -> None:
     assert "SyntaxError: invalid syntax" in syntax
 
 
-def test_nothing_is_kept_between_calls() -> None:
+def test_calls_share_no_state() -> None:
     box = toolbox(interpreter(*PLAIN))
 
     async def body() -> str:
@@ -76,7 +76,7 @@ def test_nothing_is_kept_between_calls() -> None:
     assert "NameError: name 'kept' is not defined" in within(box, body)
 
 
-def test_a_call_that_does_not_end_is_ended(tmp_path: Path) -> None:
+def test_hanging_call_is_killed(tmp_path: Path) -> None:
     """So is what it has started, also when it does not listen."""
     box = toolbox(interpreter(*PLAIN, seconds=3))
     note = tmp_path / "pid"
@@ -100,7 +100,7 @@ def test_output_without_end_is_cut() -> None:
     assert "more characters were cut off" in answered.text or "bytes of output]" in answered.text
 
 
-def test_a_sandbox_that_cannot_run_says_so() -> None:
+def test_failing_sandbox_is_an_error() -> None:
     box = toolbox(interpreter("sh", "-c", "echo no such image >&2; exit 125"))
     assert within(box, lambda: ask(box, "python", "1")).text == "no such image\n"
     box = toolbox(interpreter(str(EXAMPLE / "no-such-program")))
@@ -139,7 +139,7 @@ def test_a_sandbox_without_a_network() -> None:
     assert pid == "1\n"
 
 
-def test_the_configuration_that_is_shipped() -> None:
+def test_shipped_configuration() -> None:
     """It is read, its server is the one beside it, and the sandbox has neither network nor disk."""
     config = read(EXAMPLE / "mcp.json").servers["python"]
     server, *sandbox = config.args

@@ -275,7 +275,7 @@ FAILURES = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("question", FAILURES)
-def test_a_call_that_fails_is_told_to_the_model(question: str, stream: bool) -> None:
+def test_failed_call_is_shown_to_the_model(question: str, stream: bool) -> None:
     server = weather()
     server.timeout = 0.2
     response, events = finally_(create(serving(server), stream, input=question, tools=TOOLS[:1]))
@@ -291,7 +291,7 @@ def test_a_call_that_fails_is_told_to_the_model(question: str, stream: bool) -> 
     assert server.running == 0
 
 
-def test_what_was_run_is_given_back_by_the_client() -> None:
+def test_returned_calls_are_not_run_again() -> None:
     """By itself, or by the id of the response: the prompt begins with the ids as generated."""
     for by_id in (False, True):
         host = serving()
@@ -518,7 +518,7 @@ UNAPPROVED: dict[str, Any] = {
 @pytest.mark.parametrize("rule", [None, "always"])
 @pytest.mark.parametrize("sent", UNAPPROVED.values(), ids=UNAPPROVED)
 @pytest.mark.parametrize("by_id", [True, False])
-def test_what_nobody_has_approved_is_not_run(sent: Any, by_id: bool, rule: str | None) -> None:
+def test_unapproved_call_is_not_run(sent: Any, by_id: bool, rule: str | None) -> None:
     server = weather()
     host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather", "require_approval": rule}]
@@ -540,7 +540,7 @@ def test_what_nobody_has_approved_is_not_run(sent: Any, by_id: bool, rule: str |
     assert told(second)[-1] == ("message", "It is warm.")
 
 
-def test_a_call_that_was_cut_is_not_run_by_the_next_request() -> None:
+def test_cut_call_is_not_run_by_the_next_request() -> None:
     server = weather()
     host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]
@@ -586,13 +586,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("request_", "param"), REFUSED)
-def test_what_is_refused(request_: dict[str, Any], param: str) -> None:
+def test_invalid_request_is_refused(request_: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
         finally_(create(serving(), input="Say hello.", **request_))
     assert refused.value.param == param
 
 
-def test_a_server_that_is_away() -> None:
+def test_failed_server_has_no_tools() -> None:
     away = Local("weather", {}, problem="it does not answer")
     response, events = finally_(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
     assert told(response)[0] == ("mcp_list_tools", [], "it does not answer")
@@ -610,7 +610,7 @@ def test_no_more_calls_than_may_be(most: int) -> None:
     assert told(response)[-1] == ("message", "It is warm.")
 
 
-def test_a_model_that_does_not_stop_calling() -> None:
+def test_calls_are_limited() -> None:
     call = CALLED.format("weather.now", '{"city": "Rome"}')
     host = serving(scripts={"Rome: 20 °C": call, "no more tools can be called": call})
     response, _ = finally_(create(host, input="Where is it warm?", max_tool_calls=2))
@@ -627,7 +627,7 @@ def test_the_budget_of_tokens_is_the_whole_loops() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_who_goes_away_cancels_the_tool(stream: bool) -> None:
+def test_client_disconnect_cancels_the_tool(stream: bool) -> None:
     server = weather()
     host = serving(server)
 

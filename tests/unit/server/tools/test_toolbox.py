@@ -119,7 +119,7 @@ def test_an_answer_is_cut_to_what_there_is_room_for() -> None:
     assert all(note.endswith("more characters were cut off]") for _, _, note in notes)
 
 
-def test_a_server_that_dies_is_started_again() -> None:
+def test_dead_server_is_restarted() -> None:
     box = toolbox({"crash": stdio("crash")})
 
     async def dying() -> tuple[ToolFinished, ToolFinished, str]:
@@ -164,7 +164,7 @@ async def until(ready: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_a_list_of_tools_that_changes() -> None:
+def test_changed_tool_list_is_read_again() -> None:
     box = toolbox({"changing": stdio("changing")})
 
     async def changing() -> tuple[Any, Any, str]:
@@ -180,7 +180,7 @@ def test_a_list_of_tools_that_changes() -> None:
     assert grown == "grown"
 
 
-def test_who_is_cancelled_cancels_the_tool(tmp_path: Path) -> None:
+def test_cancellation_cancels_the_tool(tmp_path: Path) -> None:
     box = toolbox({"slow": stdio("slow")})
     note = tmp_path / "note"
 
@@ -280,7 +280,7 @@ def test_a_server_with_malformed_tools_and_half_surrogates(
     assert any("the tool number 7 (name: " in each for each in said)
 
 
-def test_what_stands_beside_tools_is_not_checked_with_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rest_of_a_tool_list_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A megabyte of it beside a thousand tools took minutes, in which the server did nothing."""
     checked: list[Any] = []
     check = methods.validate_server_result
@@ -318,7 +318,7 @@ SOUND: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("document", SOUND.values(), ids=SOUND)
-def test_files_that_are_understood(tmp_path: Path, document: dict[str, Any]) -> None:
+def test_valid_files_are_read(tmp_path: Path, document: dict[str, Any]) -> None:
     file = tmp_path / "mcp.json"
     file.write_text(json.dumps(document))
     assert isinstance(read(file), ToolsConfig)
@@ -336,7 +336,7 @@ WRONG: list[tuple[str, str]] = [
 
 
 @pytest.mark.parametrize(("text", "problem"), WRONG)
-def test_files_that_are_wrong(tmp_path: Path, text: str, problem: str) -> None:
+def test_invalid_files_are_refused(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "mcp.json"
     file.write_text(text)
     with pytest.raises(HostError, match=problem):
@@ -352,7 +352,7 @@ def test_names_that_a_header_cannot_carry() -> None:
     assert [each.problem for each in box.namespaces] == ["it is not started"] * 3
 
 
-def test_a_browser_that_is_another_one() -> None:
+def test_other_server_named_browser_gets_an_alias() -> None:
     """A server that merely has the name does not get the description gpt-oss was trained with."""
     box = toolbox({"browser": stdio("weather"), "python": stdio("slow")})
 
@@ -362,6 +362,6 @@ def test_a_browser_that_is_another_one() -> None:
     assert within(box, names) == ["browser_tools", "python_tools"]
 
 
-def test_nothing_said_is_said() -> None:
+def test_empty_output_and_default_transport() -> None:
     assert NOTHING.startswith("[")
     assert ServerConfig.model_validate({"command": "x"}).transport == "stdio"

@@ -112,7 +112,7 @@ def named(spans: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     ],
     ids=["local", "silent", "remote", "tool"],
 )
-def test_an_answer_has_a_span_for_each_thing_that_it_waits_for(
+def test_answer_has_a_span_for_each_wait(
     spans: InMemorySpanExporter, text: str, engine: Engine, names: list[str], *, stream: bool
 ) -> None:
     assert ask(engine, text, stream=stream).status_code == 200
@@ -160,7 +160,7 @@ def test_a_failure_ends_all_spans(spans: InMemorySpanExporter) -> None:
     assert (found[ROOT].attributes or {})["error.type"] == "OutputError"
 
 
-def test_the_trace_of_the_client_goes_on(spans: InMemorySpanExporter) -> None:
+def test_trace_of_the_client_is_continued(spans: InMemorySpanExporter) -> None:
     ask(Engine(), "Hello!", traceparent=f"00-{'-'.join(OUTSIDE)}-01")
     parent = named(spans)[ROOT].parent
     assert parent is not None

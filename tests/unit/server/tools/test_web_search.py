@@ -203,7 +203,7 @@ def test_domains_hold_however_the_browser_is_named(site: Site) -> None:
         assert f"{site.url}/rome" not in last_prompt(host), tools
 
 
-def test_a_browser_that_cannot_be_limited() -> None:
+def test_browser_without_domain_limits_is_refused() -> None:
     tools = [{**WEB_SEARCH, "filters": {"allowed_domains": ["a.example"]}}]
     with pytest.raises(Exception, match="cannot be limited to domains") as error:
         run(respond(serving(None), tools=tools))
@@ -224,7 +224,7 @@ def test_types_of_web_search(site: Site, kind: str) -> None:
     assert [each.type for each in response.output] == [*["web_search_call"] * 3, "message"]
 
 
-def test_a_response_that_is_continued(site: Site) -> None:
+def test_continued_response_knows_earlier_pages(site: Site) -> None:
     """Pages of the stored response can be cited, and its turn is replayed as generated."""
     host = serving(site)
 
@@ -240,7 +240,7 @@ def test_a_response_that_is_continued(site: Site) -> None:
     assert first.output[-1].content[0].text not in last_prompt(host)
 
 
-def test_a_client_that_sends_its_items_back(site: Site) -> None:
+def test_returned_items_know_earlier_pages(site: Site) -> None:
     """They lack what the model read. The replayed turn has it, and cursors go on from there."""
     host = serving(site)
     host.engine.scripts["And Paris?"] = CALL.format("open", '{"id": 0, "cursor": 0}')  # type: ignore[attr-defined]
@@ -321,7 +321,7 @@ def said(answer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("replays", [True, False])
-def test_messages_that_are_sent_back(
+def test_messages_returned_blocks_know_earlier_pages(
     site: Site, replays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model reads what it read before; pages of earlier turns can be cited."""
@@ -388,7 +388,7 @@ def test_a_failed_search_in_messages(site: Site, stream: bool, status: int) -> N
     assert text.text == "I cannot search."
 
 
-def test_a_page_that_cannot_be_opened(site: Site) -> None:
+def test_unavailable_page_is_an_error_block(site: Site) -> None:
     del site.pages["/rome"]
     answer, _ = run(message(serving(site)))
     result = answer.content[3]
@@ -471,7 +471,7 @@ def test_chat(site: Site, stream: bool, asks: bool) -> None:
         assert content[cited["start_index"] : cited["end_index"]] == link
 
 
-def test_chat_that_is_continued(site: Site) -> None:
+def test_chat_continued_turn_is_replayed(site: Site) -> None:
     """The turn is replayed as generated, whatever the client was shown in its place."""
     host = serving(site)
 
