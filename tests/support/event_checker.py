@@ -104,13 +104,13 @@ def check_documents(documents: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """The same for events that come without frames, as on a WebSocket."""
     checker = _Checker()
     for number, document in enumerate(documents):
-        said = f"event {number}: {json.dumps(document)[:400]}"
-        assert document.get("sequence_number") == number, f"wrong sequence_number in {said}"
-        _no_counters_inside(document, said)
+        where = f"event {number}: {json.dumps(document)[:400]}"
+        assert document.get("sequence_number") == number, f"wrong sequence_number in {where}"
+        _no_counters_inside(document, where)
         try:
             checker.read(document)
         except (AssertionError, KeyError) as error:
-            raise AssertionError(f"{error!r} in {said}") from error
+            raise AssertionError(f"{error!r} in {where}") from error
     return checker.final()
 
 
@@ -121,14 +121,14 @@ def _document(event: Event) -> dict[str, Any]:
     return document
 
 
-def _no_counters_inside(document: dict[str, Any], said: str) -> None:
+def _no_counters_inside(document: dict[str, Any], where: str) -> None:
     """Indices count from 0, and only events are numbered. What a client declared is its own."""
     said_by_us = {key: value for key, value in document.items() if key != "response"}
     output = document.get("response", {}).get("output", [])
     for key, value in _within([said_by_us, output]):
-        assert not key.endswith("_index") or value >= 0, f"{key} in {said}"
+        assert not key.endswith("_index") or value >= 0, f"{key} in {where}"
     nested = [key for key, _ in _within([*said_by_us.values(), output])]
-    assert "sequence_number" not in nested, f"a nested sequence_number in {said}"
+    assert "sequence_number" not in nested, f"a nested sequence_number in {where}"
 
 
 def _within(value: object) -> Iterator[tuple[str, Any]]:

@@ -64,11 +64,11 @@ class BookEngine(ScriptedEngine):
                 if not self.forgets:
                     self.prompts.append(prompt[:done])
                 await asyncio.sleep(SLOW * CHUNK / len(prompt))
-        said = entry.completion[begun:][: request.settings.max_tokens]
+        output = entry.completion[begun:][: request.settings.max_tokens]
         self.prompts.append((*prompt, *entry.completion))
-        for at, token in enumerate(said, 1):
-            cut = "length" if said[-1] not in vocab.TURN_ENDS else "stop"
-            finish: Finish | None = cut if at == len(said) else None  # type: ignore[assignment]
+        for at, token in enumerate(output, 1):
+            cut = "length" if output[-1] not in vocab.TURN_ENDS else "stop"
+            finish: Finish | None = cut if at == len(output) else None  # type: ignore[assignment]
             logprob = -0.01
             found = TokenLogprob(token, logprob, ((token, logprob),))
             asked = request.settings.top_logprobs is not None

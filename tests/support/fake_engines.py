@@ -72,10 +72,10 @@ def _openai_error(status: int, message: str) -> Json:
     return {"error": {"message": message, "type": "BadRequestError", "param": None, "code": status}}
 
 
-def vllm_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+def vllm_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
     base = {"id": "cmpl-a4a4b042414aac84", "object": "text_completion", "created": 1795351480}
-    for at, token in enumerate(said):
-        last = at == len(said) - 1
+    for at, token in enumerate(output):
+        last = at == len(output) - 1
         choice = {
             "index": 0,
             "text": vocab.token_bytes(token).decode("utf-8", "replace"),
@@ -88,17 +88,17 @@ def vllm_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator
         yield compact({**base, "model": "m", "choices": [choice]})
     usage = {
         "prompt_tokens": len(prompt),
-        "total_tokens": len(prompt) + len(said),
-        "completion_tokens": len(said),
+        "total_tokens": len(prompt) + len(output),
+        "completion_tokens": len(output),
         "prompt_tokens_details": {"cached_tokens": 16},
     }
     yield compact({**base, "model": "m", "choices": [], "usage": usage})
     yield "[DONE]"
 
 
-def vllm_token_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
-    for at, token in enumerate(said):
-        last = at == len(said) - 1
+def vllm_token_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+    for at, token in enumerate(output):
+        last = at == len(output) - 1
         choice = {"index": 0, "finish_reason": finish if last else None, "token_ids": [token]}
         yield compact({"request_id": "generate-tokens-8", "choices": [choice]})
     usage = {"prompt_tokens": len(prompt), "prompt_tokens_details": {"cached_tokens": 16}}
@@ -107,11 +107,11 @@ def vllm_token_events(prompt: Sequence[int], said: list[int], finish: str) -> It
 
 
 def sglang_events(incremental: bool) -> Callable[[Sequence[int], list[int], str], Iterator[str]]:
-    def events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
-        for at in range(len(said)):
-            last = at == len(said) - 1
-            reason = {"type": "stop", "matched": said[-1]} if finish == "stop" else None
-            reason = reason or {"type": "length", "length": len(said)}
+    def events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+        for at in range(len(output)):
+            last = at == len(output) - 1
+            reason = {"type": "stop", "matched": output[-1]} if finish == "stop" else None
+            reason = reason or {"type": "length", "length": len(output)}
             about = {
                 "id": "5b2b0a3f",
                 "finish_reason": reason if last else None,
@@ -120,17 +120,17 @@ def sglang_events(incremental: bool) -> Callable[[Sequence[int], list[int], str]
                 "completion_tokens": at + 1,
                 "cached_tokens": 16,
             }
-            ids = said[at : at + 1] if incremental else said[: at + 1]
+            ids = output[at : at + 1] if incremental else output[: at + 1]
             yield compact({"text": "…", "output_ids": ids, "meta_info": about})
         yield "[DONE]"
 
     return events
 
 
-def llamacpp_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+def llamacpp_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
     """Nothing is sent while the text ends within a character."""
     pending = b""
-    for number, token in enumerate(said, start=1):
+    for number, token in enumerate(output, start=1):
         pending += vocab.token_bytes(token)
         try:
             content = pending.decode()
@@ -156,18 +156,18 @@ def llamacpp_events(prompt: Sequence[int], said: list[int], finish: str) -> Iter
             "id_slot": 0,
             "stop": True,
             "model": "gpt-oss.gguf",
-            "tokens_predicted": len(said),
+            "tokens_predicted": len(output),
             "tokens_evaluated": len(prompt),
             "stop_type": "eos" if finish == "stop" else "limit",
             "stopping_word": "",
-            "tokens_cached": len(prompt) + len(said) - 1,
-            "timings": {"cache_n": 16, "prompt_n": 3, "predicted_n": len(said)},
+            "tokens_cached": len(prompt) + len(output) - 1,
+            "timings": {"cache_n": 16, "prompt_n": 3, "predicted_n": len(output)},
         }
     )
 
 
-def plugin_events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
-    for token in said:
+def plugin_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+    for token in output:
         yield compact({"ids": [token], "finish": None, "cached_tokens": 0})
     yield compact({"ids": [], "finish": finish, "cached_tokens": 16})
 
@@ -330,7 +330,7 @@ class FakeEngine:
     sent: int = 0
     """Bytes that the sockets took."""
 
-    def said(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> list[int]:
         """The script for a prompt."""
         text = vocab.encoding().decode(list(prompt))
         return ids(self.scripts[max(self.scripts, key=text.rfind)])
@@ -357,14 +357,14 @@ class FakeEngine:
                 dict(fault.headers),
             )
         if trial:
-            said = [vocab.RETURN if self.grammar else 1]
-            answered = exchange.events([1], said, "stop")
+            output_ids = [vocab.RETURN if self.grammar else 1]
+            answered = exchange.events([1], output_ids, "stop")
             events = self._events(request, answered, fault, trial=True)
             return StreamingResponse(events, media_type="text/event-stream")
-        said = self.said(prompt)
-        limit = len(said) if self.limitless else exchange.max_tokens(body)
-        finish = "length" if len(said) > limit else "stop"
-        plain = exchange.events(prompt, said[:limit], finish)
+        output_ids = self.output_ids(prompt)
+        limit = len(output_ids) if self.limitless else exchange.max_tokens(body)
+        finish = "length" if len(output_ids) > limit else "stop"
+        plain = exchange.events(prompt, output_ids[:limit], finish)
         answered = with_logprobs(self.kind, body, plain)
         return _Abortable(self, request, self._events(request, answered, fault))
 

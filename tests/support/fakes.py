@@ -71,11 +71,11 @@ class ScriptedEngine:
         try:
             text = vocab.encoding().decode(list(prompt))
             last = max(self.scripts, key=text.rfind)
-            said = ids(self.scripts[last])[: settings.max_tokens]
-            at_limit = len(said) == settings.max_tokens and said[-1] not in vocab.TURN_ENDS
-            for at in range(0, len(said), self.at_once):
-                step = said[at : at + self.at_once]
-                ended = at + self.at_once >= len(said)
+            output = ids(self.scripts[last])[: settings.max_tokens]
+            at_limit = len(output) == settings.max_tokens and output[-1] not in vocab.TURN_ENDS
+            for at in range(0, len(output), self.at_once):
+                step = output[at : at + self.at_once]
+                ended = at + self.at_once >= len(output)
                 finish: Finish | None = None
                 if ended:
                     finish = "length" if at_limit else "stop"

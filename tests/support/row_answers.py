@@ -30,7 +30,7 @@ def served_rows(rows: list[Row]) -> list[Row]:
 
 def joined(row: Row, *kinds: str) -> str:
     """Texts of these kinds, as an API that has one field for them joins them."""
-    return "\n".join(part[1] for part in row.said if part[0] in kinds)
+    return "\n".join(part[1] for part in row.expected if part[0] in kinds)
 
 
 # --- Chat Completions.
@@ -73,7 +73,7 @@ def check_chat(row: Row, whole: Any, *streamed: Any) -> None:
     assert all(chat_answer(each) == answer for each in streamed)
     assert answer["reasoning"] == joined(row, REASONING)
     assert answer["content"] == joined(row, PREAMBLE, ANSWER)
-    assert answer["calls"] == [part[1:] for part in row.said if part[0] == CALL]
+    assert answer["calls"] == [part[1:] for part in row.expected if part[0] == CALL]
     assert answer["finish"] == row.finish
     usage = answer["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
@@ -126,7 +126,7 @@ _ITEMS: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
 def check_responses(row: Row, whole: dict[str, Any], *streamed: dict[str, Any]) -> None:
     """Of the document of a response, and of those that streams ended with."""
     assert all(response_document(each) == response_document(whole) for each in streamed)
-    assert [_ITEMS[item["type"]](item) for item in whole["output"]] == list(row.said)
+    assert [_ITEMS[item["type"]](item) for item in whole["output"]] == list(row.expected)
     assert whole["status"] == ("incomplete" if row.finish == "length" else "completed")
 
 
@@ -173,10 +173,10 @@ def check_messages(row: Row, whole: Any, *streamed: Any) -> None:
     assert all(message_document(each) == document for each in streamed)
     texts = [block for block in document["content"] if block["type"] != "tool_use"]
     assert [(block["type"], block[block["type"]]) for block in texts] == [
-        (_BLOCKS[part[0]], part[1]) for part in row.said if part[0] != CALL
+        (_BLOCKS[part[0]], part[1]) for part in row.expected if part[0] != CALL
     ]
     names = [block["name"] for block in document["content"] if block["type"] == "tool_use"]
-    assert names == [part[1] for part in row.said if part[0] == CALL]
+    assert names == [part[1] for part in row.expected if part[0] == CALL]
     stopped = "stop_sequence" if row.stopped_by else _STOPPED[row.finish]
     assert (document["stop_reason"], document.get("stop_sequence")) == (stopped, row.stopped_by)
 
@@ -199,11 +199,11 @@ def ollama_answer(lines: list[Any]) -> dict[str, Any]:
     last = lines[-1]
     assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
     assert 0 <= last.prompt_eval_duration + last.eval_duration <= last.total_duration
-    said = [line.message for line in lines]
+    received = [line.message for line in lines]
     return {
-        "reasoning": "".join(each.thinking or "" for each in said),
-        "content": "".join(each.content or "" for each in said),
-        "calls": [call.function for each in said for call in each.tool_calls or ()],
+        "reasoning": "".join(each.thinking or "" for each in received),
+        "content": "".join(each.content or "" for each in received),
+        "calls": [call.function for each in received for call in each.tool_calls or ()],
         "finish": last.done_reason,
         "usage": (last.prompt_eval_count, last.eval_count),
     }
@@ -215,7 +215,7 @@ def check_ollama(row: Row, *answers: list[Any]) -> None:
     assert all(each == answer for each in others)
     assert answer["reasoning"] == joined(row, REASONING)
     assert answer["content"] == joined(row, PREAMBLE, ANSWER)
-    called = [part[1:] for part in row.said if part[0] == CALL]
+    called = [part[1:] for part in row.expected if part[0] == CALL]
     assert [call.name for call in answer["calls"]] == [name for name, _ in called]
     for call, (_, arguments) in zip(answer["calls"], called, strict=True):
         assert call.arguments == read_arguments(arguments)

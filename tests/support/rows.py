@@ -1,7 +1,7 @@
-"""Rows of semantics B: what a model generates on the left, what it said on the right.
+"""Rows of semantics B: what a model generates on the left, its messages on the right.
 
 Used by the parser's tests and by every emitter's and every served test, so that all APIs are held
-to the same story. Control tokens are written out; ``said`` lists (kind, text) and, for calls,
+to the same story. Control tokens are written out; ``expected`` lists (kind, text) and, for calls,
 (kind, name, arguments).
 """
 
@@ -20,24 +20,24 @@ REASONING, PREAMBLE, ANSWER, CALL = "reasoning", "preamble", "answer", "call"
 class Row:
     id: str
     output: str
-    said: tuple[tuple[str, ...], ...]
+    expected: tuple[tuple[str, ...], ...]
     finish: str = "stop"
     cut: bool = False
     """The engine stopped at its limit, behind ``output``."""
     stop: tuple[str, ...] = ()
     stopped_by: str | None = None
     whole: bool = True
-    """Whether what was said last is complete."""
+    """Whether the last message is complete."""
     tools: tuple[str, ...] = ("x",)
     one_call: bool = False
     """The caller wants no more than one."""
 
 
-def row(name: str, output: str, *said: tuple[str, ...], **more: object) -> Row:
-    calls = any(part[0] == CALL for part in said)
+def row(name: str, output: str, *expected: tuple[str, ...], **more: object) -> Row:
+    calls = any(part[0] == CALL for part in expected)
     more.setdefault("finish", "length" if more.get("cut") else "tool_calls" if calls else "stop")
-    more.setdefault("whole", not (more.get("cut") and said))
-    return Row(name, output, said, **more)  # type: ignore[arg-type]
+    more.setdefault("whole", not (more.get("cut") and expected))
+    return Row(name, output, expected, **more)  # type: ignore[arg-type]
 
 
 TO_X = (CALL, "x", '{"a":1}')
@@ -975,11 +975,11 @@ def noisy(position: str, prefix: str) -> Iterator[Row]:
     ):
         between = PREFIXES[prefix] if _CONTENT_TYPES[type_] else ""
         tool = _ROLE_POSITIONS[role] or _LAST_RECIPIENTS[recipient] or between
-        said = (CALL, tool, "{}") if tool else (_LAST_CHANNELS[channel], "{}")
+        expected = (CALL, tool, "{}") if tool else (_LAST_CHANNELS[channel], "{}")
         header = f"{role}{prefix}<|channel|>{channel}{recipient}{type_}"
         end = "<|call|>" if tool else "<|end|>"
         output = f"{POSITIONS[position]}{header}<|message|>{{}}{end}"
-        yield row(output, output, *before, said)
+        yield row(output, output, *before, expected)
 
 
 def ids(text: str) -> list[int]:

@@ -85,13 +85,13 @@ class Scripted(FakeEngine):
     """Calls the tool when it is asked, and answers behind the result; without tools (whoever wants
     a title) it says three words."""
 
-    def said(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = vocab.encoding().decode(list(prompt))
         if "namespace functions" not in text:
             return ids("<|channel|>final<|message|>Echo a marker<|return|>")
         if "marker-42" in text:
             return ids(f"<|channel|>analysis<|message|>Done.<|end|><|start|>assistant{_FINAL}")
-        return super().said(prompt)
+        return super().output_ids(prompt)
 
 
 _FINAL = f"<|channel|>final<|message|>{ANSWER}<|return|>"
@@ -250,7 +250,7 @@ class Searching(FakeEngine):
     """Searches the web in the way of Codex, which declares it, or of Claude Code, whose tool
     WebSearch is a request of its own; then it answers."""
 
-    def said(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = _text(prompt)
         call = "<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{}<|call|>"
         if "[0] rome inhabitants" in text or "Links: [" in text:

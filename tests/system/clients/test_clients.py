@@ -68,7 +68,7 @@ class Answering(FakeEngine):
     """Calls the tool whose name ends in `get_weather`, then a `Weather` if there is one (the type
     of an answer), and answers."""
 
-    def said(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = vocab.encoding().decode(list(prompt))
         tools = re.findall(r"^type (\S*get_weather|Weather) = ", text, re.MULTILINE)
         weather = next((name for name in tools if name != "Weather"), "")

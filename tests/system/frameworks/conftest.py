@@ -55,7 +55,7 @@ class Server:
 def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The host with the plugin, and a model that wants something else than is asked for."""
     place = tmp_path_factory.mktemp("server")
-    scripts = [Script(f"Wanted: {name}", said) for name, said in WANTS.items()]
+    scripts = [Script(f"Wanted: {name}", output) for name, output in WANTS.items()]
     scripts += [Script(*each) for each in PAGE.items()]
     model = standin.write(place / "model", scripts)
     flags = (*served.FLAG, "--served-model-name", MODEL)

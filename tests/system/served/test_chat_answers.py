@@ -115,9 +115,9 @@ def test_a_tool_round_trip(client: OpenAI, model: str, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_model_that_plays_the_user_is_stopped(client: OpenAI, model: str, stream: bool) -> None:
     request = {"model": model, "messages": [user("Plays?")], "temperature": 0}
-    said = chat_answer(ask(client, stream=stream, **request))
-    assert (said["content"], said["finish"]) == ("Shall I delete it?", "stop")
-    assert said["usage"]["completion_tokens"] == len(ids(PLAYS))
+    received = chat_answer(ask(client, stream=stream, **request))
+    assert (received["content"], received["finish"]) == ("Shall I delete it?", "stop")
+    assert received["usage"]["completion_tokens"] == len(ids(PLAYS))
 
 
 def test_the_clients_own_stream_helper(client: OpenAI, model: str) -> None:
@@ -192,6 +192,6 @@ def test_ids_that_come_in_other_groups(start: Start, standin_dir: Path, how: Any
     standin.rescript(standin_dir, SCRIPTS)
     server = start(*FLAG, *how.get("flags", ()), command=HARMONY, env=how.get("env"))
     with server.openai() as client:
-        for row in [row for row in SERVED if row.said]:
+        for row in [row for row in SERVED if row.expected]:
             check(client, client.models.list().data[0].id, row)
     server.stop()

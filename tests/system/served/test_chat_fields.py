@@ -52,8 +52,8 @@ def test_other_names_in_every_api(server: Server, client: openai.OpenAI, create:
     response = client.responses.create(model="gpt-4o", input="Who are you?")
     assert (response.model, response.output_text) == ("gpt-4o", "A stand-in.")
     asking = anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0)
-    said: Any = asking.messages.create(model="claude-opus-4", max_tokens=50, messages=WHO)  # type: ignore[arg-type]
-    assert (said.model, said.content[-1].text) == ("claude-opus-4", "A stand-in.")
+    message: Any = asking.messages.create(model="claude-opus-4", max_tokens=50, messages=WHO)  # type: ignore[arg-type]
+    assert (message.model, message.content[-1].text) == ("claude-opus-4", "A stand-in.")
     with pytest.raises(openai.NotFoundError):
         create(model="gpt-5", messages=WHO)
 

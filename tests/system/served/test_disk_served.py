@@ -111,8 +111,8 @@ class Codex:
         cached = usage.input_tokens_details.cached_tokens
         return Said(done.output_text, echo, usage.input_tokens, cached)
 
-    def following(self, body: dict[str, Any], said: Said, reasoning: bool) -> dict[str, Any]:
-        echo = [item for item in said.echo if reasoning or item["type"] != "reasoning"]
+    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
+        echo = [item for item in answer.echo if reasoning or item["type"] != "reasoning"]
         (call,) = (item for item in echo if item["type"] == "function_call")
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
         return {**body, "input": [*body["input"], *echo, result]}
@@ -121,10 +121,10 @@ class Codex:
 class Stored(Codex):
     """Responses that the server stores: only what is new is sent."""
 
-    def following(self, body: dict[str, Any], said: Said, reasoning: bool) -> dict[str, Any]:
-        (call,) = (item for item in said.echo if item["type"] == "function_call")
+    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
+        (call,) = (item for item in answer.echo if item["type"] == "function_call")
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
-        return {**body, "input": [result], "previous_response_id": said.echo[0]["response"]}
+        return {**body, "input": [result], "previous_response_id": answer.echo[0]["response"]}
 
     def ask(self, server: Server, body: dict[str, Any]) -> Said:
         with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="k", timeout=60) as client:
@@ -156,8 +156,8 @@ class ClaudeCode:
         echo = [block.model_dump(exclude_none=True) for block in done.content]
         return Said(text, echo, cached + done.usage.input_tokens, cached)
 
-    def following(self, body: dict[str, Any], said: Said, reasoning: bool) -> dict[str, Any]:
-        echo = [block for block in said.echo if reasoning or block["type"] != "thinking"]
+    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
+        echo = [block for block in answer.echo if reasoning or block["type"] != "thinking"]
         (call,) = (block for block in echo if block["type"] == "tool_use")
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": "42"}
         more = [{"role": "assistant", "content": echo}, {"role": "user", "content": [result]}]
@@ -190,8 +190,8 @@ class Opencode:
         cached = usage.prompt_tokens_details.cached_tokens or 0
         return Said(message["content"], [message], usage.prompt_tokens, cached)
 
-    def following(self, body: dict[str, Any], said: Said, reasoning: bool) -> dict[str, Any]:
-        (message,) = said.echo
+    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
+        (message,) = answer.echo
         if not reasoning:
             message = {name: message[name] for name in message if name != "reasoning_content"}
         (call,) = message["tool_calls"]
@@ -257,10 +257,10 @@ def loops(start: Start, model: Path, tmp_path_factory: pytest.TempPathFactory) -
 def test_loops_go_on_when_the_server_was_killed(loops: Loops, name: str) -> None:
     agent, reasoning = AGENTS[name]
     body, first = loops.turns[name]
-    said = agent.ask(loops.server, agent.following(body, first, reasoning))
-    assert said.text == "as it was"
-    assert said.prompt > first.prompt > 1000
-    assert said.prompt - said.cached <= NEW * said.prompt
+    answer = agent.ask(loops.server, agent.following(body, first, reasoning))
+    assert answer.text == "as it was"
+    assert answer.prompt > first.prompt > 1000
+    assert answer.prompt - answer.cached <= NEW * answer.prompt
 
 
 def test_start_stats_and_metrics_show_it(loops: Loops) -> None:
@@ -291,8 +291,8 @@ def test_killed_while_it_writes_and_emptied(loops: Loops, model: Path) -> None:
     assert disk(server)["damaged"] == 0
     assert agent.ask(server, body).text == first.text
     name = "Codex-left"
-    asked, said = loops.turns[name]
-    following = Codex().following(asked, said, reasoning=False)
+    asked, answer = loops.turns[name]
+    following = Codex().following(asked, answer, reasoning=False)
     assert Codex().ask(server, following).cached > 1000
     written(server)
     assert httpx.delete(f"{server.base_url}/v1/cache", timeout=30).status_code == 200
@@ -315,8 +315,8 @@ def test_loops_go_on_when_the_model_was_unloaded(start: Start, model: Path, tmp_
     while time.monotonic() < deadline and '"unloaded"' not in status(server):
         time.sleep(0.1)
     assert '"unloaded"' in status(server)
-    said = agent.ask(server, agent.following(body, first, reasoning=False))
-    assert said.text == "as it was" and said.prompt - said.cached <= NEW * said.prompt
+    answer = agent.ask(server, agent.following(body, first, reasoning=False))
+    assert answer.text == "as it was" and answer.prompt - answer.cached <= NEW * answer.prompt
     server.stop()
 
 
@@ -334,7 +334,7 @@ def test_unusable_directory_disables_only_the_disk(
     agent = Opencode()
     body = recorded(agent.recorded, model, "file")
     assert agent.ask(server, body).cached == 0
-    said = agent.ask(server, body)
-    assert said.cached == said.prompt - 1
+    answer = agent.ask(server, body)
+    assert answer.cached == answer.prompt - 1
     assert place.read_text() == "of somebody's"
     server.stop()

@@ -59,8 +59,10 @@ def test_only_a_strict_request_starts_a_process(start: Start, standin_dir: Path)
             assert not psutil.Process(server.pid).children(recursive=True)
             function = {"name": "pick", "parameters": CITY, "strict": strict}
             tools = [{"type": "function", "function": function}]
-            said = create(model=model, messages=asked("Talk."), tools=tools, tool_choice="required")
-            assert is_city(json.loads(said.choices[0].message.tool_calls[0].function.arguments))
+            answer = create(
+                model=model, messages=asked("Talk."), tools=tools, tool_choice="required"
+            )
+            assert is_city(json.loads(answer.choices[0].message.tool_calls[0].function.arguments))
     assert psutil.Process(server.pid).children()
     server.stop()
 
@@ -69,8 +71,8 @@ def test_chat(client: openai.OpenAI, model: str) -> None:
     create: Any = client.chat.completions.create
     function = {"name": "pick", "parameters": CITY, "strict": True}
     tools = [{"type": "function", "function": function}]
-    said = create(model=model, messages=asked("Talk."), tools=tools, tool_choice="required")
-    (choice,) = said.choices
+    answer = create(model=model, messages=asked("Talk."), tools=tools, tool_choice="required")
+    (choice,) = answer.choices
     assert choice.finish_reason == "tool_calls"
     assert is_city(json.loads(choice.message.tool_calls[0].function.arguments))
     refused = create(model=model, messages=asked("Call."), max_tokens=40)
@@ -80,24 +82,24 @@ def test_chat(client: openai.OpenAI, model: str) -> None:
 def test_responses(client: openai.OpenAI, model: str) -> None:
     create: Any = client.responses.create
     form = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
-    said = create(model=model, input="Talk.", text={"format": form})
-    assert said.status == "completed"
-    assert is_city(json.loads(said.output_text))
+    answer = create(model=model, input="Talk.", text={"format": form})
+    assert answer.status == "completed"
+    assert is_city(json.loads(answer.output_text))
 
 
 def test_messages(server: Server, model: str) -> None:
     tools: Any = [{"name": "pick", "input_schema": CITY}]
     with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0) as client:
         create: Any = client.messages.create
-        said = create(
+        answer = create(
             model=model,
             max_tokens=200,
             messages=asked("Talk."),
             tools=tools,
             tool_choice={"type": "any"},
         )
-    assert said.stop_reason == "tool_use"
-    assert is_city(said.content[-1].input)
+    assert answer.stop_reason == "tool_use"
+    assert is_city(answer.content[-1].input)
 
 
 def test_unsupported_strict_schema_is_refused(client: openai.OpenAI, model: str) -> None:

@@ -78,8 +78,8 @@ def test_dead_engine_thread_is_reported_everywhere(dying: tuple[Server, Path]) -
             lines = running.iter_lines()
             assert "word" in next(line for line in lines if "word" in line)
             file.touch()
-            said = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert "the engine stopped unexpectedly" in said[-1]["error"]["message"]
+            received = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "the engine stopped unexpectedly" in received[-1]["error"]["message"]
         assert client.get("/health").status_code == 503
         for path in (CHAT, RESPONSES, MESSAGES):
             for stream in (False, True):
@@ -210,9 +210,9 @@ def test_an_answer_longer_than_the_idle_time_keeps_its_model(unloading: Server, 
     with unloading.client(300) as client:
         asked = {"model": str(unloading.model), **body(path, "Slowly.", stream=True)}
         with client.stream("POST", path, json=asked) as running:
-            said = "".join(running.iter_lines())
+            received = "".join(running.iter_lines())
         assert running.elapsed.total_seconds() > 4 * IDLE
-        assert said.count(" word") >= 15, said
+        assert received.count(" word") >= 15, received
         _wait_until_unloading(client)
 
 

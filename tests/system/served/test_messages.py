@@ -156,10 +156,10 @@ def test_a_tool_loop_with_thinking(client: Anthropic, model: str, stream: bool) 
     assert grown == answer.usage.output_tokens + len(handed_back("weather", "18 °C"))
 
 
-def handed_back(tool: str, said: str) -> list[int]:
+def handed_back(tool: str, result: str) -> list[int]:
     """What a prompt has more than the model's own output when a tool has answered."""
     header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary"
-    return ids(f"{header}<|message|>{said}<|end|><|start|>assistant")
+    return ids(f"{header}<|message|>{result}<|end|><|start|>assistant")
 
 
 @pytest.mark.skipif(not hasattr(anthropic, "beta_tool"), reason="the client has no tool loop")
@@ -192,8 +192,8 @@ def test_warmed_prompt_is_reused_and_counted(
     again = ask(client, stream=stream, **warm)
     assert (again.usage.input_tokens, total(again)) == (1, counted)
     asked = {**warm, "max_tokens": 50, "messages": [user("plain answer")]}
-    told = events(server, asked)
-    start, end = document(told[0])["message"]["usage"], document(told[-2])["usage"]
+    received = events(server, asked)
+    start, end = document(received[0])["message"]["usage"], document(received[-2])["usage"]
     assert start["cache_read_input_tokens"] == end["cache_read_input_tokens"] > 200
     assert start["input_tokens"] == end["input_tokens"] > 1
 
@@ -247,15 +247,15 @@ def test_two_turns_of_claude_code(server: Server, model: str) -> None:
 
 
 def test_a_failing_engine_ends_the_stream_with_an_error(server: Server, model: str) -> None:
-    told = events(server, {"model": model, "max_tokens": 50, "messages": [user("Break.")]})
-    assert told[0][0] == "message_start"
-    assert (told[-1][0], document(told[-1])["error"]["type"]) == ("error", "api_error")
+    received = events(server, {"model": model, "max_tokens": 50, "messages": [user("Break.")]})
+    assert received[0][0] == "message_start"
+    assert (received[-1][0], document(received[-1])["error"]["type"]) == ("error", "api_error")
 
 
 def test_a_silent_stream_pings(server: Server, model: str) -> None:
-    told = events(server, {"model": model, "max_tokens": 2, "messages": [user("Slowly.")]})
-    assert checked(told).error is None
-    assert "ping" in [name for name, _ in told]
+    received = events(server, {"model": model, "max_tokens": 2, "messages": [user("Slowly.")]})
+    assert checked(received).error is None
+    assert "ping" in [name for name, _ in received]
 
 
 @pytest.mark.parametrize(

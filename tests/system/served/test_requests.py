@@ -67,8 +67,8 @@ def test_a_running_answer_is_cancelled(server: Server, path: str, way: str) -> N
             cancelled = httpx.request(way, server.base_url + target, timeout=20)
             rest = [json.loads(line[6:]) for line in lines]
         assert cancelled.status_code == 200
-        said = {"object": "request.cancel", "id": key, "cancelled": True, "model": model}
-        assert cancelled.json() == said
+        expected = {"object": "request.cancel", "id": key, "cancelled": True, "model": model}
+        assert cancelled.json() == expected
         assert "the request was cancelled" in json.dumps(rest[-1])
         assert len(rest) < TOKENS
         server.wait_for_requests()
@@ -82,15 +82,15 @@ def opened(api: str, url: str, model: str) -> tuple[str, Iterator[Any], type[Exc
     """The id of a streamed answer, what is left of it, and how its client's errors are called."""
     if api == "messages":
         claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        said = {"role": "user", "content": "Slow"}
+        slow = {"role": "user", "content": "Slow"}
         events = iter(
-            claude.messages.create(max_tokens=2000, messages=[said], model=model, stream=True)
-        )  # type: ignore[list-item]
+            claude.messages.create(max_tokens=2000, messages=[slow], model=model, stream=True)  # type: ignore[list-item]
+        )
         return next(events).message.id, events, anthropic.APIError  # type: ignore[union-attr]
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     if api == "responses":
-        told = iter(client.responses.create(input="Slow", model=model, stream=True))
-        return next(told).response.id, told, openai.APIError  # type: ignore[union-attr]
+        stream = iter(client.responses.create(input="Slow", model=model, stream=True))
+        return next(stream).response.id, stream, openai.APIError  # type: ignore[union-attr]
     asked: Any = [{"role": "user", "content": "Slow"}]
     chunks = iter(client.chat.completions.create(messages=asked, model=model, stream=True))
     return next(chunks).id, chunks, openai.APIError
@@ -117,8 +117,8 @@ def test_client_gets_an_error_on_cancellation(server: Server, api: str) -> None:
 def test_an_unknown_id_is_answered_by_the_host(server: Server, key: str) -> None:
     answer = httpx.post(f"{server.base_url}/v1/requests/{key}/cancel", timeout=20)
     assert answer.status_code == 404
-    said = f"Request not found or cancellation is unsupported: {key}"
-    assert answer.json() == {"detail": said}
+    expected = f"Request not found or cancellation is unsupported: {key}"
+    assert answer.json() == {"detail": expected}
 
 
 @pytest.mark.of_vllm_mlx

@@ -308,8 +308,8 @@ def test_output_of_missing_call_is_answered(client: OpenAI, model: str) -> None:
 
 def test_input_items_come_in_pages(client: OpenAI, model: str) -> None:
     texts = ["one", "two", "plain answer"]
-    said = [{"role": "user", "content": text} for text in texts]
-    answer = client.responses.create(model=model, input=said)  # type: ignore[arg-type]
+    messages = [{"role": "user", "content": text} for text in texts]
+    answer = client.responses.create(model=model, input=messages)  # type: ignore[arg-type]
     listed = client.responses.input_items.list(answer.id, limit=1, order="asc")
     assert [item.content[0].text for item in listed] == texts  # type: ignore[union-attr]
 
@@ -352,11 +352,11 @@ def test_counted_is_what_is_used(client: OpenAI, model: str, row: Row) -> None:
 
 
 def test_compacted(client: OpenAI, model: str) -> None:
-    said = [
+    messages = [
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": "Hello, too."},
     ]
-    compacted = client.responses.compact(model=model, input=said)  # type: ignore[arg-type]
+    compacted = client.responses.compact(model=model, input=messages)  # type: ignore[arg-type]
     assert [item.type for item in compacted.output] == ["message", "compaction"]
     assert compacted.usage.output_tokens > 0
     window = [item.model_dump(exclude_none=True) for item in compacted.output]

@@ -77,8 +77,8 @@ def test_a_tool_loop(server: Server, stream: bool, stored: bool) -> None:
                 more = {"previous_response_id": result.last_response_id}
                 again = await run(agent, "Thanks.", stream=stream, **more)
             else:
-                said = [*result.to_input_list(), {"role": "user", "content": "Thanks."}]
-                again = await run(agent, said, stream=stream)
+                history = [*result.to_input_list(), {"role": "user", "content": "Thanks."}]
+                again = await run(agent, history, stream=stream)
             assert again.final_output == "Not at all."
 
     asyncio.run(asyncio.wait_for(test(), 60))

@@ -136,27 +136,29 @@ def test_streamed_and_not_say_the_same(client: OpenAI) -> None:
     messages = [{"role": "user", "content": f"{words(3, 80)} I am 5."}]
     whole = ask(client, messages)
     chunks = list(ask(client, messages, stream=True, stream_options={"include_usage": True}))
-    said = "".join(choice.delta.content or "" for chunk in chunks[:-1] for choice in chunk.choices)
-    assert said == whole.choices[0].message.content == "Hi, " * 6 + "5"
+    streamed = "".join(
+        choice.delta.content or "" for chunk in chunks[:-1] for choice in chunk.choices
+    )
+    assert streamed == whole.choices[0].message.content == "Hi, " * 6 + "5"
     assert cached(chunks[-1]) == whole.usage.prompt_tokens - 1
 
 
 def test_eight_conversations_at_once(client: OpenAI) -> None:
     def converse(n: int) -> list[tuple[str, int, int]]:
         messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-        said = []
+        streamed = []
         for turn in range(3):
             messages.append({"role": "user", "content": f"{words(n * 9 + turn, 60)} I am {n}."})
             answer = ask(client, messages)
             content = answer.choices[0].message.content
-            said.append((content, cached(answer), answer.usage.total_tokens))
+            streamed.append((content, cached(answer), answer.usage.total_tokens))
             messages.append({"role": "assistant", "content": content})
-        return said
+        return streamed
 
     with ThreadPoolExecutor(8) as pool:
-        for n, said in enumerate(pool.map(converse, range(8))):
-            assert [content for content, _, _ in said] == [f"{'Hi, ' * (n + 1)}{n}"] * 3
-            for (_, _, before), (_, known, _) in pairwise(said):
+        for n, streamed in enumerate(pool.map(converse, range(8))):
+            assert [content for content, _, _ in streamed] == [f"{'Hi, ' * (n + 1)}{n}"] * 3
+            for (_, _, before), (_, known, _) in pairwise(streamed):
                 assert known == before - 1  # all but what ended the answer
 
 
@@ -184,8 +186,8 @@ def test_emptied_caches_are_empty(server: Server, client: OpenAI, path: str) -> 
     messages = [{"role": "user", "content": f"{words(6, 60)} I am 2."}]
     ask(client, messages)
     assert cached(ask(client, messages)) > 0
-    said = httpx.delete(f"{server.base_url}{path}").json()
-    assert said["status"] == "cleared"
+    streamed = httpx.delete(f"{server.base_url}{path}").json()
+    assert streamed["status"] == "cleared"
     assert cached(ask(client, messages)) == 0
 
 

@@ -178,7 +178,7 @@ def test_all_that_run_are_ended_in_words(start: Start, standin_dir: Path) -> Non
     standin.rescript(standin_dir, [SLOW])
     one = start(*FLAG, "--timeout", str(LIMIT), command=HARMONY)
     model = model_of(one)
-    told: dict[str, Future[str]] = {}
+    clients: dict[str, Future[str]] = {}
     ended: dict[str, float] = {}
 
     def note(name: str, _: Future[str]) -> None:
@@ -188,15 +188,15 @@ def test_all_that_run_are_ended_in_words(start: Start, standin_dir: Path) -> Non
     with ThreadPoolExecutor(10) as pool, one.client() as late, busy_machine():
         for client in STREAMED:
             begun = threading.Event()
-            told[client.__name__] = pool.submit(client, one, model, begun.set)
+            clients[client.__name__] = pool.submit(client, one, model, begun.set)
             assert begun.wait(60)
         for client in WHOLE:
-            told[client.__name__] = pool.submit(client, one, model, lambda: None)
+            clients[client.__name__] = pool.submit(client, one, model, lambda: None)
         until = time.monotonic() + 60
-        while sum(one.requests()) < len(told):  # these have come, too
+        while sum(one.requests()) < len(clients):  # these have come, too
             assert time.monotonic() < until
             time.sleep(0.1)
-        for name, future in told.items():
+        for name, future in clients.items():
             future.add_done_callback(partial(note, name))
         signalled = time.monotonic()
         one.process.send_signal(signal.SIGTERM)
@@ -206,12 +206,12 @@ def test_all_that_run_are_ended_in_words(start: Start, standin_dir: Path) -> Non
             connect(one.base_url.replace("http", "ws") + "/v1/responses")
         one.process.wait(LIMIT + 10)
         took = time.monotonic() - signalled
-        words = {name: future.result(10) for name, future in told.items()}
+        words = {name: future.result(10) for name, future in clients.items()}
     print(f"gone {took:.2f} s after SIGTERM, with a limit of {LIMIT} s; ended:")
     print(*(f"{name} {at - signalled:.2f}" for name, at in ended.items()), sep=", ")
     assert refused == [503] * len(PATHS)
     assert denied.value.response.status_code == 503
-    assert {name for name, text in words.items() if ENDING in text} == set(told)
+    assert {name for name, text in words.items() if ENDING in text} == set(clients)
     assert all(at > signalled + LIMIT / 2 for at in ended.values())
     assert took < LIMIT + 1 + SLACK
     assert "Traceback" not in one.log

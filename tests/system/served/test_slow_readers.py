@@ -99,11 +99,11 @@ ECHOED = {"instructions": LONG_TOKEN * 4_000, "metadata": {f"k{n}": "v" * 512 fo
 """What a response repeats in every event about itself: half a megabyte each time."""
 
 
-def body(path: str, said: str, **fields: Any) -> dict[str, Any]:
-    """A request to ``path`` for the script of ``said``."""
+def body(path: str, prompt: str, **fields: Any) -> dict[str, Any]:
+    """A request to ``path`` for the script of ``prompt``."""
     if path == "/v1/responses":
-        return {"input": said, **fields}
-    return {"messages": [{"role": "user", "content": said}], "max_tokens": 32_768, **fields}
+        return {"input": prompt, **fields}
+    return {"messages": [{"role": "user", "content": prompt}], "max_tokens": 32_768, **fields}
 
 
 WITHOUT_END = {

@@ -132,8 +132,8 @@ def test_second_turn_reuses_the_cached_prefix(bare_host: Server, spelling: str) 
     before = len(bare_host.log)
     with bare_host.client() as client:
         first = content(chat(client, system, user("First.")))
-        said = {"role": "assistant", "content": first}
-        second = content(chat(client, system, user("First."), said, user("Second.")))
+        message = {"role": "assistant", "content": first}
+        second = content(chat(client, system, user("First."), message, user("Second.")))
     assert [first, second] == ["The first answer.", "The second answer."]
     fetches = [line for line in bare_host.log[before:].splitlines() if "[cache_fetch]" in line]
     if spelling == "batched":  # the simple engine keeps no prefix of a model with sliding windows

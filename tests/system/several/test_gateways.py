@@ -166,8 +166,8 @@ def test_turn_of_the_other_gateway_is_replayed(setting: Setting) -> None:
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Please use f."}]
     chat = "/v1/chat/completions"
-    said = one.post(chat, messages=messages, tools=tools).json()["choices"][0]["message"]
-    (call,) = said["tool_calls"]
+    answered = one.post(chat, messages=messages, tools=tools).json()["choices"][0]["message"]
+    (call,) = answered["tool_calls"]
     call = {**call, "function": {"name": "f", "arguments": '{ "a": 1 }'}}
     messages += [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -240,14 +240,16 @@ def test_background_response_is_followed_at_the_other_gateway(setting: Setting) 
     early = other.post("/v1/responses", input="And more", previous_response_id=begun["id"])
     assert early.json()["error"]["code"] == "previous_response_not_ready"
     hold(setting, False)
-    told = events_of(other.send("GET", begun["id"], stream="true"))
-    assert [event["sequence_number"] for event in told] == list(range(len(told)))
-    assert told[-1]["type"] == "response.completed"
-    assert content(told[-1]["response"]) == LONG
-    assert other.send("GET", begun["id"]).json() == told[-1]["response"]
-    rest = events_of(other.send("GET", begun["id"], stream="true", starting_after=len(told) - 3))
-    assert rest == told[-2:]
-    assert events_of(one.send("GET", begun["id"], stream="true")) == told
+    received = events_of(other.send("GET", begun["id"], stream="true"))
+    assert [event["sequence_number"] for event in received] == list(range(len(received)))
+    assert received[-1]["type"] == "response.completed"
+    assert content(received[-1]["response"]) == LONG
+    assert other.send("GET", begun["id"]).json() == received[-1]["response"]
+    rest = events_of(
+        other.send("GET", begun["id"], stream="true", starting_after=len(received) - 3)
+    )
+    assert rest == received[-2:]
+    assert events_of(one.send("GET", begun["id"], stream="true")) == received
 
 
 def test_background_response_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
@@ -258,8 +260,8 @@ def test_background_response_is_cancelled_at_the_other_gateway(setting: Setting)
     assert other.send("POST", f"{begun}/cancel").json()["status"] == "cancelled"
     assert one.send("GET", begun).json()["status"] == "cancelled"
     until(lambda: sum(engine.aborted for engine in setting.engines) == aborted + 1, "a free engine")
-    told = events_of(other.send("GET", begun, stream="true"))
-    assert told[-1]["response"]["status"] == "cancelled"
+    received = events_of(other.send("GET", begun, stream="true"))
+    assert received[-1]["response"]["status"] == "cancelled"
 
 
 def test_an_answer_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
@@ -371,12 +373,12 @@ def test_one_gateway_is_killed_while_the_other_serves_on(setting: Setting) -> No
         more = other.respond("And more", previous_response_id=stored["id"])
         assert content(more) == "More."
         answer = streamed.result()
-        said = "".join(
+        answered = "".join(
             choice["delta"].get("content") or ""
             for event in events_of(answer)
             for choice in event["choices"]
         )
-        assert said == LONG
+        assert answered == LONG
 
         def lost() -> bool:
             return bool(other.send("GET", begun).json()["status"] == "failed")
@@ -384,8 +386,8 @@ def test_one_gateway_is_killed_while_the_other_serves_on(setting: Setting) -> No
         until(lost, "the answer to be given up", 180)
         error = other.send("GET", begun).json()["error"]
         assert error["code"] == "server_error" and "has stopped" in error["message"]
-        told = events_of(other.send("GET", begun, stream="true"))
-        assert told[-1]["type"] == "response.failed"
+        received = events_of(other.send("GET", begun, stream="true"))
+        assert received[-1]["type"] == "response.failed"
 
 
 def test_conversation_survives_the_death_of_its_engine(tmp_path: Path) -> None:

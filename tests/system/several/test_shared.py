@@ -156,8 +156,8 @@ def test_a_history_asks_redis_once(server: RedisServer) -> None:
             return super().find(keys)
 
     view = Replay(2**20, Counting(connection)).view("m")
-    said = [User("a"), Answer("b")] * 100
-    assert len(list(view.history(said))) == 200
+    messages = [User("a"), Answer("b")] * 100
+    assert len(list(view.history(messages))) == 200
     assert asked == 1
 
 
@@ -463,7 +463,7 @@ def test_full_redis_does_not_stop_answers(own: RedisServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "expected"),
     [
         ("redis://127.0.0.1:1/0", "VLLM_MLX_HARMONY_STORE=redis://127.0.0.1:1/0 cannot be used"),
         ("redis://:secret@127.0.0.1:1/0", "=redis://127.0.0.1:1/0 cannot be used"),
@@ -471,10 +471,10 @@ def test_full_redis_does_not_stop_answers(own: RedisServer) -> None:
     ],
 )
 def test_missing_redis_is_reported_at_startup(
-    url: str, said: str, monkeypatch: pytest.MonkeyPatch
+    url: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STORE_VARIABLE, url)
-    with pytest.raises(HostError, match=said) as raised:
+    with pytest.raises(HostError, match=expected) as raised:
         started()
     assert "secret" not in raised.value.message
 

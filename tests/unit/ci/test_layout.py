@@ -44,9 +44,9 @@ DISTRIBUTIONS = {
 @pytest.mark.parametrize("path", MODULES, ids=NAMES)
 def test_a_file_opens_with_what_it_is_for(path: Path) -> None:
     """In a sentence; the theory that it needs, if there is one, stands below."""
-    said = ast.get_docstring(ast.parse(path.read_text("utf-8")))
-    assert said, "no docstring"
-    assert len(said.partition("\n\n")[0].splitlines()) <= 2
+    docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
+    assert docstring, "no docstring"
+    assert len(docstring.partition("\n\n")[0].splitlines()) <= 2
 
 
 def test_names_say_something() -> None:

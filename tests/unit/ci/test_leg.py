@@ -83,8 +83,8 @@ def test_a_leg_fails_for_what_it_did_not_test(
     (build / "test_beside.py").write_text(TESTS["passes"] if TESTS[what] else "")
     command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
     bare = (("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"),)  # half of its start
-    told = (*command, "--rootdir", str(build), str(build))
-    one = legs.Leg("x", "a leg", (), (told,), variables=bare)
+    pytest_command = (*command, "--rootdir", str(build), str(build))
+    one = legs.Leg("x", "a leg", (), (pytest_command,), variables=bare)
     outcome = run(one)
     assert outcome.result == ("failed" if why else "passed"), outcome
     assert why in outcome.why

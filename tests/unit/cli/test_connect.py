@@ -213,9 +213,9 @@ def test_the_key_is_not_written(
 ) -> None:
     server.key = KEY
     assert main(["connect", agent, "--url", server.url, "--key", KEY, "--write"]) == 0
-    said = capsys.readouterr().out
-    assert KEY not in said
-    assert "VLLM_API_KEY" in said
+    printed = capsys.readouterr().out
+    assert KEY not in printed
+    assert "VLLM_API_KEY" in printed
     for name in FILES[agent]:
         assert KEY not in (home / name).read_text("utf-8")
 
@@ -400,9 +400,9 @@ def test_codex_no_comment_and_no_value_is_lost(home: Path, before: str) -> None:
     assert connect.merged(once, ours) == once
     comments = [line.partition("#")[2] for line in before.splitlines() if "#" in line]
     assert [each for each in comments if each not in once] == []
-    said, mine, added = (tomlkit.parse(each).unwrap() for each in (once, before, ours))
+    merged, mine, added = (tomlkit.parse(each).unwrap() for each in (once, before, ours))
     providers = {**mine.get("model_providers", {}), **added["model_providers"]}
-    assert said == {**mine, **added, "model_providers": providers}
+    assert merged == {**mine, **added, "model_providers": providers}
 
 
 @pytest.mark.parametrize(

@@ -79,10 +79,10 @@ def test_demo(
     right = [
         line[columns // 2 :] for line in out.splitlines()
     ]  # where two boxes stand side by side
-    said = re.sub(r"[\s│|]+", "", out + "".join(right))
+    shown = re.sub(r"[\s│|]+", "", out + "".join(right))
     for script in (demo.CALLS, demo.ANSWERS):
         for message in parse(demo.ids_of(script))[0]:
-            assert re.sub(r"[\s|]+", "", message.text) in said
+            assert re.sub(r"[\s|]+", "", message.text) in shown
     if columns == COLUMNS:
         texts = (each.text or "" for each in ElementTree.parse(PICTURE).iter(f"{SVG}text"))
         assert characters("".join(texts)) == characters(out), "run ci/make_picture.py"
@@ -119,8 +119,8 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
 
 def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home that is read-only: the stand-in is in the server's own."""
-    taken = tmp_path / "taken"
-    taken.touch()
-    monkeypatch.setattr(vocab, "cache_dir", lambda: taken / "cache")
+    occupied = tmp_path / "taken"
+    occupied.touch()
+    monkeypatch.setattr(vocab, "cache_dir", lambda: occupied / "cache")
     assert demo.written("standin", demo.SCRIPTS, tmp_path) == tmp_path / "standin"
     assert (tmp_path / "standin" / "config.json").is_file()

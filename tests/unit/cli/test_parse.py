@@ -78,8 +78,8 @@ def test_output_without_an_end(
 ) -> None:
     _, out, _ = parse("<|channel|>final<|message|>Half of", "--json", *flags)
     document = json.loads(out)
-    said = {"kind": "answer", "text": "Half of", "complete": complete}
-    assert document["messages"] == [said]
+    expected = {"kind": "answer", "text": "Half of", "complete": complete}
+    assert document["messages"] == [expected]
     assert document["finish_reason"] == reason
 
 

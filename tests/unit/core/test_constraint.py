@@ -87,15 +87,15 @@ def test_a_grammar_and_limits_hold_together() -> None:
     assert spec
     constraint = Constraint(spec)
     matcher = constraint.start()
-    said = [*ids("<|channel|>final<|message|>Hi."), vocab.RETURN]
-    for token in said[:-1]:
+    output = [*ids("<|channel|>final<|message|>Hi."), vocab.RETURN]
+    for token in output[:-1]:
         mask = matcher.mask()
         assert mask is not None and token in mask
         matcher.consume(token)
     mask = matcher.mask()
     assert mask is not None and vocab.RETURN not in mask  # not yet
     assert constraint.failure == ""
-    without = consumed(replace(spec, min_tokens=0), *said)
+    without = consumed(replace(spec, min_tokens=0), *output)
     assert without.mask() is None  # it is at its end
 
 

@@ -216,7 +216,7 @@ def test_rows(row: Row) -> None:
     turn.finish("length" if row.cut else "stop")
     assert turn.messages[1:] == tuple(
         Call(INFO.call_id(index), *part[1:]) if part[0] == CALL else _SPOKEN[part[0]](part[1])
-        for index, part in enumerate(row.said)
+        for index, part in enumerate(row.expected)
     )
 
 
@@ -285,14 +285,14 @@ def test_parse_of_render_gives_the_answer_back(row: Row) -> None:
     turn = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     turn.append_output(ids_of(row.output))
     turn.finish("stop")
-    said = turn.messages[1:]
+    generated = turn.messages[1:]
     prompt = render(Turn((User("?"),), tools)).ids
     again = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     history = render(
-        Turn((User("?"), *(m for m in said if not isinstance(m, Reasoning))), tools)
+        Turn((User("?"), *(m for m in generated if not isinstance(m, Reasoning))), tools)
     ).ids
     again.append_output(_behind(history, prompt))
-    assert list(again.messages[1:]) == _renumbered(said)
+    assert list(again.messages[1:]) == _renumbered(generated)
 
 
 def _behind(history: tuple[int, ...], prompt: tuple[int, ...]) -> list[int]:
@@ -302,8 +302,8 @@ def _behind(history: tuple[int, ...], prompt: tuple[int, ...]) -> list[int]:
     return list(history[len(prompt) : -len(opening)])
 
 
-def _renumbered(said: tuple[object, ...]) -> list[object]:
-    kept = [message for message in said if not isinstance(message, Reasoning)]
+def _renumbered(messages: tuple[object, ...]) -> list[object]:
+    kept = [message for message in messages if not isinstance(message, Reasoning)]
     return [
         Call(INFO.call_id(index), message.name, message.arguments)
         if isinstance(message, Call)

@@ -296,12 +296,12 @@ def test_equal_turns_share_what_is_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recipient", "taken"),
+    ("recipient", "accepted"),
     [("functions.python_tool", True), ("python_tool", True), ("functions.x", False)],
 )
 @pytest.mark.parametrize("builtin", [(), ("python",)], ids=["alone", "beside the built-in"])
 def test_function_named_like_a_trained_tool_can_be_chosen(
-    recipient: str, taken: bool, builtin: tuple[str, ...]
+    recipient: str, accepted: bool, builtin: tuple[str, ...]
 ) -> None:
     asked = turn(
         tools=(Tool("python"), Tool("x")),
@@ -309,7 +309,7 @@ def test_function_named_like_a_trained_tool_can_be_chosen(
         tool_choice=ToolChoice(required=True, names=("python",)),
     )
     call = f"<|channel|>commentary to={recipient} <|constrain|>json<|message|>{{}}<|call|>"
-    assert all(map(held_to(asked).matcher().consume, ids_of(call))) is taken
+    assert all(map(held_to(asked).matcher().consume, ids_of(call))) is accepted
 
 
 def test_a_matcher_survives_what_it_does_not_have() -> None:
@@ -335,9 +335,9 @@ def test_complete_typed_answer_can_only_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "taken"), [(FINAL, True), (SAID, True), (THOUGHT, False), (BLANK_THOUGHT, False)]
+    ("rest", "accepted"), [(FINAL, True), (SAID, True), (THOUGHT, False), (BLANK_THOUGHT, False)]
 )
-def test_ended_reasoning_is_not_resumed(rest: str, taken: bool) -> None:
+def test_ended_reasoning_is_not_resumed(rest: str, accepted: bool) -> None:
     """For engines that follow the grammar themselves: they begin anew with another one."""
     asked = turn(tools=TOOLS)
     grammar = grammar_of(asked, Names.of(asked))
@@ -345,7 +345,7 @@ def test_ended_reasoning_is_not_resumed(rest: str, taken: bool) -> None:
     free = compile_grammar(grammar).matcher()
     assert all(map(free.consume, ids_of(THOUGHT + rest)))
     matcher = compile_grammar(replace(grammar, text=grammar.without_analysis)).matcher()
-    assert all(map(matcher.consume, ids_of(rest))) is taken
+    assert all(map(matcher.consume, ids_of(rest))) is accepted
 
 
 def test_json_without_white_space() -> None:
@@ -353,9 +353,9 @@ def test_json_without_white_space() -> None:
     grammar = held_to(turn(response_format=ResponseFormat(ANSWER, strict=True))).grammar
     compact = compile_grammar(replace(grammar, text=with_compact_json(grammar.text)))
     head = "<|channel|>final<|message|>"
-    for text, taken in (('{"title":"t","tags":[]}', True), ('{"title": "t","tags":[]}', False)):
+    for text, accepted in (('{"title":"t","tags":[]}', True), ('{"title": "t","tags":[]}', False)):
         assert all(map(held_to(TYPED).matcher().consume, ids_of(head + text)))
-        assert all(map(compact.matcher().consume, ids_of(head + text))) is taken
+        assert all(map(compact.matcher().consume, ids_of(head + text))) is accepted
 
 
 @pytest.mark.parametrize(

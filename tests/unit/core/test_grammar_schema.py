@@ -45,7 +45,7 @@ def answering(schema: Any, *, strict: bool = False) -> Turn:
     return Turn((User("Hi."),), response_format=ResponseFormat(schema, strict=strict))
 
 
-def taken(schema: Any, text: str, *, strict: bool = False) -> bool:
+def accepted(schema: Any, text: str, *, strict: bool = False) -> bool:
     asked = answering(schema, strict=strict)
     grammar = grammar_of(asked, Names.of(asked))
     assert grammar is not None
@@ -194,14 +194,14 @@ def test_row(row: Row, strict: bool) -> None:
     assert (strict_schema(row.schema).unsupported if strict else rules_of(row.schema).dropped) == ()
     for text in row.valid:
         assert is_valid(row.schema, json.loads(text))
-        assert taken(row.schema, text, strict=strict), text
+        assert accepted(row.schema, text, strict=strict), text
         for indent in (None, 2):
             pretty = json.dumps(json.loads(text), ensure_ascii=False, indent=indent)
-            assert taken(row.schema, pretty, strict=strict), pretty
+            assert accepted(row.schema, pretty, strict=strict), pretty
     for text in row.invalid:
         assert text == "x" or not is_valid(row.schema, json.loads(text)), text
         fits = text != "x" and not strict and is_valid(checked(row.schema), json.loads(text))
-        assert taken(row.schema, text, strict=strict) == fits, text
+        assert accepted(row.schema, text, strict=strict) == fits, text
 
 
 NULLABLE = {"type": "string", "nullable": True}
@@ -223,8 +223,8 @@ def test_null_where_openapi_allows_it(
 ) -> None:
     """OpenAPI 3.0's keyword, which JSON Schema does not have: as the prompt shows it."""
     assert strict_schema(schema).unsupported == ()
-    assert [text for text in valid if not taken(schema, text)] == []
-    assert [text for text in invalid if taken(schema, text)] == []
+    assert [text for text in valid if not accepted(schema, text)] == []
+    assert [text for text in invalid if accepted(schema, text)] == []
 
 
 # --- the tools of agents, as libraries write them ---
@@ -243,14 +243,14 @@ def check(
     is_exact = ordered and '"format"' not in json.dumps(schema)  # an annotation without strict
     value = fitting(shape, dialect, chance)
     assert is_valid(schema, value)
-    assert taken(schema, json.dumps(value, ensure_ascii=False), strict=True), value
-    assert taken(schema, respelled(value, chance)), value
+    assert accepted(schema, json.dumps(value, ensure_ascii=False), strict=True), value
+    assert accepted(schema, respelled(value, chance)), value
     others = [*changed(value)]
     for other in chance.sample(others, min(len(others), most)):
-        took = taken(schema, json.dumps(other, ensure_ascii=False), strict=True)
-        assert took == is_valid(schema, other) or not (took or is_exact), (schema, other)
+        accepts = accepted(schema, json.dumps(other, ensure_ascii=False), strict=True)
+        assert accepts == is_valid(schema, other) or not (accepts or is_exact), (schema, other)
         fits = is_valid(checked(schema), other)
-        assert taken(schema, respelled(other, chance)) == fits, (schema, other)
+        assert accepted(schema, respelled(other, chance)) == fits, (schema, other)
 
 
 @pytest.mark.nightly(sample=3)
@@ -279,10 +279,10 @@ def test_there_are_some_hundreds_of_them() -> None:
 def test_required_name_is_reached_after_invented_ones() -> None:
     schema = of(a={"type": "integer"})
     others = {str(number): None for number in range(200)}
-    assert taken(schema, json.dumps({"a": 1, **others}))
-    assert taken(schema, json.dumps({**dict(list(others.items())[:64]), "a": 1, "b": 2}))
-    assert not taken(schema, json.dumps({**others, "a": 1}))
-    assert taken({"type": "object"}, json.dumps(others))
+    assert accepted(schema, json.dumps({"a": 1, **others}))
+    assert accepted(schema, json.dumps({**dict(list(others.items())[:64]), "a": 1, "b": 2}))
+    assert not accepted(schema, json.dumps({**others, "a": 1}))
+    assert accepted({"type": "object"}, json.dumps(others))
 
 
 def test_white_space_is_bounded() -> None:
@@ -290,8 +290,8 @@ def test_white_space_is_bounded() -> None:
     for count, fits in ((most, True), (most + 1, False)):
         space = (" \t\r\n" * most)[:count]
         for text in (f"{{{space}}}", f'{{"a":{space}1}}', f'{{"a"{space}:1}}', f"{{}}{space}"):
-            assert taken({"type": "object"}, text) == fits, text
-    strictly = partial(taken, {"type": "object", "additionalProperties": {}}, strict=True)
+            assert accepted({"type": "object"}, text) == fits, text
+    strictly = partial(accepted, {"type": "object", "additionalProperties": {}}, strict=True)
     assert strictly('{\n          "a": 1\r\n}')
     assert not strictly("{" + " " * 100 + "}")
     assert not strictly("{\n\n}")
@@ -335,18 +335,20 @@ SPELLED = [
 @pytest.mark.parametrize("row", SPELLED, ids=lambda row: row.id)
 def test_another_spelling(row: Row) -> None:
     assert rules_of(row.schema).dropped == ()
-    assert [text for text in row.valid if not taken(row.schema, text)] == []
-    assert [text for text in row.invalid if taken(row.schema, text)] == []
+    assert [text for text in row.valid if not accepted(row.schema, text)] == []
+    assert [text for text in row.invalid if accepted(row.schema, text)] == []
     assert all(is_valid(row.schema, json.loads(text)) for text in row.valid)
 
 
 @pytest.mark.parametrize("text", ['"\\ud83d"', '"\\udc00\\ud83dx"', '"\\/"', '"\x7f"', '"\u2028"'])
 def test_escapes_of_json_parsers_are_accepted(text: str) -> None:
     json.loads(text)
-    assert taken({"type": "string"}, text)
-    assert taken({}, text)
-    assert taken({"type": "object"}, f"{{{text}: {text}}}")
-    assert not (text.startswith('"\\ud') and taken({"type": "string"}, text, strict=True)), "half"
+    assert accepted({"type": "string"}, text)
+    assert accepted({}, text)
+    assert accepted({"type": "object"}, f"{{{text}: {text}}}")
+    assert not (text.startswith('"\\ud') and accepted({"type": "string"}, text, strict=True)), (
+        "half"
+    )
 
 
 # --- what cannot be enforced ---
@@ -411,8 +413,8 @@ def test_unsupported_keywords_become_notes(case: str) -> None:
     ]
     if invalid:
         assert not is_valid(schema, json.loads(invalid))
-        assert taken(wrapped, f'{{"v":{invalid}}}')
-    assert not taken(wrapped, '{"w":"x"}')  # the rest is enforced
+        assert accepted(wrapped, f'{{"v":{invalid}}}')
+    assert not accepted(wrapped, '{"w":"x"}')  # the rest is enforced
     assert strict_schema(schema).unsupported == refused
     if refused:
         with pytest.raises(RequestError, match=rf"'lookup'.*{re.escape(refused[0])}") as raised:
@@ -475,10 +477,10 @@ def test_properties_come_as_the_prompt_shows_them() -> None:
     shown = parameters(Tool("f", parameters=schema))
     assert isinstance(shown, Object)
     order = [name for name, _ in shown.properties]
-    assert taken(schema, json.dumps(dict.fromkeys(order, 1)), strict=True)
+    assert accepted(schema, json.dumps(dict.fromkeys(order, 1)), strict=True)
     backwards = json.dumps(dict.fromkeys(reversed(order), 1))
-    assert not taken(schema, backwards, strict=True)
-    assert taken(schema, backwards)
+    assert not accepted(schema, backwards, strict=True)
+    assert accepted(schema, backwards)
 
 
 SHOWN: dict[str, tuple[Any, str, tuple[str, ...], tuple[str, ...]]] = {
@@ -507,8 +509,8 @@ SHOWN: dict[str, tuple[Any, str, tuple[str, ...], tuple[str, ...]]] = {
 def test_shown_types_match_enforced_types(case: str) -> None:
     schema, shown, valid, invalid = SHOWN[case]
     assert type_of(schema).text() == shown
-    assert all(taken(schema, text) for text in valid)
-    assert not any(taken(schema, text) for text in invalid)
+    assert all(accepted(schema, text) for text in valid)
+    assert not any(accepted(schema, text) for text in invalid)
 
 
 KEYS = st.sampled_from(
@@ -641,7 +643,7 @@ def test_suite(keyword: str) -> None:
             is_whole = "example.com" not in json.dumps(schema) and not rules_of(schema).dropped
             if valid or is_whole:
                 fits = valid or is_valid(checked(schema), value)
-                assert taken(schema, text) == fits, (where, text)
+                assert accepted(schema, text) == fits, (where, text)
             if strictly:
                 texts = map(partial(json.dumps, ensure_ascii=False), in_some_order(whole(value)))
-                assert any(taken(schema, one, strict=True) for one in texts) == valid, where
+                assert any(accepted(schema, one, strict=True) for one in texts) == valid, where

@@ -62,7 +62,7 @@ class Row:
     id: str
     kind: str
     definition: str
-    taken: tuple[str, ...]
+    accepted: tuple[str, ...]
     refused: tuple[str, ...]
 
 
@@ -125,11 +125,11 @@ def matcher(asked: Turn) -> tuple[Grammar, Matcher]:
 @pytest.mark.parametrize("place", ["tool", "tool, with spaces", "answer"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_row(row: Row, place: str) -> None:
-    for text in row.taken + row.refused:
+    for text in row.accepted + row.refused:
         grammar, follows = matcher(asking(row.kind, row.definition, place))
         assert grammar.notes == ()
         took = all(map(follows.consume, written(text, place)))
-        assert took == (text in row.taken), text
+        assert took == (text in row.accepted), text
 
 
 WITHIN_JSON = {

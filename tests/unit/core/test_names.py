@@ -160,7 +160,7 @@ def test_ambiguous_choice_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "taken", "carried"),
+    ("name", "used", "carried"),
     [
         ("now", (), "now"),
         ("get-now.v2", (), "get-now.v2"),
@@ -171,10 +171,10 @@ def test_ambiguous_choice_is_refused() -> None:
         ("later?", ("later", "later_2"), "later_3"),
     ],
 )
-def test_valid_name_fits_a_header(name: str, taken: tuple[str, ...], carried: str) -> None:
-    known = set(taken)
+def test_valid_name_fits_a_header(name: str, used: tuple[str, ...], carried: str) -> None:
+    known = set(used)
     assert valid_name(name, known) == carried
-    assert known == {*taken, carried}
+    assert known == {*used, carried}
 
 
 @pytest.mark.parametrize("tools", [("x", "x"), ("",)])
@@ -211,7 +211,7 @@ def test_similar_names_take_linear_time(tools: list[str]) -> None:
             tried += 1
             return super().__contains__(name)
 
-    taken, numbers = Counting(), dict[str, int]()
-    aliases = [valid_name(name, taken, numbers) for name in tools]
+    used, numbers = Counting(), dict[str, int]()
+    aliases = [valid_name(name, used, numbers) for name in tools]
     assert len(set(aliases)) == len(tools)
     assert tried <= 2 * len(tools)

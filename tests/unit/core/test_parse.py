@@ -38,7 +38,7 @@ def deltas_of(parser: Parser, chunks: Chunks, *, cut: bool = False) -> list[Delt
     return joined
 
 
-def said(deltas: list[Delta]) -> tuple[tuple[str, ...], ...]:
+def messages_of(deltas: list[Delta]) -> tuple[tuple[str, ...], ...]:
     messages: list[list[str]] = []
     for delta in deltas:
         if isinstance(delta, Opened):
@@ -63,11 +63,11 @@ def id_by_id(ids: list[int]) -> list[Chunks]:
 def test_row(row: Row) -> None:
     deltas = deltas_of(parser_of(row), [ids_of(row.output)], cut=row.cut)
     finished = deltas[-1]
-    assert said(deltas) == row.said
+    assert messages_of(deltas) == row.expected
     assert isinstance(finished, Finished)
     assert (finished.reason, finished.stop_sequence) == (row.finish, row.stopped_by)
     closed = [delta.complete for delta in deltas if isinstance(delta, Closed)]
-    assert closed == [True] * (len(row.said) - 1) + [row.whole] * bool(row.said)
+    assert closed == [True] * (len(row.expected) - 1) + [row.whole] * bool(row.expected)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_noisy_headers(position: str, prefix: str) -> None:
         whole = deltas_of(parser_of(row), [ids])
         finished = whole[-1]
         assert isinstance(finished, Finished)
-        assert (row.id, *said(whole)) == (row.id, *row.said)
+        assert (row.id, *messages_of(whole)) == (row.id, *row.expected)
         assert (row.id, finished.reason) == (row.id, row.finish)
         for chunks in every_cut(ids):
             assert (row.id, deltas_of(parser_of(row), chunks)) == (row.id, whole)
@@ -120,7 +120,7 @@ def test_utf8(header: str, body: list[bytes], cut: bool, text: str) -> None:
     end = [] if cut else [vocab.RETURN]
     for chunks in every_cut(ids + end):
         deltas = deltas_of(Parser(), chunks, cut=cut)
-        assert said(deltas) == ((ANSWER, text),)
+        assert messages_of(deltas) == ((ANSWER, text),)
 
 
 def raw_ids(raw: bytes) -> list[int]:
@@ -131,7 +131,7 @@ def raw_ids(raw: bytes) -> list[int]:
 
 def test_a_half_character_of_a_header_does_not_reach_the_body() -> None:
     ids = raw_ids(b"\xf0\x9f") + ids_of("<|message|>Hi.<|return|>")
-    assert said(deltas_of(Parser(), [ids])) == ((ANSWER, "Hi."),)
+    assert messages_of(deltas_of(Parser(), [ids])) == ((ANSWER, "Hi."),)
 
 
 def test_a_name_as_long_as_a_header_can_carry_is_called() -> None:
@@ -139,7 +139,7 @@ def test_a_name_as_long_as_a_header_can_carry_is_called() -> None:
     name = "n" * 242
     parser = Parser(Names.of(Turn((), (Tool(name),))))
     output = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{}}<|call|>"
-    assert said(deltas_of(parser, [ids_of(output)])) == ((CALL, name, "{}"),)
+    assert messages_of(deltas_of(parser, [ids_of(output)])) == ((CALL, name, "{}"),)
 
 
 THINKS = "<|channel|>analysis<|message|>One two three.<|end|><|start|>assistant"
@@ -199,7 +199,7 @@ def test_an_output_behind_another_is_the_same_turn() -> None:
     between = parser.resume()
     second = parser.feed(ids_of("<|channel|>final<|message|>Hi.<|return|>"))
     assert between == []
-    assert said(first) == (("call", "x", '{"a":1}'),)
+    assert messages_of(first) == (("call", "x", '{"a":1}'),)
     assert second == [Opened(1, Kind.ANSWER), Text("Hi."), Closed()]
     assert not parser.feed([1, 2, 3])
 
@@ -213,7 +213,7 @@ def test_resuming_closes_what_was_left_open() -> None:
 def test_within_a_message_that_the_prompt_began() -> None:
     parser = Parser(answering=True)
     deltas = deltas_of(parser, [ids_of(" and so on.<|return|>")])
-    assert said(deltas) == ((ANSWER, " and so on."),)
+    assert messages_of(deltas) == ((ANSWER, " and so on."),)
 
 
 def test_calls_are_opened_and_arguments_streamed_as_they_arrive() -> None:
@@ -322,12 +322,12 @@ def transcripts(draw: st.DrawFn) -> list[int]:
 @given(ids=transcripts())
 @settings(max_examples=examples(300), deadline=None)
 def test_agrees_with_openai_harmony_on_well_formed_output(ids: list[int]) -> None:
-    assert said(deltas_of(Parser(), [ids])) == reference(ids)
+    assert messages_of(deltas_of(Parser(), [ids])) == reference(ids)
 
 
 @pytest.mark.parametrize("row", WELL_FORMED, ids=lambda row: row.id)
 def test_reference_agrees_with_rows(row: Row) -> None:
-    assert reference(ids_of(row.output)) == row.said
+    assert reference(ids_of(row.output)) == row.expected
 
 
 def reference(ids: list[int]) -> tuple[tuple[str, ...], ...]:
@@ -361,7 +361,7 @@ def test_no_control_token_is_ever_shown_as_such(text: str) -> None:
     ids = ids_of("<|channel|>final<|message|>") + body_ids(body) + [vocab.RETURN]
     shown = body.encode("utf-8", "replace").decode()
     expected = vocab.encoding().decode(body_ids(body))
-    assert said(deltas_of(Parser(), [ids])) in (((ANSWER, shown),), ((ANSWER, expected),))
+    assert messages_of(deltas_of(Parser(), [ids])) in (((ANSWER, shown),), ((ANSWER, expected),))
 
 
 @pytest.mark.nightly(sample=4)

@@ -257,8 +257,8 @@ def test_a_loop_ends_within_3000_tokens(text: str, before: str) -> None:
     found = looped(vocab.encode(before) + endless)
     assert found is not None
     assert MIN_LOOP < found < len(vocab.encode(before)) + 3_000 - GRACE
-    said = shown(ReasoningWatch(repetitions=OFTEN), ANALYSIS + text * 3_000)
-    assert len(ids_of(said)) < 3_000 + 8
+    output = shown(ReasoningWatch(repetitions=OFTEN), ANALYSIS + text * 3_000)
+    assert len(ids_of(output)) < 3_000 + 8
 
 
 @pytest.mark.parametrize("period", [1, 9, 48, 90, 100, 580, 1000, MAX_PERIOD])
@@ -267,11 +267,11 @@ def test_a_loop_ends_within_3000_tokens(text: str, before: str) -> None:
 def test_length_of_a_loop(period: int, before: int, often: int) -> None:
     """As often as is set, or 2,900 ids and five times; 1,500 repeated ids at least."""
     chance = random.Random(period)
-    said = [chance.randrange(1000) for _ in range(before)]
+    before_loop = [chance.randrange(1000) for _ in range(before)]
     block = chance.sample(range(1000, 200_000), period)
     enough = min(often, max(math.ceil(MAX_LOOP / period), min(often, MIN_OCCURRENCES)))
     bounds = max(MIN_LOOP + period, min(often * period, max(MAX_LOOP, 5 * period)))
-    found = looped(said + block * (enough + MIN_LOOP), often)
+    found = looped(before_loop + block * (enough + MIN_LOOP), often)
     assert found is not None
     if often >= MIN_OCCURRENCES:
         assert found - before == bounds

@@ -432,12 +432,12 @@ REFUSED: dict[str, tuple[Turn, str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("given_turn", "param", "said"), REFUSED.values(), ids=REFUSED.keys())
-def test_refused(given_turn: Turn, param: str, said: str) -> None:
+@pytest.mark.parametrize(("given_turn", "param", "expected"), REFUSED.values(), ids=REFUSED.keys())
+def test_refused(given_turn: Turn, param: str, expected: str) -> None:
     with pytest.raises(RequestError) as caught:
         render(given_turn)
     assert (caught.value.status, caught.value.param) == (400, param)
-    assert said in caught.value.message
+    assert expected in caught.value.message
 
 
 # --- A7: ordinary text, whatever it looks like ---

@@ -117,9 +117,9 @@ def call(arguments: str = '{"a": 1}', key: str = "c1", name: str = "x") -> Call:
     return Call(key, name, arguments)
 
 
-def is_known(view: ReplayScope, said: Message) -> bool:
-    """Whether ``said`` is a turn as it was generated."""
-    ((_, found),) = view.history([said])
+def is_known(view: ReplayScope, message: Message) -> bool:
+    """Whether ``message`` is a turn as it was generated."""
+    ((_, found),) = view.history([message])
     return found is not None
 
 
@@ -479,7 +479,7 @@ def test_a_story_is_the_same_in_every_process() -> None:
         "from vllm_mlx_harmony.core.turn import Answer, User;"
         "print(history_hash((User('a'), Answer('b \\ud83d'))))"
     )
-    told = {
+    requested = {
         subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, "PYTHONHASHSEED": seed},
@@ -488,7 +488,7 @@ def test_a_story_is_the_same_in_every_process() -> None:
         ).stdout
         for seed in ("1", "2")
     }
-    assert told == {b"%d\n" % history_hash((User("a"), Answer("b \ud83d")))}
+    assert requested == {b"%d\n" % history_hash((User("a"), Answer("b \ud83d")))}
 
 
 # --- What memory has not, an archive may have.

@@ -75,8 +75,8 @@ def say(turn: StreamingHarmonyContext, text: str, step: int) -> None:
 def looped(step: int = 1, last: str = LAST, asked: Turn = ASKED) -> StreamingHarmonyContext:
     """The turn with two calls that the server ran."""
     turn = StreamingHarmonyContext(asked, INFO)
-    for said, answer in ((FIRST, "20 °C"), (SECOND, "1")):
-        say(turn, said, step)
+    for generated, answer in ((FIRST, "20 °C"), (SECOND, "1")):
+        say(turn, generated, step)
         call = turn.server_call
         assert call is not None
         turn.append_tool_output([ServerResult(call.id, call.name, answer)])
@@ -91,10 +91,10 @@ LOOP = FIRST + ANSWERED + OPENING + SECOND + COMPUTED + OPENING
 def test_each_continuation_begins_with_exactly_the_ids_so_far(step: int) -> None:
     turn = StreamingHarmonyContext(ASKED, INFO)
     ids = list(turn.render_for_completion())
-    for said, answer, result in ((FIRST, "20 °C", ANSWERED), (SECOND, "1", COMPUTED)):
-        say(turn, said + "<|start|>assistant to=python<|message|>made up", step)
+    for generated, answer, result in ((FIRST, "20 °C", ANSWERED), (SECOND, "1", COMPUTED)):
+        say(turn, generated + "<|start|>assistant to=python<|message|>made up", step)
         assert turn.done
-        ids += ids_of(said)
+        ids += ids_of(generated)
         assert turn.render_for_completion() == tuple(ids)
         call = turn.server_call
         assert call is not None

@@ -14,7 +14,7 @@ from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "expected"),
     [
         ("a'b\x1b", '"a\'b\\x1b"'),
         ("é" * 201, f"'{'é' * 200}'…"),
@@ -25,8 +25,8 @@ from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
         ([["a" * 9_000_000]], f"[['{'a' * 12}...{'a' * 13}']]"),
     ],
 )
-def test_a_value_is_quoted_briefly(value: object, said: str) -> None:
-    assert quoted(value) == said
+def test_a_value_is_quoted_briefly(value: object, expected: str) -> None:
+    assert quoted(value) == expected
 
 
 def test_an_error_is_not_as_long_as_what_it_is_about() -> None:

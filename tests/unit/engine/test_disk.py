@@ -358,8 +358,8 @@ def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
     assert files(disk) == [] and fetch(disk) == [] and disk.find([b"k"]) == [None]
     assert disk.counters().nbytes == disk.counters().pieces == disk.counters().turns == 0
     assert b"of a client" in TURN.to_bytes()
-    said = b"".join(p.read_bytes() for p in (disk.directory / DIRECTORY).iterdir() if p.is_file())
-    assert b"of a client" not in said
+    stored = b"".join(p.read_bytes() for p in (disk.directory / DIRECTORY).iterdir() if p.is_file())
+    assert b"of a client" not in stored
     write(disk, pieces)
     assert fetch(disk) == ALL
 

@@ -188,11 +188,11 @@ PENALTIES = [
 ]
 
 
-def penalised(logits: list[float], said: list[int], wanted: GenerationSettings) -> list[float]:
+def penalised(logits: list[float], generated: list[int], wanted: GenerationSettings) -> list[float]:
     """By definition: over all text said, nothing while a header is written."""
     counts: Counter[int] = Counter()
     in_text = False
-    for token in said:
+    for token in generated:
         if token in {vocab.START, vocab.CHANNEL, vocab.CONSTRAIN, vocab.END}:
             in_text = False
         elif token == vocab.MESSAGE:
@@ -293,10 +293,10 @@ def test_constraint_gets_each_sampled_id_once(temperature: float) -> None:
     bound = Sampler(settings(temperature=temperature, top_k=50, seed=1), (), processor)  # type: ignore[arg-type]
     free = Sampler(settings(temperature=0.0))
     logits = noise(6, 2, 4000).astype(mx.bfloat16)
-    last, said = [vocab.START, vocab.START], []
+    last, generated = [vocab.START, vocab.START], []
     for _ in range(5):
         last = drawn([bound, free], logits, last)
-        said.append(last[0])
+        generated.append(last[0])
         assert last[1] == mx.argmax(logits[1]).item()
-    assert said == sorted(set(said))
-    assert processor.seen == [None, *said[:-1]]
+    assert generated == sorted(set(generated))
+    assert processor.seen == [None, *generated[:-1]]

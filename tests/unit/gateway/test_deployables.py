@@ -259,7 +259,7 @@ def test_rules_say_what_to_do() -> None:
 def test_a_dashboard_fits_together(name: str) -> None:
     dashboard = json.loads((EXAMPLES / f"monitoring/{name}.json").read_text())
     panels = dashboard["panels"]
-    taken: set[tuple[int, int]] = set()
+    occupied: set[tuple[int, int]] = set()
     assert len({panel["id"] for panel in panels}) == len(panels)
     for panel in panels:
         at = panel["gridPos"]
@@ -268,8 +268,8 @@ def test_a_dashboard_fits_together(name: str) -> None:
             for x in range(at["x"], at["x"] + at["w"])
             for y in range(at["y"], at["y"] + at["h"])
         }
-        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
-        taken |= cells
+        assert not cells & occupied and at["x"] + at["w"] <= 24, panel["title"]
+        occupied |= cells
     sources = yaml.safe_load((EXAMPLES / "monitoring/grafana.yaml").read_text())["datasources"]
     (variable,) = dashboard["templating"]["list"]  # its Prometheus has any name in other Grafanas
     assert (variable["type"], variable["query"]) == ("datasource", sources[0]["type"])

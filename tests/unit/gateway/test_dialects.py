@@ -51,9 +51,9 @@ def read(kind: str, events: Iterable[str]) -> list[Step]:
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_id_comes_once(kind: str, finish: str) -> None:
-    said = SAID if finish == "stop" else SAID[:-1]
-    chunks = read(kind, EXCHANGES[kind].events([1, 2, 3], said, finish))
-    assert [token for chunk in chunks for token in chunk.ids] == said
+    output = SAID if finish == "stop" else SAID[:-1]
+    chunks = read(kind, EXCHANGES[kind].events([1, 2, 3], output, finish))
+    assert [token for chunk in chunks for token in chunk.ids] == output
     assert [chunk.finish for chunk in chunks if chunk.finish] == [finish]
     assert max(chunk.cached_tokens for chunk in chunks) == 16
 
@@ -92,13 +92,13 @@ def test_the_recorded_stream_of_vllm() -> None:
 
 def test_ids_missing_from_llamacpp_are_read_from_the_text() -> None:
     """Bytes of a character in three ids: one event for all of them."""
-    said = ids("👩‍🚀")
-    pieces = [vocab.token_bytes(token) for token in said]
+    output = ids("👩‍🚀")
+    pieces = [vocab.token_bytes(token) for token in output]
     assert any(not _is_text(piece) for piece in pieces), "these ids do not cut a character"
-    events = list(EXCHANGES["llamacpp"].events([], [*said, vocab.RETURN], "stop"))
-    assert len(events) < len(said) + 2
+    events = list(EXCHANGES["llamacpp"].events([], [*output, vocab.RETURN], "stop"))
+    assert len(events) < len(output) + 2
     steps = read("llamacpp", events)
-    assert [token for step in steps for token in step.ids] == [*said, vocab.RETURN]
+    assert [token for step in steps for token in step.ids] == [*output, vocab.RETURN]
 
 
 def _is_text(piece: bytes) -> bool:

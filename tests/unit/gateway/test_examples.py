@@ -42,9 +42,9 @@ def test_a_policy_is_applied_by_gpt_oss_safeguard(
         monkeypatch.setenv("OPENAI_API_KEY", "none")
         monkeypatch.setattr(sys, "argv", ["safeguard.py", "Buy followers now!"])
         policy = runpy.run_path(str(EXAMPLES / "safeguard.py"), run_name="__main__")["POLICY"]
-    said = capsys.readouterr().out
-    assert "reasoning: SP1 applies." in said
-    assert '"rules": ["SP1"]' in said
+    printed = capsys.readouterr().out
+    assert "reasoning: SP1 applies." in printed
+    assert '"rules": ["SP1"]' in printed
     prompt = vocab.encoding().decode(list(engine.prompts[-1]))
     assert f"<|start|>developer<|message|># Instructions\n\n{policy}\n\n# Response" in prompt
     assert prompt.endswith("<|start|>user<|message|>Buy followers now!<|end|><|start|>assistant")

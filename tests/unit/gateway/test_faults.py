@@ -275,8 +275,8 @@ def test_500_streams_at_once() -> None:
             async with httpx.AsyncClient(limits=limits, timeout=120) as client:
                 return await asyncio.gather(*(one(client) for _ in range(500)))
 
-        said = asyncio.run(asyncio.wait_for(all_of_them(), 200))
-        assert said == [TEXT] * 500
+        output = asyncio.run(asyncio.wait_for(all_of_them(), 200))
+        assert output == [TEXT] * 500
         assert setting.engines[0].most_running > 100
         until(lambda: setting.engines[0].running == 0 and setting.host.lent == 0, "the end")
 
@@ -286,10 +286,10 @@ def test_a_slow_reader_slows_its_engine_and_gets_everything(
 ) -> None:
     """3.5 MB of ids for one answer: what is not read is neither lost nor held in memory."""
 
-    def in_steps(_: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
-        for at in range(0, len(said), 50):
-            last = at + 50 >= len(said)
-            yield json.dumps({"ids": said[at : at + 50], "finish": finish if last else None})
+    def in_steps(_: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+        for at in range(0, len(output), 50):
+            last = at + 50 >= len(output)
+            yield json.dumps({"ids": output[at : at + 50], "finish": finish if last else None})
 
     exchange = replace(EXCHANGES["vllm-mlx"], events=in_steps)
     monkeypatch.setitem(EXCHANGES, "vllm-mlx", exchange)
@@ -314,12 +314,12 @@ def test_a_slow_reader_slows_its_engine_and_gets_everything(
         while b"[DONE]" not in read[-200:]:
             read += client.recv(1 << 20)
         text = b"".join(_unchunked(read.partition(b"\r\n\r\n")[2])).decode()
-        said = "".join(
+        output = "".join(
             each["choices"][0]["delta"].get("content") or ""
             for each in events(text)
             if each["choices"]
         )
-        assert said == long
+        assert output == long
         assert engine.sent > 3_500_000
 
 

@@ -125,7 +125,7 @@ def test_probe_does_not_count_for_a_later_engine(
 
 
 @pytest.mark.parametrize(
-    ("busy", "down", "expected", "said"),
+    ("busy", "down", "expected", "problem"),
     [
         ((30, 40), (), 30, "every engine is busy"),
         ((30,), (0.2,), 1, "every engine is busy"),
@@ -135,7 +135,7 @@ def test_probe_does_not_count_for_a_later_engine(
     ],
 )
 def test_retry_after_is_when_the_first_engine_may_be_there(
-    busy: tuple[int, ...], down: tuple[float, ...], expected: int, said: str
+    busy: tuple[int, ...], down: tuple[float, ...], expected: int, problem: str
 ) -> None:
     """``busy``: for how long engines are; ``down``: when those are probed."""
     specs = [Spec(f"http://{number}") for number in range(len(busy) + len(down))]
@@ -152,7 +152,7 @@ def test_retry_after_is_when_the_first_engine_may_be_there(
         engine = FleetEngine(fleet, Deadline(600.0, now + 600.0))
         await anext(engine.generate(GenerationRequest((1,), settings, "")))
 
-    with pytest.raises(EngineUnavailable, match=said) as caught:
+    with pytest.raises(EngineUnavailable, match=problem) as caught:
         asyncio.run(asked())
     assert caught.value.retry_after == expected
 

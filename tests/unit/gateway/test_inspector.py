@@ -53,7 +53,7 @@ def test_through_a_gateway(inspect: bool) -> None:
 class Thinking(FakeEngine):
     """Thinks until its prompt ends behind another ``<|start|>assistant``. Reports what is asked."""
 
-    def said(self, prompt: Any) -> list[int]:
+    def output_ids(self, prompt: Any) -> list[int]:
         opened = ids("<|end|><|start|>assistant")
         ended = len(self.prompts) > 1 and list(prompt[-len(opened) :]) == opened
         return ids(SCRIPT if ended else "<|channel|>analysis<|message|>" + "And so on. " * 9)

@@ -96,7 +96,7 @@ def test_a_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (("add", "old"), "there is already a key for old"),
         (("add", "new", "new"), "there is already a key for new"),
@@ -106,22 +106,22 @@ def test_a_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_invalid_command_changes_nothing(
-    arguments: tuple[str, ...], said: str, file: Path, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], expected: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert keys(file, *arguments) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
     assert file.read_text() == FILES["a table"]
 
 
 @pytest.mark.parametrize(
-    ("content", "said"), [("keys = 5", "not a table"), ("keys", "is not TOML"), (None, "read")]
+    ("content", "expected"), [("keys = 5", "not a table"), ("keys", "is not TOML"), (None, "read")]
 )
 def test_unusable_file_is_an_error(
-    content: str | None, said: str, file: Path, capsys: pytest.CaptureFixture[str]
+    content: str | None, expected: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file.unlink() if content is None else file.write_text(content)
     assert keys(file, "add", "new") == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def ask(base: str, path: str = CHAT, key: str = "key-of-alice", **fields: Any) -
 
 @pytest.mark.parametrize("path", APIS)
 @pytest.mark.parametrize(
-    ("limits", "served_first", "said"),
+    ("limits", "served_first", "problem"),
     [
         ({"requests_per_minute": 2}, 2, "2 requests per minute"),
         ({"requests_per_day": 1, "requests_per_minute": 9}, 1, "1 requests per day"),
@@ -157,15 +157,15 @@ def ask(base: str, path: str = CHAT, key: str = "key-of-alice", **fields: Any) -
     ],
 )
 def test_a_key_has_limits_of_its_own(
-    path: str, limits: dict[str, int], served_first: int, said: str
+    path: str, limits: dict[str, int], served_first: int, problem: str
 ) -> None:
     with limited(FakeEngine("vllm", SCRIPTS), **limits) as base:
         answers = [ask(base, path) for _ in range(served_first + 1)]
         assert [each.status_code for each in answers] == [200] * served_first + [429]
         refused = answers[-1]
-        assert refused.json()["error"]["message"] == f"Rate limit exceeded ({said})"
+        assert refused.json()["error"]["message"] == f"Rate limit exceeded ({problem})"
         seconds = int(refused.headers["retry-after"])
-        assert 0 < seconds <= (120 if "minute" in said else DAY)
+        assert 0 < seconds <= (120 if "minute" in problem else DAY)
         # SDKs would ignore a longer wait, and try again within a second.
         assert refused.headers.get("x-should-retry") == ("false" if seconds > 60 else None)
         assert [ask(base, path, "key-of-bob").status_code for _ in range(3)] == [200] * 3

@@ -37,9 +37,9 @@ def request(most: int | None) -> EngineRequest:
 
 
 def steps(kind: str, most: int) -> list[Step]:
-    said = ids(SCRIPTS["Hello!"])
+    output = ids(SCRIPTS["Hello!"])
     body = json.loads(json.dumps(KINDS[kind].body(request(most))))
-    events = with_logprobs(kind, body, EXCHANGES[kind].events([1, 2], said, "stop"))
+    events = with_logprobs(kind, body, EXCHANGES[kind].events([1, 2], output, "stop"))
     return [KINDS[kind].read(each.encode(), at) for at, each in enumerate(events)]
 
 

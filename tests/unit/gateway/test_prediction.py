@@ -64,9 +64,9 @@ def test_counts_are_read(event: dict[str, Any], counts: tuple[int, int]) -> None
     assert (step.ids, step.accepted, step.rejected) == ((5,), *counts)
 
 
-def drafted(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+def drafted(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
     """As of an engine whose first step has a draft: counts so far, and with ids only."""
-    for event in map(json.loads, fake_engines.plugin_events(prompt, said, finish)):
+    for event in map(json.loads, fake_engines.plugin_events(prompt, output, finish)):
         yield json.dumps({**event, **({"accepted": 7, "rejected": 3} if event["ids"] else {})})
 
 

@@ -31,11 +31,11 @@ def _reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     """llama.cpp as it streams with ``return_progress``."""
     exchange = EXCHANGES["llamacpp"]
 
-    def events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+    def events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
         for report in REPORTS:
             event = {"index": 0, "content": "", "tokens": [], "stop": False, "id_slot": 0}
             yield compact({**event, "tokens_predicted": 0, "prompt_progress": report})
-        yield from exchange.events(prompt, said, finish)
+        yield from exchange.events(prompt, output, finish)
 
     monkeypatch.setitem(EXCHANGES, "llamacpp", replace(exchange, events=events))
 

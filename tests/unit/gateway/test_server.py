@@ -471,7 +471,7 @@ BEHIND = "<|channel|>final<|message|>Enough.<|return|>"
 class Going(FakeEngine):
     """Thinks for ever, unless its prompt ends behind another ``<|start|>assistant``."""
 
-    def said(self, prompt: Any) -> list[int]:
+    def output_ids(self, prompt: Any) -> list[int]:
         opened = ids("<|end|><|start|>assistant")
         continued = list(prompt[-len(opened) :]) == opened and len(self.prompts) > 1
         return ids(BEHIND if continued else THINKING)
@@ -572,7 +572,7 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         ({}, "--engine is required"),
         ({"engines": ["http://a"]}, "--model is required"),
@@ -621,8 +621,8 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
         ({**GIVEN, "keys": ""}, "--key: the value should be a list"),
     ],
 )
-def test_invalid_setting_is_named(flags: dict[str, Any], said: str) -> None:
-    with pytest.raises(HostError, match=said):
+def test_invalid_setting_is_named(flags: dict[str, Any], expected: str) -> None:
+    with pytest.raises(HostError, match=expected):
         load(flags, {})
 
 
@@ -704,7 +704,7 @@ def test_flags_without_a_value(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         ({"keys": SECRET}, "--key: the value should be a list"),
         ({"keys": [f"a-{SECRET}="]}, "key 1 has a name but no key"),
@@ -728,15 +728,15 @@ def test_flags_without_a_value(name: str) -> None:
         ({"engines": [f"http://me:{SECRET}@a:many"]}, "'a:many' is not a valid URL"),
     ],
 )
-def test_no_message_says_a_key(flags: dict[str, Any], said: str) -> None:
+def test_no_message_says_a_key(flags: dict[str, Any], expected: str) -> None:
     """Messages go to logs, on SIGHUP for instance."""
-    with pytest.raises(HostError, match=said) as caught:
+    with pytest.raises(HostError, match=expected) as caught:
         load({**GIVEN, **flags}, {})
     assert SECRET not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "expected"),
     [
         ("KEY", SECRET, rf"^{PREFIX}KEY is not a setting; did you mean {PREFIX}KEYS\?$"),
         ("ENGINE", "http://a", f"did you mean {PREFIX}ENGINES"),
@@ -748,9 +748,9 @@ def test_no_message_says_a_key(flags: dict[str, Any], said: str) -> None:
         ("KEYS", " ,", "--key: empty list"),
     ],
 )
-def test_variable_without_effect_is_refused(name: str, value: str, said: str) -> None:
+def test_variable_without_effect_is_refused(name: str, value: str, expected: str) -> None:
     """A gateway whose keys are not read is open to everybody."""
-    with pytest.raises(HostError, match=said):
+    with pytest.raises(HostError, match=expected):
         load(GIVEN, {PREFIX + name: value})
 
 
@@ -771,12 +771,12 @@ def test_variables_of_kubernetes_services_are_ignored() -> None:
 
 def test_invalid_file_is_named(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
-    for content, said in (
+    for content, expected in (
         ("model = ", "is not TOML"),
         ('modle = "m"', "modle is not a setting; did you mean model"),
     ):
         file.write_text(content)
-        with pytest.raises(HostError, match=said):
+        with pytest.raises(HostError, match=expected):
             load({}, {}, str(file))
     with pytest.raises(HostError, match="cannot be read"):
         load({}, {}, str(tmp_path / "nowhere"))
@@ -849,12 +849,12 @@ def test_sigterm_lets_streams_end_and_takes_no_more() -> None:
             assert refused.headers["retry-after"] == "5"
             engine.held = False
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        said = "".join(
+        output_ids = "".join(
             choice["delta"].get("content") or ""
             for event in events
             for choice in event.get("choices", ())
         )
-        assert said == "word " * 60
+        assert output_ids == "word " * 60
         assert running.wait(180) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 

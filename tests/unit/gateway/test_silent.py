@@ -163,13 +163,13 @@ def test_progress_that_advances_ends_a_silence(
     """A prompt that takes several times longer than expected, on an engine that reports it."""
     exchange = EXCHANGES["llamacpp"]
 
-    def events(prompt: Sequence[int], said: list[int], finish: str) -> Iterator[str]:
+    def events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
         for number in range(1, 13):
             done = number if advances else 1
             report = {"total": 100, "cache": 0, "processed": done, "time_ms": number}
             event = {"content": "", "tokens": [], "stop": False, "prompt_progress": report}
             yield compact({**event, "tokens_predicted": 0})
-        yield from exchange.events(prompt, said, finish)
+        yield from exchange.events(prompt, output, finish)
 
     with ExitStack() as stack:
         slow, other = FakeEngine("llamacpp", SCRIPTS), FakeEngine("llamacpp", SCRIPTS)

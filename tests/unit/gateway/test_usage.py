@@ -86,7 +86,7 @@ def test_another_day_from_standard_input(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["no.log"], "no.log cannot be read: No such file or directory"),
         (["cut.gz"], "cut.gz cannot be read: Compressed file ended"),
@@ -95,7 +95,7 @@ def test_another_day_from_standard_input(
 )
 def test_unreadable_logs_are_errors(
     arguments: list[str],
-    said: str,
+    expected: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -107,4 +107,4 @@ def test_unreadable_logs_are_errors(
     except SystemExit as ended:
         code = ended.code
     assert code == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err

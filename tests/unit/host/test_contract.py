@@ -219,8 +219,8 @@ def test_the_flag_alone_is_enough(
     (line,) = [
         record.getMessage() for record in caplog.records if "requirements" in record.getMessage()
     ]
-    for said in ("_sanitize_log_text", "POST /v1/chat/completions"):
-        assert said in line
+    for expected in ("_sanitize_log_text", "POST /v1/chat/completions"):
+        assert expected in line
 
 
 def test_chosen_reasoning_parser_stays(served: Served, table: object) -> None:
@@ -560,7 +560,7 @@ def test_parameters(monkeypatch: pytest.MonkeyPatch, parameters: str | None, fit
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "expected"),
     [
         (Name("no_such_module_at_all:x", ""), "no_such_module_at_all"),
         (Name("vllm_mlx.server:no.such", ""), "vllm_mlx.server:no.such"),
@@ -571,10 +571,10 @@ def test_parameters(monkeypatch: pytest.MonkeyPatch, parameters: str | None, fit
         (route("/new", "GET", print, ("/no/such", "GET")), "no route GET /no/such"),
     ],
 )
-def test_problems_are_found_before_anything_is_changed(row: Requirement, said: str) -> None:
+def test_problems_are_found_before_anything_is_changed(row: Requirement, expected: str) -> None:
     before = snapshot()
     first = patch("vllm_mlx.server:_sanitize_log_text", shout)
-    with pytest.raises(HostError, match=re.escape(said)):
+    with pytest.raises(HostError, match=re.escape(expected)):
         patching.apply_all([first, row])
     assert differences(before) == []
 

@@ -115,7 +115,7 @@ def test_the_vocabulary_does_not_load(
 
 
 @pytest.mark.parametrize(
-    ("files", "said", "ok"),
+    ("files", "detail", "ok"),
     [
         ({}, "not on this machine", False),
         ({"tokenizer.json": "{"}, "cannot be read", False),
@@ -132,7 +132,7 @@ def test_a_model_directory(
     startup_file: Path,
     tmp_path: Path,
     files: dict[str, str],
-    said: str,
+    detail: str,
     ok: bool,
 ) -> None:
     pytest.importorskip("tokenizers")
@@ -140,7 +140,7 @@ def test_a_model_directory(
         (tmp_path / name).write_text(content)
     finding = found(doctor.doctor(str(tmp_path)), "model")
     assert finding.ok is ok
-    assert said in finding.detail
+    assert detail in finding.detail
 
 
 def test_missing_model_is_reported(nothing_heavy: None, startup_file: Path) -> None:
@@ -330,13 +330,13 @@ def test_the_vocabulary_is_cached_where_it_is(
     assert ("not cached" in detail, f"cached in {tmp_path}" in detail) == (not cached, cached)
 
 
-@pytest.mark.parametrize("taken", ["", "vllm-mlx-harmony", "vllm-mlx-harmony/pieces"])
-def test_unusable_cache_directory_is_reported(taken: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("occupied", ["", "vllm-mlx-harmony", "vllm-mlx-harmony/pieces"])
+def test_unusable_cache_directory_is_reported(occupied: str, tmp_path: Path) -> None:
     pytest.importorskip("mlx")
     directory = tmp_path / "cache"
     assert doctor._cache(directory).ok and not directory.exists()
-    (directory / taken).parent.mkdir(parents=True, exist_ok=True)
-    (directory / taken).touch()
+    (directory / occupied).parent.mkdir(parents=True, exist_ok=True)
+    (directory / occupied).touch()
     finding = doctor._cache(directory).findings[0]
     assert finding.ok is False and "cannot be used" in finding.detail
 

@@ -238,7 +238,7 @@ WANTS = {
     "no end": "<|channel|>analysis<|message|>" + " and then," * 200,
     "a loop": "<|channel|>analysis<|message|>" + " Wait, what did they ask me?" * 60,
 }
-SCRIPTS = [Script(f">{name}<", said) for name, said in WANTS.items()]
+SCRIPTS = [Script(f">{name}<", generate_output) for name, generate_output in WANTS.items()]
 
 
 @dataclass(frozen=True)
@@ -324,7 +324,9 @@ class Said:
         return self.finished.usage.reasoning_tokens
 
 
-async def said(engine: Any, api: Any, document: Body, settings: GenerationSettings) -> Said:
+async def generate_output(
+    engine: Any, api: Any, document: Body, settings: GenerationSettings
+) -> Said:
     asked = api.read(document, Defaults(), CALLER)
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
     context = StreamingHarmonyContext(asked.turn, info)
@@ -398,7 +400,7 @@ async def all_said(engine: Any, jobs: Sequence[Job]) -> list[Said]:
 
     async def one(job: Job) -> Said:
         async with limit:
-            return await said(engine, job.api, job.document, drawn(job))
+            return await generate_output(engine, job.api, job.document, drawn(job))
 
     return list(await asyncio.gather(*map(one, jobs)))
 
@@ -539,14 +541,14 @@ CROSSED = [
 @pytest.mark.parametrize(("want", "kind"), CROSSED)
 def test_unwilling_model_conforms(scripted: Any, run: Run, want: str, kind: str) -> None:
     for seed in range(3):
-        found = run(said(scripted, *wanting(want, kind, seed), FREE))
+        found = run(generate_output(scripted, *wanting(want, kind, seed), FREE))
         if found.finished.reason != "length":
             check(Job(kind, seed), found)
         assert found.constraint is not None and not found.constraint.failure
 
 
 def test_unforced_output_is_unchanged(scripted: Any, run: Run) -> None:
-    found = run(said(scripted, *wanting("a call", "auto", 0), FREE))
+    found = run(generate_output(scripted, *wanting("a call", "auto", 0), FREE))
     assert vocab.encoding().decode(found.ids) == WANTS["a call"]
 
 
@@ -560,7 +562,9 @@ def test_valid_calls_arrive_as_they_were_written(scripted: Any, run: Run) -> Non
             tools = [{"type": "function", "function": function}]
         document = {"model": "m", "max_tokens": 4000, "messages": asked, "tools": tools}
         # Without the bias of FREE, which can end a call before its last white space.
-        found = run(said(scripted, api, document, replace(FREE, max_tokens=4000, logit_bias=())))
+        found = run(
+            generate_output(scripted, api, document, replace(FREE, max_tokens=4000, logit_bias=()))
+        )
         assert found.last[1:] == (one.name, one.arguments, True)
         assert found.constraint is not None and not found.constraint.failure
 
@@ -571,7 +575,7 @@ def test_reasoning_is_ended_by_its_budget(
 ) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
     api, document = wanting("no end", "plain", 0, thinking_token_budget=30)
-    found = run(said(scripted, api, document, replace(FREE, max_tokens=60)))
+    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=60)))
     assert found.constraint is not None and found.constraint.reasoning_ended_by == "budget"
     assert 30 <= found.reasoned <= 32
     text = vocab.encoding().decode(found.ids)
@@ -587,7 +591,7 @@ def test_looping_reasoning_is_ended(
     monkeypatch.setattr(reasoning, "MIN_LOOP", 20)
     for word, ends in (("4", True), ("0", False)):
         monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", word)
-        found = run(said(scripted, api, document, replace(FREE, max_tokens=120)))
+        found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=120)))
         assert found.constraint is not None
         assert found.constraint.reasoning_ended_by == ("repetition" if ends else "")
         assert (found.reasoned < 60) is ends
@@ -602,7 +606,9 @@ def test_a_default_budget(
     monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_BUDGET", "200" if by == "flag" else "20")
     if by == "flag":
         monkeypatch.setattr(server, "_default_thinking_token_budget", 20)
-    found = run(said(scripted, *wanting("no end", "plain", 1), replace(FREE, max_tokens=50)))
+    found = run(
+        generate_output(scripted, *wanting("no end", "plain", 1), replace(FREE, max_tokens=50))
+    )
     assert 20 <= found.reasoned <= 22
 
 
@@ -612,7 +618,7 @@ def test_a_small_limit_is_a_budget(
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_BUDGET", budgets)
     api, document = wanting("no end", "plain", 1, max_output_tokens=84)
-    found = run(said(scripted, api, document, replace(FREE, max_tokens=84)))
+    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=84)))
     if budgets:
         assert found.reasoned > 70
     else:
@@ -624,7 +630,7 @@ def test_min_tokens(scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, po
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
     for least in (0, 30):
         api, document = wanting("prose", "plain", 0, min_tokens=least)
-        found = run(said(scripted, api, document, FREE))
+        found = run(generate_output(scripted, api, document, FREE))
         usual = vocab.encoding().encode(PROSE, allowed_special="all")
         assert found.ids == usual if not least else len(found.ids) >= least
         assert found.finished is not None and found.finished.reason == "stop"
@@ -638,14 +644,14 @@ def test_ignore_eos_generates_up_to_the_limit(
     """Benchmarks measure the time of a known number of tokens."""
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
     api, document = wanting("prose", kind, 0, ignore_eos=True)
-    found = run(said(scripted, api, document, replace(FREE, max_tokens=80)))
+    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=80)))
     assert len(found.ids) == 80
     assert found.finished is not None and found.finished.reason == "length"
 
 
 def test_min_tokens_does_not_break_a_grammar(scripted: Any, run: Run) -> None:
     api, document = wanting("prose", "schema", 0, min_tokens=200)
-    found = run(said(scripted, api, document, FREE))
+    found = run(generate_output(scripted, api, document, FREE))
     assert found.finished is not None and found.finished.reason == "stop"
     check(Job("schema", 0), found)
 
@@ -795,7 +801,7 @@ def test_ended_reasoning_is_counted(
     metrics.REASONING_ENDED.clear()
     metrics.show()
     api, document = wanting("no end", "plain", 0, thinking_token_budget=10)
-    found = run(said(scripted, api, document, replace(FREE, max_tokens=30)))
+    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):
         tracker = VllmMlx().tracker("chat_completions", stream=False)
         generation.report_reasoning_ended(found.constraint, "key", tracker)

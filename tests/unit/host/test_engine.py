@@ -60,7 +60,7 @@ def prompt(text: str) -> tuple[int, ...]:
 
 
 SCRIPTS = [
-    *(Script(f">{name}<", said) for name, said in COMPLETIONS.items()),
+    *(Script(f">{name}<", ids_of_steps) for name, ids_of_steps in COMPLETIONS.items()),
     Script(">slow<", COUNT, delay_ms=30),
     Script(">fails<", COUNT, fail_at=6),
 ]
@@ -68,9 +68,9 @@ SCRIPTS = [
 
 def expected(name: str) -> tuple[int, ...]:
     """The script's ids up to and with the first that ends the turn."""
-    said = ids(COMPLETIONS[name])
-    ends = [at for at, token in enumerate(said) if token in vocab.TURN_ENDS]
-    return said[: ends[0] + 1]
+    ids_of_steps = ids(COMPLETIONS[name])
+    ends = [at for at, token in enumerate(ids_of_steps) if token in vocab.TURN_ENDS]
+    return ids_of_steps[: ends[0] + 1]
 
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -110,14 +110,14 @@ async def slowly(engine: Any, name: str) -> list[Step]:
     return got
 
 
-def said(generated: list[Step]) -> tuple[int, ...]:
+def ids_of_steps(generated: list[Step]) -> tuple[int, ...]:
     return tuple(token for step in generated for token in step.ids)
 
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_every_id_arrives_up_to_the_end_token(engine: Any, run: Run, name: str) -> None:
     generated = run(steps(engine, name))
-    assert said(generated) == expected(name)
+    assert ids_of_steps(generated) == expected(name)
     assert [step.finish for step in generated if step.finish] == ["stop"]
     assert generated[-1].finish == "stop"
 
@@ -128,10 +128,10 @@ def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, inter
         engine = HarmonyEngine(str(directory), options=Options(interval=interval))
         await engine.start()
         for name in COMPLETIONS:
-            assert said(await steps(engine, name)) == expected(name)
+            assert ids_of_steps(await steps(engine, name)) == expected(name)
         *others, _ = await steps(engine, "count")
         assert others and all(len(step.ids) % interval == 0 for step in others)
-        assert said(await slowly(engine, "count")) == expected("count")
+        assert ids_of_steps(await slowly(engine, "count")) == expected("count")
         await engine.stop()
 
     run(test())
@@ -141,7 +141,7 @@ def test_a_limit_of_none(engine: Any, run: Run) -> None:
     generated = run(
         steps(engine, "count", GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0))
     )
-    assert said(generated) == ()
+    assert ids_of_steps(generated) == ()
     assert [step.finish for step in generated if step.finish] == ["length"]
 
 
@@ -149,7 +149,7 @@ def test_a_limit_of_none(engine: Any, run: Run) -> None:
 def test_cut_by_the_limit(engine: Any, run: Run, limit: int) -> None:
     settings = GenerationSettings(max_tokens=limit, temperature=0.0, top_p=1.0)
     generated = run(steps(engine, "count", settings))
-    assert said(generated) == expected("count")[:limit]
+    assert ids_of_steps(generated) == expected("count")[:limit]
     assert generated[-1].finish == "length"
 
 
@@ -157,18 +157,18 @@ def test_an_end_at_the_limit_is_an_end(engine: Any, run: Run) -> None:
     whole = expected("answer")
     settings = GenerationSettings(max_tokens=len(whole), temperature=0.0, top_p=1.0)
     generated = run(steps(engine, "answer", settings))
-    assert (said(generated), generated[-1].finish) == (whole, "stop")
+    assert (ids_of_steps(generated), generated[-1].finish) == (whole, "stop")
 
 
 def test_a_slow_reader_loses_nothing(engine: Any, run: Run) -> None:
-    assert said(run(slowly(engine, "count"))) == expected("count")
+    assert ids_of_steps(run(slowly(engine, "count"))) == expected("count")
 
 
 def test_engine_failure_does_not_affect_the_next_request(engine: Any, run: Run) -> None:
     with pytest.raises(OutputError, match="internal engine error") as raised:
         run(steps(engine, "fails"))
     assert (raised.value.status, raised.value.code) == (500, "generation_failed")
-    assert said(run(steps(engine, "answer"))) == expected("answer")
+    assert ids_of_steps(run(steps(engine, "answer"))) == expected("answer")
 
 
 @asynccontextmanager
@@ -192,7 +192,7 @@ def test_closed_early_it_stops_and_frees_the_engine(engine: Any, run: Run) -> No
         async with begun(engine, "slow"):
             pass
         await asyncio.wait_for(idle(engine), 1.0)  # the whole answer would take 2.4 s
-        assert said(await steps(engine, "answer")) == expected("answer")
+        assert ids_of_steps(await steps(engine, "answer")) == expected("answer")
 
     run(test())
 
@@ -204,7 +204,7 @@ def test_cancelled_it_stops_and_frees_the_engine(engine: Any, run: Run) -> None:
         task.cancel()
         await asyncio.wait({task})
         await asyncio.wait_for(idle(engine), 1.0)
-        assert said(await steps(engine, "answer")) == expected("answer")
+        assert ids_of_steps(await steps(engine, "answer")) == expected("answer")
 
     run(test())
 
@@ -213,7 +213,7 @@ def test_several_at_once_do_not_mix(engine: Any, run: Run) -> None:
     async def test() -> None:
         names = ["answer", "call", "count", "endoftext", "answer", "count"]
         got = await asyncio.gather(*(steps(engine, name) for name in names))
-        assert [said(one) for one in got] == [expected(name) for name in names]
+        assert [ids_of_steps(one) for one in got] == [expected(name) for name in names]
 
     run(test())
 
@@ -227,7 +227,7 @@ def test_it_waits_for_a_request_of_the_hosts_own(engine: Any, run: Run) -> None:
     async def test() -> None:
         theirs = asyncio.ensure_future(hosts_own())
         await asyncio.sleep(0.05)
-        assert said(await steps(engine, "answer")) == expected("answer")
+        assert ids_of_steps(await steps(engine, "answer")) == expected("answer")
         await theirs
 
     run(test())
@@ -248,7 +248,7 @@ def test_settings_reach_the_model(
     settings = GenerationSettings(
         **{"max_tokens": 500, "temperature": 0.0, "top_p": 1.0, **changed}
     )
-    assert said(run(steps(engine, "count", settings))) == answer
+    assert ids_of_steps(run(steps(engine, "count", settings))) == answer
 
 
 HOT = GenerationSettings(max_tokens=30, temperature=100.0, top_p=1.0)
@@ -263,7 +263,7 @@ def test_each_of_several_at_once_is_sampled_by_its_own_settings(
         asked = {"cold": steps(engine, "count"), "hot": steps(engine, "count", HOT)}
         order = [first, *(name for name in asked if name != first)]
         got = await asyncio.gather(*(asked[name] for name in order))
-        ids_of = dict(zip(order, map(said, got), strict=True))
+        ids_of = dict(zip(order, map(ids_of_steps, got), strict=True))
         assert ids_of["cold"] == expected("count")
         assert ids_of["hot"] != expected("count")[:30]
 
@@ -310,8 +310,8 @@ def test_host_requests_and_ours_are_independent(
         await asyncio.sleep(0.05)
         got = await asyncio.gather(steps(engine, "count"), steps(engine, "count", HOT))
         await running
-        assert said(got[0]) == expected("count")
-        assert said(got[1]) != expected("count")[:30]
+        assert ids_of_steps(got[0]) == expected("count")
+        assert ids_of_steps(got[1]) != expected("count")[:30]
 
     run(test())
 
@@ -320,7 +320,7 @@ async def continued(engine: Any, text: str, settings: GenerationSettings) -> tup
     """What follows a prompt and the beginning of an answer, where text is written."""
     begun = (*prompt(text), *ids("<|channel|>final<|message|>"))
     async with aclosing(generate(engine, begun, settings)) as generated:
-        return said([step async for step in generated])
+        return ids_of_steps([step async for step in generated])
 
 
 def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
@@ -350,11 +350,11 @@ def test_a_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> N
 def test_a_seed_draws_the_same_alone_and_beside_others(engine: Any, run: Run, beside: int) -> None:
     async def test() -> None:
         seeded = GenerationSettings(max_tokens=12, temperature=100.0, top_p=0.95, seed=-7)
-        first = said(await steps(engine, "count", seeded))
+        first = ids_of_steps(await steps(engine, "count", seeded))
         others = [steps(engine, "count", HOT) for _ in range(beside)]
         again, *rest = await asyncio.gather(steps(engine, "count", seeded), *others)
-        assert said(again) == first
-        assert len({first, *map(said, rest)}) == beside + 1
+        assert ids_of_steps(again) == first
+        assert len({first, *map(ids_of_steps, rest)}) == beside + 1
 
     run(test())
 
@@ -374,7 +374,7 @@ def test_cached_ids_of_the_prompt_are_counted(engine: Any, run: Run) -> None:
     async def test() -> None:
         long = prompt("".join(f" {n}" for n in range(300)) + ">answer<")
         first = [step async for step in generate(engine, long, GREEDY)]
-        goes_on = (*long, *said(first)[:-1], *prompt(">answer<"))
+        goes_on = (*long, *ids_of_steps(first)[:-1], *prompt(">answer<"))
         second = [step async for step in generate(engine, goes_on, GREEDY)]
         assert first[0].cached_tokens == 0
         assert 0 <= second[0].cached_tokens < len(goes_on)

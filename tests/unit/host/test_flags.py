@@ -111,13 +111,13 @@ NAMED = [
 ]
 
 
-@pytest.mark.parametrize(("line", "said"), NAMED, ids=[row[0] for row in NAMED])
+@pytest.mark.parametrize(("line", "expected"), NAMED, ids=[row[0] for row in NAMED])
 def test_flags_without_effect_are_named(
-    monkeypatch: pytest.MonkeyPatch, line: str, said: str
+    monkeypatch: pytest.MonkeyPatch, line: str, expected: str
 ) -> None:
     found = given(monkeypatch, *line.split())
     (sentence,) = flags.without_effect(found, enabled=True)
-    assert sentence.startswith(said)
+    assert sentence.startswith(expected)
     assert sentence.partition(": ")[2]
 
 
@@ -158,7 +158,7 @@ def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "expected"),
     [
         ("", "up to 7 MiB in memory"),
         ("--cache-memory-mb 64", "up to 64 MiB in memory"),
@@ -167,10 +167,10 @@ def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
         ("--disable-prefix-cache", "off"),
     ],
 )
-def test_the_start_says_how_large_the_prefix_cache_is(line: str, said: str) -> None:
+def test_the_start_says_how_large_the_prefix_cache_is(line: str, expected: str) -> None:
     try:
         activation._apply(parsed(*line.split()), ServerSettings(cache=7 * MB))
-        assert dict(summary._common())["prefix cache"] == said
+        assert dict(summary._common())["prefix cache"] == expected
     finally:
         activation._apply(parsed(), ServerSettings())
 

@@ -279,8 +279,8 @@ def test_the_last_delta_is_written_once() -> None:
 def put(store: MemoryStore, key: str = KEY) -> StoredResponse:
     items = [{"id": f"msg_{key}8000", "type": "message", "role": "user", "content": "Hi"}]
     output = [{"id": f"msg_{key}0000", "type": "message", "role": "assistant", "content": "Ho"}]
-    said = (User("Hi"), Answer("Ho"))
-    kept = StoredResponse(f"resp_{key}", {"output": output}, items, said, TENANT)
+    turn_messages = (User("Hi"), Answer("Ho"))
+    kept = StoredResponse(f"resp_{key}", {"output": output}, items, turn_messages, TENANT)
     store.put(kept)
     return kept
 
@@ -684,7 +684,7 @@ def test_completed_response_keeps_only_its_documents(
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("output", "text"),
     [
         ([Opened(0, Kind.REASONING), Text("Hm."), Closed()], None),
         (
@@ -693,12 +693,12 @@ def test_completed_response_keeps_only_its_documents(
         ),
     ],
 )
-def test_a_compaction_is_what_was_answered(said: list[Delta], text: str | None) -> None:
+def test_a_compaction_is_what_was_answered(output: list[Delta], text: str | None) -> None:
     asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), caller())
     assert (asked.stream, asked.store) == (False, False)
     assert isinstance(asked.turn.messages[-1], User)
     emitter = COMPACT.emitter(asked, INFO, None, caller())
-    for delta in [*said, Finished("stop", None, Usage(3, 2))]:
+    for delta in [*output, Finished("stop", None, Usage(3, 2))]:
         assert emitter.feed(delta) == []
     if text is None:
         with pytest.raises(OutputError):

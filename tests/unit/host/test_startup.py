@@ -149,7 +149,7 @@ def test_gated_when_run_with_m(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "warns"),
     [
         (["--tool-call-parser", "harmony"], True),
         (["--port", "1", "--tool-call-parser=gpt-oss"], True),
@@ -158,15 +158,15 @@ def test_gated_when_run_with_m(site: Path) -> None:
     ],
 )
 def test_the_module_server_says_that_it_is_not_gated(
-    site: Path, arguments: list[str], said: bool
+    site: Path, arguments: list[str], warns: bool
 ) -> None:
     """It has a command line of its own, and patches would not reach it: it is `__main__` then."""
     (site / "vllm_mlx" / "server.py").write_text("print('served', __name__)\n")
     (site / "sitecustomize.py").write_text(ARM)
     done = run(site, "-m", "vllm_mlx.server", *arguments)
     assert done.stdout == "served __main__\n"
-    assert ("use `vllm-mlx serve`" in done.stderr) is said
-    assert len(done.stderr.splitlines()) == said
+    assert ("use `vllm-mlx serve`" in done.stderr) is warns
+    assert len(done.stderr.splitlines()) == warns
     imported = "import sys, vllm_mlx.server"
     assert run(site, "-c", imported, "--tool-call-parser", "harmony").stderr == ""
 

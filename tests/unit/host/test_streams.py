@@ -68,7 +68,7 @@ class Engine:
 
     def __init__(self, words: int | None = None) -> None:
         self.words = words
-        self.said = 0
+        self.generated = 0
         self.failure: BaseException | None = None
         self.busy = False
 
@@ -77,11 +77,11 @@ class Engine:
         try:
             yield [Started(3)]
             yield [Opened(0, Kind.ANSWER)]
-            while self.words is None or self.said < self.words:
-                self.said += 1
+            while self.words is None or self.generated < self.words:
+                self.generated += 1
                 yield [Text(WORD)]
                 await asyncio.sleep(0)
-            yield [Closed(), Finished("stop", None, Usage(3, self.said))]
+            yield [Closed(), Finished("stop", None, Usage(3, self.generated))]
         except BaseException as error:
             self.failure = error
             raise
@@ -161,7 +161,7 @@ def test_stalled_reader_does_not_hold_the_engine(api: str) -> None:
         events = buffered(engine, api, capacity=10_000)
         await until(lambda: engine.failure is not None)
         assert not engine.busy
-        assert engine.said < 100
+        assert engine.generated < 100
         data = [event.data async for event in events if event is not DONE]
         assert sum(map(len, data)) < 40_000
         assert "the client read it too slowly" in data[-1]
@@ -177,7 +177,7 @@ def test_late_reader_misses_nothing_within_the_buffer(api: str) -> None:
     async def test() -> None:
         engine = Engine(50)
         events = buffered(engine, api, capacity=1_000_000)
-        await until(lambda: engine.said == 50 and not engine.busy)
+        await until(lambda: engine.generated == 50 and not engine.busy)
         data = [event.data async for event in events]
         assert sum(f'"{WORD}"' in each for each in data) >= 50
         assert not any('"error":{' in each for each in data)
@@ -196,8 +196,8 @@ def test_slow_reader_misses_nothing_of_large_steps(interval: int) -> None:
         read, body = APIS["responses"]
         asked = read(body)
         context = StreamingHarmonyContext(asked.turn, INFO)
-        said = f"<|channel|>final<|message|>{WORDS}<|return|>"
-        ids = vocab.encoding().encode(said, allowed_special="all")
+        generated = f"<|channel|>final<|message|>{WORDS}<|return|>"
+        ids = vocab.encoding().encode(generated, allowed_special="all")
 
         async def deltas() -> AsyncGenerator[list[Delta], None]:
             yield context.start(None)
@@ -264,8 +264,8 @@ def test_the_environment_says_how_much_may_wait(
 
     run(test)
     assert failures == ([] if fits else ["reader_too_slow"])
-    said = "closing a stream: the client has not read 1800 bytes"
-    assert [record.message for record in caplog.records] == ([] if fits else [said])
+    generated = "closing a stream: the client has not read 1800 bytes"
+    assert [record.message for record in caplog.records] == ([] if fits else [generated])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])

@@ -62,7 +62,7 @@ def call(name: str, *texts: str, complete: bool = True) -> list[Delta]:
     return message(Kind.CALL, *texts, name=name, complete=complete)
 
 
-def told(*messages: list[Delta], end: Delta) -> list[Delta]:
+def answer_deltas(*messages: list[Delta], end: Delta) -> list[Delta]:
     numbered = (
         replace(delta, index=index) if isinstance(delta, Opened) else delta
         for index, each in enumerate(messages)
@@ -92,7 +92,7 @@ def test_reasoning_is_in_the_fields_that_the_server_is_set_to(
     field: ReasoningField, stream: bool
 ) -> None:
     names = {"both": {"reasoning", "reasoning_content"}}.get(field.value, {field.value})
-    deltas = told(reasoning("a", "b"), answer("c"), end=STOP)
+    deltas = answer_deltas(reasoning("a", "b"), answer("c"), end=STOP)
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
     emitter = read(body, Defaults(reasoning_field=field)).emitter(INFO)
     events = [event for delta in deltas for event in emitter.feed(delta)]
@@ -129,19 +129,19 @@ STOP, CALLS, CUT = (Finished(r, None, USAGE) for r in ("stop", "tool_calls", "le
 ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] = {
     # name: deltas, the deltas on the wire between role and finish, finish reason, the message
     "a plain answer": (
-        told(answer("Hel", "lo"), end=STOP),
+        answer_deltas(answer("Hel", "lo"), end=STOP),
         [{"content": "Hel"}, {"content": "lo"}, {}],
         "stop",
         {"content": "Hello"},
     ),
     "reasoning and answer": (
-        told(reasoning("Hm", "."), answer("Hi"), end=STOP),
+        answer_deltas(reasoning("Hm", "."), answer("Hi"), end=STOP),
         [thought("Hm"), thought("."), {"content": "Hi"}, {}],
         "stop",
         {"content": "Hi", **thought("Hm.")},
     ),
     "several of each are joined by line breaks": (
-        told(
+        answer_deltas(
             reasoning("a", "b"), preamble("c"), reasoning("d"), preamble("e"), answer("f"), end=STOP
         ),
         [
@@ -157,13 +157,15 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
         {"content": "c\ne\nf", **thought("ab\nd")},
     ),
     "only a call": (
-        told(call("f", '{"a"', ":1}"), end=CALLS),
+        answer_deltas(call("f", '{"a"', ":1}"), end=CALLS),
         [opened(0, FIRST, "f"), argued(0, '{"a"'), argued(0, ":1}"), {}],
         "tool_calls",
         {"content": None, "tool_calls": [called(FIRST, "f", '{"a":1}')]},
     ),
     "reasoning, preamble, two identical calls": (
-        told(reasoning("Hm"), preamble("Look"), call("f", "{}"), call("f", "{}"), end=CALLS),
+        answer_deltas(
+            reasoning("Hm"), preamble("Look"), call("f", "{}"), call("f", "{}"), end=CALLS
+        ),
         [
             thought("Hm"),
             {"content": "Look"},
@@ -181,7 +183,7 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
         },
     ),
     "the line break waits for the later text, over a call": (
-        told(preamble("a"), call("f", "{}"), answer("b"), end=CALLS),
+        answer_deltas(preamble("a"), call("f", "{}"), answer("b"), end=CALLS),
         [
             {"content": "a"},
             opened(0, SECOND, "f"),
@@ -193,26 +195,28 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
         {"content": "a\nb", "tool_calls": [called(SECOND, "f", "{}")]},
     ),
     "a call of the server's without a result": (
-        told(message(Kind.SERVER_CALL, "{}", name="f"), answer("Hi"), end=STOP),
+        answer_deltas(message(Kind.SERVER_CALL, "{}", name="f"), answer("Hi"), end=STOP),
         [{"content": "Hi"}, {}],
         "stop",
         {"content": "Hi"},
     ),
     "cut inside a call": (
-        told(call("f", '{"a', complete=False), end=CUT),
+        answer_deltas(call("f", '{"a', complete=False), end=CUT),
         [opened(0, FIRST, "f"), argued(0, '{"a'), {}],
         "length",
         {"content": None, "tool_calls": [called(FIRST, "f", '{"a')]},
     ),
     "cut while thinking": (
-        told(reasoning("Hm"), end=CUT),
+        answer_deltas(reasoning("Hm"), end=CUT),
         [thought("Hm"), {"content": ""}],
         "length",
         {"content": "", **thought("Hm")},
     ),
-    "nothing at all": (told(end=STOP), [{"content": ""}], "stop", {"content": ""}),
+    "nothing at all": (answer_deltas(end=STOP), [{"content": ""}], "stop", {"content": ""}),
     "what JSON must escape": (
-        told(answer('"\\\n\x00\u2028é', "😀</script>"), call('a"b', '{"é":"\\u00e9"}'), end=CALLS),
+        answer_deltas(
+            answer('"\\\n\x00\u2028é', "😀</script>"), call('a"b', '{"é":"\\u00e9"}'), end=CALLS
+        ),
         [
             {"content": '"\\\n\x00\u2028é'},
             {"content": "😀</script>"},
@@ -294,23 +298,27 @@ def test_role_is_sent_before_generation() -> None:
     assert json.loads(event.data)["choices"][0]["delta"] == ROLE
 
 
-def said(index: int, text: str) -> dict[str, Any]:
+def input_delta(index: int, text: str) -> dict[str, Any]:
     return {"tool_calls": [{"index": index, "custom": {"input": text}}]}
 
 
 FREEFORM = {
     "as it arrives": (
-        told(call("say", '{"inp', 'ut":"a', "\\", "n\\u00", 'e9"', "}"), end=CALLS),
-        [said(0, "a"), said(0, "\n"), said(0, "é")],
+        answer_deltas(call("say", '{"inp', 'ut":"a', "\\", "n\\u00", 'e9"', "}"), end=CALLS),
+        [input_delta(0, "a"), input_delta(0, "\n"), input_delta(0, "é")],
         "a\né",
     ),
-    "not wrapped at all": (told(call("say", "just", " text"), end=CALLS), None, "just text"),
+    "not wrapped at all": (
+        answer_deltas(call("say", "just", " text"), end=CALLS),
+        None,
+        "just text",
+    ),
     "cut": (
-        told(call("say", '{"input":"a', complete=False), end=CUT),
-        [said(0, "a")],
+        answer_deltas(call("say", '{"input":"a', complete=False), end=CUT),
+        [input_delta(0, "a")],
         "a",
     ),
-    "nothing": (told(call("say", "{}"), end=CALLS), [], ""),
+    "nothing": (answer_deltas(call("say", "{}"), end=CALLS), [], ""),
 }
 
 
@@ -337,7 +345,7 @@ def test_a_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, gi
 
 def test_freeform_and_functions_stand_side_by_side() -> None:
     emitter = Emitter(INFO, stream=False, freeform=frozenset({"say"}))
-    for delta in told(call("say", '{"input":"a"}'), call("f", '{"input":"a"}'), end=CALLS):
+    for delta in answer_deltas(call("say", '{"input":"a"}'), call("f", '{"input":"a"}'), end=CALLS):
         emitter.feed(delta)
     assert emitter.result()["choices"][0]["message"]["tool_calls"] == [
         {"id": FIRST, "type": "custom", "custom": {"name": "say", "input": "a"}},
@@ -352,18 +360,18 @@ def test_freeform_and_functions_stand_side_by_side() -> None:
 def test_reasoning_can_be_left_out(fields: dict[str, Any], stream: bool) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
     emitter = read({**body, **fields}, Defaults()).emitter(INFO)
-    deltas = told(reasoning("Hm"), preamble("a"), reasoning("So"), answer("b"), end=STOP)
+    deltas = answer_deltas(reasoning("Hm"), preamble("a"), reasoning("So"), answer("b"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if stream:
-        said = [chunk["choices"][0]["delta"] for chunk in chunks(events)]
-        assert said == [ROLE, {"content": "a"}, {"content": "\nb"}, {}]
+        texts = [chunk["choices"][0]["delta"] for chunk in chunks(events)]
+        assert texts == [ROLE, {"content": "a"}, {"content": "\nb"}, {}]
     else:
         message = emitter.result()["choices"][0]["message"]
         assert message == {"role": "assistant", "content": "a\nb", "refusal": None}
 
 
 def test_many_calls_have_as_many_ids() -> None:
-    answered = whole(told(*(call("f", "{}") for _ in range(300)), end=CALLS))
+    answered = whole(answer_deltas(*(call("f", "{}") for _ in range(300)), end=CALLS))
     ids = [each["id"] for each in answered["choices"][0]["message"]["tool_calls"]]
     assert len(set(ids)) == 300
     assert {len(each) for each in ids} == {len("call_") + 24}
@@ -372,7 +380,7 @@ def test_many_calls_have_as_many_ids() -> None:
 @pytest.mark.parametrize("begun", [0, 1, 3], ids=["at once", "after the role", "in the answer"])
 def test_a_failure_in_a_stream_is_an_error_and_the_end(begun: int) -> None:
     failure = OutputError("the engine died")
-    deltas = told(answer("Hel"), end=STOP)[:begun]
+    deltas = answer_deltas(answer("Hel"), end=STOP)[:begun]
     *before, error, done = emitted([*deltas, Failed(failure)], include_usage=True)
     assert before == emitted(deltas, include_usage=True)
     assert json.loads(error.data) == error_body(failure)
@@ -382,14 +390,14 @@ def test_a_failure_in_a_stream_is_an_error_and_the_end(begun: int) -> None:
 def test_a_failure_not_streamed_is_raised() -> None:
     failure = HostError("the engine is gone")
     with pytest.raises(HostError) as caught:
-        whole(told(answer("Hel"), end=Failed(failure)))
+        whole(answer_deltas(answer("Hel"), end=Failed(failure)))
     assert caught.value is failure
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None:
     emitter = Emitter(INFO, stream=stream)
-    for delta in told(answer("Hel"), end=STOP)[: None if stream else -1]:
+    for delta in answer_deltas(answer("Hel"), end=STOP)[: None if stream else -1]:
         emitter.feed(delta)
     with pytest.raises(OutputError):
         emitter.result()
@@ -405,14 +413,14 @@ def test_emitter_matches_the_request(stream: bool, include_usage: bool) -> None:
         "stream_options": {"include_usage": include_usage},
     }
     emitter = read(body, Defaults()).emitter(INFO)
-    deltas = told(answer("Hel"), end=STOP)
+    deltas = answer_deltas(answer("Hel"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     assert events == (emitted(deltas, include_usage=include_usage) if stream else [])
 
 
 def test_no_text_is_kept_while_streaming() -> None:
     emitter = Emitter(INFO, stream=True)
-    for delta in told(reasoning("a"), call("f", "b"), answer("c"), end=STOP):
+    for delta in answer_deltas(reasoning("a"), call("f", "b"), answer("c"), end=STOP):
         emitter.feed(delta)
         assert not emitter._parts
 
@@ -455,8 +463,8 @@ def test_choices_end_one_by_one_and_the_stream_after_all(include_usage: bool) ->
     emitter = read({**body, **options}, Defaults()).emitter(INFO)
     assert isinstance(emitter, ChoicesEmitter)
     deltas: list[Delta | ChoiceDelta] = [
-        *(ChoiceDelta(0, each) for each in told(call("f", "{}"), end=CALLS)),
-        *(ChoiceDelta(1, each) for each in told(call("f", "{}"), end=CALLS)),
+        *(ChoiceDelta(0, each) for each in answer_deltas(call("f", "{}"), end=CALLS)),
+        *(ChoiceDelta(1, each) for each in answer_deltas(call("f", "{}"), end=CALLS)),
         Finished("stop", usage=USAGE),
     ]
     events = [event for delta in deltas for event in emitter.feed(delta)]
@@ -478,7 +486,7 @@ def test_choices_as_one_document_and_as_one_error() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "n": 2}
     emitter, broken = (read(body, Defaults()).emitter(INFO) for _ in range(2))
     for at, text in enumerate("ab"):
-        for delta in told(answer(text), end=CUT if at else STOP):
+        for delta in answer_deltas(answer(text), end=CUT if at else STOP):
             assert emitter.feed(ChoiceDelta(at, delta)) == []  # type: ignore[arg-type]
     assert emitter.feed(Finished("stop", usage=USAGE)) == []
     document = emitter.result()

@@ -580,9 +580,9 @@ RUNS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("said", "expected"), RUNS.values(), ids=RUNS)
-def test_messages_of_the_assistant_in_a_row_are_one_turn(said: list[Any], expected: Any) -> None:
-    *before, _ = turn(messages=[*HELLO, *said]).messages
+@pytest.mark.parametrize(("history", "expected"), RUNS.values(), ids=RUNS)
+def test_messages_of_the_assistant_in_a_row_are_one_turn(history: list[Any], expected: Any) -> None:
+    *before, _ = turn(messages=[*HELLO, *history]).messages
     assert before == [User("Hello"), *expected]
 
 
@@ -623,11 +623,11 @@ CONTINUED: dict[str, tuple[list[dict[str, Any]], list[Any], str | None]] = {
     ],
     ids=["continue", "both", "no prompt"],
 )
-@pytest.mark.parametrize(("said", "read", "prefill"), CONTINUED.values(), ids=CONTINUED)
+@pytest.mark.parametrize(("history", "read", "prefill"), CONTINUED.values(), ids=CONTINUED)
 def test_the_last_message_is_continued(
-    said: list[Any], read: list[Any], prefill: str | None, fields: dict[str, Any]
+    history: list[Any], read: list[Any], prefill: str | None, fields: dict[str, Any]
 ) -> None:
-    asked = turn(messages=[*HELLO, *said], **fields)
+    asked = turn(messages=[*HELLO, *history], **fields)
     assert list(asked.messages) == [User("Hello"), *read]
     assert asked.prefill == prefill
 

@@ -62,7 +62,7 @@ class Client:
     """Speaks one API, and keeps of the answers what that API's agents keep."""
 
     def __init__(self) -> None:
-        self.said: list[dict[str, Any]] = []
+        self.conversation: list[dict[str, Any]] = []
         self.open_calls: list[str] = []
 
     def asked(self) -> Any:
@@ -74,11 +74,13 @@ class Client:
     def speaks(self, text: str) -> None:
         """Answers every call with ``text``, or says it as the user."""
         results = [self.result(key, text) for key in self.open_calls]
-        self.say(results) if results else self.said.append({"role": "user", "content": text})
+        self.say(results) if results else self.conversation.append(
+            {"role": "user", "content": text}
+        )
         self.open_calls = []
 
     def say(self, results: list[dict[str, Any]]) -> None:
-        self.said += results
+        self.conversation += results
 
     def result(self, key: str, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -89,14 +91,14 @@ class ChatClient(Client):
 
     def asked(self) -> Any:
         tool = {"type": "function", "function": {"name": "x"}}
-        return chat.read({"model": "m", "messages": self.said, "tools": [tool]}, DEFAULTS)
+        return chat.read({"model": "m", "messages": self.conversation, "tools": [tool]}, DEFAULTS)
 
     def hears(self, document: dict[str, Any]) -> None:
         message = document["choices"][0]["message"]
         kept = {name: message.get(name) for name in ("role", "content", "tool_calls")}
         self.open_calls = [call["id"] for call in message.get("tool_calls") or ()]
         if kept["content"] or self.open_calls:
-            self.said.append(kept)
+            self.conversation.append(kept)
 
     def result(self, key: str, text: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": key, "content": text}
@@ -108,8 +110,8 @@ class ReasoningChatClient(ChatClient):
     def hears(self, document: dict[str, Any]) -> None:
         super().hears(document)
         message = document["choices"][0]["message"]
-        if self.said and self.said[-1]["role"] == "assistant":
-            self.said[-1] |= {"reasoning_content": message.get("reasoning_content")}
+        if self.conversation and self.conversation[-1]["role"] == "assistant":
+            self.conversation[-1] |= {"reasoning_content": message.get("reasoning_content")}
         for call in message.get("tool_calls") or ():
             try:
                 arguments = json.dumps(json.loads(call["function"]["arguments"]), indent=1)
@@ -122,14 +124,14 @@ class SplittingChatClient(ChatClient):
     """Gives back what it was given in as many messages as it has parts."""
 
     def hears(self, document: dict[str, Any]) -> None:
-        before = len(self.said)
+        before = len(self.conversation)
         super().hears(document)
-        for whole in self.said[before:]:
-            del self.said[before:]
+        for whole in self.conversation[before:]:
+            del self.conversation[before:]
             if whole["content"]:
-                self.said.append({"role": "assistant", "content": whole["content"]})
+                self.conversation.append({"role": "assistant", "content": whole["content"]})
             for call in whole["tool_calls"] or ():
-                self.said.append({"role": "assistant", "tool_calls": [call]})
+                self.conversation.append({"role": "assistant", "tool_calls": [call]})
 
 
 class FreeformChatClient(ChatClient):
@@ -137,26 +139,26 @@ class FreeformChatClient(ChatClient):
 
     def asked(self) -> Any:
         tool = {"type": "custom", "custom": {"name": "x"}}
-        return chat.read({"model": "m", "messages": self.said, "tools": [tool]}, DEFAULTS)
+        return chat.read({"model": "m", "messages": self.conversation, "tools": [tool]}, DEFAULTS)
 
 
 class MessagesClient(Client):
     def asked(self) -> Any:
         tool = {"name": "x", "input_schema": {"type": "object"}}
-        body = {"model": "m", "max_tokens": 999, "messages": self.said, "tools": [tool]}
+        body = {"model": "m", "max_tokens": 999, "messages": self.conversation, "tools": [tool]}
         return messages.read(body, DEFAULTS, Plain())
 
     def hears(self, document: dict[str, Any]) -> None:
         content = document["content"]
         self.open_calls = [block["id"] for block in content if block["type"] == "tool_use"]
         if any(block["type"] != "thinking" for block in content):
-            self.said.append({"role": "assistant", "content": content})
+            self.conversation.append({"role": "assistant", "content": content})
 
     def result(self, key: str, text: str) -> dict[str, Any]:
         return {"type": "tool_result", "tool_use_id": key, "content": text}
 
     def say(self, results: list[dict[str, Any]]) -> None:
-        self.said.append({"role": "user", "content": results})
+        self.conversation.append({"role": "user", "content": results})
 
 
 class ResponsesClient(Client):
@@ -164,13 +166,13 @@ class ResponsesClient(Client):
 
     def asked(self) -> Any:
         tool = {"type": "function", "name": "x", "parameters": None, "strict": False}
-        body = {"model": "m", "input": self.said, "tools": [tool], "store": False}
+        body = {"model": "m", "input": self.conversation, "tools": [tool], "store": False}
         return responses.read(body, DEFAULTS, Plain())
 
     def hears(self, document: dict[str, Any]) -> None:
         kept = [item for item in document["output"] if item["type"] != "reasoning"]
         self.open_calls = [item["call_id"] for item in kept if item["type"] == "function_call"]
-        self.said += [{k: v for k, v in item.items() if k != "id"} for item in kept]
+        self.conversation += [{k: v for k, v in item.items() if k != "id"} for item in kept]
 
     def result(self, key: str, text: str) -> dict[str, Any]:
         return {"type": "function_call_output", "call_id": key, "output": text}
@@ -215,7 +217,7 @@ def is_whole(row: Row) -> bool:
     behind = any(row.output.find(end) not in (-1, len(row.output) - len(end)) for end in ENDS)
     last = row.output.rpartition("<|end|>")[2]
     header_cut = "<|start|>" in last and "<|message|>" not in last
-    nothing = row.cut and not row.whole and not row.said
+    nothing = row.cut and not row.whole and not row.expected
     return not (transcript or behind or header_cut or nothing)
 
 
@@ -223,9 +225,9 @@ ENDS = ("<|return|>", "<|endoftext|>")
 PLAIN = [
     row for row in ROWS if not (row.stop or row.one_call) and row.tools == ("x",) and is_whole(row)
 ]
-SHOWN = [row for row in PLAIN if any(part[0] != "reasoning" for part in row.said)]
-LOOPS = [row for row in SHOWN if any(p[0] == "call" for p in row.said) and not row.cut]
-CALLS = [row for row in LOOPS if all(part[0] != "answer" for part in row.said)]
+SHOWN = [row for row in PLAIN if any(part[0] != "reasoning" for part in row.expected)]
+LOOPS = [row for row in SHOWN if any(p[0] == "call" for p in row.expected) and not row.cut]
+CALLS = [row for row in LOOPS if all(part[0] != "answer" for part in row.expected)]
 
 
 def converse(
@@ -256,7 +258,7 @@ def test_loop_continues_after_generated_ids(client: type[Client], row: Row) -> N
         assert after[: len(before) - 1] == before[:-1]
 
 
-NO_REASONING = [row for row in SHOWN if all(part[0] != "reasoning" for part in row.said)]
+NO_REASONING = [row for row in SHOWN if all(part[0] != "reasoning" for part in row.expected)]
 
 
 @pytest.mark.parametrize("client", CLIENTS)
@@ -391,8 +393,8 @@ def test_a_segment_is_read_as_its_message(ids: list[int], cut: bool) -> None:
     for output in generated(ids, cut).outputs:
         for message, segment in zip(output.messages, _spans(output), strict=False):
             if segment[:2] == tuple(opening()):
-                said = generated([*segment[2:], vocab.START], False).messages[1:]
-                assert [type(one) for one in said] == [type(message)]
+                conversation = generated([*segment[2:], vocab.START], False).messages[1:]
+                assert [type(one) for one in conversation] == [type(message)]
 
 
 def test_tools_of_the_server_make_several_outputs() -> None:

@@ -77,7 +77,7 @@ def check(events: Iterable[Event]) -> Checker:
     return checked([(event.name, event.data) for event in events])
 
 
-def told(message: dict[str, Any]) -> list[tuple[str, ...]]:
+def outline(message: dict[str, Any]) -> list[tuple[str, ...]]:
     """The content as rows write it; preamble and answer are both text, input is JSON again."""
     return [
         ("call", block["name"], json.dumps(block["input"]))
@@ -91,7 +91,7 @@ def expected(row: Row) -> list[tuple[str, ...]]:
     words = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
     return [
         (kind, rest[0], json.dumps(input_of(rest[1]))) if kind == CALL else (words[kind], *rest)
-        for kind, *rest in row.said
+        for kind, *rest in row.expected
     ]
 
 
@@ -111,7 +111,7 @@ REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 def test_row(row: Row) -> None:
     ids = vocab.encoding().encode(row.output, allowed_special="all")
     message = whole(deltas_of(row, [ids]))
-    assert told(message) == expected(row)
+    assert outline(message) == expected(row)
     reason = "stop_sequence" if row.stopped_by else REASONS[row.finish]
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, row.stopped_by)
     for block in message["content"]:

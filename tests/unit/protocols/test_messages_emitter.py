@@ -110,8 +110,8 @@ def thought(text: str) -> dict[str, Any]:
     return {"type": "thinking", "thinking": text, "signature": f"encrypted:{text}"}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(content: str) -> dict[str, Any]:
+    return {"type": "text", "text": content}
 
 
 def used(index: int, name: str, given: dict[str, Any]) -> dict[str, Any]:

@@ -88,8 +88,8 @@ def assistant(*blocks: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": [*blocks]}
 
 
-def text(said: str, **more: Any) -> dict[str, Any]:
-    return {"type": "text", "text": said, **more}
+def text(content: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": content, **more}
 
 
 def thinking(shown: str, signature: str = "c2ln") -> dict[str, Any]:
@@ -140,8 +140,8 @@ def found(*blocks: Any) -> dict[str, Any]:
     return {"type": "search_result", "source": "https://a", "title": "A", "content": [*blocks]}
 
 
-def plain(said: Any, **more: Any) -> dict[str, Any]:
-    source = {"type": "text", "media_type": "text/plain", "data": said}
+def plain(data: Any, **more: Any) -> dict[str, Any]:
+    source = {"type": "text", "media_type": "text/plain", "data": data}
     return {"type": "document", "title": "A", "source": source, **more}
 
 
@@ -1256,8 +1256,8 @@ def test_preamble_shown_as_thinking_is_restored() -> None:
     asked = read(body, Defaults(), Mark())
     context, emitter = StreamingHarmonyContext(asked.turn, INFO), asked.emitter(INFO)
     prompt = context.render_for_completion()
-    said = LOOP[LOOP.index("<|channel|>commentary") :]  # what a model says that may not think
-    output = vocab.encoding().encode(said, allowed_special="all")
+    raw = LOOP[LOOP.index("<|channel|>commentary") :]  # what a model says that may not think
+    output = vocab.encoding().encode(raw, allowed_special="all")
     for delta in [*context.start(), *context.append_output(output), *context.finish("stop")]:
         emitter.feed(delta)
     content = emitter.result()["content"]

@@ -44,7 +44,7 @@ PLACEHOLDER = later("DeferredToolPlaceholder")
 ASK = {"role": "user", "content": [{"type": "text", "text": "Read https://a"}]}
 
 
-def said(*blocks: Block) -> Block:
+def assistant(*blocks: Block) -> Block:
     return {"role": "assistant", "content": list(blocks)}
 
 
@@ -81,9 +81,9 @@ def names(asked: Turn) -> list[str]:
     return [each.name for each in asked.tools]
 
 
-SEARCHED = [ASK, said(use("c1", "ToolSearch", query="select:WebFetch"))]
+SEARCHED = [ASK, assistant(use("c1", "ToolSearch", query="select:WebFetch"))]
 FOUND = [*SEARCHED, user(result("c1", reference("WebFetch")))]
-FETCHED = [*FOUND, said(use("c2", "WebFetch", url="https://a")), user(result("c2", text("a")))]
+FETCHED = [*FOUND, assistant(use("c2", "WebFetch", url="https://a")), user(result("c2", text("a")))]
 BEFORE, AFTER = [SEARCH, PLACEHOLDER], [SEARCH, later("WebFetch"), PLACEHOLDER]
 
 
@@ -136,9 +136,9 @@ def test_loading_a_tool_changes_no_tool_of_the_server(name: str, served: str) ->
 def test_tools_are_declared_once_in_order_of_references() -> None:
     again = [
         *FOUND,
-        said(use("c2", "ToolSearch", query="web")),
+        assistant(use("c2", "ToolSearch", query="web")),
         user(result("c2", text("Two:"), reference("WebSearch"), reference("WebFetch"))),
-        said(use("c3", "ToolSearch", query="all"), use("c4", "ToolSearch", query="x")),
+        assistant(use("c3", "ToolSearch", query="all"), use("c4", "ToolSearch", query="x")),
         user(result("c3", reference("A"), reference("B")), result("c4", text("None."))),
     ]
     asked = turn(again, [SEARCH, *map(later, ("B", "A", "WebSearch", "WebFetch"))])
@@ -190,7 +190,7 @@ def test_without_tools_none_is_loaded() -> None:
 def test_a_system_message_loads_a_tool_too() -> None:
     addition = {"type": "tool_addition", "tool": {"type": "tool_reference", "name": "WebFetch"}}
     messages = [ASK, {"role": "system", "content": [addition], "clear_at": "next_user_message"}]
-    asked = turn([*messages, said(text("Well.")), ASK], AFTER)
+    asked = turn([*messages, assistant(text("Well.")), ASK], AFTER)
     assert {each.name for each in asked.callable_tools} == {"ToolSearch", "WebFetch"}
 
 
@@ -214,7 +214,7 @@ def test_tool_found_by_anthropic_search_is_declared_there() -> None:
     found = {"type": "tool_search_tool_search_result", "tool_references": [reference("WebFetch")]}
     messages = [
         ASK,
-        said(
+        assistant(
             {"type": "server_tool_use", "id": "s", "name": "tool_search_tool_bm25", "input": {}},
             {"type": "tool_search_tool_result", "tool_use_id": "s", "content": found},
             use("c2", "WebFetch", url="https://a"),
@@ -247,19 +247,19 @@ def test_a_message_about_tokens_with_every_step_breaks_no_prefix(words: str) -> 
         messages = [*history, {"role": "system", "content": [last]}]
         prompts.append(render(turn(messages, [SEARCH], system=system)).ids)
         history.append({"role": "system", "content": now})
-        history += [said(use(f"c{step}", "ToolSearch", query="x"))]
+        history += [assistant(use(f"c{step}", "ToolSearch", query="x"))]
         history += [user(result(f"c{step}", text("None.")))]
         if step == 3:
-            history += [said(text("There is none.")), ASK]
+            history += [assistant(text("There is none.")), ASK]
     for before, now_ids in pairwise(prompts):
         assert now_ids[: len(before)] == before
 
 
 def test_cleared_message_keeps_the_prefix() -> None:
     cleared = {"role": "system", "content": LEFT.format(7), "clear_at": "next_user_message"}
-    called = [ASK, said(use("c1", "ToolSearch", query="x")), user(result("c1", text("None.")))]
+    called = [ASK, assistant(use("c1", "ToolSearch", query="x")), user(result("c1", text("None.")))]
     first = render(turn([*called, cleared], [SEARCH]))
-    more = [*called, cleared, said(use("c2", "ToolSearch", query="y")), user(result("c2"))]
+    more = [*called, cleared, assistant(use("c2", "ToolSearch", query="y")), user(result("c2"))]
     second = render(turn(more, [SEARCH])).ids
     opening_at = len(first.ids) - 2
     shared = max(at for at in range(opening_at) if first.ids[at] == vocab.START)  # the message

@@ -37,7 +37,7 @@ def user(text: str, **fields: Any) -> dict[str, Any]:
     return {"role": "user", "content": text, **fields}
 
 
-def said(text: str, *calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
+def assistant(text: str, *calls: dict[str, Any], **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": text, "tool_calls": [*calls], **fields}
 
 
@@ -62,27 +62,27 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "a picture": ([user("Look:", images=["AA", "AA"])], [User(f"Look:\n{LINE}\n{LINE}")]),
     "a picture alone": ([{"role": "user", "images": ["AA"]}], [User(LINE)]),
     "an answer": (
-        [user("Hi."), said("Hello.", thinking="Hm."), user("Bye.")],
+        [user("Hi."), assistant("Hello.", thinking="Hm."), user("Bye.")],
         [User("Hi."), Reasoning("Hm."), Answer("Hello."), User("Bye.")],
     ),
     "a call with a text before it": (
-        [user("Hi."), said("Wait.", F, thinking="Hm."), result("1")],
+        [user("Hi."), assistant("Wait.", F, thinking="Hm."), result("1")],
         [User("Hi."), Reasoning("Hm."), Preamble("Wait."), CALLS[0], Result("call_1_0", "1")],
     ),
     "text after a call is before it": (
-        [user("Hi."), said("", F), said("Wait."), result("1")],
+        [user("Hi."), assistant("", F), assistant("Wait."), result("1")],
         [User("Hi."), Preamble("Wait."), CALLS[0], Result("call_1_0", "1")],
     ),
     "results in their order": (
-        [user("Hi."), said("", F, G), result("1"), result("2")],
+        [user("Hi."), assistant("", F, G), result("1"), result("2")],
         [User("Hi."), *CALLS, Result("call_1_0", "1"), Result("call_1_1", "2")],
     ),
     "results by the tool's name": (
-        [user("Hi."), said("", F, G), result("2", tool_name="g"), result("1", name="f")],
+        [user("Hi."), assistant("", F, G), result("2", tool_name="g"), result("1", name="f")],
         [User("Hi."), *CALLS, Result("call_1_1", "2"), Result("call_1_0", "1")],
     ),
     "two calls of a tool": (
-        [user("Hi."), said("", F, F), result("1", tool_name="f"), result("2", tool_name="f")],
+        [user("Hi."), assistant("", F, F), result("1", tool_name="f"), result("2", tool_name="f")],
         [
             User("Hi."),
             CALLS[0],
@@ -94,7 +94,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "results by id": (
         [
             user("Hi."),
-            said("", call("f", {}, id="x"), call("f", {}, id="y")),
+            assistant("", call("f", {}, id="x"), call("f", {}, id="y")),
             result("2", tool_call_id="y"),
             result("1"),
         ],
@@ -107,7 +107,7 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
         ],
     ),
     "arguments as text": (
-        [user("Hi."), said("", call("f", '{"a": 1}')), result("1")],
+        [user("Hi."), assistant("", call("f", '{"a": 1}')), result("1")],
         [User("Hi."), Call("call_1_0", "f", '{"a": 1}'), Result("call_1_0", "1")],
     ),
 }
@@ -129,10 +129,10 @@ def test_conversations(name: str) -> None:
         ([{"role": "user"}], "messages[0].content"),
         ([{"role": "nobody", "content": "x"}], "messages[0].role"),
         ([user("Hi."), result("1")], "messages[1]"),
-        ([user("Hi."), said("", F), result("1", tool_name="g")], "messages[2]"),
-        ([user("Hi."), said("", F), result("1"), result("2")], "messages[3]"),
-        ([said("", call("f", [1]))], "messages[0].tool_calls[0].function.arguments"),
-        ([said("", call("", {}))], "messages[0].tool_calls[0].function.name"),
+        ([user("Hi."), assistant("", F), result("1", tool_name="g")], "messages[2]"),
+        ([user("Hi."), assistant("", F), result("1"), result("2")], "messages[3]"),
+        ([assistant("", call("f", [1]))], "messages[0].tool_calls[0].function.arguments"),
+        ([assistant("", call("", {}))], "messages[0].tool_calls[0].function.name"),
         ([user("Hi.", images="AA")], "messages[0].images"),
     ],
 )

@@ -108,8 +108,8 @@ def test_row(row: Row, asked: dict[str, Any]) -> None:
         shown = [without(item.to_dict(mode="json"), parsed) for item in final.output]
         assert shown == [without(item.to_dict(mode="json"), parsed) for item in expected.output]
         assert (final.id, final.usage) == (expected.id, expected.usage)
-    said = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-    assert said == expected.output_text
+    received = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+    assert received == expected.output_text
 
 
 def without(value: Any, names: set[str]) -> Any:
@@ -119,8 +119,8 @@ def without(value: Any, names: set[str]) -> Any:
 
 
 def call(name: str, *texts: str) -> list[Delta]:
-    said = [Opened(0, Kind.CALL, name), *map(Text, texts), Closed()]
-    return [Started(1), *said, Finished("tool_calls", None, Usage(1, 2))]
+    received = [Opened(0, Kind.CALL, name), *map(Text, texts), Closed()]
+    return [Started(1), *received, Finished("tool_calls", None, Usage(1, 2))]
 
 
 TOOLS = [

@@ -67,11 +67,13 @@ def whole(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
     return emitter.result()
 
 
-def told(*messages: list[Delta], end: Delta) -> list[Delta]:
+def answer_deltas(*messages: list[Delta], end: Delta) -> list[Delta]:
     return [Started(80, 64), *(delta for each in messages for delta in each), end]
 
 
-def said(index: int, kind: Kind, *texts: str, name: str = "", complete: bool = True) -> list[Delta]:
+def message_deltas(
+    index: int, kind: Kind, *texts: str, name: str = "", complete: bool = True
+) -> list[Delta]:
     return [Opened(index, kind, name), *map(Text, texts), Closed(complete)]
 
 
@@ -124,10 +126,10 @@ def item_of(index: int, part: tuple[str, ...], status: str) -> dict[str, Any]:
 
 
 def items_of(row: Row) -> list[dict[str, Any]]:
-    last = len(row.said) - 1
+    last = len(row.expected) - 1
     return [
         item_of(at, part, "completed" if row.whole or at < last else "incomplete")
-        for at, part in enumerate(row.said)
+        for at, part in enumerate(row.expected)
     ]
 
 
@@ -172,7 +174,9 @@ def test_summary_and_seal_change_only_the_reasoning(row: Row) -> None:
 @pytest.mark.parametrize("summarized", [True, False])
 def test_the_events_of_reasoning_and_answer(summarized: bool) -> None:
     """Reasoning is in one place: in the summary, if the request asks for one (E4)."""
-    deltas = told(said(0, Kind.REASONING, "a", "b"), said(1, Kind.ANSWER, "c"), end=STOP)
+    deltas = answer_deltas(
+        message_deltas(0, Kind.REASONING, "a", "b"), message_deltas(1, Kind.ANSWER, "c"), end=STOP
+    )
     asked: dict[str, Any] = {"include": ["reasoning.encrypted_content"]}
     if summarized:
         asked["reasoning"] = {"summary": "auto"}
@@ -222,7 +226,9 @@ def test_the_events_of_reasoning_and_answer(summarized: bool) -> None:
 
 
 def called(name: str, *texts: str, complete: bool = True) -> list[Delta]:
-    return told(said(0, Kind.CALL, *texts, name=name, complete=complete), end=CALLS)
+    return answer_deltas(
+        message_deltas(0, Kind.CALL, *texts, name=name, complete=complete), end=CALLS
+    )
 
 
 def test_the_events_of_a_call_in_a_namespace() -> None:
@@ -304,13 +310,19 @@ def test_search_call_is_sent_whole(texts: tuple[str, ...], arguments: Any) -> No
 
 
 def test_cut_search_call_is_incomplete() -> None:
-    cut = told(said(0, Kind.CALL, '{"que', name="tool_search", complete=False), end=CUT)
+    cut = answer_deltas(
+        message_deltas(0, Kind.CALL, '{"que', name="tool_search", complete=False), end=CUT
+    )
     (item,) = check(emitted(cut))["output"]
     assert (item["status"], item["arguments"]) == ("incomplete", '{"que')
 
 
 def test_the_ids_are_those_that_every_api_gives() -> None:
-    deltas = told(said(0, Kind.REASONING, "a"), said(1, Kind.CALL, "{}", name="x"), end=CALLS)
+    deltas = answer_deltas(
+        message_deltas(0, Kind.REASONING, "a"),
+        message_deltas(1, Kind.CALL, "{}", name="x"),
+        end=CALLS,
+    )
     assert whole(deltas)["output"][1]["call_id"] == INFO.call_id(1)
 
 
@@ -320,8 +332,8 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 @given(st.lists(st.tuples(st.sampled_from([*Kind][:4]), st.lists(TEXT, min_size=1)), max_size=5))
 def test_any_messages_make_a_valid_stream(messages: list[tuple[Kind, list[str]]]) -> None:
     names = {Kind.CALL: "patch"}
-    turn = told(
-        *(said(at, kind, *texts, name=names.get(kind, ""))
+    turn = answer_deltas(
+        *(message_deltas(at, kind, *texts, name=names.get(kind, ""))
           for at, (kind, texts) in enumerate(messages)),
         end=STOP,
     )  # fmt: skip
@@ -336,7 +348,7 @@ def test_any_messages_make_a_valid_stream(messages: list[tuple[Kind, list[str]]]
 
 
 def test_the_response_has_every_field() -> None:
-    assert whole(told(said(0, Kind.ANSWER, "Hi"), end=STOP), tools=None) == {
+    assert whole(answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP), tools=None) == {
         "id": f"resp_{INFO.id_seed}",
         "object": "response",
         "created_at": 1_754_352_000,
@@ -395,7 +407,7 @@ def test_the_response_says_how_its_ids_were_drawn(
 ) -> None:
     body = {"model": "m", "input": "Hi", **fields}
     emitter = read(body, Defaults(sampling=server), Reverse()).emitter(INFO)
-    for delta in told(said(0, Kind.ANSWER, "Hi"), end=STOP):
+    for delta in answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP):
         emitter.feed(delta)
     answer = emitter.result()
     names = ("temperature", "top_p", "presence_penalty", "frequency_penalty")
@@ -472,12 +484,12 @@ REPEATED: list[tuple[dict[str, Any], str, Any]] = [
 
 @pytest.mark.parametrize(("fields", "name", "expected"), REPEATED)
 def test_response_echoes_the_request(fields: dict[str, Any], name: str, expected: Any) -> None:
-    assert whole(told(end=STOP), **fields)[name] == expected
+    assert whole(answer_deltas(end=STOP), **fields)[name] == expected
 
 
 def test_completion_time_is_null_without_a_clock() -> None:
     emitter = request(False).emitter(INFO)
-    for delta in told(end=STOP):
+    for delta in answer_deltas(end=STOP):
         emitter.feed(delta)
     assert emitter.result()["completed_at"] is None
 
@@ -486,8 +498,8 @@ def test_completion_time_is_null_without_a_clock() -> None:
 
 HALF: list[Delta] = [
     Started(80),
-    *said(0, Kind.REASONING, "Hm"),
-    *said(1, Kind.ANSWER, "Hel")[:-1],
+    *message_deltas(0, Kind.REASONING, "Hm"),
+    *message_deltas(1, Kind.ANSWER, "Hel")[:-1],
 ]
 FAILURES: list[tuple[HarmonyFailure, str]] = [
     (OutputError("no"), "server_error"),
@@ -508,7 +520,12 @@ def test_a_failure_closes_what_is_open(begun: int, failure: HarmonyFailure, code
 
 
 def test_a_message_without_a_word_is_none() -> None:
-    turn = told(said(0, Kind.REASONING), said(1, Kind.ANSWER, "Hi"), said(2, Kind.ANSWER), end=STOP)
+    turn = answer_deltas(
+        message_deltas(0, Kind.REASONING),
+        message_deltas(1, Kind.ANSWER, "Hi"),
+        message_deltas(2, Kind.ANSWER),
+        end=STOP,
+    )
     final = check(emitted(turn))
     assert final["output"] == [item_of(1, (ANSWER, "Hi"), "completed")]
     assert final == whole(turn)
@@ -561,7 +578,9 @@ def test_a_response_can_be_looked_at_while_it_is_made() -> None:
 
 
 def test_in_the_background_it_is_queued_first() -> None:
-    events = documents(emitted(told(said(0, Kind.ANSWER, "Hi"), end=STOP), background=True))
+    events = documents(
+        emitted(answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP), background=True)
+    )
     begun = [(event["type"], event["response"]["status"]) for event in events[:3]]
     assert begun == [
         ("response.created", "queued"),
@@ -588,7 +607,7 @@ def test_background_response_is_announced_before_its_turn(begun: int, ending: st
 @pytest.mark.parametrize("stream", [True, False])
 def test_response_of_failed_store_is_marked_at_its_end(stream: bool) -> None:
     emitter = request(stream).emitter(INFO)
-    deltas = told(said(0, Kind.ANSWER, "Hi"), end=STOP)
+    deltas = answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP)
     *groups, last = [emitter.feed(delta) for delta in deltas]
     events = [*(event for group in groups for event in group), *emitter.mark_not_stored(last)]
     assert emitter.result()["store"] is False
@@ -634,7 +653,7 @@ def test_without_streaming_no_events_are_made(
         output_items, "Event", lambda *fields: made.append(fields) or Event(*fields)
     )
     emitter = request(stream).emitter(INFO)
-    for delta in told(said(0, Kind.ANSWER, "Hi"), end=STOP):
+    for delta in answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP):
         emitter.feed(delta)
     assert bool(made) is stream
 

@@ -204,12 +204,12 @@ NO_SUMMARY: dict[str, list[Delta]] = {
 }
 
 
-@pytest.mark.parametrize("said", NO_SUMMARY.values(), ids=NO_SUMMARY)
-def test_a_compaction_without_a_summary_fails(said: list[Delta]) -> None:
+@pytest.mark.parametrize("output", NO_SUMMARY.values(), ids=NO_SUMMARY)
+def test_a_compaction_without_a_summary_fails(output: list[Delta]) -> None:
     items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
     asked = read({"model": "m", "input": items, "stream": True}, Defaults(), Reverse())
     emitter = asked.emitter(INFO)
-    deltas = [Started(9), *said, Finished("stop", None, Usage(9, 2))]
+    deltas = [Started(9), *output, Finished("stop", None, Usage(9, 2))]
     response = check([event for delta in deltas for event in emitter.feed(delta)])
     assert (response["status"], response["output"]) == ("failed", [])
     with pytest.raises(OutputError) as failed:

@@ -508,11 +508,11 @@ LISTS: dict[str, tuple[list[dict[str, Any]], list[str], list[tuple[Any, ...]]]] 
 }
 
 
-@pytest.mark.parametrize(("tools", "told", "expected"), LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize(("tools", "announced", "expected"), LISTS.values(), ids=LISTS)
 def test_responses_lists_of_tools(
-    tools: list[dict[str, Any]], told: list[str], expected: list[tuple[Any, ...]]
+    tools: list[dict[str, Any]], announced: list[str], expected: list[tuple[Any, ...]]
 ) -> None:
-    before = [{"type": "mcp_list_tools", "server_label": label, "tools": []} for label in told]
+    before = [{"type": "mcp_list_tools", "server_label": label, "tools": []} for label in announced]
     body = {"model": "m", "input": [*before, {"role": "user", "content": "Hi"}], "tools": tools}
     emitter = read({**body, "stream": True}, DEFAULTS, Reverse()).emitter(INFO)
     events = [json.loads(event.data) for event in emitter.feed(Started(80))][2:]
@@ -1411,8 +1411,8 @@ def test_messages_results_of_a_history(found: Any, expected: str) -> None:
 
 
 def test_responses_search_sources_are_sent_on_request() -> None:
-    said = "[0] Rome (https://a.example/x). See https://b.example/(y), https://a.example/x"
-    deltas = turn(*called("browser.search", '{"query": "Rome"}'), *ran(said))
+    result = "[0] Rome (https://a.example/x). See https://b.example/(y), https://a.example/x"
+    deltas = turn(*called("browser.search", '{"query": "Rome"}'), *ran(result))
     _, final = responses_events(deltas, include=["web_search_call.action.sources"])
     assert final["output"][0]["action"]["sources"] == [
         {"type": "url", "url": "https://a.example/x"},

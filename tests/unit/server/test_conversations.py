@@ -156,8 +156,8 @@ def test_a_tool_loop_in_a_conversation(host: Alone, stream: bool) -> None:
 
     run(test, host)
     first, second = host.engine.prompts  # type: ignore[attr-defined]
-    said = (*first, *ids(CALL))
-    assert second[: len(said)] == said
+    generated = (*first, *ids(CALL))
+    assert second[: len(generated)] == generated
 
 
 def test_input_may_be_left_out(host: Alone) -> None:

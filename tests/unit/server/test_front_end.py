@@ -175,8 +175,8 @@ def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
     # The second prompt begins with the first and the very ids that were generated, reasoning
     # included, which the Chat client does not send back.
     first, second = host.engine.prompts  # type: ignore[attr-defined]
-    said = (*first, *ids(CALL))
-    assert second[: len(said)] == said
+    spoken = (*first, *ids(CALL))
+    assert second[: len(spoken)] == spoken
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -412,8 +412,8 @@ async def look(host: Alone, path: str, stream: bool) -> str:
     if not stream:
         message: Any = await anthropic_client.messages.create(**asked)
     else:
-        async with anthropic_client.messages.stream(**asked) as said:
-            message = await said.get_final_message()
+        async with anthropic_client.messages.stream(**asked) as spoken:
+            message = await spoken.get_final_message()
     return str(message.content[-1].text)
 
 
@@ -492,8 +492,8 @@ def test_an_answer_without_predictions_counts_none() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ["chat", "responses", "messages", "ollama"])
 def test_the_model_can_say_that_it_got_no_picture(path: str, stream: bool) -> None:
-    said = "<|channel|>final<|message|>I cannot see pictures.<|return|>"
-    host = Alone(ScriptedEngine({LINE: said}, 3, False))
+    spoken = "<|channel|>final<|message|>I cannot see pictures.<|return|>"
+    host = Alone(ScriptedEngine({LINE: spoken}, 3, False))
     assert asyncio.run(look(host, path, stream)) == "I cannot see pictures."
 
 
@@ -590,11 +590,11 @@ def test_error_for_long_prompt_has_the_context_length(
     for module in (vocab, render):
         monkeypatch.setattr(module, "MAX_PROMPT_TOKENS", 10_000)
     texts = [" word" * 30_000] if long == "one text" else [" word" * 3_000] * 5
-    said = [{"role": "user", "content": text} for text in texts]
+    spoken = [{"role": "user", "content": text} for text in texts]
     host = Alone(ScriptedEngine(SCRIPTS, 1, context_length=4096))
     client = TestClient(application(host), headers={"Authorization": f"Bearer {KEY}"})
     limit = {} if path.endswith(("responses", "count_tokens")) else {"max_tokens": 9}
-    asked = {"input" if path.endswith("responses") else "messages": said, **limit}
+    asked = {"input" if path.endswith("responses") else "messages": spoken, **limit}
     answer = client.post(path, json={"model": MODEL, **asked})
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]

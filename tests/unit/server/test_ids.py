@@ -81,18 +81,18 @@ def test_ids_in_and_every_id_out(host: Alone) -> None:
     asked = {"model": MODEL, "prompt": PROMPT, "settings": SETTINGS}
     answer = client(host).post(PATH, json=asked)
     assert answer.headers["content-type"].startswith("text/event-stream")
-    said = events(answer.text)
-    assert tuple(token for event in said for token in event["ids"]) == ids(SCRIPT)
-    assert [event["finish"] for event in said if event["finish"]] == ["stop"]
+    stream = events(answer.text)
+    assert tuple(token for event in stream for token in event["ids"]) == ids(SCRIPT)
+    assert [event["finish"] for event in stream if event["finish"]] == ["stop"]
     assert host.engine.prompts == [tuple(PROMPT)]  # type: ignore[attr-defined]
     assert (host.lent, host.trackers[0].results[0]) == (0, "success")
 
 
 def test_a_limit_is_a_length(host: Alone) -> None:
     asked = {"prompt": PROMPT, "settings": {**SETTINGS, "max_tokens": 3}}
-    said = events(client(host).post(PATH, json=asked).text)
-    assert said[-1]["finish"] == "length"
-    assert tuple(token for event in said for token in event["ids"]) == ids(SCRIPT)[:3]
+    stream = events(client(host).post(PATH, json=asked).text)
+    assert stream[-1]["finish"] == "length"
+    assert tuple(token for event in stream for token in event["ids"]) == ids(SCRIPT)[:3]
 
 
 @pytest.mark.parametrize(
@@ -147,11 +147,11 @@ def test_a_prompt_may_be_as_long_as_the_context(
 
 
 def test_prediction_is_passed_on_and_counted(host: Alone) -> None:
-    taken: list[tuple[int, ...]] = []
+    predictions: list[tuple[int, ...]] = []
 
     class Predicting(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> Steps:
-            taken.append(request.settings.prediction)
+            predictions.append(request.settings.prediction)
             async for step in super().generate(request):
                 yield step._replace(accepted=2, rejected=1)
 
@@ -162,7 +162,7 @@ def test_prediction_is_passed_on_and_counted(host: Alone) -> None:
     for event in events(client(host).post(PATH, json=body).text):
         counts = {name: event[name] for name in ("accepted", "rejected") if name in event}
         assert counts == ({"accepted": 2, "rejected": 1} if event["ids"] else {})
-    assert taken == [tuple(predicted)]
+    assert predictions == [tuple(predicted)]
     assert "prediction" in client(host).get(PATH).json()["settings"]
 
 

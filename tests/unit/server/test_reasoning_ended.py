@@ -30,8 +30,8 @@ class Counting(Alone):
     """A host that counts whose reasoning was ended, and by what."""
 
     def __init__(self, thoughts: str) -> None:
-        said = f"{ANALYSIS}{thoughts}<|end|><|start|>assistant{ObedientEngine.ANSWER}"
-        super().__init__(ObedientEngine({"Hm?": said}))
+        output = f"{ANALYSIS}{thoughts}<|end|><|start|>assistant{ObedientEngine.ANSWER}"
+        super().__init__(ObedientEngine({"Hm?": output}))
         self.ended: list[str] = []
 
     def max_tokens(self, asked: int | None) -> int:
@@ -222,7 +222,7 @@ async def controlled(host: Alone, path: str, key: str = KEY) -> tuple[dict[str, 
     headers = {"Authorization": f"Bearer {KEY}"}
     transport = httpx.ASGITransport(host.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
-        said: dict[str, Any] = {}
+        response: dict[str, Any] = {}
 
         async def end() -> None:
             while not host.answers.running:
@@ -230,11 +230,11 @@ async def controlled(host: Alone, path: str, key: str = KEY) -> tuple[dict[str, 
             (running,) = host.answers.running
             body = {"id": f"chatcmpl-{running.id}", "action": "reasoning_end"}
             bearer = {"Authorization": f"Bearer {key}"}
-            said.update((await http.post(CONTROL, json=body, headers=bearer)).json())
+            response.update((await http.post(CONTROL, json=body, headers=bearer)).json())
 
         body = {"model": MODEL, "stream": True, **BODIES[path]}
         answer, _ = await asyncio.gather(http.post(path, json=body, headers=headers), end())
-    return said, answer.text
+    return response, answer.text
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -243,8 +243,8 @@ def test_by_hand(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
-    said, text = asyncio.run(asyncio.wait_for(controlled(host, path), 60))
-    assert said == {"success": True}
+    verdict, text = asyncio.run(asyncio.wait_for(controlled(host, path), 60))
+    assert verdict == {"success": True}
     assert "Well." in text and '"reasoning_ended_by":"request"' in text
     assert host.ended == ["request"]
     assert host.lent == 0
@@ -254,9 +254,9 @@ def test_not_by_hand_where_reasoning_is_not_limited(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "0")
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
-    said, text = asyncio.run(asyncio.wait_for(controlled(host, "/v1/chat/completions"), 60))
-    assert said["success"] is False
-    assert "cannot be ended" in said["message"]
+    verdict, text = asyncio.run(asyncio.wait_for(controlled(host, "/v1/chat/completions"), 60))
+    assert verdict["success"] is False
+    assert "cannot be ended" in verdict["message"]
     assert "Well" in text and "reasoning_ended_by" not in text
 
 
@@ -269,8 +269,8 @@ def test_another_key_has_no_such_answer(monkeypatch: pytest.MonkeyPatch) -> None
     host = Counting(THOUGHTS)
     host.authenticate = anybody  # type: ignore[method-assign]
     asked = controlled(host, "/v1/chat/completions", key="other")
-    said, text = asyncio.run(asyncio.wait_for(asked, 60))
-    assert said == {"success": False, "message": "no answer with this id is being generated"}
+    verdict, text = asyncio.run(asyncio.wait_for(asked, 60))
+    assert verdict == {"success": False, "message": "no answer with this id is being generated"}
     assert "reasoning_ended_by" not in text
 
 

@@ -89,16 +89,16 @@ def test_a_search_by_responses_fails_without_the_model(mode: str, choice: Any) -
 
     async def check() -> None:
         answer, client = await response()
-        search, said = answer.output
+        search, answered = answer.output
         assert (search.type, search.status) == ("web_search_call", "failed")
-        assert (answer.output_text, said.status) == (NO_SEARCH, "completed")
+        assert (answer.output_text, answered.status) == (NO_SEARCH, "completed")
         assert (answer.status, answer.model_extra["unavailable_tools"]) == (
             "completed",
             ["web_search"],
         )
         stored = await client.responses.retrieve(answer.id)
         assert stored.output_text == NO_SEARCH
-        assert [item.id for item in stored.output] == [search.id, said.id]
+        assert [item.id for item in stored.output] == [search.id, answered.id]
 
     asyncio.run(check())
 

@@ -76,7 +76,7 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    scripts = [standin.Script(f"{want}?", said) for want, said in WANTED.items()]
+    scripts = [standin.Script(f"{want}?", output) for want, output in WANTED.items()]
     return load_model(standin.write(tmp_path_factory.mktemp("model"), scripts))[0]
 
 
@@ -90,17 +90,17 @@ def answered(model: Any, prompt: list[int], turn: Turn) -> list[int]:
     grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
     matcher, mask = compile_grammar(grammar).matcher(), Mask()
-    cache, said, following = make_prompt_cache(model), [], prompt
+    cache, output, following = make_prompt_cache(model), [], prompt
     mx.random.seed(7)
-    while len(said) < 300 and matcher.fill(mask):
+    while len(output) < 300 and matcher.fill(mask):
         logits = model(mx.array([following]), cache=cache)[0, -1]
         bits = mx.array(list(mask.words), dtype=mx.uint32)[:, None] >> ids_in_words() & 1
         logits = mx.where(bits.reshape(-1) > 0, logits, -mx.inf)
         following = [int(mx.random.categorical(logits))]
-        said += following
+        output += following
         assert matcher.consume(*following), matcher.error
-    assert matcher.done, vocab.encoding().decode(said)
-    return said
+    assert matcher.done, vocab.encoding().decode(output)
+    return output
 
 
 @pytest.mark.nightly(sample=4)
@@ -112,13 +112,13 @@ def test_an_answer_ends_and_obeys(model: Any, encode: Encode, asked: str, want: 
     *_, last = vocab.encoding().parse_messages_from_completion_tokens(
         answered(model, prompt, turn), Role.ASSISTANT
     )
-    said = last.content[0].text
+    output = last.content[0].text
     if last.recipient is not None:
         name = last.recipient.removeprefix("functions.")
         assert turn.tool_choice.names is None or name in turn.tool_choice.names
-        jsonschema.validate(json.loads(said), SCHEMAS[name])
+        jsonschema.validate(json.loads(output), SCHEMAS[name])
         return
     assert not turn.tool_choice.required
     if turn.response_format is not None:
         schema = turn.response_format.schema or {"type": "object"}
-        jsonschema.validate(json.loads(said), schema)
+        jsonschema.validate(json.loads(output), schema)

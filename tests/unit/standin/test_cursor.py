@@ -39,10 +39,12 @@ class Player:
 
     def play(self, prompt: str, answer: Sequence[int] = (), limit: int = 200) -> list[int]:
         """All ids up to one that ends a turn, those of ``answer`` first."""
-        history, said = self.encode(prompt), list(answer)
-        while len(said) < limit and not (said and said[-1] in (vocab.RETURN, vocab.CALL)):
-            said.append(self.step([*history, *said]).token)
-        return said
+        history, generated = self.encode(prompt), list(answer)
+        while len(generated) < limit and not (
+            generated and generated[-1] in (vocab.RETURN, vocab.CALL)
+        ):
+            generated.append(self.step([*history, *generated]).token)
+        return generated
 
 
 ROWS = {
@@ -108,18 +110,18 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize(("scripts", "prompt", "said"), ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize(("scripts", "prompt", "output"), ROWS.values(), ids=ROWS.keys())
 def test_completion_is_followed(
-    encode: Encode, scripts: list[Script], prompt: str, said: str
+    encode: Encode, scripts: list[Script], prompt: str, output: str
 ) -> None:
-    assert Player(encode, scripts).play(prompt) == encode(said)
+    assert Player(encode, scripts).play(prompt) == encode(output)
 
 
-@pytest.mark.parametrize(("scripts", "prompt", "said"), ROWS.values(), ids=ROWS.keys())
+@pytest.mark.parametrize(("scripts", "prompt", "output"), ROWS.values(), ids=ROWS.keys())
 def test_any_beginning_is_continued(
-    encode: Encode, scripts: list[Script], prompt: str, said: str
+    encode: Encode, scripts: list[Script], prompt: str, output: str
 ) -> None:
-    player, ids = Player(encode, scripts), encode(said)
+    player, ids = Player(encode, scripts), encode(output)
     steps = [player.step([*encode(prompt), *ids[:cut]]).token for cut in range(len(ids))]
     assert steps == ids
 
@@ -130,9 +132,9 @@ def test_header_begun_by_the_prompt(encode: Encode) -> None:
     assert player.play(SYSTEM + HI + OPEN + begun) == encode(PLAIN)[len(encode(begun)) :]
 
 
-@pytest.mark.parametrize("said", [PLAIN, REASONED], ids=["plain", "reasoned"])
-def test_forced_token_keeps_the_position(encode: Encode, said: str) -> None:
-    player, ids = Player(encode, [Script("Hi", said)]), encode(said)
+@pytest.mark.parametrize("output", [PLAIN, REASONED], ids=["plain", "reasoned"])
+def test_forced_token_keeps_the_position(encode: Encode, output: str) -> None:
+    player, ids = Player(encode, [Script("Hi", output)]), encode(output)
     for place in range(len(ids) - 1):
         if place and ids[place - 1] == vocab.START:
             continue  # a message of somebody else: no longer this answer

@@ -35,9 +35,11 @@ ANSWER = (
 
 def script(name: str) -> standin.Script:
     """Answers a message that names ``name`` with an answer of its own, of a length of its own."""
-    said = ANSWER.format(name * (2 + len(name) % 5)) + "<|return|>"
+    generated = ANSWER.format(name * (2 + len(name) % 5)) + "<|return|>"
     pattern = re.compile(rf"\A<\|start\|>system.*user {name}\.<\|end\|>", re.DOTALL)
-    return standin.Script(pattern, said, whole_prompt=True)  # finds padding, if it is let through
+    return standin.Script(
+        pattern, generated, whole_prompt=True
+    )  # finds padding, if it is let through
 
 
 NAMES = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
@@ -65,12 +67,12 @@ def model(place: Path) -> Any:
 
 def run(model: Any, ids: list[int], **options: Any) -> list[int]:
     """What mlx-lm's plain generator makes of a prompt, up to a `<|return|>`."""
-    said: list[int] = []
+    generated: list[int] = []
     for token, _ in generate_step(mx.array(ids), model, max_tokens=400, **options):
-        said.append(int(token))
-        if said[-1] == vocab.RETURN:
+        generated.append(int(token))
+        if generated[-1] == vocab.RETURN:
             break
-    return said
+    return generated
 
 
 def expected(encode: Encode, name: str) -> list[int]:
@@ -103,10 +105,10 @@ def test_all_weight_is_on_the_scripted_token(model: Any, encode: Encode) -> None
 
 
 def test_last_positions_have_logits_of_their_own(model: Any, encode: Encode) -> None:
-    said = expected(encode, "bb")
-    ids = [*encode(prompt("bb", 40)), *said[:5]]
+    generated = expected(encode, "bb")
+    ids = [*encode(prompt("bb", 40)), *generated[:5]]
     logits = model(mx.array([ids]))[0, -6:]
-    assert mx.argmax(logits, axis=-1).tolist() == said[:6]
+    assert mx.argmax(logits, axis=-1).tolist() == generated[:6]
 
 
 def test_trimmed_cache_is_reused(model: Any, encode: Encode) -> None:
@@ -134,17 +136,17 @@ def test_eight_at_once(model: Any, encode: Encode, chunk: int) -> None:
     )
     prompts = [encode(prompt(name, 40 * at)) for at, name in enumerate(NAMES)]
     uids = batch.insert(prompts[:5])
-    said: dict[int, list[int]] = {}
+    generated: dict[int, list[int]] = {}
     for turn in range(2000):
         if turn == 7:  # the others come while the first ones are being answered
             uids += batch.insert(prompts[5:])
         waiting, responses = batch.next()
         for response in responses:
-            said.setdefault(response.uid, []).append(response.token)
+            generated.setdefault(response.uid, []).append(response.token)
         if turn > 7 and not waiting and not responses:
             break
     batch.close()
-    assert [said[uid] for uid in uids] == [expected(encode, name) for name in NAMES]
+    assert [generated[uid] for uid in uids] == [expected(encode, name) for name in NAMES]
 
 
 def test_script_breaks_the_model(model: Any, encode: Encode) -> None:

@@ -112,8 +112,8 @@ def test_session_is_compacted_after_each_turn(mode: Any) -> None:
             should_trigger_compaction=lambda _: True,
         )
         one = agents.Agent(name="a", model=agents.OpenAIResponsesModel(MODEL, api))
-        for said in ("Say hello.", "And again."):
-            result = await agents.Runner.run(one, said, session=session)
+        for text in ("Say hello.", "And again."):
+            result = await agents.Runner.run(one, text, session=session)
             assert result.final_output == "It is warm."
         return [str(item["type"]) for item in await session.get_items()]
 

@@ -49,7 +49,7 @@ def serving(use: Use = Use.ALL, scripts: dict[str, str] | None = None, **limits:
 
 def left_of_the_loop() -> tuple[int, ...]:
     """The three calls and the answer as the next prompt has them: without reasoning (A6)."""
-    called = [said.partition(OPENING)[2] for said in (FIRST, SECOND, THIRD)]
+    called = [returned.partition(OPENING)[2] for returned in (FIRST, SECOND, THIRD)]
     loop = "".join(a + b + OPENING for a, b in zip(called, RESULTS, strict=True))
     return ids(loop + "<|channel|>final<|message|>It is warm.<|end|>")
 
@@ -87,8 +87,8 @@ def test_chat(stream: bool) -> None:
     assert (choice.finish_reason, choice.message.content) == ("stop", "It is warm.")
     assert not choice.message.tool_calls
     # A client gives back the answer alone: the next prompt has the whole loop all the same.
-    said = {"role": "assistant", "content": choice.message.content}
-    finally_(chat(host, stream, messages=[*USER, said, AGAIN]))
+    returned = {"role": "assistant", "content": choice.message.content}
+    finally_(chat(host, stream, messages=[*USER, returned, AGAIN]))
     first, *_, last = host.engine.prompts  # type: ignore[attr-defined]
     loop = left_of_the_loop()
     assert last[len(first) : len(first) + len(loop)] == loop
@@ -122,9 +122,9 @@ def test_chat_with_a_call_of_the_clients() -> None:
     assert [each["name"] for each in ran] == ["weather.now"]
     assert choice.finish_reason == "tool_calls"
     (call,) = choice.message.tool_calls
-    said = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
+    returned = {"role": "assistant", "content": None, "tool_calls": [call.model_dump()]}
     result = {"role": "tool", "tool_call_id": call.id, "content": "this is mine"}
-    choice, _ = finally_(chat(host, False, tools=[mine], messages=[*USER, said, result]))
+    choice, _ = finally_(chat(host, False, tools=[mine], messages=[*USER, returned, result]))
     assert choice.message.content == "It is warm."
     _, second, last = host.engine.prompts  # type: ignore[attr-defined]
     assert last[: len(second)] == second  # what ran here is in it, reasoning included
@@ -183,8 +183,8 @@ def test_messages(stream: bool) -> None:
     ]
     assert (message.stop_reason, message.content[-1].text) == ("end_turn", "It is warm.")
     # All of it comes back, and the next prompt has the loop as it was generated.
-    said = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
-    finally_(messages(host, stream, messages=[*USER, said, AGAIN]))
+    returned = {"role": "assistant", "content": [block.model_dump() for block in message.content]}
+    finally_(messages(host, stream, messages=[*USER, returned, AGAIN]))
     first, *_, last = host.engine.prompts  # type: ignore[attr-defined]
     loop = left_of_the_loop()
     assert last[len(first) : len(first) + len(loop)] == loop

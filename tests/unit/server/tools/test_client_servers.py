@@ -29,7 +29,7 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine
 from local import weather
 from official_clients import clients
 from starlette.testclient import TestClient
-from test_responses_loop import CALLED, LAST, _no_grammars, client, create, finally_, told
+from test_responses_loop import CALLED, LAST, _no_grammars, client, create, finally_, outline
 from test_toolbox import serving as mcp_serving
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -109,10 +109,10 @@ def test_responses(there: tuple[int, str], stream: bool, caplog: pytest.LogCaptu
     caplog.set_level(logging.INFO)
     request = {"input": "Who am I?", "tools": [tool], "stream": stream}
     response, _ = quiet(host, lambda: create(host, **request))
-    said = f"Bearer {SECRET} red 127.0.0.1:{port}"
-    assert told(response) == [
+    result = f"Bearer {SECRET} red 127.0.0.1:{port}"
+    assert outline(response) == [
         ("mcp_list_tools", ["who"], None),
-        ("mcp_call", "who", "{}", said, "completed"),
+        ("mcp_call", "who", "{}", result, "completed"),
         ("reasoning", "Done."),
         ("message", "It is warm."),
     ]
@@ -232,7 +232,7 @@ def test_in_the_background() -> None:
             return response
 
     response = quiet(host, body)
-    assert [each[0] for each in told(response)][:2] == ["mcp_list_tools", "mcp_call"]
+    assert [each[0] for each in outline(response)][:2] == ["mcp_list_tools", "mcp_call"]
     assert response.output_text == "It is warm."
     assert SECRET not in json.dumps(response.model_dump()["tools"])
 
@@ -436,13 +436,13 @@ def test_url_of_operator_server_is_secret(
         _Strange.elsewhere = f"http://127.0.0.1:{port + 1}/{SECRET}/elsewhere"
         url = f"http://127.0.0.1:{port}/{SECRET}/{path}"
         config = ServerConfig.model_validate({"transport": how, "url": url})
-        said = asyncio.run(asyncio.wait_for(problem(McpServer("there", config, 5.0)), 20))
-    assert said
-    assert SECRET not in said
-    assert f"tool server there: {said}" in caplog.text
+        reason = asyncio.run(asyncio.wait_for(problem(McpServer("there", config, 5.0)), 20))
+    assert reason
+    assert SECRET not in reason
+    assert f"tool server there: {reason}" in caplog.text
     assert SECRET not in caplog.text
     if (how, path) == ("sse", "sse"):
-        assert said == "it responds with 401 Unauthorized"
+        assert reason == "it responds with 401 Unauthorized"
 
 
 def test_private_address_needs_an_explicit_pattern() -> None:

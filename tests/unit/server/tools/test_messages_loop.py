@@ -22,7 +22,7 @@ from vllm_mlx_harmony.server.settings import Use
 __all__ = ["_as_scripted"]
 
 
-def said(message: Any) -> dict[str, Any]:
+def assistant_message(message: Any) -> dict[str, Any]:
     """A message as a client gives it back."""
     content = [block.model_dump(exclude_none=True) for block in message.content]
     return {"role": "assistant", "content": content}
@@ -45,7 +45,7 @@ def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
     assert first.stop_reason == "pause_turn"
     call = ["thinking", "mcp_tool_use"]
     assert kinds(first) == [*call, "mcp_tool_result", *call]
-    history = [*USER, said(first)]
+    history = [*USER, assistant_message(first)]
     given = history[-1]["content"]
     history[-1]["content"] = [block for block in given if block["type"] not in dropped]
     second = finally_(messages(host, stream, messages=history))
@@ -58,7 +58,7 @@ def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
     assert list(one) == [*zero, *ids(FIRST + RESULTS[0] + OPENING)]
     assert list(two) == [*one, *ids(SECOND + RESULTS[1] + OPENING)]
     # Given back in one message or in two, it goes on to the answer.
-    third = finally_(messages(host, stream, messages=[*history, said(second)]))
+    third = finally_(messages(host, stream, messages=[*history, assistant_message(second)]))
     assert (third.stop_reason, third.content[-1].text) == ("end_turn", "It is warm.")
     assert host.lent == 0
 
@@ -67,14 +67,16 @@ def test_abandoned_paused_turn() -> None:
     """The call that was pending is answered with that, and nothing is run."""
     host = serving(max_tool_calls=1)
     first = finally_(messages(host, False))
-    again = finally_(messages(host, False, messages=[*USER, said(first), AGAIN]))
+    again = finally_(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     assert kinds(again) == ["thinking", "text"]
     not_run = "<|start|>python to=assistant<|channel|>analysis<|message|>[this call did not finish"
     assert not_run in text_of(prompts(host)[-1])
     # Nor is it where the request wants no tools: the model is to answer without.
     none = {"type": "none"}
     host.engine.scripts["did not finish"] = LAST  # type: ignore[attr-defined]
-    answered = finally_(messages(host, False, messages=[*USER, said(first)], tool_choice=none))
+    answered = finally_(
+        messages(host, False, messages=[*USER, assistant_message(first)], tool_choice=none)
+    )
     assert kinds(answered) == ["thinking", "text"]
 
 
@@ -85,7 +87,10 @@ def text_of(prompt: tuple[int, ...]) -> str:
 def test_turn_ending_with_a_result_is_continued() -> None:
     host = serving(max_tool_calls=1)
     first = finally_(messages(host, False))
-    history = [*USER, {**said(first), "content": said(first)["content"][:3]}]
+    history = [
+        *USER,
+        {**assistant_message(first), "content": assistant_message(first)["content"][:3]},
+    ]
     second = finally_(messages(host, False, messages=history))
     assert kinds(second)[:3] == ["thinking", "mcp_tool_use", "mcp_tool_result"]
     assert second.content[1].name == "python"
@@ -95,7 +100,7 @@ def test_a_history_of_another_server() -> None:
     """Nothing of it was generated here: it is rendered, as the calls that it tells of."""
     first = finally_(messages(serving(), False))
     host = serving()
-    finally_(messages(host, False, messages=[*USER, said(first), AGAIN]))
+    finally_(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     (prompt,) = prompts(host)
     analysis = "<|start|>assistant<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
     assert analysis + RESULTS[1] in text_of(prompt)

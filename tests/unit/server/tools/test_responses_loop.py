@@ -119,7 +119,7 @@ async def create(host: Alone, stream: bool = False, **request: Any) -> tuple[Any
     return events[-1].response, events
 
 
-def told(response: Any) -> list[tuple[Any, ...]]:
+def outline(response: Any) -> list[tuple[Any, ...]]:
     """The items, each as what of it matters."""
     return [_item(each) for each in response.output]
 
@@ -159,13 +159,13 @@ def test_three_calls_and_an_answer(at_once: int, stream: bool) -> None:
     include = ["code_interpreter_call.outputs"]
     request = {"input": "Where is it warm?", "include": include}
     response, events = finally_(create(host, stream, **request))
-    assert told(response) == LOOP
+    assert outline(response) == LOOP
     assert response.status == "completed"
     # Each continuation begins with exactly the ids so far, and nothing else is generated from.
     first, *others = host.engine.prompts  # type: ignore[attr-defined]
     so_far = list(first)
-    for said, result, prompt in zip((FIRST, SECOND, THIRD), RESULTS, others, strict=True):
-        so_far += ids(said + result + OPENING)
+    for generated, result, prompt in zip((FIRST, SECOND, THIRD), RESULTS, others, strict=True):
+        so_far += ids(generated + result + OPENING)
         assert list(prompt) == so_far
     usage = response.usage
     assert usage.input_tokens == len(first)
@@ -283,9 +283,9 @@ def test_failed_call_is_shown_to_the_model(question: str, stream: bool) -> None:
     kind, text = FAILURES[question]
     assert (call.status, call.output, call.error.type) == ("failed", None, kind)
     content = getattr(call.error, "content", None)
-    said = call.error.message if content is None else content[0]["text"]
-    assert said.startswith(text)
-    assert told(response)[-1] == ("message", "It is warm.")
+    shown = call.error.message if content is None else content[0]["text"]
+    assert shown.startswith(text)
+    assert outline(response)[-1] == ("message", "It is warm.")
     names = [each.type for each in events]
     assert not stream or "response.mcp_call.failed" in names
     assert server.running == 0
@@ -309,7 +309,7 @@ def test_returned_calls_are_not_run_again() -> None:
             else {"input": [*history, *output, again]}
         )
         second, _ = finally_(create(host, **{**asked, **more}))
-        assert told(second) == [("reasoning", "Done."), ("message", "It is warm.")]
+        assert outline(second) == [("reasoning", "Done."), ("message", "It is warm.")]
         prompts = host.engine.prompts  # type: ignore[attr-defined]
         start = len(prompts[0])
         left = FIRST.partition(OPENING)[2] + RESULTS[0] + OPENING
@@ -323,14 +323,14 @@ def test_a_call_of_the_clients_within_the_loop() -> None:
     host = serving(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
     tools = [*TOOLS, MINE]
     first, _ = finally_(create(host, input="Ask it, then me.", tools=tools))
-    assert [each[0] for each in told(first)][1:] == ["reasoning", "mcp_call", "function_call"]
+    assert [each[0] for each in outline(first)][1:] == ["reasoning", "mcp_call", "function_call"]
     result = {
         "type": "function_call_output",
         "call_id": first.output[-1].call_id,
         "output": "this is mine",
     }
     second, _ = finally_(create(host, input=[result], previous_response_id=first.id, tools=tools))
-    assert told(second) == [("reasoning", "Done."), ("message", "It is warm.")]
+    assert outline(second) == [("reasoning", "Done."), ("message", "It is warm.")]
     _, two, three = host.engine.prompts  # type: ignore[attr-defined]
     whole = list(two) + ids_list(CALLED.format("functions.mine", "{}"))
     assert list(three[: len(whole)]) == whole
@@ -352,7 +352,7 @@ def test_approval(approve: bool, by_id: bool, stream: bool) -> None:
     host = serving(server, scripts={"Rome: 20 °C": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]  # OpenAI's default is to ask
     first, _ = finally_(create(host, stream, input="Where is it warm?", tools=tools))
-    assert [each[0] for each in told(first)] == [
+    assert [each[0] for each in outline(first)] == [
         "mcp_list_tools",
         "reasoning",
         "mcp_approval_request",
@@ -380,7 +380,7 @@ def test_approval(approve: bool, by_id: bool, stream: bool) -> None:
         ]
     else:
         assert server.called == [] and called == []
-    assert told(second)[-1] == ("message", "It is warm.")
+    assert outline(second)[-1] == ("message", "It is warm.")
 
 
 def asks(key: str, city: str) -> dict[str, Any]:
@@ -455,7 +455,7 @@ def test_approvals_anywhere(
     ran = [each.item for each in events if each.type == "response.output_item.done"]
     assert [each for each in ran if each.type == "mcp_call"] == (called if stream else [])
     assert len({each.id for each in answer.output}) == len(answer.output)
-    assert told(answer)[-1] == ("message", "It is warm.")
+    assert outline(answer)[-1] == ("message", "It is warm.")
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
     assert text_of(prompt).endswith(end + OPENING)
     assert "did not finish" not in text_of(prompt)
@@ -499,7 +499,7 @@ def test_approvals_beyond_the_limit_are_answered_together(ends: list[Any], strea
     assert [each.approval_request_id for each in calls] == [each["id"] for each in asked]
     assert [each.status for each in calls] == ["completed"] * 2 + ["failed"] * 48
     assert len(server.called) == 2
-    assert told(answer)[-1] == ("message", "It is warm.")
+    assert outline(answer)[-1] == ("message", "It is warm.")
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
     assert text_of(prompt).count("no more tools can be called") == 48
     assert text_of(prompt).count("<|start|>weather.now to=assistant") == 50
@@ -537,7 +537,7 @@ def test_unapproved_call_is_not_run(sent: Any, by_id: bool, rule: str | None) ->
         more = {"previous_response_id": first.id, **given}
     second, _ = finally_(create(host, tools=tools, **more))
     assert server.called == []
-    assert told(second)[-1] == ("message", "It is warm.")
+    assert outline(second)[-1] == ("message", "It is warm.")
 
 
 def test_cut_call_is_not_run_by_the_next_request() -> None:
@@ -551,7 +551,7 @@ def test_cut_call_is_not_run_by_the_next_request() -> None:
     assert first.status == "incomplete"
     second, _ = finally_(create(host, input=[], previous_response_id=first.id, tools=tools))
     assert server.called == []
-    assert told(second)[-1] == ("message", "It is warm.")
+    assert outline(second)[-1] == ("message", "It is warm.")
 
 
 def test_filters() -> None:
@@ -563,7 +563,7 @@ def test_filters() -> None:
         host = serving()
         tool = {**TOOLS[0], **asked}
         response, _ = finally_(create(host, input="Say hello.", tools=[tool]))
-        assert told(response)[0] == ("mcp_list_tools", shown, None)
+        assert outline(response)[0] == ("mcp_list_tools", shown, None)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -595,7 +595,7 @@ def test_invalid_request_is_refused(request_: dict[str, Any], param: str) -> Non
 def test_failed_server_has_no_tools() -> None:
     away = Local("weather", {}, problem="it does not answer")
     response, events = finally_(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
-    assert told(response)[0] == ("mcp_list_tools", [], "it does not answer")
+    assert outline(response)[0] == ("mcp_list_tools", [], "it does not answer")
     assert "response.mcp_list_tools.failed" in [each.type for each in events]
 
 
@@ -607,7 +607,7 @@ def test_no_more_calls_than_may_be(most: int) -> None:
     ran = [each.status for each in response.output if each.type.endswith("_call")]
     assert ran == ["completed"] * most + ["failed"]
     assert kinds == ["mcp_call", "code_interpreter_call", "web_search_call"][: most + 1]
-    assert told(response)[-1] == ("message", "It is warm.")
+    assert outline(response)[-1] == ("message", "It is warm.")
 
 
 def test_calls_are_limited() -> None:
@@ -658,7 +658,7 @@ def test_the_engine_is_free_while_a_tool_runs() -> None:
         await asyncio.wait({sleeping})
         return answered
 
-    assert told(finally_(both()))[-1] == ("message", "It is warm.")
+    assert outline(finally_(both()))[-1] == ("message", "It is warm.")
 
 
 def test_fifty_at_once() -> None:
@@ -669,7 +669,7 @@ def test_fifty_at_once() -> None:
         return await asyncio.gather(*asked)
 
     found = finally_(many())
-    assert {str(told(response)) for response, _ in found} == {
+    assert {str(outline(response)) for response, _ in found} == {
         str([*LOOP[:4], ("code_interpreter_call", "6 * 7", None, "completed"), *LOOP[5:]])
     }
     assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
@@ -695,13 +695,13 @@ def test_the_grammar_has_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert '"weather.now"' in required and "answer:" not in required
     assert '"weather.now"' in free and "answer:" in free
     assert "weather.now" not in exhausted and "answer:" in exhausted
-    assert told(response)[-1] == ("message", "It is warm.")
+    assert outline(response)[-1] == ("message", "It is warm.")
 
 
 def test_off_they_are_left_out_and_named() -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
     response, _ = finally_(create(host, input="Say hello.", tools=[*TOOLS, MINE]))
-    assert told(response) == [("reasoning", "Done."), ("message", "It is warm.")]
+    assert outline(response) == [("reasoning", "Done."), ("message", "It is warm.")]
     names = ["weather", "code_interpreter", "web_search"]
     assert response.model_extra["unavailable_tools"] == names
 
@@ -709,7 +709,7 @@ def test_off_they_are_left_out_and_named() -> None:
 def test_off_they_fail_without_the_model() -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
     response, _ = finally_(create(host, input="Say hello."))
-    assert [each[0] for each in told(response)] == [
+    assert [each[0] for each in outline(response)] == [
         *("mcp_list_tools", "code_interpreter_call", "web_search_call", "message")
     ]
     assert host.engine.prompts == []
@@ -733,4 +733,4 @@ def test_background_and_its_events_again() -> None:
             await asyncio.sleep(0.01)
         raise AssertionError("it does not end")
 
-    assert [each[0] for each in told(finally_(later()))] == [each[0] for each in LOOP]
+    assert [each[0] for each in outline(finally_(later()))] == [each[0] for each in LOOP]

@@ -274,10 +274,10 @@ def test_a_server_with_malformed_tools_and_half_surrogates(
         (good, better), text = within(box, called)
     assert (good.name, good.description, better.name) == ("good", "Half \ufffd of it.", "better")
     assert text == "\ufffd of it, \U0001f600 whole, \\ud83d written out \ufffd"
-    said = [each.getMessage() for each in caplog.records if "malformed" in each.getMessage()]
-    assert len(said) == 11  # one line for each, however often the list is read
-    assert said[0].startswith("tool server raw: the tool 'type' (inputSchema.type: ")
-    assert any("the tool number 7 (name: " in each for each in said)
+    messages = [each.getMessage() for each in caplog.records if "malformed" in each.getMessage()]
+    assert len(messages) == 11  # one line for each, however often the list is read
+    assert messages[0].startswith("tool server raw: the tool 'type' (inputSchema.type: ")
+    assert any("the tool number 7 (name: " in each for each in messages)
 
 
 def test_rest_of_a_tool_list_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -315,7 +315,7 @@ def test_messages(site: Site, stream: bool, at_once: int) -> None:
         assert deltas.count("citations_delta") == 3
 
 
-def said(answer: Any) -> dict[str, Any]:
+def assistant_message(answer: Any) -> dict[str, Any]:
     content = [json.loads(block.to_json()) for block in answer.content]
     return {"role": "assistant", "content": content}
 
@@ -331,7 +331,7 @@ def test_messages_returned_blocks_know_earlier_pages(
 
     async def conversation() -> Any:
         first, _ = await message(host)
-        again = [USER, said(first), {"role": "user", "content": "And Paris?"}]
+        again = [USER, assistant_message(first), {"role": "user", "content": "And Paris?"}]
         second, _ = await message(host, messages=again)
         return second
 
