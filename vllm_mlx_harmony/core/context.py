@@ -158,7 +158,9 @@ class StreamingHarmonyContext:
         if not results:
             return []
         calls = {call.id: call.name for call in self.messages if isinstance(call, Call)}
-        rendered = [render_messages([each], self.names, calls, self._tenant) for each in results]
+        rendered = [
+            render_messages([result], self.names, calls, self._tenant) for result in results
+        ]
         served = all(isinstance(result, ServerResult) for result in results)
         deltas = [] if self._has_results else self._end_output()
         if not served:

@@ -45,7 +45,7 @@ class ExpectedHeader:
         if token == vocab.END and self._unexpected < UNEXPECTED:
             self._matching, self._written, self._opens = self._headers, 0, False
         elif self._matching:
-            self._matching = [each for each in self._matching if each[self._written] == token]
+            self._matching = [header for header in self._matching if header[self._written] == token]
             self._written += 1
             self._unexpected += not self._matching
             if token == vocab.MESSAGE:
@@ -56,6 +56,6 @@ class ExpectedHeader:
         matching = self._matching
         if self._opens and matching[:1] == self._headers[:1]:
             matching = matching[:1]
-        rest = (each[self._written :][:most] for each in matching)
+        rest = (header[self._written :][:most] for header in matching)
         common = takewhile(lambda ids: len({*ids}) == 1, zip(*rest, strict=False))
         return [ids[0] for ids in common]

@@ -99,7 +99,7 @@ class Page:
         """
         if self.url:
             return self.url, self.title
-        before = [each for each in self.found if line is not None and each.line <= line]
+        before = [result for result in self.found if line is not None and result.line <= line]
         return (before[-1].url, before[-1].title) if before else ("", "")
 
     def passage(self, first: int, last: int) -> str:
@@ -210,8 +210,8 @@ class Citations:
                 self._add(message.name, message.text)
             if isinstance(message, (Answer, Preamble)) and self.pages:
                 text = "".join(
-                    each if isinstance(each, str) else write(each)
-                    for each in self.split(message.text)
+                    part if isinstance(part, str) else write(part)
+                    for part in self.split(message.text)
                 )
                 message = replace(message, text=text)  # noqa: PLW2901
             echoed.append(message)

@@ -34,5 +34,5 @@ _ENDS = (vocab.END, vocab.START)
 
 
 def _text(ids: Sequence[int]) -> str:
-    plain = (vocab.token_bytes(each) for each in ids if each < vocab.STARTOFTEXT)
+    plain = (vocab.token_bytes(token) for token in ids if token < vocab.STARTOFTEXT)
     return b"".join(plain).decode("utf-8", "replace")

@@ -412,13 +412,13 @@ class Turn:
     @property
     def builtin_namespaces(self) -> tuple[str, ...]:
         """The built-in namespaces in the prompt, whether the client or the server runs them."""
-        served = (each.name for each in self.namespaces if each.is_builtin)
+        served = (namespace.name for namespace in self.namespaces if namespace.is_builtin)
         return tuple(dict.fromkeys((*self.builtin_tools, *served)))
 
     @property
     def has_browser(self) -> bool:
         """Whether the server runs a browser, whose pages the answer may cite."""
-        return any(each.name == BROWSER for each in self.namespaces)
+        return any(namespace.name == BROWSER for namespace in self.namespaces)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -495,9 +495,16 @@ class Defaults:
         """
         own = [tool.name.partition(".") for tool in tools]
         taken = {head for head, dot, _ in own if dot or head in BUILTIN_TOOLS}
-        taken |= {each.name for each in requested}
+        taken |= {namespace.name for namespace in requested}
         for_all = self.namespaces if self.tools_for_all else ()
-        return (*requested, *(each for each in for_all if each.tools and each.name not in taken))
+        return (
+            *requested,
+            *(
+                namespace
+                for namespace in for_all
+                if namespace.tools and namespace.name not in taken
+            ),
+        )
 
     def enabled(self, requested: Sequence[str] | None) -> tuple[str, ...]:
         """The built-in namespaces of a turn: those ``requested``, or the server's."""

@@ -386,9 +386,13 @@ class _RuleWriter:
                 listed = _texts(schemas)
                 texts = None if texts is None or listed is None else {**texts, **listed}
             if "array" in own:
-                arrays.append(tuple(each for each in schemas if not _OF_ARRAYS.isdisjoint(each)))
+                arrays.append(
+                    tuple(schema for schema in schemas if not _OF_ARRAYS.isdisjoint(schema))
+                )
             if "object" in own:
-                objects.append(tuple(each for each in schemas if not _OF_OBJECTS.isdisjoint(each)))
+                objects.append(
+                    tuple(schema for schema in schemas if not _OF_OBJECTS.isdisjoint(schema))
+                )
         yield from (f"JSON_{name.upper()}" for name in ("null", "true", "false") if name in found)
         if texts is None:
             yield "JSON_STRING"
