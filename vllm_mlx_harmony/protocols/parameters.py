@@ -61,7 +61,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 def fits(value: object, schema: Document) -> bool:
     """Whether ``value`` is valid for a ``schema`` of this module, or a map or ``oneOf`` of them."""
     if "oneOf" in schema:
-        return any(fits(value, each) for each in schema["oneOf"])
+        return any(fits(value, branch) for branch in schema["oneOf"])
     kind = schema["type"]
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
         return False

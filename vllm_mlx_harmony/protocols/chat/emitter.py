@@ -274,10 +274,10 @@ class ChoicesEmitter:
 
     def result(self) -> Document:
         """The whole answer, not streamed. Raises as ``Emitter.result``."""
-        document, *others = (each.result() for each in self._choices)
+        document, *others = (choice.result() for choice in self._choices)
         return {
             **document,
-            "choices": [*document["choices"], *(each["choices"][0] for each in others)],
+            "choices": [*document["choices"], *(other["choices"][0] for other in others)],
         }
 
 

@@ -167,7 +167,7 @@ def _conversation(body: ChatBody, attachments: Attachments) -> tuple[list[Messag
     prefill = None
     last = len(body.messages) - 1
     for spoken, run in groupby(
-        enumerate(body.messages), key=lambda each: each[1].role == "assistant"
+        enumerate(body.messages), key=lambda placed: placed[1].role == "assistant"
     ):
         if not spoken:
             for index, message in run:
@@ -329,7 +329,11 @@ def _browser(body: ChatBody, defaults: Defaults) -> tuple[Namespace, ...]:
     field = "web_search_options"
     if body.web_search_options is None:
         return ()
-    browser = (each for each in defaults.namespaces if each.name == BROWSER and each.tools)
+    browser = (
+        namespace
+        for namespace in defaults.namespaces
+        if namespace.name == BROWSER and namespace.tools
+    )
     if (found := next(browser, None)) is None:
         raise unsupported(field, f"{field}: web search is not available: declare it as a tool")
     return (found,)

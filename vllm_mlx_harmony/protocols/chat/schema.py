@@ -147,7 +147,7 @@ class ChatMessage(RequestModel):
     @property
     def words_of_reasoning(self) -> str:
         """The reasoning, in whichever field or parts the client sends it back."""
-        parts = (each.words for each in self.content or () if isinstance(each, ReasoningPart))
+        parts = (part.words for part in self.content or () if isinstance(part, ReasoningPart))
         field = self.reasoning_content or self.reasoning or self.thinking
         return field or "\n".join(filter(None, parts))
 

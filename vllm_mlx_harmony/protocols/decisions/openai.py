@@ -163,15 +163,18 @@ def _question(question: AnyQuestion, where: str) -> Question:
         return true_or_false(question.name, instructions)
     if isinstance(question, Score):
         levels = (
-            Option(level, each.label, each.description or "")
-            for level, each in enumerate(question.levels)
+            Option(level, choice.label, choice.description or "")
+            for level, choice in enumerate(question.levels)
         )
         return Question(question.name, "score", instructions, tuple(levels))
     # A string and a boolean with the same text are distinct.
-    if len({(type(each.value), each.value) for each in question.choices}) < len(question.choices):
+    if len({(type(choice.value), choice.value) for choice in question.choices}) < len(
+        question.choices
+    ):
         raise invalid(f"{where}.choices", f"{where}.choices must be unique")
     named = (
-        Option(each.value, _text(each.value), each.description or "") for each in question.choices
+        Option(choice.value, _text(choice.value), choice.description or "")
+        for choice in question.choices
     )
     return Question(question.name, "choice", instructions, tuple(named))
 
@@ -222,13 +225,13 @@ def _answer(question: Question, distribution: Sequence[float]) -> Document:
             "type": "choice",
             **common,
             "choice": likeliest(question, distribution).value,
-            "probabilities": [{"value": each.value, "probability": p} for each, p in rows],
+            "probabilities": [{"value": choice.value, "probability": p} for choice, p in rows],
         }
     return {
         "type": "score",
         **common,
         "score": mean(distribution),
         "probabilities": [
-            {"value": each.value, "label": each.text, "probability": p} for each, p in rows
+            {"value": choice.value, "label": choice.text, "probability": p} for choice, p in rows
         ],
     }

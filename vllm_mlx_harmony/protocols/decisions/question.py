@@ -85,21 +85,21 @@ def probabilities(first: TokenLogprob, labels: Iterable[int]) -> list[float]:
     probability 0: it is less likely than all of them.
     """
     found = {**dict(first.top), first.token: first.logprob}
-    weights = [exp(found[each]) if each in found else 0.0 for each in labels]
+    weights = [exp(found[label]) if label in found else 0.0 for label in labels]
     total = sum(weights)
-    return [each / total for each in weights] if total else []
+    return [weight / total for weight in weights] if total else []
 
 
 def confidence(distribution: Sequence[float]) -> float:
     """1 if one option has all probability, 0 if all have the same: 1 minus the entropy in relation
     to its maximum, as Ollama's."""
-    entropy = -sum(each * log(each) for each in distribution if each)
+    entropy = -sum(share * log(share) for share in distribution if share)
     return min(1.0, max(0.0, 1 - entropy / log(len(distribution))))
 
 
 def mean(distribution: Sequence[float]) -> float:
     """The expected level, from 0."""
-    return sum(level * each for level, each in enumerate(distribution))
+    return sum(level * share for level, share in enumerate(distribution))
 
 
 def likeliest(question: Question, distribution: Sequence[float]) -> Option:

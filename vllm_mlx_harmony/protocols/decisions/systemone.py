@@ -116,12 +116,12 @@ def _answer(question: Question, distribution: Sequence[float]) -> Document:
         raise OutputError(f"the model answers {quoted(question.name)} with none of its options")
     if question.kind == "statement":
         return {"type": "noul", "noul": distribution[1]}
-    names = [str(each.value) for each in question.options]
+    names = [str(option.value) for option in question.options]
     common = {
         "probabilities": dict(zip(names, distribution, strict=True)),
         "confidence": confidence(distribution),
     }
     if question.kind == "choice":
         return {"type": "choice", "choice": likeliest(question, distribution).value, **common}
-    legend = {name: each.text for name, each in zip(names, question.options, strict=True)}
+    legend = {name: option.text for name, option in zip(names, question.options, strict=True)}
     return {"type": "score", "score": mean(distribution), "legend": legend, **common}

@@ -272,7 +272,8 @@ class _Reader:
     ) -> tuple[list[Message], str | None]:
         """All messages, and the beginning of the answer when the last one is the assistant's."""
         runs = [
-            (role, list(run)) for role, run in groupby(self.placed(body), lambda each: each.role)
+            (role, list(run))
+            for role, run in groupby(self.placed(body), lambda message: message.role)
         ]
         last: _Run = ()
         prefill, finished = None, False
@@ -294,7 +295,7 @@ class _Reader:
     def placed(self, body: MessagesBody) -> Iterator[_ReadMessage]:
         """The messages without empty texts, and without the text of those that are cleared."""
         last_user = max(
-            (at for at, each in enumerate(body.messages) if each.role == "user"), default=-1
+            (at for at, message in enumerate(body.messages) if message.role == "user"), default=-1
         )
         off = body.thinking is not None and body.thinking.type in _OFF
         for at, message in enumerate(body.messages):
@@ -317,7 +318,7 @@ class _Reader:
         """Instructions, and the tools that are declared among them (A12)."""
         for message in run:
             for adds, group in groupby(
-                message.blocks, lambda each: isinstance(each.block, schema.ToolAdditionBlock)
+                message.blocks, lambda placed: isinstance(placed.block, schema.ToolAdditionBlock)
             ):
                 if not adds:
                     if text := self.text(group):
@@ -374,14 +375,16 @@ class _Reader:
         ``answered`` yet. A client's calls come last, so that there is no text between them and
         their results.
         """
-        blocks = [each for message in run for each in message.blocks]
-        if not answered or any(each.block.type == "tool_use" for each in blocks):
-            for each in sorted(blocks, key=lambda each: each.block.type == "tool_use"):
-                yield from self.assistant_block(*each)
+        blocks = [placed for message in run for placed in message.blocks]
+        if not answered or any(placed.block.type == "tool_use" for placed in blocks):
+            for placed in sorted(blocks, key=lambda placed: placed.block.type == "tool_use"):
+                yield from self.assistant_block(*placed)
             return
         for message in run:
             ends = ("text", *_SERVER_CALLS)
-            last = (each.block for each in reversed(message.blocks) if each.block.type in ends)
+            last = (
+                placed.block for placed in reversed(message.blocks) if placed.block.type in ends
+            )
             answer = next(last, None)
             for block, where in message.blocks:
                 if block is answer and isinstance(block, schema.TextBlock):
@@ -441,7 +444,7 @@ class _Reader:
     def text(self, placed: Iterable[_Placed]) -> str:
         """The text of blocks that are neither calls nor results."""
         reader = TextReader(self.defaults.attachments)
-        return lines(reader.text(*each) for each in placed)
+        return lines(reader.text(*block) for block in placed)
 
     def result(self, block: schema.ResultBlock, where: str) -> str:
         reader = TextReader(self.defaults.attachments, lenient=True)
@@ -460,14 +463,14 @@ def _joined(placed: Iterable[_Placed]) -> list[_Placed]:
     """``placed`` with each text that its citations have divided as one block again."""
     joined: list[_Placed] = []
     cites = False
-    for each in placed:
-        block, last = each.block, joined[-1].block if joined else None
+    for placed_block in placed:
+        block, last = placed_block.block, joined[-1].block if joined else None
         is_text = isinstance(block, schema.TextBlock)
         if cites and isinstance(block, schema.TextBlock) and isinstance(last, schema.TextBlock):
             whole = last.model_copy(update={"text": last.text + block.text})
             joined[-1] = joined[-1]._replace(block=whole)
         else:
-            joined.append(each)
+            joined.append(placed_block)
         cites = is_text and bool(getattr(block, "citations", None))
     return joined
 
@@ -482,7 +485,7 @@ def _take_prefill(run: _Run, must_call: bool, wants_json: bool) -> tuple[str | N
     Raises ``RequestError`` for a call without a result and for white space at the end, as
     Anthropic's API does: the model's next token brings its own.
     """
-    placed = [each for message in run for each in message.blocks]
+    placed = [block for message in run for block in message.blocks]
     for block, where in placed:
         if block.type == "tool_use":
             raise RequestError(f"{where} is a tool_use without a tool_result after it", param=where)
@@ -540,10 +543,12 @@ def _tools(tools: Sequence[schema.AnyTool]) -> tuple[tuple[Tool, ...], dict[str,
         (later if defers else shown).extend(_tool(tool, f"tools[{index}]"))
     names = {tool.name for tool in shown}
     deferred: dict[str, Tool] = {}
-    for each in later:
-        if each.name in names or each.name in deferred:
-            raise RequestError(f"duplicate tool name {quoted(each.name)}", param=each.where)
-        deferred[each.name] = each
+    for deferred_tool in later:
+        if deferred_tool.name in names or deferred_tool.name in deferred:
+            raise RequestError(
+                f"duplicate tool name {quoted(deferred_tool.name)}", param=deferred_tool.where
+            )
+        deferred[deferred_tool.name] = deferred_tool
     return tuple(shown), deferred
 
 
@@ -578,7 +583,7 @@ def _tool_choice(
     if choice.name in {tool.name for tool in tools}:
         return ToolChoice(required=True, names=(choice.name,))
     served = recipients_of(namespaces, None, choice.name)
-    if any(each.name == BROWSER for each in namespaces):
+    if any(namespace.name == BROWSER for namespace in namespaces):
         served = recipients_of_native(choice.name) or served
     if not served:
         problem = f"tool_choice.name: there is no tool named {quoted(choice.name)} to call"

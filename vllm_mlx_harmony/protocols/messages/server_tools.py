@@ -81,7 +81,7 @@ def requested_namespaces(
         for index, tool in enumerate(body.tools or ())
         if isinstance(tool, WebTool)
     ]
-    browser = next((each for each in available if each.name == BROWSER), None)
+    browser = next((namespace for namespace in available if namespace.name == BROWSER), None)
     if web and browser is not None:
         known = chosen.get(browser.label, browser)  # a toolset may have named it
         chosen[browser.label] = replace(known, limits=limits_of(web, browser.limits))

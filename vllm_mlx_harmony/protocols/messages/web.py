@@ -79,12 +79,12 @@ def _results(page: Page | None, text: str, cipher: Cipher) -> list[Document]:
     return [
         {
             "type": "web_search_result",
-            "title": each.title,
-            "url": each.url,
+            "title": result.title,
+            "url": result.url,
             "encrypted_content": cipher.encrypt("" if place else text),
             "page_age": None,
         }
-        for place, each in enumerate(found)
+        for place, result in enumerate(found)
     ]
 
 

@@ -70,12 +70,12 @@ def read_chat(body: object, defaults: Defaults) -> OllamaRequest:
     _reject_unsupported(body)
     tools = tuple(
         Tool(
-            each.function.name,
-            each.function.description or "",
-            each.function.parameters,
+            tool.function.name,
+            tool.function.description or "",
+            tool.function.parameters,
             f"tools[{at}]",
         )
-        for at, each in enumerate(request.tools or ())
+        for at, tool in enumerate(request.tools or ())
     )
     messages = tuple(_conversation(request.messages or (), defaults.attachments))
     return OllamaRequest(
@@ -181,7 +181,9 @@ def _response_format(requested: object) -> ResponseFormat | None:
 
 def _conversation(messages: Sequence[OllamaMessage], attachments: Attachments) -> Iterator[Message]:
     reader = _Reader(attachments)
-    for spoken, run in groupby(enumerate(messages), key=lambda each: each[1].role == "assistant"):
+    for spoken, run in groupby(
+        enumerate(messages), key=lambda placed: placed[1].role == "assistant"
+    ):
         if spoken:
             yield from reader.read_assistant(list(run))
         else:

@@ -87,7 +87,7 @@ class ItemReader:
         keys = (item.document.get("call_id") for item in others)
         foreign = {key for key in keys if isinstance(key, str)}
         for from_assistant, group in groupby(
-            enumerate(known), lambda each: _is_from_assistant(each[1])
+            enumerate(known), lambda placed: _is_from_assistant(placed[1])
         ):
             run = list(group)
             # A client's tool counts wherever it is called, since such calls end the run however

@@ -229,7 +229,7 @@ def read(
     turn = replace(turn, answer="" if compacts else missing.answer)
     include = request.include or ()
     lists = [item.document for item in (*before, *items) if item.type == "mcp_list_tools"]
-    listed |= {str(each.get("server_label")) for each in lists}
+    listed |= {str(document.get("server_label")) for document in lists}
     return ResponsesRequest(
         turn=compacting(turn) if compacts else turn,
         model=request.model,
@@ -313,7 +313,9 @@ def read_turn(
             thinking = message.thinking
     budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
     if tools.none:
-        messages = tuple(each for each in messages if not isinstance(each, AdditionalTools))
+        messages = tuple(
+            message for message in messages if not isinstance(message, AdditionalTools)
+        )
     format_ = body.text.format if body.text else None
     has_logprobs = body.top_logprobs or "message.output_text.logprobs" in (body.include or ())
     return Turn(
@@ -428,7 +430,7 @@ def _tool(tool: schema.ResponsesTool) -> Document:
         case schema.FunctionTool():
             return {"description": None, "parameters": None, "strict": None, **tool.document}
         case schema.NamespaceTool():
-            inner = [_tool(each) for each in tool.tools]
+            inner = [_tool(function) for function in tool.tools]
             return {**tool.document, "description": tool.description or "", "tools": inner}
         case schema.McpTool():
             return without_secrets(tool.document)

@@ -145,7 +145,7 @@ class WebSearchCall(ServerItem):
             query = str(given.get("query", ""))
             action = {"type": "search", "query": query, "queries": [query]}
             if self.options.shows_sources and answer is not None:
-                found = [each.url for each in page.found] if page else []
+                found = [result.url for result in page.found] if page else []
                 urls = found or _urls(answer)
                 action["sources"] = [{"type": "url", "url": url} for url in urls]
         return self.fields("web_search_call", action=action)

@@ -63,7 +63,9 @@ class ServerTools:
     def kinds(self) -> frozenset[Kind]:
         """The types of the tools that the server runs."""
         return frozenset(
-            self._kinds[each.name] for each in self.namespaces if each.name in self._kinds
+            self._kinds[namespace.name]
+            for namespace in self.namespaces
+            if namespace.name in self._kinds
         )
 
     def kind(self, recipient: str) -> Kind:
@@ -83,7 +85,9 @@ class ServerTools:
                 raise invalid(where, f"{where}: {quoted(label)} has no such tool in this request")
             return recipients
         kind, name = _NAMESPACES.get(requested.type, (None, ""))
-        namespace = next((each for each in self.namespaces if each.name == name), None)
+        namespace = next(
+            (namespace for namespace in self.namespaces if namespace.name == name), None
+        )
         return namespace.recipients if namespace and self._kinds.get(name) == kind else ()
 
 
@@ -104,7 +108,9 @@ def read_server_tools(
         kind, name = _NAMESPACES.get(tool.type, ("mcp", ""))
         if isinstance(tool, McpTool):
             declared = [_mcp(tool, where, available)]
-            if any(each.label == declared[0].label for each in (*listed, *chosen.values())):
+            if any(
+                namespace.label == declared[0].label for namespace in (*listed, *chosen.values())
+            ):
                 problem = f"{where}: {quoted(declared[0].label)} is a duplicate server_label"
                 raise RequestError(problem, param=where)
             listed += declared
@@ -242,11 +248,13 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
         if by_url:
             problem = f"{where}.server_url: only servers that the operator allows are used"
             raise unsupported(f"{where}.server_url", problem)
-        known = ", ".join(each.label for each in available if not each.given) or "none"
+        known = (
+            ", ".join(namespace.label for namespace in available if not namespace.given) or "none"
+        )
         problem = f"unknown tool server {quoted(tool.server_label)}; available: {known}"
         raise invalid(f"{where}.server_label", problem)
     allowed = _allowed(tool, where, namespace)
-    approval = frozenset(each.name for each in allowed if _needs_approval(tool, each))
+    approval = frozenset(function.name for function in allowed if _needs_approval(tool, function))
     return replace(namespace, tools=allowed, approval=approval)
 
 
@@ -259,7 +267,7 @@ def _allowed(tool: McpTool, where: str, namespace: Namespace) -> tuple[Tool, ...
     if unknown and namespace.tools:
         problem = f"{where}.allowed_tools: {namespace.label} has no tool {quoted(unknown[0])}"
         raise invalid(f"{where}.allowed_tools", problem)
-    return tuple(each for each in namespace.tools if _fits(wanted, each))
+    return tuple(function for function in namespace.tools if _fits(wanted, function))
 
 
 def _fits(wanted: ToolFilter, tool: Tool) -> bool:

@@ -105,23 +105,23 @@ class ToolReader:
         ``found``: they are the result of a search. Raises ``RequestError`` for a tool that is
         declared twice in the list at ``where``.
         """
-        read = [each for at, tool in enumerate(tools) for each in _read(tool, f"{where}[{at}]")]
+        read = [entry for at, tool in enumerate(tools) for entry in _read(tool, f"{where}[{at}]")]
         seen: set[Key] = set()
-        for each in read:
-            if each.declared.key in seen:
-                problem = f"duplicate tool name {quoted(each.tool.name)}"
-                raise RequestError(problem, param=each.tool.where)
-            seen.add(each.declared.key)
+        for entry in read:
+            if entry.declared.key in seen:
+                problem = f"duplicate tool name {quoted(entry.tool.name)}"
+                raise RequestError(problem, param=entry.tool.where)
+            seen.add(entry.declared.key)
         # Functions come first, and those of namespaces last, so that the client's names are kept.
         for tool in sorted(
-            (each.declared for each in read),
+            (entry.declared for entry in read),
             key=lambda tool: (bool(tool.namespace), tool.kind in LOCAL_TOOLS),
         ):
             self._take(tool, self._names.get(tool.key) or self._free(tool))
-        searches = not found and any(each.declared.kind == SEARCH for each in read)
-        later = [each for each in read if searches and each.deferred]
-        shown = [each for each in read if not (searches and each.deferred)]
-        return tuple(tool for each in shown for tool in self._new(each, later))
+        searches = not found and any(entry.declared.kind == SEARCH for entry in read)
+        later = [entry for entry in read if searches and entry.deferred]
+        shown = [entry for entry in read if not (searches and entry.deferred)]
+        return tuple(tool for entry in shown for tool in self._new(entry, later))
 
     def known(self, messages: Iterable[Message]) -> None:
         """Reads the tools that earlier requests of the conversation declared, with their names."""
@@ -205,10 +205,10 @@ class ToolReader:
         tool = replace(read.tool, name=self._names[declared.key], origin=tuple(declared))
         if declared.kind == SEARCH and later:
             sources = [
-                (each.declared.namespace, each.about)
-                if each.declared.namespace
-                else (each.declared.name, each.tool.description)
-                for each in later
+                (entry.declared.namespace, entry.about)
+                if entry.declared.namespace
+                else (entry.declared.name, entry.tool.description)
+                for entry in later
             ]
             named = [f"- {name}: {about}" if about else f"- {name}" for name, about in sources]
             text = "\n".join((f"{tool.description}\n\nThere are:", *dict.fromkeys(named)))
@@ -303,8 +303,8 @@ def _choice(
         allowed = requested.tools or ()
         listed = _listed(allowed, declared)
         names = [name for tool, name in known.items() if tool in listed]
-        for index, each in enumerate(allowed):
-            names += server.chosen(each, f"tool_choice.tools[{index}]")
+        for index, allowed_tool in enumerate(allowed):
+            names += server.chosen(allowed_tool, f"tool_choice.tools[{index}]")
         chosen = Choice(requested.mode == "required", tuple(names))
     elif of_server := server.chosen(requested, "tool_choice"):
         chosen = Choice(True, of_server)
@@ -345,13 +345,13 @@ def _listed(
     """The tools that are ``allowed``. Raises ``RequestError`` for one that is not ``declared``."""
     listed: set[DeclaredTool] = set()
     known: defaultdict[tuple[str | None, ...], set[DeclaredTool]] = defaultdict(set)
-    for each in declared:
-        known[each.namespace,].add(each)
-        known[each.namespace, each.name].add(each)
+    for declared_tool in declared:
+        known[declared_tool.namespace,].add(declared_tool)
+        known[declared_tool.namespace, declared_tool.name].add(declared_tool)
     for index, tool in enumerate(allowed):
         kinds = (SEARCH,) if tool.type == SEARCH else types_chosen(tool.type)
         if kinds:
-            listed |= {each for each in declared if each.kind in kinds}
+            listed |= {declared_tool for declared_tool in declared if declared_tool.kind in kinds}
         elif tool.type in ("function", "custom", "namespace"):
             key = (tool.name,) if tool.type == "namespace" else (tool.namespace or "", tool.name)
             if key not in known:
