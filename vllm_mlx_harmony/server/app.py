@@ -144,7 +144,7 @@ def application(host: Host, sharing: Sharing | None = None) -> Starlette:
     Opens what the settings name to be shared, unless that is passed. Raises ``HostError``.
     """
     app = Starlette(
-        routes=[*(guarded(each, host) for each in ENDPOINTS), *SOCKETS],
+        routes=[*(guarded(endpoint, host) for endpoint in ENDPOINTS), *SOCKETS],
         middleware=middleware(ServerSettings.read()),
         exception_handlers={404: _unknown_path},
     )

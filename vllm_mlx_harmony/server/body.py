@@ -103,7 +103,7 @@ async def read(
 
     scope = request.scope
     if gzip is not None:  # whoever else reads the request gets the inflated body
-        headers = [each for each in scope["headers"] if each[0] not in _COMPRESSED]
+        headers = [header for header in scope["headers"] if header[0] not in _COMPRESSED]
         scope = {**scope, "headers": headers}
     bounded = Request(scope, receive)
     try:

@@ -57,7 +57,7 @@ def _limit(config: uvicorn.Config) -> None:
     config.http_protocol_class = type("LimitedProtocol", bases, {"most": most})
     config.ws_per_message_deflate = False
     accepting = logging.getLogger("asyncio")
-    if not any(isinstance(each, OncePerSecond) for each in accepting.filters):
+    if not any(isinstance(existing, OncePerSecond) for existing in accepting.filters):
         accepting.addFilter(OncePerSecond())
 
 

@@ -87,7 +87,9 @@ async def _decide(received: Received) -> Response:
     )
     name = front_end.names.echoed_name(parsed.model)
     labels, label_ids = await in_thread(_labels)
-    turns = [_turn(parsed, each, labels, defaults, lease.tenant) for each in parsed.questions]
+    turns = [
+        _turn(parsed, question, labels, defaults, lease.tenant) for question in parsed.questions
+    ]
     info = ResponseInfo(received.id_seed, 0, name)
 
     def render() -> list[Context]:

@@ -163,8 +163,8 @@ class EndpointRoute(Route):
         failure = RequestError(problem, status=405, code="method_not_allowed")
         response = self.endpoint_error(failure)
         # Several routes may share a path (https://www.rfc-editor.org/rfc/rfc9110#section-10.2.1).
-        same = [each for each in scope["app"].routes if getattr(each, "path", None) == self.path]
-        names = {name for each in same for name in getattr(each, "methods", None) or ()}
+        same = [route for route in scope["app"].routes if getattr(route, "path", None) == self.path]
+        names = {name for route in same for name in getattr(route, "methods", None) or ()}
         response.headers["Allow"] = ", ".join(sorted(names))
         await response(scope, receive, send)
 

@@ -394,8 +394,8 @@ async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer])
     see the first, as they see one sequence of ids.
     """
     running = 1 + len(job.others)
-    prompts = [each.context.render_for_completion() for each in (job, *job.others)]
-    shared = all(each == prompts[0] for each in prompts)
+    prompts = [choice.context.render_for_completion() for choice in (job, *job.others)]
+    shared = all(prompt == prompts[0] for prompt in prompts)
     groups: _Groups = asyncio.Queue(running)
     tasks = [asyncio.ensure_future(_queue(0, job, tracker, observers, groups))]
     finished: dict[int, Finished] = {}
@@ -418,9 +418,9 @@ async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer])
             if len(tasks) == 1 and _is_computed(first):
                 others = enumerate(job.others, start=1)
                 tasks += [
-                    asyncio.ensure_future(_queue(*each, tracker, (), groups)) for each in others
+                    asyncio.ensure_future(_queue(*pair, tracker, (), groups)) for pair in others
                 ]
-        usages = [finished[each].usage for each in sorted(finished)]
+        usages = [finished[index].usage for index in sorted(finished)]
         yield [Finished(finished[0].reason, usage=_total(usages, shared=shared))]
     finally:
         for task in tasks:
@@ -451,7 +451,9 @@ def _is_computed(first: Delta | None) -> bool:
 
 def _total(usages: list[Usage], *, shared: bool) -> Usage:
     """The usage of several answers. A prompt that they share counts once."""
-    total = {each.name: sum(getattr(one, each.name) for one in usages) for each in fields(Usage)}
+    total = {
+        counter.name: sum(getattr(one, counter.name) for one in usages) for counter in fields(Usage)
+    }
     if shared:
         first = usages[0]
         total |= {"prompt_tokens": first.prompt_tokens, "cached_tokens": first.cached_tokens}

@@ -180,7 +180,7 @@ class _Places:
         ticket = tenant, object()
 
         def is_next() -> bool:
-            first = next((each for each in self.waiting if each[0] not in self.taken), None)
+            first = next((entry for entry in self.waiting if entry[0] not in self.taken), None)
             return first is ticket and len(self.taken) < self._width
 
         with self._changed:
@@ -192,7 +192,7 @@ class _Places:
                 self.taken.add(tenant)
             finally:
                 self.waiting.remove(ticket)
-                self.waiting.sort(key=lambda each: each[0] == tenant)
+                self.waiting.sort(key=lambda entry: entry[0] == tenant)
                 self._changed.notify_all()
         try:
             yield

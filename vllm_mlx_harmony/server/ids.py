@@ -158,7 +158,7 @@ def _event(step: Step) -> Event:
     }
     if step.logprobs:
         document["logprobs"] = [
-            {"logprob": each.logprob, "top": each.top} for each in step.logprobs
+            {"logprob": logprob.logprob, "top": logprob.top} for logprob in step.logprobs
         ]
     if step.accepted or step.rejected:
         document |= {"accepted": step.accepted, "rejected": step.rejected}

@@ -95,7 +95,7 @@ def right_path(path: str) -> str | None:
     """The path that a client meant which has one ``/v1`` too few or too many in its base URL."""
     if path.startswith("/v1/v1/"):
         return path[len("/v1") :]
-    is_api = any(f"{path}/".startswith(f"{each}/") for each in _WITHOUT_VERSION)
+    is_api = any(f"{path}/".startswith(f"{prefix}/") for prefix in _WITHOUT_VERSION)
     return f"/v1{path}" if is_api else None
 
 

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.server.front_end import FrontEnd, front_end_of
 
 async def entries(front_end: FrontEnd) -> list[dict[str, Any]]:
     """The entries of ``GET /v1/models``: the host's, and one for each alias of its model."""
-    listed = [_described(front_end, each) for each in (await front_end.host.models())["data"]]
+    listed = [_described(front_end, model) for model in (await front_end.host.models())["data"]]
     aliases = ({**listed[0], "id": name} for name in front_end.names.aliases)
     return [*listed, *aliases]
 
@@ -23,9 +23,9 @@ async def entries(front_end: FrontEnd) -> list[dict[str, Any]]:
 async def entry(front_end: FrontEnd, name: str) -> dict[str, Any]:
     """The entry of one model, under the ``name`` that it is asked for. Raises ``RequestError``."""
     canonical = front_end.names.canonical_name(name)
-    for each in (await front_end.host.models())["data"]:
-        if each["id"] == canonical:
-            return {**_described(front_end, each), "id": name}
+    for model in (await front_end.host.models())["data"]:
+        if model["id"] == canonical:
+            return {**_described(front_end, model), "id": name}
     problem = f"the model {name!r} does not exist"
     raise RequestError(problem, param="model", code="model_not_found", status=404)
 
@@ -42,7 +42,7 @@ WEB_SEARCH = "web_search"
 def _described(front_end: FrontEnd, entry: dict[str, Any]) -> dict[str, Any]:
     toolbox = front_end.host.toolbox
     browses = toolbox is not None and any(
-        each.name == BROWSER and each.tools for each in toolbox.namespaces
+        namespace.name == BROWSER and namespace.tools for namespace in toolbox.namespaces
     )
     return {**_with_lengths(entry), **({WEB_SEARCH: True} if browses else {})}
 

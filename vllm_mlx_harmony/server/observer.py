@@ -79,9 +79,9 @@ _METHODS = ("prompt", "step", "tool", "events", "whole", "ended")
 def observers_of(observed: Observed, observe: Iterable[Observe]) -> tuple[Observer, ...]:
     """The observers of an answer, whose errors are logged. One that cannot be made is left out."""
     made: list[Any] = []
-    for each in observe:
+    for make in observe:
         try:
-            observer = each(observed)
+            observer = make(observed)
             methods = {name: partial(_call, getattr(observer, name)) for name in _METHODS}
             made.append(SimpleNamespace(**methods))
         except Exception:
@@ -93,8 +93,8 @@ async def watched(steps: Steps, observers: Sequence[Observer]) -> Steps:
     """``steps``, which ``observers`` see before they are yielded."""
     async with aclosing(steps):
         async for step in steps:
-            for each in observers:
-                each.step(step)
+            for observer in observers:
+                observer.step(step)
             yield step
 
 

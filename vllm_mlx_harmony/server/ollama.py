@@ -90,7 +90,9 @@ async def list_running(request: Request) -> Response:
     front_end = front_end_of(request)
     listed = (await front_end.host.models())["data"]
     alone = front_end.host.model_name is not None
-    return JSONResponse(ollama.running(each for each in listed if alone or "max_model_len" in each))
+    return JSONResponse(
+        ollama.running(model for model in listed if alone or "max_model_len" in model)
+    )
 
 
 async def show_model(request: Request) -> Response:

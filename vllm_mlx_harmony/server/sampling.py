@@ -32,7 +32,7 @@ def resolve(
 
     def value(name: str, neutral: Any) -> Any:
         values = (getattr(sampling, name), getattr(defaults, name))
-        return next((each for each in values if each is not None), neutral)
+        return next((value for value in values if value is not None), neutral)
 
     temperature, top_p, top_k = value("temperature", 1.0), value("top_p", 1.0), value("top_k", 0)
     most = max_tokens(limits.max_tokens)

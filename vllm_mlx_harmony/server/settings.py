@@ -79,7 +79,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 def _choice(kind: type[E]) -> Callable[[str], E]:
     """A reader of the values of an enumeration, in any case."""
-    members = {each.value: each for each in kind}
+    members = {member.value: member for member in kind}
     return lambda text: members[_one_of(text, members)]
 
 
@@ -287,4 +287,4 @@ class Enforcement:
             return limits.reasoning_tokens
         small = answering_budget(limits) if self.budgets and not can_call else None
         budgets = (self.reasoning_tokens, small)
-        return min((each for each in budgets if each is not None), default=None)
+        return min((budget for budget in budgets if budget is not None), default=None)

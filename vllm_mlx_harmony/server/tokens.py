@@ -83,7 +83,7 @@ async def _written(document: Callable[..., dict[str, Any]], *arguments: Any) -> 
 
 
 def _of_llamacpp(ids: Sequence[int], pieces: bool) -> dict[str, Any]:
-    return {"tokens": [{"id": each, "piece": _piece(each)} for each in ids] if pieces else ids}
+    return {"tokens": [{"id": token, "piece": _piece(token)} for token in ids] if pieces else ids}
 
 
 def _of_vllm(ids: Sequence[int], length: int | None, strings: bool) -> dict[str, Any]:
@@ -120,8 +120,8 @@ def _of_both(tokens: Sequence[int]) -> dict[str, str]:
 def _text(tokens: Sequence[int]) -> str:
     """The text of ``tokens``, with the names of control tokens."""
     parts = (
-        vocab.token_text(each).encode() if each in vocab.CONTROL else vocab.token_bytes(each)
-        for each in tokens
+        vocab.token_text(token).encode() if token in vocab.CONTROL else vocab.token_bytes(token)
+        for token in tokens
     )
     return b"".join(parts).decode("utf-8", "replace")
 

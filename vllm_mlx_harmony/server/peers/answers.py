@@ -160,30 +160,30 @@ class Heartbeat:
             try:
                 await self._beat(answers, running)
             except PeersError:  # the last events of an ended response can then be read only here
-                for ended in [each for each in self._sent if each.done]:
+                for ended in [answer for answer in self._sent if answer.done]:
                     del self._sent[ended]
             except Exception:
                 logger.exception("the heartbeat to the other servers failed")
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _beat(self, answers: Answers, running: Sequence[AnswerKey]) -> None:
-        background = {each.key: each for each in self._sent}
+        background = {answer.key: answer for answer in self._sent}
         new = {
-            key: dict(enumerate(each.events[(sent := self._sent[each]) :], sent))
-            for key, each in background.items()
+            key: dict(enumerate(answer.events[(sent := self._sent[answer]) :], sent))
+            for key, answer in background.items()
         }
         commands = await asyncio.to_thread(self._directory.beat, running, new)
         for key, command in commands.items():
             if key not in self._executing:
                 work = self._execute(answers, key, background.get(key), command)
                 self._executing[key] = asyncio.ensure_future(work)
-        for key, each in background.items():
-            self._sent[each] += len(new[key])
-        for key, each in background.items():
-            if each.deleted or (each.done and self._sent[each] == len(each.events)):
-                end = self._directory.forget if each.deleted else self._directory.ended
+        for key, answer in background.items():
+            self._sent[answer] += len(new[key])
+        for key, answer in background.items():
+            if answer.deleted or (answer.done and self._sent[answer] == len(answer.events)):
+                end = self._directory.forget if answer.deleted else self._directory.ended
                 await asyncio.to_thread(end, key)
-                del self._sent[each]
+                del self._sent[answer]
 
     async def _execute(
         self,

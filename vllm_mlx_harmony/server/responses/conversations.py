@@ -121,7 +121,7 @@ async def create_items(request: Request, conversation_id: str) -> Response:
 
         def extended(found: StoredResponse) -> StoredResponse:
             _read_all(found.input_items, items, defaults, caller.cipher)
-            taken = {str(each.get("id")) for each in found.input_items}
+            taken = {str(item.get("id")) for item in found.input_items}
             added = conversations.conversation_items(items, taken, secrets.token_hex(16))
             return replace(found, input_items=[*found.input_items, *added])
 

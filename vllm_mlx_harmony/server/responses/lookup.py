@@ -115,7 +115,7 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
     if (key := responses.previous_response_id(body)) is not None:
         previous = references.previous(key)
         history, tools = previous.messages, previous.document.get("tools") or []
-        listed = frozenset(str(each.get("server_label")) for each in tools if each["type"] == "mcp")
+        listed = frozenset(str(tool.get("server_label")) for tool in tools if tool["type"] == "mcp")
     earlier: Sequence[Mapping[str, Any]] = ()
     if (key := responses.conversation_id(body)) is not None:
         earlier = references.conversation(key)

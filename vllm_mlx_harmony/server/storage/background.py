@@ -149,12 +149,12 @@ class Background:
         # The input as JSON, which may have megabytes.
         written_input = await in_thread(lambda: encode_in_chunks(emitter.input_items()))
         events = size = 0
-        for ended in [each for each in reversed(self._all.values()) if each.done]:
+        for ended in [answer for answer in reversed(self._all.values()) if answer.done]:
             if not ended.deleted:
                 events, size = events + len(ended.events), size + ended.bytes
             if ended.deleted or events > self._max_events or size > self._max_bytes:
                 del self._all[ended.key]
-        bytes_taken = sum(each.bytes_taken for each in self._all.values() if not each.done)
+        bytes_taken = sum(answer.bytes_taken for answer in self._all.values() if not answer.done)
         if bytes_taken > job.server_settings.background_bytes:
             raise HostError(
                 "background responses already use all the memory reserved for them; "

@@ -70,7 +70,7 @@ class StoredResponse:
         )
         # Encoded one by one, so that other threads run in between: 20,000 items take 100 ms.
         lists = (
-            f"[{','.join(map(encode_in_chunks, each))}]" for each in (self.input_items, messages)
+            f"[{','.join(map(encode_in_chunks, items))}]" for items in (self.input_items, messages)
         )
         document = encode_in_chunks(self.document)
         return f"[{encode(self.id)},{document},{','.join(lists)},{encode(self.tenant)}]"

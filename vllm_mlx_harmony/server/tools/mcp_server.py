@@ -199,7 +199,7 @@ class McpServer:
             self._version = client.protocol_version
             self.tools = await self._listed(client)
             self._client, self.problem = client, ""
-            names = ", ".join(each.name for each in self.tools)
+            names = ", ".join(tool.name for tool in self.tools)
             logger.log(self._info, "tool server %s: %s", self.label, names or "no tools")
             assert self._late is not None
             self._late.cancel()
@@ -215,7 +215,7 @@ class McpServer:
                         self.problem = ""
                     if tools != self.tools:
                         self.tools = tools
-                        names = ", ".join(each.name for each in tools) or "none"
+                        names = ", ".join(tool.name for tool in tools) or "none"
                         changed = "the tools of the tool server %s have changed: %s"
                         logger.log(self._info, changed, self.label, names)
             finally:
@@ -300,14 +300,14 @@ class McpServer:
             page = await client.list_tools(cursor=cursor)
             tools += [
                 Tool(
-                    name=each.name,
-                    description=each.description or "",
-                    parameters=each.input_schema,
+                    name=tool.name,
+                    description=tool.description or "",
+                    parameters=tool.input_schema,
                     where=f"tool server {self.label}",
-                    read_only=None if each.annotations is None else each.annotations.read_only_hint,
+                    read_only=None if tool.annotations is None else tool.annotations.read_only_hint,
                 )
-                for each in page.tools
-                if self._config.tools is None or each.name in self._config.tools
+                for tool in page.tools
+                if self._config.tools is None or tool.name in self._config.tools
             ]
             cursor = page.next_cursor
             if not cursor:

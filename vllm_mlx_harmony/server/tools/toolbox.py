@@ -89,7 +89,8 @@ class Toolbox:
             raise ValueError(f"two tool servers are named {repeated[0]!r}")
         reserved = set(_RESERVED)
         self._names = {
-            each.label: valid_name(each.label.replace(".", "_"), reserved) for each in self.servers
+            server.label: valid_name(server.label.replace(".", "_"), reserved)
+            for server in self.servers
         }
         self._shown: dict[str, tuple[tuple[Tool, ...], Namespace]] = {}
 
@@ -114,12 +115,12 @@ class Toolbox:
         if settings.tools is Use.OFF:
             return cls(web, config, Use.ON, clients, notes)
         servers: list[ToolServer] = [
-            McpServer(label, each, config.default_timeout)
-            for label, each in config.servers.items()
-            if each.enabled
+            McpServer(label, server, config.default_timeout)
+            for label, server in config.servers.items()
+            if server.enabled
         ]
         servers += [entry.load()() for entry in entry_points(group=GROUP)]
-        repeated = {each.label for each in web} & {each.label for each in servers}
+        repeated = {server.label for server in web} & {server.label for server in servers}
         if repeated:
             name = repeated.pop()
             raise HostError(f"--web-search and another tool server are both named {name!r}")
@@ -127,14 +128,14 @@ class Toolbox:
 
     async def start(self) -> None:
         """Starts all servers concurrently. Failures are logged, and retried in the background."""
-        await asyncio.gather(*(each.start() for each in self.servers))
+        await asyncio.gather(*(server.start() for server in self.servers))
 
     async def stop(self) -> None:
-        await asyncio.gather(*(each.stop() for each in self.servers), return_exceptions=True)
+        await asyncio.gather(*(server.stop() for server in self.servers), return_exceptions=True)
 
     @property
     def labels(self) -> list[str]:
-        return [each.label for each in self.servers]
+        return [server.label for server in self.servers]
 
     @property
     def namespaces(self) -> tuple[Namespace, ...]:
@@ -155,10 +156,10 @@ class Toolbox:
     @property
     def lines(self) -> list[str]:
         """A description with one line per server, and one for URLs that requests may name."""
-        lines = [
-            f"{each.label}: {', '.join(tool.origin[-1] for tool in each.tools) or each.problem}"
-            for each in self.namespaces
-        ]
+        lines = []
+        for namespace in self.namespaces:
+            names = ", ".join(tool.origin[-1] for tool in namespace.tools)
+            lines.append(f"{namespace.label}: {names or namespace.problem}")
         lines += self.notes
         if self.clients.allowed:
             lines.append(f"requests may name {', '.join(self.clients.allowed)}")
@@ -169,20 +170,20 @@ class Toolbox:
         taken = {*_RESERVED, *self._names.values()}
         return tuple(
             replace(
-                _shown(valid_name(each.label.replace(".", "_"), taken), each, each.tools),
+                _shown(valid_name(server.label.replace(".", "_"), taken), server, server.tools),
                 given=True,
             )
-            for each in servers
+            for server in servers
         )
 
     def sessions(self, turn: Turn, pages: Mapping[int, Page]) -> dict[str, ToolServer]:
         """By label, the servers whose calls depend on the conversation, whose prompt shows
         ``pages``."""
-        limits = {each.label: each.limits for each in turn.namespaces}
+        limits = {namespace.label: namespace.limits for namespace in turn.namespaces}
         return {
-            each.label: each.session(pages, turn.tenant, limits[each.label])
-            for each in self.servers
-            if each.label in limits and isinstance(each, Conversational)
+            server.label: server.session(pages, turn.tenant, limits[server.label])
+            for server in self.servers
+            if server.label in limits and isinstance(server, Conversational)
         }
 
     def collect(self) -> Iterator[CounterMetricFamily]:
@@ -218,14 +219,16 @@ class Toolbox:
         ``room`` tokens at most.
         """
         began = time.monotonic()
-        found = [each for each in namespaces if call.name in each.by_recipient]
+        found = [namespace for namespace in namespaces if call.name in namespace.by_recipient]
         if not found:
-            known = ", ".join(name for each in namespaces for name in each.by_recipient)
+            known = ", ".join(name for namespace in namespaces for name in namespace.by_recipient)
             return _failed(call, f"unknown tool {call.name}; available tools: {known or 'none'}")
         namespace, tool = found[0], found[0].by_recipient[call.name]
         label, name = tool.origin
         server = next(
-            each for each in (given if namespace.given else self.servers) if each.label == label
+            server
+            for server in (given if namespace.given else self.servers)
+            if server.label == label
         )
         if sessions is not None and not namespace.given:
             server = sessions.get(label, server)
@@ -339,7 +342,7 @@ def code_parameter(tool: Tool) -> str | None:
     """The parameter of ``tool`` that takes the code; ``None`` if there is none."""
     schema = tool.parameters or {}
     properties = schema.get("properties", {})
-    texts = [name for name, each in properties.items() if each.get("type") == "string"]
+    texts = [name for name, schema in properties.items() if schema.get("type") == "string"]
     if CODE in texts:
         return CODE
     needed = [name for name in texts if name in schema.get("required", ())]

@@ -58,7 +58,7 @@ class TurnTools:
 
     def needs_approval(self, call: ServerCall) -> bool:
         """Whether ``call`` needs the caller's approval before it is run."""
-        return any(each.needs_approval(call.name) for each in self.turn.namespaces)
+        return any(namespace.needs_approval(call.name) for namespace in self.turn.namespaces)
 
     @property
     def over(self) -> bool:
@@ -115,7 +115,11 @@ class TurnTools:
         # A required call has been made. The grammar leaves out calls that would not be run.
         choice = replace(self.turn.tool_choice, required=False)
         if self.exhausted and not self.turn.pauses:
-            served = {each for namespace in self.turn.namespaces for each in namespace.recipients}
+            served = {
+                recipient
+                for namespace in self.turn.namespaces
+                for recipient in namespace.recipients
+            }
             names = choice.names
             if names is None:
                 names = tuple(tool.name for tool in self.turn.callable_tools)

@@ -42,5 +42,5 @@ def of(settings: ServerSettings) -> Browser:
     from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher
     from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 
-    intranet = [UrlPattern.read(each) for each in settings.web_intranet]
+    intranet = [UrlPattern.read(pattern) for pattern in settings.web_intranet]
     return Browser(engine_of(settings.web_search), Fetcher(intranet))

@@ -106,7 +106,7 @@ class JsonEngine:
             found = json.loads(content)
             for name in self.path:
                 found = found.get(name) or ()
-            return [hit for each in found if (hit := self._hit(each))]
+            return [hit for result in found if (hit := self._hit(result))]
         except (ValueError, AttributeError, TypeError, RecursionError) as error:
             raise ToolError("the search engine's response is malformed", "unavailable") from error
 
@@ -129,10 +129,10 @@ class JsonEngine:
     def _hit(self, result: object) -> Hit | None:
         if not isinstance(result, dict):
             return None
-        url, title, extract = (result.get(each) for each in ("url", "title", self.extract))
+        url, title, extract = (result.get(name) for name in ("url", "title", self.extract))
         if not isinstance(url, str):
             return None
-        texts = (each if isinstance(each, str) else "" for each in (title, extract))
+        texts = (value if isinstance(value, str) else "" for value in (title, extract))
         return Hit(next(texts), url, next(texts))
 
 
@@ -182,9 +182,13 @@ class Ddgs:
         except TimeoutError as error:
             raise ToolError("the search engines do not respond", "unavailable") from error
         return [
-            Hit(unescape(each.get("title") or ""), each["href"], unescape(each.get("body") or ""))
-            for each in results
-            if isinstance(each.get("href"), str)
+            Hit(
+                unescape(result.get("title") or ""),
+                result["href"],
+                unescape(result.get("body") or ""),
+            )
+            for result in results
+            if isinstance(result.get("href"), str)
         ]
 
     def _search(self, query: str, count: int) -> Sequence[Mapping[str, Any]]:

@@ -78,7 +78,7 @@ class Fetcher:
 
     async def _get(self, url: httpx2.URL) -> Fetched | httpx2.URL:
         """The page, or the URL that it redirects to."""
-        private = any(each.names_host and each.allows(url) for each in self._intranet)
+        private = any(pattern.names_host and pattern.allows(url) for pattern in self._intranet)
         lock = self._hosts.setdefault(url.host, asyncio.Lock())
         async with (
             lock,

@@ -69,7 +69,7 @@ class ClientServers:
         check_package()
         from vllm_mlx_harmony.server.tools.client_servers.guarded_http import UrlPattern
 
-        return cls([UrlPattern.read(each) for each in texts], timeout)
+        return cls([UrlPattern.read(text) for text in texts], timeout)
 
     @property
     def allowed(self) -> tuple[str, ...]:
@@ -86,20 +86,20 @@ class ClientServers:
         if len(requested) > MAX_SERVERS:
             problem = f"a request can name at most {MAX_SERVERS} servers"
             raise RequestError(problem, param=requested[MAX_SERVERS].where)
-        for at, each in enumerate(requested):
-            if any(each.label == other.label for other in requested[:at]):
-                problem = f"{each.where}: {quoted(each.label)} is used twice"
-                raise RequestError(problem, param=each.where)
+        for at, server in enumerate(requested):
+            if any(server.label == other.label for other in requested[:at]):
+                problem = f"{server.where}: {quoted(server.label)} is used twice"
+                raise RequestError(problem, param=server.where)
         servers = []
-        for each in requested:
-            url, pattern = self._allowed(each)
-            key = tenant, each.url, sha256(json.dumps(each.headers).encode()).digest()
+        for server in requested:
+            url, pattern = self._allowed(server)
+            key = tenant, server.url, sha256(json.dumps(server.headers).encode()).digest()
             servers.append(
                 ConnectedServer(
-                    each, url, self._timeout, self._lists, key, private=pattern.names_host
+                    server, url, self._timeout, self._lists, key, private=pattern.names_host
                 )
             )
-        starting = [asyncio.ensure_future(each.start()) for each in servers]
+        starting = [asyncio.ensure_future(server.start()) for server in servers]
         try:
             await asyncio.gather(*starting)
         except BaseException:
@@ -111,7 +111,7 @@ class ClientServers:
         return tuple(servers)
 
     async def stop(self, servers: Sequence[ToolServer]) -> None:
-        await asyncio.gather(*(each.stop() for each in servers), return_exceptions=True)
+        await asyncio.gather(*(server.stop() for server in servers), return_exceptions=True)
 
     def _allowed(self, requested: ClientServer) -> tuple[httpx2.URL, UrlPattern]:
         problem = (
@@ -171,7 +171,7 @@ class ConnectedServer:
         except ToolError as error:
             raise self._requested.unreachable(str(error)) from error
         self.tools = server.tools
-        size = sum(len(json.dumps([each.description, each.parameters])) for each in self.tools)
+        size = sum(len(json.dumps([tool.description, tool.parameters])) for tool in self.tools)
         self._lists.put(self._key, (self.tools, time.monotonic() + REMEMBERED), size + 512)
 
     async def stop(self) -> None:

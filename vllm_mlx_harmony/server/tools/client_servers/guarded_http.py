@@ -200,8 +200,8 @@ async def _addresses(host: str, port: int, *, private: bool) -> list[str]:
         )
     except (TimeoutError, OSError, UnicodeError) as error:
         raise httpx2.ConnectError("its host name cannot be resolved") from error
-    every = list(dict.fromkeys(str(each[4][0]) for each in found))
-    allowed = [each for each in every if private or is_public(each)]
+    every = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    allowed = [address for address in every if private or is_public(address)]
     if not allowed:
         raise httpx2.ConnectError("its host has no public address")
     return allowed[:_TRIED]
