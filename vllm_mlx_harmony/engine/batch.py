@@ -62,7 +62,7 @@ class Batch:
         self.pending = _last_ids(rows)
 
     def fits(self, rows: Sequence[Request]) -> bool:
-        return may_be_padded([len(each.ids) for each in (*self.rows, *rows)])
+        return may_be_padded([len(row.ids) for row in (*self.rows, *rows)])
 
     def join(self, new: Sequence[Request], layers: Layers) -> None:
         """Adds rows, whose ``layers`` hold all of their ids but the last of each."""
@@ -100,12 +100,12 @@ class Batch:
                 if request.drafts is not None:
                     request.drafts.extend((token,))
                 request.take_logprob(token)
-            asked = [at for at, each in enumerate(self.rows) if each.top_logprobs is not None]
+            asked = [at for at, row in enumerate(self.rows) if row.top_logprobs is not None]
             if asked:  # of the ids of the next step
                 chosen, most = mx.array(asked), max(self.rows[at].top_logprobs or 0 for at in asked)
                 scores = log_probabilities(logits[chosen], self.pending[chosen], most)
                 for row, at in enumerate(asked):
-                    self.rows[at].scores = [each[row] for each in scores]
+                    self.rows[at].scores = [score[row] for score in scores]
                 # The slices themselves: computed when they are read, they would wait for the next
                 # step, and with them all rows.
                 mx.async_eval([self.rows[at].scores for at in asked])
@@ -226,12 +226,12 @@ def computed_together(
     padding = [max(lengths) - length for length in lengths]
     merged: Layers = []
     for at in range(len(prompts[0])):
-        layer = type(prompts[0][at]).merge([each[at] for each in prompts])
+        layer = type(prompts[0][at]).merge([prompt[at] for prompt in prompts])
         layer.prepare(lengths=lengths, right_padding=padding)
         if layer.keys is not None:
             mx.eval(layer.keys, layer.values)
-        for each in prompts:
-            each[at] = None
+        for prompt in prompts:
+            prompt[at] = None
         merged.append(layer)
     rows = [[*ids, *[vocab.ENDOFTEXT] * more] for ids, more in zip(inputs, padding, strict=True)]
     model(mx.array(rows, dtype=mx.uint32), cache=merged)

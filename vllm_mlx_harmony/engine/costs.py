@@ -117,7 +117,7 @@ def deepen(layers: Layers) -> None:
             _, heads, _, width = layer.keys.shape
             shape = (1, heads, DEPTH + 2 * WIDTHS[-1] * REPEATED, width)
             layer.keys, layer.values = (
-                mx.zeros(shape, dtype=each.dtype) for each in (layer.keys, layer.values)
+                mx.zeros(shape, dtype=array.dtype) for array in (layer.keys, layer.values)
             )
             layer.offset = DEPTH
 
@@ -162,9 +162,9 @@ def load_or_measure(path: Path | None, key: str, measure: Callable[[], Costs]) -
 def _runs(value: Any) -> Runs:
     """The measurements in a file; none if they are not as they were written."""
     try:
-        runs = tuple(tuple(sorted(float(each) for each in run)) for run in value)
+        runs = tuple(tuple(sorted(float(seconds) for seconds in run)) for run in value)
     except (TypeError, ValueError):
         return ()
     valid = all(0 < len(run) <= len(WIDTHS) and 0 < run[0] <= run[-1] < math.inf for run in runs)
-    finite = all(math.isfinite(each) for run in runs for each in run)
+    finite = all(math.isfinite(seconds) for run in runs for seconds in run)
     return runs[:RUNS] if valid and finite else ()

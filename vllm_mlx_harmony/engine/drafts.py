@@ -98,7 +98,7 @@ class Drafts:
         self._common = 0
         self._departed_from = 0  # where the answer left its source
         self._departed_at = 0
-        self._correct = [WEIGHT * each for each in EXPECTED]
+        self._correct = [WEIGHT * share for share in EXPECTED]
         self._seen = [WEIGHT] * len(EXPECTED)
 
     def _index(self) -> None:
@@ -149,7 +149,7 @@ class Drafts:
     def _slot(self) -> int:
         """Where the table has the last ``GRAM`` ids."""
         last = self._ids[-GRAM:]
-        mixed = sum(factor * each for factor, each in zip(_FACTORS, last, strict=True))
+        mixed = sum(factor * token for factor, token in zip(_FACTORS, last, strict=True))
         return (mixed & 0xFFFF_FFFF) >> (32 - _BITS)
 
     def _look_up(self) -> None:

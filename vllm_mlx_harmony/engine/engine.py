@@ -122,7 +122,9 @@ class MlxEngine:
         be served."""
         published = self.loop.published
         age = time.perf_counter() - published.at
-        return [replace(each, seconds=round(each.seconds + age, 3)) for each in published.requests]
+        return [
+            replace(status, seconds=round(status.seconds + age, 3)) for status in published.requests
+        ]
 
     def generate(self, request: GenerationRequest) -> Steps:
         """See ``engine_api.engine.Engine``. Raises ``HostError`` when too many requests wait, and

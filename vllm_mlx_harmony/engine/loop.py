@@ -152,29 +152,33 @@ class EngineLoop:
         now, scheduler = time.perf_counter(), self.scheduler
         places = {key: place for place, key in enumerate(scheduler.order(), start=1)}
         requests = [
-            (0 if each.ids else places.get(each.number, len(places) + 1), each)
-            for each in self.requests.values()
+            (0 if request.ids else places.get(request.number, len(places) + 1), request)
+            for request in self.requests.values()
         ]
         found = []
         expected: float | None = 0.0
-        for place, each in sorted(requests, key=lambda one: one[0]):
-            progress = each.progress()
-            rest = scheduler.seconds(each.number) if place <= len(places) else None
+        for place, request in sorted(requests, key=lambda one: one[0]):
+            progress = request.progress()
+            rest = scheduler.seconds(request.number) if place <= len(places) else None
             expected = None if expected is None or rest is None else expected + rest
             speed = 0.0
-            if not place and now > each.first > 0:
-                speed = each.generated / (now - each.first)
-            elif each.begun and rest:
+            if not place and now > request.first > 0:
+                speed = request.generated / (now - request.first)
+            elif request.begun and rest:
                 speed = (progress.total - progress.processed) / rest
             found.append(
                 RequestStatus(
-                    state="waiting" if not each.begun else "computing" if place else "generating",
+                    state="waiting"
+                    if not request.begun
+                    else "computing"
+                    if place
+                    else "generating",
                     place=place,
-                    total=len(each.prompt),
+                    total=len(request.prompt),
                     cached=progress.cached,
                     computed=progress.processed,
-                    generated=each.generated,
-                    seconds=round(now - each.since, 3),
+                    generated=request.generated,
+                    seconds=round(now - request.since, 3),
                     speed=round(speed, 3),
                     expected=None if expected is None else round(expected, 3),
                 )
@@ -188,7 +192,7 @@ class EngineLoop:
         with device.loading:
             module, self.cache = load()
             self.weights = tree_reduce(
-                lambda nbytes, each: nbytes + getattr(each, "nbytes", 0), module, 0
+                lambda nbytes, array: nbytes + getattr(array, "nbytes", 0), module, 0
             )
             self.module, self.loaded = module, True
             device.add_weights(
@@ -343,7 +347,7 @@ class EngineLoop:
             problem = "internal engine error during generation; see the server log"
             failure = OutputError(problem)
         rows = {request for batch in self.batches for request in batch.rows}
-        lost = {each for each in self.requests.values() if each.ids} - rows
+        lost = {request for request in self.requests.values() if request.ids} - rows
         for request in {*requests, *lost}:
             self._put(request, failure)
             self._forget(request)
@@ -362,7 +366,7 @@ class EngineLoop:
             decision = self.scheduler.next(time.perf_counter(), self._fits)
             match decision:
                 case Chunk(key, ids, others):
-                    requests = [self.requests[each] for each in (key, *others)]
+                    requests = [self.requests[number] for number in (key, *others)]
                     try:
                         if requests[0].layers is None:
                             self._begin(requests[0])
@@ -405,7 +409,7 @@ class EngineLoop:
             request.others = -1  # others run: their memory will be freed
             return False
         running, own = self._running()
-        ends = [*(each.end for each in running), request.end]
+        ends = [*(request.end for request in running), request.end]
         others, now = device.used() - own, time.perf_counter()
         missing = budget.missing(others, ends)
         # A slow disk is not a lack of memory: what waits to be written is given up after a while.
@@ -426,9 +430,9 @@ class EngineLoop:
 
     def _running(self) -> tuple[list[Request], int]:
         """The requests that have begun, and the bytes of their caches."""
-        running = [each for each in self.requests.values() if each.begun]
+        running = [request for request in self.requests.values() if request.begun]
         holders: list[Request | Batch] = [*running, *self.batches]
-        return running, sum(layer.nbytes for each in holders for layer in each.layers or ())
+        return running, sum(layer.nbytes for holder in holders for layer in holder.layers or ())
 
     def _begin(self, request: Request) -> None:
         """Makes the request's caches, with as much of the prompt as is cached."""
@@ -454,7 +458,8 @@ class EngineLoop:
         # Waits for the step that is being computed, so that its time does not count as the chunk's.
         mx.eval([batch.pending for batch in self.batches])
         chunks = [
-            each.prompt[each.at : min(each.at + ids, len(each.prompt) - 1)] for each in requests
+            request.prompt[request.at : min(request.at + ids, len(request.prompt) - 1)]
+            for request in requests
         ]
         layers = requests[0].layers
         assert layers is not None
@@ -464,10 +469,10 @@ class EngineLoop:
             self.module(mx.array(chunks, dtype=mx.uint32), cache=layers)
             evaluate(layers)
         else:
-            prompts = [each.layers or [] for each in requests]
+            prompts = [request.layers or [] for request in requests]
             layers = computed_together(self.module, prompts, chunks)
-            for each in requests:
-                each.layers = None
+            for request in requests:
+                request.layers = None
             requests[0].layers = layers  # of all of them, until they are rows
         computed = sum(map(len, chunks))
         self._computed += computed
@@ -506,7 +511,7 @@ class EngineLoop:
             return
         size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
         running, own = self._running()
-        ends = [each.end for each in running]
+        ends = [request.end for request in running]
         missing = size - self.budget.free(device.used() - own, ends)
         if missing > 0 and self.cache.make_room(missing):
             mx.clear_cache()

@@ -59,7 +59,7 @@ class Layout:
         """The layout of caches that hold some ids."""
         per_id, windows = 0, Counter[int]()
         for layer in layers:
-            nbytes = sum(each.nbytes // each.shape[2] for each in (layer.keys, layer.values))
+            nbytes = sum(array.nbytes // array.shape[2] for array in (layer.keys, layer.values))
             window = getattr(layer, "max_size", None)
             if window is None:
                 per_id += nbytes

@@ -111,8 +111,8 @@ def _row(layer: Layer, row: int, end: int) -> tuple[mx.array, mx.array, int]:
         return layer.keys[ours], layer.values[ours], WHOLE
     window = layer.max_size
     found = []
-    for each in (layer.keys, layer.values):
-        ordered = layer._temporal_order(each)
+    for array in (layer.keys, layer.values):
+        ordered = layer._temporal_order(array)
         if min(ordered.shape[2], window) != min(held, window):
             raise Misaligned(f"a window of {ordered.shape[2]} tokens does not end at {held}")
         ordered = ordered[:, :, : max(0, ordered.shape[2] - (held - end))]

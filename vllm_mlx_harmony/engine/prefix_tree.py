@@ -135,7 +135,7 @@ class PrefixTree(Generic[T]):
                 parent = self._deepest(owners, sequence, end)
                 if parent.end != start:  # another thread changed it meanwhile
                     continue
-                if sum(each.nbytes for _, each in parent.pieces()) + value.nbytes > self._budget:
+                if sum(value.nbytes for _, value in parent.pieces()) + value.nbytes > self._budget:
                     self._refused += 1
                     return ()
                 self._use(parent)
@@ -159,7 +159,7 @@ class PrefixTree(Generic[T]):
         """Removes the pieces of owners for which ``gone`` is true. Pieces of other owners that
         continue them become unreachable and are evicted in LRU order."""
         with self._lock:
-            for node in [each for each in self._order if gone(each.owner)]:
+            for node in [node for node in self._order if gone(node.owner)]:
                 self._remove(node)
 
     def _deepest(self, owners: Sequence[Hashable], sequence: bytes, limit: int) -> _Node[T]:

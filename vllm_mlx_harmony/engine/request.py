@@ -109,7 +109,7 @@ class Request:
     def take_logprob(self, token: int) -> None:
         """Reads the log probabilities of ``token``, which was computed last, if there are any."""
         if self.scores:
-            own, ids, found = (each.tolist() for each in self.scores)
+            own, ids, found = (score.tolist() for score in self.scores)
             top = tuple(zip(ids, found, strict=True))[: self.top_logprobs]
             self.logprobs.append(TokenLogprob(token, own, top))
 

@@ -70,7 +70,7 @@ class Sampler:
         self.processor = processor
         # As text: `Random` treats -1 and 1 as the same seed.
         self._random = Random(None if settings.seed is None else str(settings.seed))
-        last_control = next((each for each in prompt[::-1] if each >= vocab.CONTROL.start), None)
+        last_control = next((token for token in prompt[::-1] if token >= vocab.CONTROL.start), None)
         # A prompt without control ids is plain text, as `/v1/completions` sends it.
         self._opens_with_text = last_control in (None, vocab.MESSAGE)
         self.greedy = settings.temperature < MIN_TEMPERATURE
@@ -107,7 +107,7 @@ class Sampler:
         """``logits`` (1, vocabulary) after bias and penalties."""
         settings = self.settings
         # mlx does not check indices: it would write behind the logits.
-        biases = [each for each in settings.logit_bias if each[0] < logits.shape[-1]]
+        biases = [bias for bias in settings.logit_bias if bias[0] < logits.shape[-1]]
         if biases:
             ids, values = zip(*((token, _bounded(bias)) for token, bias in biases), strict=True)
             logits = logits.at[:, mx.array(ids)].add(mx.array(values, dtype=mx.float32))
@@ -143,28 +143,28 @@ def draw(samplers: Sequence[Sampler], last: mx.array, logits: mx.array) -> mx.ar
     ``last`` (rows,) are the ids that led to the logits: of the prompt at a sequence's first step,
     later what was drawn.
     """
-    if any(each.adjusts for each in samplers):
+    if any(sampler.adjusts for sampler in samplers):
         read: list[int | None] = [None] * len(samplers)
-        if any(each.processor is not None for each in samplers):
+        if any(sampler.processor is not None for sampler in samplers):
             mx.async_eval(logits)  # the device has work while Python waits for `last`
             read = last.tolist()
         parts = mx.split(logits.astype(mx.float32), len(samplers))
-        for at, each in enumerate(samplers):
-            if each.processor is not None:
+        for at, sampler in enumerate(samplers):
+            if sampler.processor is not None:
                 # At first, the last id is the prompt's: the matcher must not consume it.
-                parts[at] = each.processor(read[at] if each._steps else None, parts[at])
-            if each.adjusts:
-                each.count(last[at : at + 1], logits.shape[-1])
-                parts[at] = each.biased(parts[at])
+                parts[at] = sampler.processor(read[at] if sampler._steps else None, parts[at])
+            if sampler.adjusts:
+                sampler.count(last[at : at + 1], logits.shape[-1])
+                parts[at] = sampler.biased(parts[at])
         logits = mx.concatenate(parts)
-    kinds = [(each.greedy, *each.filters) for each in samplers]
+    kinds = [(sampler.greedy, *sampler.filters) for sampler in samplers]
     if len({*kinds}) == 1:
-        return _drawn(samplers, logits, [each.key() for each in samplers])
+        return _drawn(samplers, logits, [sampler.key() for sampler in samplers])
     drawn = mx.zeros((len(samplers),), dtype=mx.uint32)
     for kind in {*kinds}:
         alike = [row for row, own in enumerate(kinds) if own == kind]
         some, rows = [samplers[row] for row in alike], mx.array(alike)
-        drawn[rows] = _drawn(some, logits[rows], [each.key() for each in some])
+        drawn[rows] = _drawn(some, logits[rows], [sampler.key() for sampler in some])
     return drawn
 
 
@@ -221,7 +221,7 @@ def log_probabilities(
     ids = mx.argpartition(-scores, most, axis=-1)[:, :most]
     found = mx.take_along_axis(scores, ids, axis=-1)
     order = mx.argsort(-found, axis=-1)
-    return own, *(mx.take_along_axis(each, order, axis=-1) for each in (ids, found))
+    return own, *(mx.take_along_axis(array, order, axis=-1) for array in (ids, found))
 
 
 def _drawn(
@@ -231,7 +231,7 @@ def _drawn(
     if samplers[0].greedy:
         return mx.argmax(logits, axis=-1).astype(mx.uint32)
     logits = logits.astype(mx.float32)
-    scaled = logits * _column(1 / each.settings.temperature for each in samplers)
+    scaled = logits * _column(1 / sampler.settings.temperature for sampler in samplers)
     if any(samplers[0].filters):
         scaled = mx.where(_allowed(samplers, logits), scaled, -mx.inf)
     categorical = mx.vmap(lambda row, key: mx.random.categorical(row, key=key))
@@ -247,13 +247,13 @@ def _allowed(samplers: Sequence[Sampler], logits: mx.array) -> mx.array:
     by_mass, by_weight, by_rank = samplers[0].filters
     if by_mass:
         mass = mx.sum(weights, axis=-1, keepdims=True)
-        wanted = _column(each.settings.top_p for each in samplers) * mass
+        wanted = _column(sampler.settings.top_p for sampler in samplers) * mass
         lowest = mx.maximum(lowest, _threshold(bits, weights, wanted))
     if by_weight:
-        share = _column(each.settings.min_p for each in samplers)
+        share = _column(sampler.settings.min_p for sampler in samplers)
         lowest = mx.maximum(lowest, share.view(mx.uint32))
     if by_rank:
-        wanted = mx.array([[each.settings.top_k] for each in samplers])
+        wanted = mx.array([[sampler.settings.top_k] for sampler in samplers])
         lowest = mx.maximum(lowest, _threshold(bits, None, wanted))
     return bits >= lowest
 

@@ -245,10 +245,10 @@ class Scheduler:
         if self._answers and (self._owed > 0 or self._first_steps):
             return Step()
         limits = self.limits
-        begun = sum(each.begun for each in self._prompts.values())
+        begun = sum(prompt.begun for prompt in self._prompts.values())
         free = min(limits.sequences, limits.answers) - begun - len(self._answers)
-        waiting = (each for each in self._prompts.values() if not each.begun)
-        oldest = min(waiting, key=lambda each: each.since, default=None)
+        waiting = (prompt for prompt in self._prompts.values() if not prompt.begun)
+        oldest = min(waiting, key=lambda prompt: prompt.since, default=None)
         if free > 0 and oldest is not None and now - oldest.since > STARVATION_SECONDS:
             free = free if fits(oldest.request) else 0
         for prompt in self._ranked():
@@ -272,12 +272,12 @@ class Scheduler:
                     group.append(other)
                 elif may_begin and fits(other.request):
                     return Chunk(other.request, other.rest)
-            length = max(each.rest for each in group)
-        return Chunk(first.request, length, tuple(each.request for each in group[1:]))
+            length = max(prompt.rest for prompt in group)
+        return Chunk(first.request, length, tuple(prompt.request for prompt in group[1:]))
 
     def order(self) -> list[int]:
         """Keys of prompts in the order in which they would be served."""
-        return [each.request for each in self._ranked()]
+        return [prompt.request for prompt in self._ranked()]
 
     def seconds(self, request: int) -> float | None:
         """How long the rest of a prompt takes beside the answers that run, by the speed so far, if
@@ -292,8 +292,8 @@ class Scheduler:
     def _forget_tenants(self) -> None:
         """Drops tenants without prompts whose last turn precedes that of every waiting tenant; a
         fresh entry would rank the same."""
-        waiting = {each.tenant for each in self._prompts.values()}
-        first = min((self._tenants[each].turn for each in waiting), default=self._turn + 1)
+        waiting = {prompt.tenant for prompt in self._prompts.values()}
+        first = min((self._tenants[tenant].turn for tenant in waiting), default=self._turn + 1)
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()
@@ -302,8 +302,10 @@ class Scheduler:
 
     def _oldest(self) -> dict[str, _Prompt]:
         """Each tenant's oldest prompt."""
-        prompts = sorted(self._prompts.values(), key=lambda each: (-each.since, -each.request))
-        return {each.tenant: each for each in prompts}
+        prompts = sorted(
+            self._prompts.values(), key=lambda prompt: (-prompt.since, -prompt.request)
+        )
+        return {prompt.tenant: prompt for prompt in prompts}
 
     def _ranked(self) -> list[_Prompt]:
         oldest = self._oldest()
@@ -360,24 +362,24 @@ class _Lengths:
 
     def best(self, before: int, rest: int, most: int) -> int:
         """Ids of the next chunk, at most ``most`` of the ``rest`` ids behind those ``before``."""
-        paces = {length: each for length, each in self._paces.items() if length <= most}
+        paces = {length: measured for length, measured in self._paces.items() if length <= most}
         least = min(paces, key=lambda length: len(paces[length]), default=most)
         takes_several = before < self._longest <= rest - least
         if takes_several and len(paces.get(least, ())) < MEASUREMENTS:
             return min(least, most)
         length = most
         if paces and all(paces.values()):
-            fastest = min(min(each) for each in paces.values())
-            length = next(each for each in paces if min(paces[each]) <= PRICE * fastest)
+            fastest = min(min(measured) for measured in paces.values())
+            length = next(length for length in paces if min(paces[length]) <= PRICE * fastest)
         return length if rest >= 2 * length else min(rest, most)
 
 
 def _may_be_together(prompts: Sequence[_Prompt], most: int) -> bool:
     """Whether what is left of prompts may be computed in one pass of at most ``most`` ids."""
-    rests = [each.rest for each in prompts]
+    rests = [prompt.rest for prompt in prompts]
     padded = len(rests) * max(rests)
     return (
         min(rests) > 0
         and padded <= min(most, max(FIRST_CHUNK, PADDED * sum(rests)))
-        and may_be_padded([each.before + each.rest for each in prompts])
+        and may_be_padded([prompt.before + prompt.rest for prompt in prompts])
     )

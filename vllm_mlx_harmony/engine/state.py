@@ -37,7 +37,7 @@ def document(models: Models) -> dict[str, Any]:
             "accepted_prediction_tokens": engine.totals.drafts_accepted,
             "rejected_prediction_tokens": engine.totals.drafts_rejected,
         }
-        requests = [asdict(each) for each in engine.status()]
+        requests = [asdict(status) for status in engine.status()]
         listed.append(
             {
                 "model": name,
@@ -68,7 +68,7 @@ def sections(models: Models) -> list[tuple[str, Sequence[Row]]]:
     found: list[tuple[str, Sequence[Row]]] = []
     for name, engine in models:
         requests = engine.status()
-        waiting = sum(each.place > 0 for each in requests)
+        waiting = sum(request.place > 0 for request in requests)
         rows: list[Row] = [
             ("weights", engine.weights, "bytes"),
             ("in use", device.used(), "bytes"),

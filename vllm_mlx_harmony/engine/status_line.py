@@ -37,8 +37,8 @@ def text(models: Sequence[tuple[str, Sequence[RequestStatus]]]) -> str:
     """The line; empty when nothing waits. A model has its name in it when there are several."""
     parts = []
     for name, requests in models:
-        waiting = [each for each in requests if each.place]
-        if any(each.seconds >= SHOWN_AFTER_SECONDS for each in waiting):
+        waiting = [request for request in requests if request.place]
+        if any(request.seconds >= SHOWN_AFTER_SECONDS for request in waiting):
             answering = len(requests) - len(waiting)
             part = _of_prompt(waiting[0])
             part += f" · {len(waiting) - 1} waiting" if len(waiting) > 1 else ""
@@ -77,7 +77,7 @@ class StatusLine:
         if self._bar is None:
             # Only loggers with such a handler: tqdm gives one to each of them.
             streams = (sys.stdout, sys.stderr)
-            loggers = [each for each, handler in _handlers() if handler.stream in streams]
+            loggers = [logger for logger, handler in _handlers() if handler.stream in streams]
             self._bar = tqdm(file=self._terminal, bar_format="{desc}", leave=False, position=0)
             self._shown.enter_context(self._bar)
             self._shown.enter_context(logging_redirect_tqdm(loggers))
@@ -86,14 +86,17 @@ class StatusLine:
 
 def _handlers() -> Iterator[tuple[logging.Logger, logging.StreamHandler[Any]]]:
     known = list(logging.root.manager.loggerDict.values())
-    for logger in (logging.root, *(each for each in known if isinstance(each, logging.Logger))):
+    for logger in (
+        logging.root,
+        *(logger for logger in known if isinstance(logger, logging.Logger)),
+    ):
         for handler in logger.handlers:
             if isinstance(handler, logging.StreamHandler):
                 yield logger, handler
 
 
 def _logs_json() -> bool:
-    return any("json" in type(each.formatter).__name__.lower() for _, each in _handlers())
+    return any("json" in type(handler.formatter).__name__.lower() for _, handler in _handlers())
 
 
 _started = threading.Lock()

@@ -512,7 +512,7 @@ class DiskCache:
                 self._works("reading")
         self._counters.hits += bool(found)
         self._counters.misses += not found
-        self._counters.tokens_read += sum(each.end - max(each.start, before) for each in found)
+        self._counters.tokens_read += sum(piece.end - max(piece.start, before) for piece in found)
         self._use(rows[-1].key)
         return tuple(found)
 
