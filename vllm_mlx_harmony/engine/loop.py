@@ -166,13 +166,10 @@ class EngineLoop:
                 speed = request.generated / (now - request.first)
             elif request.begun and rest:
                 speed = (progress.total - progress.processed) / rest
+            state = "waiting" if not request.begun else "computing" if place else "generating"
             found.append(
                 RequestStatus(
-                    state="waiting"
-                    if not request.begun
-                    else "computing"
-                    if place
-                    else "generating",
+                    state=state,
                     place=place,
                     total=len(request.prompt),
                     cached=progress.cached,
@@ -409,7 +406,7 @@ class EngineLoop:
             request.others = -1  # others run: their memory will be freed
             return False
         running, own = self._running()
-        ends = [*(request.end for request in running), request.end]
+        ends = [*(other.end for other in running), request.end]
         others, now = device.used() - own, time.perf_counter()
         missing = budget.missing(others, ends)
         # A slow disk is not a lack of memory: what waits to be written is given up after a while.

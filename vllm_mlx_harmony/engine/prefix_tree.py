@@ -135,7 +135,10 @@ class PrefixTree(Generic[T]):
                 parent = self._deepest(owners, sequence, end)
                 if parent.end != start:  # another thread changed it meanwhile
                     continue
-                if sum(value.nbytes for _, value in parent.pieces()) + value.nbytes > self._budget:
+                if (
+                    sum(cached.nbytes for _, cached in parent.pieces()) + value.nbytes
+                    > self._budget
+                ):
                     self._refused += 1
                     return ()
                 self._use(parent)
