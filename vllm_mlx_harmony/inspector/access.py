@@ -115,7 +115,7 @@ def check_origin(request: Request) -> None:
 
 
 def _with_key(request: Request, header: bytes) -> HTTPConnection:
-    others = [each for each in request.scope["headers"] if each[0] not in _KEYS]
+    others = [header for header in request.scope["headers"] if header[0] not in _KEYS]
     return HTTPConnection({**request.scope, "headers": [*others, (b"authorization", header)]})
 
 

@@ -141,7 +141,7 @@ class Record:
     def nbytes(self) -> int:
         """Bytes that the record takes, approximately."""
         arrays = (self.prompt_ids, self.output, self.times)
-        held = len(self.origins) + sum(each.itemsize * len(each) for each in arrays)
+        held = len(self.origins) + sum(values.itemsize * len(values) for values in arrays)
         return 1000 + held + len(self.body or b"") + self._characters
 
     @property
@@ -221,7 +221,7 @@ def _without_secrets(observed: Observed) -> bytes | None:
     shown = dict(document)
     for name in ("tools", "mcp_servers"):
         if isinstance(entries := document.get(name), list):
-            shown[name] = [_redacted(each) for each in entries]
+            shown[name] = [_redacted(entry) for entry in entries]
     return raw if shown == document else dumps(shown).encode()
 
 

@@ -77,9 +77,9 @@ class Pages:
             Route(PAGE, _file("index.html"), methods=["GET"]),
             *(Route(path, _own(handler), methods=[method]) for method, path, handler in rows),
             *(
-                Route(f"{BELOW}/{each.name}", _file(each.name), methods=["GET"])
-                for each in _STATIC.iterdir()
-                if each.name != "index.html"
+                Route(f"{BELOW}/{file.name}", _file(file.name), methods=["GET"])
+                for file in _STATIC.iterdir()
+                if file.name != "index.html"
             ),
         ]
 
@@ -128,8 +128,8 @@ class Pages:
             while answers.rejection() is None and await self._sessions.is_valid(request):
                 version = self._log.version
                 if version > seen:
-                    changed = [each for each in self._log.of(owner) if each.version > seen]
-                    rows = encode([each.summary() for each in changed])
+                    changed = [record for record in self._log.of(owner) if record.version > seen]
+                    rows = encode([record.summary() for record in changed])
                     yield Event(rows, "all" if seen < 0 else "")
                     seen, silent = version, 0.0
                 elif silent >= MAX_SILENCE:
@@ -175,12 +175,12 @@ class Pages:
 
     async def _server(self, request: Request) -> Response:
         owner, log = await self._sessions.owner(request), self._log
-        running = [each for each in log.of(None) if not each.result]
+        running = [record for record in log.of(None) if not record.result]
         requests: Section = (
             "Requests",
             [
-                ("waiting", sum(each.state == "waiting" for each in running), ""),
-                ("running", sum(each.state != "waiting" for each in running), ""),
+                ("waiting", sum(record.state == "waiting" for record in running), ""),
+                ("running", sum(record.state != "waiting" for record in running), ""),
                 ("finished", log.finished, ""),
                 ("prompt tokens", log.prompt_tokens, "tokens"),
                 ("of these reused", log.cached_tokens, "tokens"),
@@ -188,10 +188,14 @@ class Pages:
             ],
         )
         errors = [
-            {"at": each.at, "what": f"{each.method} {each.path}".strip(), "status": each.status}
-            | {"message": each.message}
-            for each in reversed(log.failures)
-            if owner in (None, each.owner)
+            {
+                "at": failure.at,
+                "what": f"{failure.method} {failure.path}".strip(),
+                "status": failure.status,
+            }
+            | {"message": failure.message}
+            for failure in reversed(log.failures)
+            if owner in (None, failure.owner)
         ]
         sections = [requests, *self._status()]
         return JSONResponse({"sections": sections, "minutes": log.minutes(), "errors": errors})
@@ -230,7 +234,7 @@ def _output(record: Record, tokens: int, events: int) -> bytes:
         "summary": record.summary(),
         "ids": ids[: len(texts)],
         "texts": texts,
-        "times": [round(each, 5) for each in record.times[tokens : tokens + len(texts)]],
+        "times": [round(seconds, 5) for seconds in record.times[tokens : tokens + len(texts)]],
         "origins": record.origins[tokens : tokens + len(texts)].decode("utf-8", "replace"),
         "results": record.results,
         "events": record.frames[events:],
