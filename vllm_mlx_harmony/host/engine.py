@@ -201,7 +201,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
                 if step.progress is not None:
                     continue
                 tokens += len(step.ids)
-                spelled = [each for each in step.ids if each not in vocab.TURN_ENDS]
+                spelled = [token for token in step.ids if token not in vocab.TURN_ENDS]
                 new = decoder.decode(b"".join(map(vocab.token_bytes, spelled)), bool(step.finish))
                 new, found = stops.feed(new)
                 if step.finish is not None and found is None:
@@ -242,8 +242,8 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         """For ``/v1/status`` and the metrics; empty unless the model is loaded."""
         if self.engine is None:
             return {}
-        requests, totals = [asdict(each) for each in self.engine.status()], self.engine.totals
-        running = sum(each["place"] == 0 for each in requests)
+        requests, totals = [asdict(status) for status in self.engine.status()], self.engine.totals
+        running = sum(request["place"] == 0 for request in requests)
         return {
             "engine_type": "harmony",
             "uptime_seconds": time.time() - self._since,

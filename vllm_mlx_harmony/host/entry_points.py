@@ -89,10 +89,12 @@ def find_lack(group: str, target: str) -> str | None:
         return problem
     if group == PROMPT_RENDERERS:
         return None
-    members = {name: each for name, each in vars(Context).items() if not name.startswith("_")}
+    members = {name: member for name, member in vars(Context).items() if not name.startswith("_")}
     problems = (
-        find_problem(f"{target}.{name}", None if isinstance(each, property) else _parameters(each))
-        for name, each in members.items()
+        find_problem(
+            f"{target}.{name}", None if isinstance(member, property) else _parameters(member)
+        )
+        for name, member in members.items()
     )
     return next(filter(None, problems), None)
 
@@ -125,8 +127,8 @@ def resolve(group: str, name: str) -> tuple[Any, str, str]:
     Of several distributions, the first in alphabetical order is taken, and this one last.
     """
     named = [
-        (str(each.dist.metadata["Name"]).lower().replace("_", "-") if each.dist else "", each)
-        for each in metadata.entry_points(group=group, name=name)
+        (str(point.dist.metadata["Name"]).lower().replace("_", "-") if point.dist else "", point)
+        for point in metadata.entry_points(group=group, name=name)
     ]
     distribution, entry = min(
         named, key=lambda one: (one[0] == DISTRIBUTION, one[0]), default=("", None)

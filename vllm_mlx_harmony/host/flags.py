@@ -67,7 +67,9 @@ def _parsed(line: list[str], default: str | None) -> Given:
     from vllm_mlx.cli import create_parser
 
     parser = create_parser()
-    (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
+    (commands,) = (
+        action for action in parser._actions if isinstance(action, argparse._SubParsersAction)
+    )
     if default is not None:
         for action in commands.choices["serve"]._actions:
             action.default = default

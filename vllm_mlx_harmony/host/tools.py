@@ -71,25 +71,25 @@ class Tools:
     def get_server_status(self) -> list[SimpleNamespace]:
         return [
             SimpleNamespace(
-                name=each.label,
-                state=SimpleNamespace(value="connected" if each.tools else "error"),
+                name=namespace.label,
+                state=SimpleNamespace(value="connected" if namespace.tools else "error"),
                 transport=SimpleNamespace(value="mcp"),
-                tools_count=len(each.tools),
-                error=each.problem or None,
+                tools_count=len(namespace.tools),
+                error=namespace.problem or None,
             )
-            for each in self.toolbox.namespaces
+            for namespace in self.toolbox.namespaces
         ]
 
     def get_all_tools(self) -> list[SimpleNamespace]:
         return [
             SimpleNamespace(
-                server_name=each.label,
-                full_name=f"{each.label}__{tool.origin[-1]}",
+                server_name=namespace.label,
+                full_name=f"{namespace.label}__{tool.origin[-1]}",
                 description=tool.description,
                 input_schema=dict(tool.parameters or {}),
             )
-            for each in self.toolbox.namespaces
-            for tool in each.tools
+            for namespace in self.toolbox.namespaces
+            for tool in namespace.tools
         ]
 
     async def stop(self) -> None:
