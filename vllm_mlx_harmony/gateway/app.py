@@ -49,7 +49,7 @@ def gateway(settings: GatewaySettings, reload: Reload | None = None) -> _Gateway
     """
     host = _host(settings)
     app = application(host, host.sharing)
-    app.router.routes.extend(guarded(each, host) for each in host.endpoints)
+    app.router.routes.extend(guarded(endpoint, host) for endpoint in host.endpoints)
     if settings.inspect:
         inspector.install(app, host.sections)
     return _GatewayApp(host, app, reload)
@@ -129,7 +129,7 @@ def health(app: _GatewayApp) -> Response:
 def ready(app: _GatewayApp) -> Response:
     engines = app.host.states()
     ending = app.front_end.answers.rejection() is not None
-    is_ready = not ending and any(each["up"] for each in engines)
+    is_ready = not ending and any(engine["up"] for engine in engines)
     status = "draining" if ending else "ready" if is_ready else "no engine is up"
     return JSONResponse({"status": status, "engines": engines}, 200 if is_ready else 503)
 

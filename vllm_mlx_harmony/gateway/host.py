@@ -101,8 +101,12 @@ class Gateway:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._all_probed(), timeout=10.0)
                 backends = self.fleet.backends
-                if all(each.engine is None and each.problem != NOT_FOUND for each in backends):
-                    problems = "".join(f"\n  {each.spec.url}: {each.problem}" for each in backends)
+                if all(
+                    backend.engine is None and backend.problem != NOT_FOUND for backend in backends
+                ):
+                    problems = "".join(
+                        f"\n  {backend.spec.url}: {backend.problem}" for backend in backends
+                    )
                     logger.error(
                         "no engine can be used; until one can, requests get 503:%s", problems
                     )
@@ -112,7 +116,7 @@ class Gateway:
 
     async def _all_probed(self) -> None:
         """Returns once every engine has been probed."""
-        while any(each.problem == NOT_FOUND for each in self.fleet.backends):
+        while any(backend.problem == NOT_FOUND for backend in self.fleet.backends):
             await asyncio.sleep(0.02)
 
     def engine_for(self, deadline: Deadline) -> Engine:
@@ -126,22 +130,27 @@ class Gateway:
     def states(self) -> list[dict[str, Any]]:
         """The engines, for ``/ready``."""
         return [
-            {"url": each.spec.url, "up": each.up, "health": each.health, "problem": each.problem}
-            for each in self.fleet.backends
+            {
+                "url": backend.spec.url,
+                "up": backend.up,
+                "health": backend.health,
+                "problem": backend.problem,
+            }
+            for backend in self.fleet.backends
         ]
 
     def sections(self) -> list[Section]:
         """The engines, for the inspector."""
         return [
             (
-                each.spec.url,
+                backend.spec.url,
                 [
-                    ("health", str(each.health), ""),
-                    ("requests", each.in_flight, ""),
-                    ("problem", each.problem or None, ""),
+                    ("health", str(backend.health), ""),
+                    ("requests", backend.in_flight, ""),
+                    ("problem", backend.problem or None, ""),
                 ],
             )
-            for each in self.fleet.backends
+            for backend in self.fleet.backends
         ]
 
     # --- Settings
@@ -156,7 +165,7 @@ class Gateway:
         self._use(settings)
         self.fleet.limit = self.settings.timeout
         self.fleet.update(settings.http_engines)
-        urls = ", ".join(each.url for each in settings.engines)
+        urls = ", ".join(engine.url for engine in settings.engines)
         logger.warning("settings reloaded: %d keys, engines: %s", len(settings.keys), urls)
 
     def _use(self, settings: GatewaySettings) -> None:

@@ -46,7 +46,7 @@ class Limits:
             Quota("tokens", MINUTE, self.tokens_per_minute, tokens),
             Quota("tokens", DAY, self.tokens_per_day, tokens),
         )
-        return [each for each in every if each.limit]
+        return [quota for quota in every if quota.limit]
 
 
 class Quota(NamedTuple):
@@ -120,16 +120,16 @@ class Counts:
 
 def exceeded(budgets: Iterable[Budget], unit: Unit) -> Budget | None:
     """The limit of ``unit`` that takes longest to have room again; ``None`` if all have room."""
-    full = [each for each in budgets if each.quota.unit == unit and each.wait]
-    return max(full, key=lambda each: each.wait, default=None)
+    full = [budget for budget in budgets if budget.quota.unit == unit and budget.wait]
+    return max(full, key=lambda budget: budget.wait, default=None)
 
 
 def headers(budgets: Sequence[Budget]) -> Iterator[tuple[bytes, bytes]]:
     """The ``x-ratelimit-*`` headers: of each unit, the limit of which the least is left."""
     for unit in ("requests", "tokens"):
-        mine = [each for each in budgets if each.quota.unit == unit]
+        mine = [budget for budget in budgets if budget.quota.unit == unit]
         if mine:
-            least = min(mine, key=lambda each: (-each.wait, each.remaining))
+            least = min(mine, key=lambda budget: (-budget.wait, budget.remaining))
             values = (
                 ("limit", str(least.quota.limit)),
                 ("remaining", str(least.remaining)),

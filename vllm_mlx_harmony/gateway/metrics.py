@@ -125,8 +125,8 @@ class _Engines(Collector):
         about = "1 while the engine gets requests."
         family = GaugeMetricFamily(f"{NAMESPACE}_engine_up", about, labels=["engine"])
         up: dict[str, bool] = {}
-        for each in self._fleet.backends:  # one URL may be both draining and configured again
-            up[each.name] = up.get(each.name, False) or each.up
+        for backend in self._fleet.backends:  # one URL may be both draining and configured again
+            up[backend.name] = up.get(backend.name, False) or backend.up
         for name, is_up in up.items():
             family.add_metric([name], float(is_up))
         yield family

@@ -99,9 +99,9 @@ class Backend:
         """Seconds within which a healthy engine generates an id: for ``request``, after the prompts
         before it; without one, after all waiting prompts."""
         tokens = 0
-        for each, length in self.waiting.items():
+        for other, length in self.waiting.items():
             tokens += length
-            if each is request:
+            if other is request:
                 break
         return self.routing.expected(self, tokens)
 
@@ -234,7 +234,7 @@ class Fleet:
                 self.routing.restore(backend)
             else:
                 self.routing.drain(backend)
-        known = [each.spec for each in self.backends]
+        known = [backend.spec for backend in self.backends]
         new = [Backend(spec, self.routing) for spec in specs if spec not in known]
         for backend in new:
             self.routing.add(backend, up=False)
@@ -248,13 +248,15 @@ class Fleet:
             draining = self.routing.health(backend) in (Health.DRAINING, Health.DRAINING_DOWN)
             if draining and not backend.in_flight:
                 self.routing.remove(backend)
-                self.backends = tuple(each for each in self.backends if each is not backend)
+                self.backends = tuple(other for other in self.backends if other is not backend)
                 logger.warning("engine %s: removed", backend.name)
 
     @property
     def context_length(self) -> int | None:
         """The shortest of all engines, because a request may go to any."""
-        lengths = [each.engine.context_length for each in self.backends if each.engine is not None]
+        lengths = [
+            backend.engine.context_length for backend in self.backends if backend.engine is not None
+        ]
         return min((length for length in lengths if length is not None), default=None)
 
     @property
@@ -265,12 +267,12 @@ class Fleet:
     def choose(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
         """Chooses an engine. Raises ``EngineUnavailable`` if none is left."""
         now = time.monotonic()
-        excluded = [each for each in self.backends if each in tried or not each.up]
-        loads = {each: each.in_flight for each in self.backends}
+        excluded = [backend for backend in self.backends if backend in tried or not backend.up]
+        loads = {backend: backend.in_flight for backend in self.backends}
         choice = self.routing.choose(key, loads, excluded)
         if choice is None:
-            up = [each for each in self.backends if self.routing.health(each) is Health.UP]
-            waits = [max(0.0, each.busy_until - now) for each in up]
+            up = [backend for backend in self.backends if self.routing.health(backend) is Health.UP]
+            waits = [max(0.0, backend.busy_until - now) for backend in up]
             problem = (
                 "every engine is busy"
                 if any(waits)
@@ -304,14 +306,14 @@ class FleetEngine:
     @property
     def has_logprobs(self) -> bool:
         """Whether all engines return log probabilities, because a request may go to any."""
-        engines = (each.engine for each in self.fleet.backends)
-        return all(each.capabilities.logprobs for each in engines if each is not None)
+        engines = (backend.engine for backend in self.fleet.backends)
+        return all(engine.capabilities.logprobs for engine in engines if engine is not None)
 
     @property
     def has_prediction(self) -> bool:
         """Whether any engine takes one; the others are sent none."""
-        engines = (each.engine for each in self.fleet.backends)
-        return any(each.capabilities.prediction for each in engines if each is not None)
+        engines = (backend.engine for backend in self.fleet.backends)
+        return any(engine.capabilities.prediction for engine in engines if engine is not None)
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
         """Always 0: engines report cached tokens only after the prompt."""
@@ -385,7 +387,7 @@ class FleetEngine:
         shortest = min(patience, self.deadline.total * MAX_SILENT_FRACTION)
         if silence < shortest:  # nearly always, and cheap
             return shortest - silence
-        if not any(each.up for each in self.fleet.backends if each is not attempt.backend):
+        if not any(backend.up for backend in self.fleet.backends if backend is not attempt.backend):
             return patience
         return max(shortest, attempt.backend.expected(attempt)) - silence
 
@@ -411,8 +413,8 @@ class FleetEngine:
             backend.doubt()
             status = getattr(error, "engine_status", 0)
             if any(
-                type(each) is type(error) and getattr(each, "engine_status", 0) == status
-                for _, each in held_back
+                type(earlier) is type(error) and getattr(earlier, "engine_status", 0) == status
+                for _, earlier in held_back
             ):
                 held_back.clear()
                 return True

@@ -269,9 +269,9 @@ class Routing(Generic[E]):
         """Seconds within which a healthy engine with ``tokens`` to compute generates an id:
         ``slack`` times the usual time. Raises ``KeyError``."""
         rule, own = self.rule, self._engines[engine]
-        others = [other for each, other in self._engines.items() if each != engine]
-        wait = max(_median(own.waits), _median([_median(each.waits) for each in others]))
-        pace = max(_median(own.paces), _median([_median(each.paces) for each in others]))
+        others = [other for key, other in self._engines.items() if key != engine]
+        wait = max(_median(own.waits), _median([_median(other.waits) for other in others]))
+        pace = max(_median(own.paces), _median([_median(other.paces) for other in others]))
         seconds = rule.slack * (wait + pace * tokens)
         known = len(own.paces) >= rule.known_after
         return seconds if known else max(seconds, rule.slowest * tokens)
@@ -333,7 +333,9 @@ class Routing(Generic[E]):
 
     def retry_after(self, now: float) -> float | None:
         """Seconds until the next probe of an engine that is down; ``None`` if none is down."""
-        down = [each.probe_at for each in self._engines.values() if each.health is Health.DOWN]
+        down = [
+            engine.probe_at for engine in self._engines.values() if engine.health is Health.DOWN
+        ]
         return max(0.0, min(down) - now) if down else None
 
     # --- Engines come and go

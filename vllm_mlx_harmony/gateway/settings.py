@@ -105,7 +105,7 @@ def _engines(value: object) -> tuple[Spec, ...]:
     urls = [spec.url.rstrip("/") for spec in specs]
     if twice := next((url for url in urls if urls.count(url) > 1), None):
         raise ValueError(f"duplicate engine URL {twice}")
-    if len(specs) > 1 and (local := next((each.url for each in specs if each.local_model), None)):
+    if len(specs) > 1 and (local := next((spec.url for spec in specs if spec.local_model), None)):
         raise ValueError(
             f"{local} must be the only engine: the model runs in the gateway's process"
         )
@@ -116,7 +116,7 @@ def _engine(value: object) -> Spec:
     """An engine from ``URL``, ``KIND=URL``, or a table of the file."""
     if isinstance(value, Mapping):
         for name, content in value.items():
-            if name not in (known := [each.name for each in fields(Spec)]):
+            if name not in (known := [attribute.name for attribute in fields(Spec)]):
                 raise ValueError(
                     f"unknown field {name!r} of an engine; expected {', '.join(known)}"
                 )
@@ -176,8 +176,8 @@ def _keys(value: object) -> tuple[Key, ...]:
     if isinstance(value, Mapping):
         rows += [(str(label), f"the key of {label!r}", key) for label, key in value.items()]
     else:
-        for number, each in enumerate(_list(value), start=1):
-            called, text = f"key {number}", each.strip() if isinstance(each, str) else ""
+        for number, entry in enumerate(_list(value), start=1):
+            called, text = f"key {number}", entry.strip() if isinstance(entry, str) else ""
             if _NO_KEY.fullmatch(text) and len(text) % 4:
                 raise ValueError(f"{called} has a name but no key")
             named = _NAMED_KEY.fullmatch(text)
@@ -188,7 +188,9 @@ def _keys(value: object) -> tuple[Key, ...]:
     keys: dict[bytes, Key] = {}
     for label, called, given in rows:
         table = given if isinstance(given, Mapping) else {"key": given}
-        limits = {name: _limit(name, each, called) for name, each in table.items() if name != "key"}
+        limits = {
+            name: _limit(name, content, called) for name, content in table.items() if name != "key"
+        }
         key = Key(label, _digest(table.get("key"), called), limits)
         if key.digest in keys:
             raise ValueError("two names have the same key")
@@ -212,7 +214,7 @@ def _digest(given: object, called: str) -> bytes:
 
 
 def _limit(name: str, value: object, called: str) -> int:
-    known = [each.name for each in fields(Limits)]
+    known = [limit.name for limit in fields(Limits)]
     if name not in known:
         raise ValueError(f"unknown field {name!r} of {called}; expected key, {', '.join(known)}")
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
@@ -385,7 +387,7 @@ class GatewaySettings:
 
     def limits(self, key: Key | None = None) -> Limits:
         """The limits of a key; without one, those of all clients together."""
-        every = {each.name: getattr(self, each.name) for each in fields(Limits)}
+        every = {limit.name: getattr(self, limit.name) for limit in fields(Limits)}
         return Limits(**{**every, **(key.limits if key else {})})
 
     def reloaded(self, new: GatewaySettings) -> GatewaySettings:
@@ -405,11 +407,11 @@ class GatewaySettings:
     @property
     def local_model(self) -> str | None:
         """The directory or repository of the model in this process, if there is one."""
-        return next((each.local_model for each in self.engines if each.local_model), None)
+        return next((engine.local_model for engine in self.engines if engine.local_model), None)
 
     @property
     def http_engines(self) -> tuple[Spec, ...]:
-        return tuple(each for each in self.engines if each.local_model is None)
+        return tuple(engine for engine in self.engines if engine.local_model is None)
 
     @property
     def open(self) -> bool:
@@ -450,7 +452,7 @@ RENAMED = {
 }
 """Former names, which flags, variables and files may still use."""
 
-_NAMES = {each.name for each in fields(GatewaySettings)} | RENAMED.keys()
+_NAMES = {setting.name for setting in fields(GatewaySettings)} | RENAMED.keys()
 _SECRET = ("engines", "engine_key", "keys")
 """Settings whose values contain keys, which no message may quote."""
 

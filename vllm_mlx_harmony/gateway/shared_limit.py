@@ -61,7 +61,7 @@ class Limiter:
 
     def tokens(self, name: str, limits: Limits, tokens: int) -> None:
         quotas = limits.quotas(tokens=tokens)
-        quotas = [each for each in quotas if each.unit == "tokens"]
+        quotas = [quota for quota in quotas if quota.unit == "tokens"]
         if quotas:
             now = time.time()
             self._counts.add(name, quotas, now)
@@ -116,10 +116,10 @@ def add(shared: Connection, name: str, quotas: list[Quota], now: float) -> list[
 
     def counted(redis: Any) -> list[Any]:
         pipe = redis.pipeline()
-        for each in quotas:
-            this, last = (_place(name, each, each.window(now) - ago) for ago in (0, 1))
-            pipe.incrby(this, each.amount)
-            pipe.expire(this, 3 * each.seconds)
+        for quota in quotas:
+            this, last = (_place(name, quota, quota.window(now) - ago) for ago in (0, 1))
+            pipe.incrby(this, quota.amount)
+            pipe.expire(this, 3 * quota.seconds)
             pipe.get(last)
         return list(pipe.execute())
 

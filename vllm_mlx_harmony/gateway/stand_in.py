@@ -54,7 +54,7 @@ class StandIn:
         self._pace = pace
         encode = vocab.encoding().encode
         self._text = tuple(encode(TEXT, allowed_special="all"))
-        self._endings = tuple(encode(each, allowed_special="all")[0] for each in ENDINGS)
+        self._endings = tuple(encode(ending, allowed_special="all")[0] for ending in ENDINGS)
 
     async def generate(self, request: GenerationRequest) -> Steps:
         """The ids of the text, one by one."""
@@ -67,7 +67,7 @@ class StandIn:
             token, left = next(text, vocab.RETURN), left - 1
             allowed = None if matcher is None else matcher.mask()
             if allowed is not None and token not in allowed:
-                endings = (each for each in self._endings if each in allowed)
+                endings = (ending for ending in self._endings if ending in allowed)
                 token = next(endings, None) or allowed.first()
             if matcher is not None:
                 matcher.consume(token)

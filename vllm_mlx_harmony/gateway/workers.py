@@ -144,7 +144,7 @@ class _Workers:
 
     def replace(self) -> None:
         """Replaces workers that were killed. One that ended with an error ends all."""
-        for worker in [each for each in self.running if not each.is_alive()]:
+        for worker in [worker for worker in self.running if not worker.is_alive()]:
             self.running.remove(worker)
             mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
             code = worker.exitcode or 0

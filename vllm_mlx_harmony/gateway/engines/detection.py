@@ -275,7 +275,7 @@ async def _kind(http: ClientSession, spec: Spec) -> tuple[Dialect, Json]:
             return KINDS[kind], about
         statuses.add(status)
     status, models = await get(http, spec, "/v1/models")
-    if any(str(each.get("owned_by")).startswith("vllm-mlx") for each in _entries(models)):
+    if any(str(entry.get("owned_by")).startswith("vllm-mlx") for entry in _entries(models)):
         raise HostError(NO_ENDPOINT)
     if HTTPStatus.UNAUTHORIZED in (*statuses, status):
         raise HostError(f"{KEY_REQUIRED}, or name its kind: --engine KIND=URL")
@@ -287,7 +287,7 @@ async def _kind(http: ClientSession, spec: Spec) -> tuple[Dialect, Json]:
 
 def _entries(listed: Json) -> list[Json]:
     """The models in the response of ``/v1/models``."""
-    return [each for each in listed.get("data") or () if isinstance(each, dict)]
+    return [entry for entry in listed.get("data") or () if isinstance(entry, dict)]
 
 
 def _served(listed: Json, about: Json, model: str) -> tuple[str, int | None]:
@@ -296,10 +296,10 @@ def _served(listed: Json, about: Json, model: str) -> tuple[str, int | None]:
     Raises ``HostError`` if it serves other models only: their answers would pass for this one's.
     """
     entries = _entries(listed)
-    exact = [each for each in entries if each.get("id") == model]
-    similar = [each for each in entries if same_model(str(each.get("id")), model)]
+    exact = [entry for entry in entries if entry.get("id") == model]
+    similar = [entry for entry in entries if same_model(str(entry.get("id")), model)]
     if entries and not (exact or len(similar) == 1):
-        names = ", ".join(str(each.get("id")) for each in entries)
+        names = ", ".join(str(entry.get("id")) for entry in entries)
         raise HostError(
             f"the engine serves {names}, not {model}: set --model to its name, or --engine-model "
             "(`model` of the engine in the file) if clients are to use another name"
@@ -311,5 +311,5 @@ def _served(listed: Json, about: Json, model: str) -> tuple[str, int | None]:
         about.get("context_length"),
         settings.get("n_ctx") if isinstance(settings, dict) else None,
     )
-    length = next((each for each in lengths if type(each) is int and each > 0), None)
+    length = next((length for length in lengths if type(length) is int and length > 0), None)
     return str(entry.get("id") or model), length

@@ -381,7 +381,7 @@ class _Turn:
             if len(step.logprobs) < len(ids):
                 raise OutputError("the engine did not return every log probability")
             shown = step.logprobs[: len(ids)]
-            logprobs = tuple(replace(each, top=each.top[:most]) for each in shown)
+            logprobs = tuple(replace(logprob, top=logprob.top[:most]) for logprob in shown)
         progress = None if self.ids else step.progress
         return self.step(ids, None, origins, logprobs, progress)
 
@@ -426,14 +426,14 @@ async def _steps(content: StreamReader, dialect: Dialect) -> AsyncGenerator[list
             if len(steps) == 1 and failure is None:
                 yield steps  # the usual case, and the faster one
                 continue
-            progress = [Step((), progress=each.progress) for each in steps if each.progress][-1:]
-            ids = tuple(token for each in steps for token in each.ids)
-            logprobs = tuple(one for each in steps for one in each.logprobs)
-            finish = next((each.finish for each in steps if each.finish is not None), None)
-            cached = max((each.cached_tokens for each in steps), default=0)
-            origins = "".join(each.origins for each in steps)
-            accepted = max((each.accepted for each in steps), default=0)
-            rejected = max((each.rejected for each in steps), default=0)
+            progress = [Step((), progress=step.progress) for step in steps if step.progress][-1:]
+            ids = tuple(token for step in steps for token in step.ids)
+            logprobs = tuple(one for step in steps for one in step.logprobs)
+            finish = next((step.finish for step in steps if step.finish is not None), None)
+            cached = max((step.cached_tokens for step in steps), default=0)
+            origins = "".join(step.origins for step in steps)
+            accepted = max((step.accepted for step in steps), default=0)
+            rejected = max((step.rejected for step in steps), default=0)
             step = Step(ids, finish, cached, None, origins, accepted, rejected, logprobs)
             yield [*progress, step] if ids or finish or cached else progress
             if failure is not None:

@@ -42,7 +42,9 @@ def _body(request: EngineRequest) -> Json:
 def _step(event: Json, seen: int) -> Step:
     finish, cached = finish_of(event.get("finish")), count_of(event.get("cached_tokens"))
     ids, progress = ids_of(event.get("ids")), progress_of(event.get("prompt_progress"))
-    entries = ((each.get("logprob"), each.get("top")) for each in event.get("logprobs") or ())
+    entries = (
+        (logprob.get("logprob"), logprob.get("top")) for logprob in event.get("logprobs") or ()
+    )
     logprobs, origins = logprobs_of(ids, entries), str(event.get("origins") or "")
     accepted, rejected = count_of(event.get("accepted")), count_of(event.get("rejected"))
     return Step(ids, finish, cached, progress, origins, accepted, rejected, logprobs)
