@@ -138,14 +138,14 @@ class Run:
         failed: set[str] = set()
         with progress(self.console) as shown:
             task = shown.add_task("", total=len(measurements) * self.given.repeat)
-            for each in measurements * self.given.repeat:
-                shown.update(task, description=each.name)
+            for measurement in measurements * self.given.repeat:
+                shown.update(task, description=measurement.name)
                 try:
-                    if each.name not in failed:
-                        self.points += [point async for point in each.run(client)]
+                    if measurement.name not in failed:
+                        self.points += [point async for point in measurement.run(client)]
                 except (Failed, httpx.HTTPError) as error:
-                    failed.add(each.name)
+                    failed.add(measurement.name)
                     problem = str(error) or type(error).__name__
-                    shown.console.print(f"✗ {each.name}: {problem}", style="red")
+                    shown.console.print(f"✗ {measurement.name}: {problem}", style="red")
                 shown.advance(task)
         self.failed = bool(failed)

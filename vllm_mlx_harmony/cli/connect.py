@@ -177,7 +177,7 @@ def _models(base: str, key: str | None) -> tuple[dict[str, dict[str, Any]], bool
     listed = document.get("data") if isinstance(document, dict) else None
     if not isinstance(listed, list):
         raise ValueError("it does not list its models at /v1/models")
-    entries = (each for each in listed if isinstance(each, dict) and "id" in each)
+    entries = (entry for entry in listed if isinstance(entry, dict) and "id" in entry)
     return {str(entry["id"]): entry for entry in entries}, keyed
 
 

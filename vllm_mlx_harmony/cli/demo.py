@@ -140,7 +140,9 @@ def _is_scripted(answer: Completion, script: str, prompt: tuple[int, ...]) -> bo
     """Whether the client received exactly the messages of the script."""
     messages, finished = parse(ids_of(script))
     fields = {Kind.REASONING: "reasoning", Kind.CALL: "tool_calls"}
-    expected = [(fields.get(each.kind, "content"), each.name, each.text) for each in messages]
+    expected = [
+        (fields.get(message.kind, "content"), message.name, message.text) for message in messages
+    ]
     received = [(part.key, part.name, part.text) for part in answer.parts]
     ended = (answer.finish_reason, answer.usage["prompt_tokens"])
     return received == expected and ended == (finished.reason, len(prompt))

@@ -200,12 +200,12 @@ def _tools(path: str) -> Group:
         try:
             return tuple(
                 Finding(
-                    bool(each.tools),
-                    f"tools: {each.label}",
-                    ", ".join(tool.origin[-1] for tool in each.tools) or each.problem,
+                    bool(namespace.tools),
+                    f"tools: {namespace.label}",
+                    ", ".join(tool.origin[-1] for tool in namespace.tools) or namespace.problem,
                     f"see its entry in {path}",
                 )
-                for each in toolbox.namespaces
+                for namespace in toolbox.namespaces
             )
         finally:
             await toolbox.stop()
@@ -322,7 +322,7 @@ def _rate(now: float, usual: float) -> Group:
 def _clashes() -> Iterator[Finding]:
     """Other distributions with a package of that name: the one installed last is imported."""
     owners = set(metadata.packages_distributions().get(PACKAGE, ()))
-    for name in sorted(each for each in owners if canonicalize_name(each) != "vllm-mlx"):
+    for name in sorted(owner for owner in owners if canonicalize_name(owner) != "vllm-mlx"):
         yield Finding(
             False,
             "clash",

@@ -62,21 +62,21 @@ def parser() -> argparse.ArgumentParser:
     )
     hints = get_type_hints(GatewaySettings, include_extras=True)
     flags: argparse._ActionsContainer = made
-    for each in fields(GatewaySettings):
-        if each.name in GROUPS:
-            flags = made.add_argument_group(GROUPS[each.name])
-        about = hints[each.name].__metadata__[-1]
-        if isinstance(each.default, bool):
+    for field in fields(GatewaySettings):
+        if field.name in GROUPS:
+            flags = made.add_argument_group(GROUPS[field.name])
+        about = hints[field.name].__metadata__[-1]
+        if isinstance(field.default, bool):
             yes_or_no = argparse.BooleanOptionalAction
-            flags.add_argument(flag(each.name), action=yes_or_no, help=about.text)
+            flags.add_argument(flag(field.name), action=yes_or_no, help=about.text)
             continue
-        default = each.default not in (MISSING, None, "", ())
+        default = field.default not in (MISSING, None, "", ())
         flags.add_argument(
-            flag(each.name),
-            dest=each.name,
-            action="append" if each.name in FLAGS else "store",
+            flag(field.name),
+            dest=field.name,
+            action="append" if field.name in FLAGS else "store",
             metavar=about.metavar,
-            help=f"{about.text} (default: {each.default})" if default else about.text,
+            help=f"{about.text} (default: {field.default})" if default else about.text,
         )
     for old in RENAMED:
         made.add_argument(flag(old), dest=old, help=argparse.SUPPRESS)

@@ -64,10 +64,10 @@ def main(arguments: Sequence[str]) -> int:
             if found := request(line, parsed.day):
                 key, numbers = found
                 used.setdefault(key, Counter()).update(numbers)
-    print(f"{parsed.day} (UTC): {sum(each['requests'] for each in used.values()):,} requests")
+    print(f"{parsed.day} (UTC): {sum(sums['requests'] for sums in used.values()):,} requests")
     columns = ("requests", "failed", *TOKENS)
     rows: list[tuple[str, ...]] = [("key", *columns)]
-    for key, sums in sorted(used.items(), key=lambda each: -each[1]["input"] - each[1]["output"]):
+    for key, sums in sorted(used.items(), key=lambda row: -row[1]["input"] - row[1]["output"]):
         rows.append((key, *(f"{sums[name]:,}" for name in columns)))
     width = max(len(row[0]) for row in rows)
     for key, *cells in rows:

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         help=f"{', '.join(ACTIONS)}; install takes the arguments of serve: the model and flags",
     )
     rest = arguments[1:]
-    given = parser.parse_args([*arguments[:1], *(each for each in rest if each in HELP)])
+    given = parser.parse_args([*arguments[:1], *(word for word in rest if word in HELP)])
     if (given.action == "install") != bool(rest):
         raise UsageError("only `service install` takes arguments, and it needs those of serve")
     file = path()
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def _run(action: str) -> list[int]:
     """Runs the commands of an action. Returns their exit codes."""
-    return [subprocess.run(each, check=False).returncode for each in commands(action)]
+    return [subprocess.run(command, check=False).returncode for command in commands(action)]
 
 
 def log() -> Path:
@@ -101,8 +101,8 @@ def plist(command: Sequence[str], log: Path) -> bytes:
 def unit(command: Sequence[str]) -> bytes:
     """A systemd unit. The journal rotates its log."""
     # systemd expands % and $ in commands, and reads quotes much as a shell does
-    words = (each.replace("\\", "\\\\").replace('"', '\\"') for each in command)
-    started = " ".join(f'"{each}"'.replace("%", "%%").replace("$", "$$") for each in words)
+    words = (word.replace("\\", "\\\\").replace('"', '\\"') for word in command)
+    started = " ".join(f'"{word}"'.replace("%", "%%").replace("$", "$$") for word in words)
     return f"""\
 [Unit]
 Description=gpt-oss on vllm-mlx

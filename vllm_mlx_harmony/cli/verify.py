@@ -95,7 +95,7 @@ def main(arguments: Sequence[str], prog: str = "vllm-mlx-harmony verify") -> int
     console.print(report.verdict(checks, screen.outcomes))
     results = report.document(model, given.repeat, screen.outcomes)
     write_results(given, results, report.html(checks, results, screen.outcomes))
-    return int(any(each.state == "failed" for each in screen.outcomes))
+    return int(any(outcome.state == "failed" for outcome in screen.outcomes))
 
 
 async def _run(given: argparse.Namespace, screen: Screen) -> str:
