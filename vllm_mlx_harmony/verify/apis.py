@@ -87,20 +87,20 @@ def validate(name: str, document: object) -> None:
         errors = error.errors(include_url=False)
     else:
         return
-    of_type = [each for each in errors if each["loc"][-1:] == ("type",)]
-    others = {each["loc"][:-1] for each in of_type if each["type"] == "literal_error"}
+    of_type = [error for error in errors if error["loc"][-1:] == ("type",)]
+    others = {error["loc"][:-1] for error in of_type if error["type"] == "literal_error"}
     meant = [
-        each
-        for each in errors
-        if not any(each["loc"][:end] in others for end in range(len(each["loc"]) + 1))
+        error
+        for error in errors
+        if not any(error["loc"][:end] in others for end in range(len(error["loc"]) + 1))
     ]
     if not meant:  # no member has the type
-        first = min(of_type, key=lambda each: len(each["loc"]))
+        first = min(of_type, key=lambda error: len(error["loc"]))
         raise Failed(f"not the SDK's {name}: unknown type {first['input']!r:.80}")
-    for each in meant:
-        if each["type"] != "missing" or each["loc"][-1] not in NEW:
-            where = ".".join(map(str, each["loc"]))
-            raise Failed(f"not the SDK's {name}: {each['msg']} at {where or 'the top'}")
+    for problem in meant:
+        if problem["type"] != "missing" or problem["loc"][-1] not in NEW:
+            where = ".".join(map(str, problem["loc"]))
+            raise Failed(f"not the SDK's {name}: {problem['msg']} at {where or 'the top'}")
 
 
 @cache
@@ -121,7 +121,7 @@ def _types() -> dict[str, TypeAdapter[Any]]:
         *(Message, MessageTokensCount),
     )
     types = {**unions, **{model.__name__: model for model in models}}
-    return {name: TypeAdapter(each) for name, each in types.items()}
+    return {name: TypeAdapter(kind) for name, kind in types.items()}
 
 
 def parsed(text: str) -> Document:
@@ -156,20 +156,20 @@ class Chat(Api):
 
     def body(self, model: str, ask: Ask) -> Document:
         messages: list[Document] = [{"role": "system", "content": ask.system}] if ask.system else []
-        for each in ask.messages:
-            match each:
+        for message in ask.messages:
+            match message:
                 case str():
-                    messages.append({"role": "user", "content": each})
+                    messages.append({"role": "user", "content": message})
                 case Answer():
-                    messages.extend(each.history)
+                    messages.extend(message.history)
                 case Result():
-                    result = {"tool_call_id": each.call.id, "content": each.text}
+                    result = {"tool_call_id": message.call.id, "content": message.text}
                     messages.append({"role": "tool", **result})
         named = {"type": "function", "function": {"name": ask.choice}}
         functions = [asdict(tool) for tool in ask.tools]
         answer = {"name": "answer", "schema": ask.schema, "strict": True}
         options = {
-            "tools": [{"type": "function", "function": each} for each in functions],
+            "tools": [{"type": "function", "function": function} for function in functions],
             "tool_choice": ask.choice if ask.choice in ("required", "none", "") else named,
             "response_format": ask.schema and {"type": "json_schema", "json_schema": answer},
             "reasoning_effort": ask.effort,
@@ -184,8 +184,8 @@ class Chat(Api):
         choice = document["choices"][0]
         message = choice["message"]
         calls = tuple(
-            Call(each["function"]["name"], each["function"]["arguments"], each["id"])
-            for each in message.get("tool_calls") or ()
+            Call(call["function"]["name"], call["function"]["arguments"], call["id"])
+            for call in message.get("tool_calls") or ()
         )
         names = {"stop": "stop", "length": "length", "tool_calls": "calls"}
         require(choice["finish_reason"] in names, f"finish_reason {choice['finish_reason']!r}")
@@ -245,14 +245,14 @@ class Responses(Api):
 
     def body(self, model: str, ask: Ask) -> Document:
         items: list[Document] = []
-        for each in ask.messages:
-            match each:
+        for message in ask.messages:
+            match message:
                 case str():
-                    items.append({"type": "message", "role": "user", "content": each})
+                    items.append({"type": "message", "role": "user", "content": message})
                 case Answer():
-                    items.extend(each.history)
+                    items.extend(message.history)
                 case Result():
-                    result = {"call_id": each.call.id, "output": each.text}
+                    result = {"call_id": message.call.id, "output": message.text}
                     items.append({"type": "function_call_output", **result})
         named = {"type": "function", "name": ask.choice}
         answer = {"type": "json_schema", "name": "answer", "schema": ask.schema, "strict": True}
@@ -378,14 +378,14 @@ class Messages(Api):
     def body(self, model: str, ask: Ask) -> Document:
         """Results of the same turn are in one message."""
         messages: list[Document] = []
-        for before, each in zip((None, *ask.messages), ask.messages, strict=False):
-            match each:
+        for before, message in zip((None, *ask.messages), ask.messages, strict=False):
+            match message:
                 case str():
-                    messages.append({"role": "user", "content": each})
+                    messages.append({"role": "user", "content": message})
                 case Answer():
-                    messages.append({"role": "assistant", "content": list(each.history)})
+                    messages.append({"role": "assistant", "content": list(message.history)})
                 case Result():
-                    block = {"tool_use_id": each.call.id, "content": each.text}
+                    block = {"tool_use_id": message.call.id, "content": message.text}
                     if not isinstance(before, Result):
                         messages.append({"role": "user", "content": []})
                     messages[-1]["content"].append({"type": "tool_result", **block})

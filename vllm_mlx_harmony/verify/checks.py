@@ -72,7 +72,9 @@ def chosen(checks: Iterable[Check], only: Sequence[str]) -> tuple[Check, ...]:
         check
         for check in checks
         if not only
-        or any(fnmatchcase(check.name, end) for each in only for end in (each, f"{each}.*"))
+        or any(
+            fnmatchcase(check.name, end) for pattern in only for end in (pattern, f"{pattern}.*")
+        )
     )
 
 
@@ -102,8 +104,8 @@ async def _repeated(server: Server, check: Check, repeat: int) -> Outcome:
     began, outcomes = time.monotonic(), list[Outcome]()
     while len(outcomes) < repeat and not (outcomes and outcomes[-1].state == "unsupported"):
         outcomes.append(await _once(server, check))
-    first = next((each for each in outcomes if each.state != "passed"), outcomes[0])
-    passed = sum(each.state == "passed" for each in outcomes)
+    first = next((outcome for outcome in outcomes if outcome.state != "passed"), outcomes[0])
+    passed = sum(outcome.state == "passed" for outcome in outcomes)
     return replace(first, seconds=time.monotonic() - began, passed=passed, runs=repeat)
 
 

@@ -108,8 +108,8 @@ async def several(case: Case, trial: Trial) -> None:
         for call in answer.calls:
             valid_call(call, tools(case.tools))
             made.append(f"{call.name} {call.arguments}")
-            fitting = [each for each in left if each[0][0] == call.name]
-            wanted = [each for each in fitting if _same(each[0][1], call)] or fitting
+            fitting = [expected for expected in left if expected[0][0] == call.name]
+            wanted = [expected for expected in fitting if _same(expected[0][1], call)] or fitting
             require(wanted, f"an unexpected call: {made[-1]}")
             left.remove(wanted[0])
             results.append(Result(call, wanted[0][1]))
@@ -173,8 +173,10 @@ async def survives(trial: Trial) -> None:
 async def effort(trial: Trial) -> None:
     counts = []
     for level in ("low", "medium", "high"):
-        answers = [await trial.answer(Ask((each,), effort=level, limit=16384)) for each in PUZZLES]
-        counts.append(sum(each.usage.reasoning or len(each.reasoning) for each in answers))
+        answers = [
+            await trial.answer(Ask((puzzle,), effort=level, limit=16384)) for puzzle in PUZZLES
+        ]
+        counts.append(sum(answer.usage.reasoning or len(answer.reasoning) for answer in answers))
     rising = counts[0] < counts[1] < counts[2]
     require(rising, f"reasoning of {counts} tokens with low, medium and high effort")
 

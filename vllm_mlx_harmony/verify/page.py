@@ -36,7 +36,7 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
     def row(cells: Sequence[str], tag: str) -> str:
         name, *numbers = map(escape, cells)
-        rest = "".join(f'<{tag} class="number">{each}</{tag}>' for each in numbers)
+        rest = "".join(f'<{tag} class="number">{number}</{tag}>' for number in numbers)
         return f"<{tag}>{name}</{tag}>{rest}"
 
     lines = [f"<tr>{row(cells, 'td')}</tr>" for cells in rows]

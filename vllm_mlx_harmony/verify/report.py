@@ -67,7 +67,7 @@ class Screen(Live):
 
 def counts(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> list[tuple[str, ...]]:
     """For each kind, how many checks passed in each API, of those that are supported."""
-    states = {each.name: each.state for each in outcomes}
+    states = {outcome.name: outcome.state for outcome in outcomes}
     rows = []
     for kind in dict.fromkeys(check.kind for check in checks):
         cells = []
@@ -98,21 +98,23 @@ def table(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Table:
 
 def scores(outcomes: Sequence[Outcome]) -> list[str]:
     """Rates of the checks that depend on what the model writes."""
-    made = [each for each in outcomes if each.state != "unsupported"]
+    made = [outcome for outcome in outcomes if outcome.state != "unsupported"]
     calls, others = (
-        [each for each in made if each.name.split(".")[2].startswith(start)]
+        [outcome for outcome in made if outcome.name.split(".")[2].startswith(start)]
         for start in ("call-", "no-call-")
     )
-    called, runs = sum(each.passed for each in calls), sum(each.runs for each in calls)
-    needless = sum(each.runs - each.passed for each in others)
+    called, runs = sum(call.passed for call in calls), sum(call.runs for call in calls)
+    needless = sum(other.runs - other.passed for other in others)
     lines = []
     if calls and others:
         precision = called / (called + needless) if called else 0.0
         lines.append(f"tool calls: recall {called / runs:.1%}, precision {precision:.1%}")
-    repeated = [each for each in made if each.runs > 1]
+    repeated = [outcome for outcome in made if outcome.runs > 1]
     if repeated:
-        rate = sum(each.passed for each in repeated) / sum(each.runs for each in repeated)
-        always = sum(each.passed == each.runs for each in repeated) / len(repeated)
+        rate = sum(outcome.passed for outcome in repeated) / sum(
+            outcome.runs for outcome in repeated
+        )
+        always = sum(outcome.passed == outcome.runs for outcome in repeated) / len(repeated)
         k = repeated[0].runs
         lines.append(f"pass@1 {rate:.1%}, pass^{k} {always:.1%} (of {len(repeated)} checks)")
     return lines
@@ -133,13 +135,13 @@ def verdict(checks: Sequence[Check], outcomes: Sequence[Outcome]) -> Group:
     """The end of a report: the table, what is not supported and why, and the numbers."""
     lines = []
     reasons: dict[str, list[str]] = {}
-    for each in outcomes:
-        if each.state == "unsupported":
-            reasons.setdefault(each.problem, []).append(each.name)
+    for outcome in outcomes:
+        if outcome.state == "unsupported":
+            reasons.setdefault(outcome.problem, []).append(outcome.name)
     for problem, (name, *others) in reasons.items():
         which = f"{name} and {len(others)} more" if others else name
         lines.append(Text.assemble((f"– not supported: {problem} ", "yellow"), (which, "dim")))
-    count = {state: sum(each.state == state for each in outcomes) for state in STYLES}
+    count = {state: sum(outcome.state == state for outcome in outcomes) for state in STYLES}
     parts = [(f"{number} {state}", STYLES[state]) for state, number in count.items() if number]
     joined = Text(", ").join(Text(words, style) for words, style in parts)
     return Group(table(checks, outcomes), *lines, *scores(outcomes), joined)
@@ -153,8 +155,8 @@ def document(model: str, repeat: int, outcomes: Sequence[Outcome]) -> Document:
         "model": model,
         "repeat": repeat,
         "checks": [
-            {name: value for name, value in asdict(each).items() if value != ""}
-            for each in outcomes
+            {name: value for name, value in asdict(outcome).items() if value != ""}
+            for outcome in outcomes
         ],
     }
 
@@ -176,7 +178,7 @@ def html(checks: Sequence[Check], results: Document, outcomes: Sequence[Outcome]
     body += [f"<p>{escape(line)}</p>" for line in scores(outcomes)]
     titles = {"failed": "Failed", "unsupported": "Not supported", "passed": "Passed"}
     for state, title in titles.items():
-        rows = [_row(each) for each in outcomes if each.state == state]
+        rows = [_row(outcome) for outcome in outcomes if outcome.state == state]
         if rows:
             body.append(f"<h2>{title}: {len(rows)}</h2><table>{''.join(rows)}</table>")
     return page.page("vllm-mlx-harmony verify", *body)
@@ -196,13 +198,13 @@ def _row(outcome: Outcome) -> str:
 def compared(before: Document, after: Document) -> tuple[Table, bool]:
     """What differs between two results files, and whether nothing that passed fails now."""
     shown = Table("check", box=None, padding=(0, 2, 0, 0))
-    for each in (before, after):
-        passed = sum(check["state"] == "passed" for check in each["checks"])
-        shown.add_column(f"{each['model']}: {passed} passed", overflow="fold")
-    old, new = ({check["name"]: check for check in each["checks"]} for each in (before, after))
+    for result in (before, after):
+        passed = sum(check["state"] == "passed" for check in result["checks"])
+        shown.add_column(f"{result['model']}: {passed} passed", overflow="fold")
+    old, new = ({check["name"]: check for check in result["checks"]} for result in (before, after))
     worse = False
     for name in dict.fromkeys((*old, *new)):
-        pair = [_state(each.get(name)) for each in (old, new)]
+        pair = [_state(states.get(name)) for states in (old, new)]
         worse |= pair[0].startswith("passed") and pair[1].startswith("failed")
         if pair[0] != pair[1]:
             shown.add_row(name, *(Text(text, STYLES.get(text.split()[0], "")) for text in pair))

@@ -19,7 +19,7 @@ def check(name: str, text: str) -> Check:
     case = json.loads(text)
     try:
         version, path, body = case["case"], case["path"], case["body"]
-        api = next((each for each in APIS if each.path == path), None)
+        api = next((api for api in APIS if api.path == path), None)
     except (KeyError, TypeError) as error:
         raise ValueError("not a case") from error
     if version != 1 or api is None or not isinstance(body, dict):

@@ -139,10 +139,10 @@ async def models(http: httpx.AsyncClient) -> dict[str, int | None]:
     listed = parsed(response.text).get("data")
     require(isinstance(listed, list), "GET /v1/models has no list `data`")
     found = {}
-    for each in listed or ():
+    for entry in listed or ():
         # as vLLM and this project list it, or llama.cpp
-        length = each.get("max_model_len") or (each.get("meta") or {}).get("n_ctx")
-        found[each["id"]] = length if isinstance(length, int) else None
+        length = entry.get("max_model_len") or (entry.get("meta") or {}).get("n_ctx")
+        found[entry["id"]] = length if isinstance(length, int) else None
     return found
 
 

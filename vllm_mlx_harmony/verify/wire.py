@@ -119,10 +119,12 @@ async def usage(trial: Trial) -> None:
     if trial.api.name != "messages":
         summed = one.usage.prompt + one.usage.output
         require(total == summed, f"total_tokens is {total}, the sum {summed}")
-    for each, way in ((one.usage, "whole"), (other.usage, "streamed")):
-        require(each.prompt > 0 and each.output > 0, f"no tokens counted ({way})")
-        require((each.cached or 0) <= each.prompt, f"more cached than prompt tokens ({way})")
-        require((each.reasoning or 0) <= each.output, f"more reasoning than output tokens ({way})")
+    for counts, way in ((one.usage, "whole"), (other.usage, "streamed")):
+        require(counts.prompt > 0 and counts.output > 0, f"no tokens counted ({way})")
+        require((counts.cached or 0) <= counts.prompt, f"more cached than prompt tokens ({way})")
+        require(
+            (counts.reasoning or 0) <= counts.output, f"more reasoning than output tokens ({way})"
+        )
     same = one.usage.prompt == other.usage.prompt
     require(same, f"{one.usage.prompt} prompt tokens whole, {other.usage.prompt} streamed")
 
@@ -224,10 +226,10 @@ async def _until_idle(trial: Trial) -> None:
 async def at_once(trial: Trial) -> None:
     asked = trial.streamed(PLAIN), trial.streamed(OTHER)
     found = await asyncio.gather(*asked, return_exceptions=True)  # if one fails, the other ends
-    for each in found:
-        if isinstance(each, BaseException):
-            raise each
-    one, other = (each for each in found if isinstance(each, Answer))
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    one, other = (result for result in found if isinstance(result, Answer))
     require(one.text and other.text, "an answer without text")
     require(one.id != other.id, f"two answers with the id {one.id}")
 
@@ -310,8 +312,8 @@ async def key(trial: Trial) -> None:
 async def models(trial: Trial) -> None:
     reply = await trial.send("GET", "/v1/models")
     require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
-    for each in parsed(reply.text)["data"]:
-        validate("Model", each)
+    for entry in parsed(reply.text)["data"]:
+        validate("Model", entry)
 
 
 async def model(trial: Trial) -> None:
@@ -327,7 +329,7 @@ async def previous(trial: Trial) -> None:
     second = await trial.document(Ask((SECOND,), extra=earlier))
     named = second.get("previous_response_id")
     require(named == first["id"], f"previous_response_id is {named!r}")
-    before, after = (trial.api.read(each).usage.prompt for each in (first, second))
+    before, after = (trial.api.read(document).usage.prompt for document in (first, second))
     require(after > before, f"{after} prompt tokens after {before}: the first turn is missing")
     stored = await trial.send("GET", f"{trial.api.path}/{first['id']}")
     require(stored.status_code == HTTPStatus.OK, f"GET of a stored response: {stored.status_code}")
@@ -350,17 +352,17 @@ async def conversation(trial: Trial) -> None:
     within = {"conversation": created["id"]}
     first = await trial.document(Ask((FIRST,), extra=within))
     second = await trial.document(Ask((SECOND,), extra=within))
-    before, after = (trial.api.read(each).usage.prompt for each in (first, second))
+    before, after = (trial.api.read(document).usage.prompt for document in (first, second))
     require(after > before, f"{after} prompt tokens after {before}: the first turn is missing")
     path = f"/v1/conversations/{created['id']}/items?order=asc&limit=100"
     reply = await trial.send("GET", path)
     require(reply.status_code == HTTPStatus.OK, f"GET of its items: status {reply.status_code}")
     items = parsed(reply.text)["data"]
-    asked = [each for each in items if each["type"] == "message" and each["role"] == "user"]
+    asked = [item for item in items if item["type"] == "message" and item["role"] == "user"]
     texts = [part["text"] for item in asked for part in item["content"]]
     require(texts == [FIRST, SECOND], f"the user's items are {texts!r:.80}")
-    answers = [each["id"] for each in first["output"] + second["output"]]
-    listed = [each["id"] for each in items if each not in asked]
+    answers = [item["id"] for item in first["output"] + second["output"]]
+    listed = [item["id"] for item in items if item not in asked]
     require(listed == answers, "the other items are not those of the responses")
 
 
@@ -445,7 +447,7 @@ async def search(trial: Trial) -> None:
     require(reply.status_code == HTTPStatus.OK, f"status {reply.status_code}")
     document = parsed(reply.text)
     text = trial.api.read(document).text
-    kinds = {each["type"] for name in ("content", "output") for each in document.get(name, ())}
+    kinds = {part["type"] for name in ("content", "output") for part in document.get(name, ())}
     require(SEARCHED & kinds, f"no search, and no error, but {text!r:.80}")
 
 
