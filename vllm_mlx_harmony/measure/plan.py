@@ -98,10 +98,10 @@ def story(client: Client) -> list[Message]:
 
 async def _speed(count: int, client: Client) -> Points:
     answers = await asyncio.gather(*(client.answer(story(client), ANSWER) for _ in range(count)))
-    begin = min(each.first for each in answers)
-    end = max(each.times[-1] for each in answers)
-    tokens = sum(each.output or len(each.times) for each in answers)
-    yield Point("one stream's speed", count, median(each.speed for each in answers))
+    begin = min(answer.first for answer in answers)
+    end = max(answer.times[-1] for answer in answers)
+    tokens = sum(answer.output or len(answer.times) for answer in answers)
+    yield Point("one stream's speed", count, median(answer.speed for answer in answers))
     yield Point("all streams' speed", count, (tokens - count) / (end - begin))
 
 
