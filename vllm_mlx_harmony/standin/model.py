@@ -89,7 +89,7 @@ class Model(nn.Module):  # type: ignore[misc, unused-ignore]
         Raises ``RuntimeError`` if the script fails here, and for a bounded cache (``max_kv_size``).
         """
         caches = self.make_cache() if cache is None else cache
-        held = [layer(inputs, each) for layer, each in zip(self.layers, caches, strict=True)]
+        held = [layer(inputs, cache) for layer, cache in zip(self.layers, caches, strict=True)]
         full = caches[self._full]
         if hasattr(full, "max_size"):
             raise RuntimeError("the stand-in needs a KV cache that keeps everything")

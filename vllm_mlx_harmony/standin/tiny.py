@@ -51,7 +51,7 @@ def write_weights(path: Path, seed: int, width: int) -> None:
 
     source = numpy.random.default_rng(seed)
     weights = {}
-    for name, each in tree_flatten(Model(ModelArgs.from_dict(config(width))).parameters()):
-        values = source.random(each.shape, numpy.float32)
+    for name, parameter in tree_flatten(Model(ModelArgs.from_dict(config(width))).parameters()):
+        values = source.random(parameter.shape, numpy.float32)
         weights[name] = numpy.ones_like(values) if "norm" in name else values / 4 - 0.125
     save_file(weights, path, {"format": "mlx"})
