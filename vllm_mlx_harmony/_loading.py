@@ -46,9 +46,11 @@ def find_spec(
         return None
     _asking.add(get_ident())
     try:
-        others = [each for each in sys.meta_path if each is not own and hasattr(each, "find_spec")]
-        found = (each.find_spec(name, path, target) for each in others)
-        spec = next((each for each in found if each is not None), None)
+        others = [
+            finder for finder in sys.meta_path if finder is not own and hasattr(finder, "find_spec")
+        ]
+        found = (finder.find_spec(name, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
     finally:
         _asking.discard(get_ident())
     if spec is not None and hasattr(spec.loader, "exec_module"):

@@ -92,10 +92,11 @@ def find_problem(target: str, parameters: str | None = None) -> str | None:
     wanted = parameters.split()
     fits = wanted == [*actual]
     if OTHERS in wanted:
-        others = [each for name, each in actual.items() if name not in (*wanted, "self")]
+        others = [parameter for name, parameter in actual.items() if name not in (*wanted, "self")]
         fits = {*wanted} - {OTHERS} <= {*actual} and all(
-            each.default is not each.empty or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
-            for each in others
+            other.default is not other.empty
+            or other.kind in (other.VAR_KEYWORD, other.VAR_POSITIONAL)
+            for other in others
         )
     return None if fits else f"{target} takes ({', '.join(actual)}), not ({', '.join(wanted)})"
 
@@ -107,8 +108,8 @@ def _is_set_by_instances(target: str) -> bool:
         owner = locate(path)
     except (ImportError, AttributeError, ValueError):
         return False
-    for each in inspect.getmro(owner) if isinstance(owner, type) else ():
-        initializer = getattr(vars(each).get("__init__"), "__code__", None)
-        if name in inspect.get_annotations(each) or name in getattr(initializer, "co_names", ()):
+    for base in inspect.getmro(owner) if isinstance(owner, type) else ():
+        initializer = getattr(vars(base).get("__init__"), "__code__", None)
+        if name in inspect.get_annotations(base) or name in getattr(initializer, "co_names", ()):
             return True
     return False
