@@ -225,9 +225,9 @@ def inspected(runs: int) -> Row:
     async def run(*observers: Observer) -> None:
         async for step in steps():
             events = [event]
-            for each in observers:
-                each.step(step)
-                each.events(events)
+            for observer in observers:
+                observer.step(step)
+                observer.events(events)
 
     def on() -> None:
         asyncio.run(run(Log().observe(request)))

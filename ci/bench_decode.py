@@ -152,7 +152,7 @@ async def taken(sides: Sequence[Raw | Chat], load: Load, engine: str, runs: int)
                 loads = (
                     [load] if side.mixes else [replace(load, settings=[s]) for s in load.settings]
                 )
-                took = [await once(client, side, each, together) for each in loads]
+                took = [await once(client, side, load, together) for load in loads]
                 if run:  # the first one warms up
                     results.append(fmean(took))
     return [median(results) for results in seconds]
@@ -166,7 +166,7 @@ async def once(client: httpx.AsyncClient, side: Raw | Chat, load: Load, together
             for at in range(load.streams)
         ]
         began = time.perf_counter()
-        whole = await asyncio.gather(*asked) if together else [await each for each in asked]
+        whole = await asyncio.gather(*asked) if together else [await answer for answer in asked]
         if all(whole):
             return time.perf_counter() - began
 

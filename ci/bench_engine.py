@@ -110,11 +110,11 @@ class Answer:
 
     def speed(self, start: float, end: float) -> float:
         """Ids per second from ``start`` to ``end``."""
-        return sum(start <= each < end for each in self.times) / (end - start)
+        return sum(start <= seconds < end for seconds in self.times) / (end - start)
 
     def longest_pause(self, start: float, end: float) -> float:
         """Seconds between two ids, as long as they were in that time."""
-        within = [start, *(each for each in self.times if start <= each < end), end]
+        within = [start, *(seconds for seconds in self.times if start <= seconds < end), end]
         return max(after - before for before, after in pairwise(within))
 
 
@@ -181,9 +181,9 @@ async def at_once(name: str, engine: MlxEngine) -> Row:
     one, several = [], []
     for run in range(2 * RUNS + 1):
         one.append((await ask(engine, ids(100 + run, SHORT), 1)).wait)
-        prompts = [ids(200 + TOGETHER * run + each, SHORT) for each in range(TOGETHER)]
-        found = await asyncio.gather(*(ask(engine, each, 1) for each in prompts))
-        several.append(max(each.times[0] for each in found) - found[0].sent)
+        prompts = [ids(200 + TOGETHER * run + number, SHORT) for number in range(TOGETHER)]
+        found = await asyncio.gather(*(ask(engine, prompt, 1) for prompt in prompts))
+        several.append(max(answer.times[0] for answer in found) - found[0].sent)
     what = f"first ids of {TOGETHER} times {SHORT} ids at once, {name}"
     return at_most(what, TOGETHER * median(one[1:]), median(several[1:]), 1.0)
 

@@ -171,7 +171,7 @@ class Connection(asyncio.Protocol):
             return
         if path == CHAT:
             about = {"id": "c", "object": "chat.completion.chunk", "created": 1, "model": "m"}
-            events = ({**about, "choices": [{"index": 0, **each}]} for each in CHAT_STREAM)
+            events = ({**about, "choices": [{"index": 0, **choice}]} for choice in CHAT_STREAM)
             text = "".join(f"data: {json.dumps(event)}\n\n" for event in events)
             end = b"data: [DONE]\n\n"
             self._transport.write(STREAM + _chunk(text.encode() + end) + b"0\r\n\r\n")

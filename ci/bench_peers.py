@@ -123,7 +123,7 @@ class Server:
             os.killpg(self.process.pid, signal.SIGSTOP)
 
     def processor(self) -> float:
-        return sum(processor_time(each) for each in family(self.process))
+        return sum(processor_time(process) for process in family(self.process))
 
     async def seconds(self, messages: Sequence[Any], most: int = 1, **fields: Any) -> float:
         """Until an answer of ``most`` tokens has been streamed. Raises ``RuntimeError`` if the
@@ -135,7 +135,7 @@ class Server:
             response = await http.post(f"{self.url}/v1/chat/completions", json=body)
         taken = time.perf_counter() - began
         events = [line[6:] for line in response.text.splitlines() if line.startswith("data: {")]
-        usages = [usage for each in events if (usage := json.loads(each).get("usage"))]
+        usages = [usage for event in events if (usage := json.loads(event).get("usage"))]
         if not usages or usages[-1]["completion_tokens"] != most:
             raise RuntimeError(f"{most} tokens: {response.status_code} {response.text[-300:]}")
         return taken
@@ -296,7 +296,7 @@ def session(
                     print(model, name, *columns, *found, file=sys.stderr)
                     for column, value in zip(columns, found, strict=True):
                         values[name][column].append(value)
-    return {name: {each: median(of) for each, of in by.items()} for name, by in values.items()}
+    return {name: {column: median(of) for column, of in by.items()} for name, by in values.items()}
 
 
 def reason(error: Exception) -> str:
@@ -308,8 +308,8 @@ def reason(error: Exception) -> str:
 def called(url: str, directory: Path) -> str:
     """What requests call the model."""
     document = httpx.get(f"{url}/v1/models", headers=HEADERS, timeout=READ_TIMEOUT).json()
-    listed: list[str] = [each["id"] for each in document["data"]]
-    return next((each for each in listed if directory.name in each), str(directory))
+    listed: list[str] = [model["id"] for model in document["data"]]
+    return next((name for name in listed if directory.name in name), str(directory))
 
 
 def written(directory: Path, model: str) -> Path:

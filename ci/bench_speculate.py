@@ -178,8 +178,8 @@ def modelled(layers: int, experts: int) -> Costs:
     others = (layers * WIDTH * (2 * HEADS + 2 * KEYS) + VOCAB_SIZE * WIDTH) * 8.5 / 8
     expert = 3 * WIDTH**2 * 4.25 / 8
     chosen = [experts * (1 - (1 - 4 / experts) ** ids) for ids in WIDTHS]
-    read = [others + layers * each * expert for each in chosen]
-    return Costs(WIDTHS, tuple(each / read[0] for each in read))
+    read = [others + layers * count * expert for count in chosen]
+    return Costs(WIDTHS, tuple(nbytes / read[0] for nbytes in read))
 
 
 WIDTH, HEADS, KEYS = 2880, 64 * 64, 8 * 64
@@ -197,13 +197,13 @@ def rows(pairs: Sequence[tuple[str, str, str]], costs: Costs) -> Iterator[Row]:
         replayed = [(vocab.encode(edit[1]), vocab.encode(write(*edit))) for edit in pairs]
         ids = sum(len(answer) for _, answer in replayed)
         taken = [replay(*texts, costs) for texts in replayed]
-        steps, cost = (sum(each) for each in zip(*taken, strict=True))
+        steps, cost = (sum(counts) for counts in zip(*taken, strict=True))
         rate = ids / steps
         yield Row(f"{kind}: {ids:,} tokens", "a step", None, rate, f">= {goal}", rate >= goal)
         yield Row(f"{kind}: speed by the costs", "times", None, ids / cost)
         for name, by_bytes in MODELS.items():
             taken = [replay(*texts, by_bytes) for texts in replayed]
-            steps, cost = (sum(each) for each in zip(*taken, strict=True))
+            steps, cost = (sum(counts) for counts in zip(*taken, strict=True))
             yield Row(f"{kind}: modelled {name}, in one step", "tokens", None, ids / steps)
             yield Row(f"{kind}: modelled {name}, speed", "times", None, ids / cost)
 
@@ -211,12 +211,12 @@ def rows(pairs: Sequence[tuple[str, str, str]], costs: Costs) -> Iterator[Row]:
 def prose(costs: Costs) -> Iterator[Row]:
     """The second half of each description, after the first: there is little to copy, and the text
     that loses most must lose next to nothing."""
-    for name, each in {"the costs": costs, **MODELS}.items():
+    for name, model_costs in {"the costs": costs, **MODELS}.items():
         speeds = []
         for text in PROSE:
             ids = vocab.encode(text)
             middle = len(ids) // 2
-            _, cost = replay(ids[:middle], ids[middle:], each)
+            _, cost = replay(ids[:middle], ids[middle:], model_costs)
             speeds.append((len(ids) - middle) / cost)
         worst = min(speeds)
         goal = f">= {NO_LOSS}"
@@ -236,15 +236,17 @@ def tools(*, strict: bool) -> tuple[Tool, ...]:
     }
     closed = {"type": "object", "additionalProperties": False}
     return tuple(
-        Tool(name, "", {**closed, "properties": each, "required": [*each]}, strict=strict)
-        for name, each in parameters.items()
+        Tool(
+            name, "", {**closed, "properties": properties, "required": [*properties]}, strict=strict
+        )
+        for name, properties in parameters.items()
     )
 
 
 def prose_with_tools(paths: Sequence[str]) -> Iterator[list[int]]:
     """Answers: each thinks for a sentence, and calls a tool, or answers with the next one."""
     found = (sentence for text in PROSE for sentence in re.split(r"(?<=[.!?])\s+", text))
-    sentences = [each for each in found if len(each.split()) in WORDS and "<|" not in each]
+    sentences = [text for text in found if len(text.split()) in WORDS and "<|" not in text]
     for at, (thought, after) in enumerate(pairwise(sentences)):
         path = paths[at % len(paths)]
         calls: dict[str, dict[str, Any]] = {
@@ -355,14 +357,14 @@ async def generated(
 
 def seconds(pairs: Sequence[tuple[str, str, str]], count: int, most: int) -> Iterator[Row]:
     """The time of answers with drafts and without, by turns."""
-    engines = [opened(lambda: Replayed(wide()), each) for each in ("off", "auto")]
+    engines = [opened(lambda: Replayed(wide()), mode) for mode in ("off", "auto")]
     try:
         module: Any = engines[1].loop.module
         measure = partial(step_costs.measure_step_costs, module, make_prompt_cache(module), clock)
         engines[1].loop.costs = found = engines[1]._thread.call(measure).result()
-        shares = [f"{each / found.seconds[0]:.2f}" for each in found.seconds]
+        shares = [f"{seconds / found.seconds[0]:.2f}" for seconds in found.seconds]
         print(f"steps of {found.ids} ids cost {', '.join(shares)} of one")
-        pairs = [each for each in pairs if len(each[2]) in SHORT][:count]
+        pairs = [pair for pair in pairs if len(pair[2]) in SHORT][:count]
         luck = random.Random(1)
         kinds: dict[str, tuple[Callable[..., Sequence[int]], float]] = {
             "whole files": (lambda path, before, after: vocab.encode(after), 1.5),
@@ -404,7 +406,9 @@ def greedy(count: int, most: int = 60) -> Iterator[Row]:
             luck = random.Random(seed)
             base = [luck.randrange(1000, 8000) for _ in range(luck.randrange(5, 60))]
             prompt = base * luck.randrange(1, 5)
-            ids, drafted = (asyncio.run(generated(each, prompt, most))[0] for each in (one, other))
+            ids, drafted = (
+                asyncio.run(generated(engine, prompt, most))[0] for engine in (one, other)
+            )
             same += ids == drafted
             if ids != drafted:
                 at = next(at for at in range(most) if ids[at] != drafted[at])

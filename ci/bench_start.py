@@ -85,7 +85,7 @@ def main() -> int:
                     starts[name].append(found)
                     print(".", end="", file=sys.stderr, flush=True)
     print(file=sys.stderr)
-    return table({name: typical(each) for name, each in starts.items()})
+    return table({name: typical(runs) for name, runs in starts.items()})
 
 
 def with_vllm_mlx(place: Path) -> str:
@@ -99,9 +99,9 @@ def with_vllm_mlx(place: Path) -> str:
 
 def typical(starts: list[Start]) -> Start:
     return Start(
-        median(each.seconds for each in starts),
-        median(each.processor for each in starts),
-        int(median(each.memory for each in starts)),
+        median(start.seconds for start in starts),
+        median(start.processor for start in starts),
+        int(median(start.memory for start in starts)),
     )
 
 
@@ -109,11 +109,11 @@ def table(starts: dict[str, Start]) -> int:
     """Prints a row for each server, with ratios to mlx-lm's own. Returns the exit code."""
     base = starts[MLX_LM]
     print(f"{'':24}{'first answer':>22}{'processor':>20}{'memory, idle':>22}")
-    for name, each in starts.items():
+    for name, start in starts.items():
         cells = (
-            f"{each.seconds:.2f} s ({each.seconds / base.seconds:.2f})",
-            f"{each.processor:.2f} s ({each.processor / base.processor:.2f})",
-            f"{each.memory / 1e6:.0f} MB ({each.memory / base.memory:.2f})",
+            f"{start.seconds:.2f} s ({start.seconds / base.seconds:.2f})",
+            f"{start.processor:.2f} s ({start.processor / base.processor:.2f})",
+            f"{start.memory / 1e6:.0f} MB ({start.memory / base.memory:.2f})",
         )
         print(f"{name:24}{cells[0]:>22}{cells[1]:>20}{cells[2]:>22}")
     light = starts[LIGHT]
@@ -140,9 +140,9 @@ def started(name: str, python: str, model: Path, home: Path) -> Start:
     with serving([python, *words, "--host", "127.0.0.1", "--port", str(port)], home) as process:
         answer(port, "default_model" if name == MLX_LM else str(model), process)
         seconds = time.monotonic() - began
-        processor = sum(processor_time(each) for each in family(process))
+        processor = sum(processor_time(member) for member in family(process))
         time.sleep(IDLE)
-        memory = sum(each.memory_info().rss for each in family(process))
+        memory = sum(member.memory_info().rss for member in family(process))
     return Start(seconds, processor, memory)
 
 

@@ -64,5 +64,5 @@ def compared(found: Mapping[str, Mapping[str, float]], columns: Sequence[str]) -
         ratio = f"{own / value:.2f}"
         return f"{value:,.2f} ({f'**{ratio}**' if own > value else ratio})"
 
-    rows = [[name, *(cell(values, each) for each in columns)] for name, values in found.items()]
+    rows = [[name, *(cell(values, column) for column in columns)] for name, values in found.items()]
     return table(("", *columns), rows)

@@ -220,8 +220,8 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
         environment = environments.prepare(leg)
         steps = zip(leg.commands, reports, strict=True)
         ended = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
-        processor = sum(each.processor for each in ended)
-        why = "; ".join(filter(None, (each.why for each in ended)))
+        processor = sum(step.processor for step in ended)
+        why = "; ".join(filter(None, (step.why for step in ended)))
         result = FAILED if why else PASSED
     except LegFailed as error:
         result, why = FAILED, str(error)
@@ -270,7 +270,9 @@ def share_bytecode(environment: Path) -> None:
 def check(leg: Leg, environment: Path) -> None:
     """Raises ``LegFailed`` unless the environment has and lacks what the leg says."""
     site_packages = map(str, (environment / "lib").glob("python*/site-packages"))
-    found = [each.metadata["Name"] for each in distributions(path=list(site_packages))]
+    found = [
+        distribution.metadata["Name"] for distribution in distributions(path=list(site_packages))
+    ]
     names = [re.sub(r"[-_.]+", "-", name).lower() for name in found]
     missing = [name for name in leg.present if name not in names]
     surplus = [name for name in leg.absent if name in names]
@@ -344,7 +346,7 @@ def failures_of(case: ElementTree.Element) -> list[str]:
     """What failed in a test of a JUnit report, with the last lines of each traceback."""
     name = f"{case.get('classname')}.{case.get('name')}"
     found = [*case.iter("failure"), *case.iter("error")]
-    return ["\n".join([name, *(each.text or "").splitlines()[-TRACEBACK:]]) for each in found]
+    return ["\n".join([name, *(element.text or "").splitlines()[-TRACEBACK:]]) for element in found]
 
 
 def must(command: Sequence[str]) -> None:
@@ -420,7 +422,7 @@ def line_of(outcome: Outcome) -> str:
 
 def summarise(outcomes: Sequence[Outcome]) -> int:
     """Prints the result of every leg and a summary; returns the exit code."""
-    failures = [f"{each.leg}: {text}" for each in outcomes for text in each.failures]
+    failures = [f"{outcome.leg}: {text}" for outcome in outcomes for text in outcome.failures]
     if failures:  # again, and last: the end of a log is what people see of it
         print("\n=== failures", *failures[:REPEATED], sep="\n\n")
     print("\n=== summary")

@@ -146,7 +146,7 @@ def core(
     paths: tuple[str, ...] = (),
 ) -> Leg:
     """A leg without a host: the packages below it, and the commands that need none."""
-    other = next(each for each in HARMONY if each != harmony)
+    other = next(version for version in HARMONY if version != harmony)
     return Leg(
         name=name or (f"core-{python}" if harmony == HARMONY[0] else harmony),
         what=f"{what} on Python {python} with {harmony}, no host installed",

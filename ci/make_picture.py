@@ -50,15 +50,15 @@ def verified(console: Console, file: Path) -> None:
     from vllm_mlx_harmony.verify.checks import Outcome
     from vllm_mlx_harmony.verify.suite import CHECKS
 
-    outcomes = [Outcome(**each) for each in json.loads(file.read_text("utf-8"))["checks"]]
+    outcomes = [Outcome(**check) for check in json.loads(file.read_text("utf-8"))["checks"]]
     console.print("[bold]$ vllm-mlx-harmony verify http://127.0.0.1:8000[/]\n")
-    failures = [each for each in outcomes if each.state == "failed"]
-    for each in failures[:FAILURES]:
-        console.print(report.failure(each))
+    failures = [outcome for outcome in outcomes if outcome.state == "failed"]
+    for failure in failures[:FAILURES]:
+        console.print(report.failure(failure))
     if len(failures) > FAILURES:
         console.print(f"[dim]… {len(failures) - FAILURES} more[/]\n")
-    made = {each.name for each in outcomes}
-    console.print(report.verdict([each for each in CHECKS if each.name in made], outcomes))
+    made = {outcome.name for outcome in outcomes}
+    console.print(report.verdict([check for check in CHECKS if check.name in made], outcomes))
 
 
 def written(console: Console, name: str) -> int:

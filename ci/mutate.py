@@ -130,7 +130,7 @@ def drawn(count: int, seed: int) -> list[Fault]:
         for path in files
         if path.relative_to(PACKAGE).parts[0] in CONCERNED or path.parent == PACKAGE
     ]
-    return random.Random(seed).sample([each for path in covered for each in faults(path)], count)
+    return random.Random(seed).sample([fault for path in covered for fault in faults(path)], count)
 
 
 def found(tests: Sequence[str], marks: str) -> bool:
@@ -188,7 +188,7 @@ def main() -> int:
             print(f"{fault.kind:13} {fault.path.relative_to(REPOSITORY)} (node {fault.node})")
         return 0
     who = [tried(fault) for fault in chosen]
-    print(", ".join(f"{who.count(each)} by {each}" for each in ("gate", "rest", "nobody")))
+    print(", ".join(f"{who.count(group)} by {group}" for group in ("gate", "rest", "nobody")))
     return 0
 
 

@@ -125,7 +125,9 @@ def install(place: Path, peer: Peer) -> None:
     subprocess.run([*run, "venv", "-q", "--python", sys.executable, place], check=True)
     overrides = place / "overrides.txt"
     # An override replaces all requirements of a package: here, by one for no system.
-    overrides.write_text("".join(f"{each}; sys_platform == 'never'\n" for each in peer.without))
+    overrides.write_text(
+        "".join(f"{package}; sys_platform == 'never'\n" for package in peer.without)
+    )
     install = [*run, "pip", "install", "-q", "--python", place, "--override", overrides]
     subprocess.run([*install, *peer.install], check=True)
     if peer.prepare:
@@ -157,7 +159,7 @@ def serving(
         "key": KEY,
         "host": ADDRESS,
     }
-    program, *arguments = (each.format(**words) for each in peer.command.split())
+    program, *arguments = (word.format(**words) for word in peer.command.split())
     home = log.parent / "home"
     cache = home / ".cache"
     (cache / "huggingface/hub").mkdir(parents=True)  # servers list the models in it

@@ -122,15 +122,15 @@ def locked() -> list[dict[str, Any]]:
         check=True,
     )
     packages: list[dict[str, Any]] = tomllib.loads(ended.stdout)["packages"]
-    return [each for each in packages if each["name"] != "vllm-mlx-harmony-server"]
+    return [package for package in packages if package["name"] != "vllm-mlx-harmony-server"]
 
 
 def formula(wheel: Path, server: Path, packages: Iterable[Mapping[str, Any]]) -> str:
     """The formula of two wheels that will be on PyPI, and of the packages that they need."""
     with zipfile.ZipFile(wheel) as opened:
-        (name,) = (each for each in opened.namelist() if each.endswith(".dist-info/METADATA"))
+        (name,) = (name for name in opened.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = Parser().parsestr(opened.read(name).decode())
-    urls = dict(each.split(", ", 1) for each in metadata.get_all("Project-URL", []))
+    urls = dict(entry.split(", ", 1) for entry in metadata.get_all("Project-URL", []))
     project = metadata["Name"]
     ours = {"url": published(server), "sha256": digest(server)}
     resources = [RESOURCE.format(name=f"{project}-server", **ours)]

@@ -309,8 +309,11 @@ class Simulation:
         self.computed_at: list[tuple[float, int, int]] = []
         self.repeated = self.retried = 0
         self.on_new: list[tuple[float, float]] = []
-        for each in asked:
-            self._at(each.begins, self._turn(each, 0, each.shared + each.turns[0].added))
+        for conversation in asked:
+            self._at(
+                conversation.begins,
+                self._turn(conversation, 0, conversation.shared + conversation.turns[0].added),
+            )
         if lose_at is not None:
             self._at(lose_at, self._lose)
         if join_at is not None:
@@ -325,7 +328,9 @@ class Simulation:
             happens(now)
         prompts = sum(prompt for _, prompt, _ in self.computed_at)
         computed = sum(tokens for _, _, tokens in self.computed_at)
-        by_prefix = [each.why["moved"] for each in self._policies if isinstance(each, ByPrefix)]
+        by_prefix = [
+            policy.why["moved"] for policy in self._policies if isinstance(policy, ByPrefix)
+        ]
         return Result(
             len(self.waits),
             prompts,
@@ -400,11 +405,11 @@ class Simulation:
         if request.over or request.first_token <= now or not isinstance(policy, ByPrefix):
             return
         name, rule, routing = request.engine, policy.routing.rule, policy.routing
-        mine = [each for each in engine.requests if each.gateway == request.gateway]
-        ids = [min(each.end, now) for each in mine if each.first_token <= now]
+        mine = [other for other in engine.requests if other.gateway == request.gateway]
+        ids = [min(other.end, now) for other in mine if other.first_token <= now]
         silence = now - max([sent, engine.last_id.get(request.gateway, 0.0), *ids])
-        before = [each for each in mine if each.first_token > now and each.sent <= sent]
-        waiting = sum(each.prompt for each in before)
+        before = [other for other in mine if other.first_token > now and other.sent <= sent]
+        waiting = sum(other.prompt for other in before)
         allowed = max(rule.patience, routing.expected(name, waiting))
         if not engine.silent:
             self.closest = max(self.closest, silence / allowed)
@@ -430,12 +435,12 @@ class Simulation:
 
     def _fall_silent(self, now: float) -> None:
         """The busiest quick one. Clients repeat what it was answering."""
-        quick = [name for name, each in self._engines.items() if each.prefill == PREFILL]
+        quick = [name for name, engine in self._engines.items() if engine.prefill == PREFILL]
         name = max(quick, key=lambda name: len(self._engines[name].requests))
         engine = self._engines[name]
         engine.silent = True
         engine.last_id = dict.fromkeys(range(len(self._policies)), now)
-        for request in sorted(engine.requests, key=lambda each: (each.began, each.asked.key)):
+        for request in sorted(engine.requests, key=lambda turn: (turn.began, turn.asked.key)):
             if request.first_token > now:
                 request.first_token = request.end = float("inf")
                 at = max(now, request.sent + Rule().patience)
@@ -466,7 +471,7 @@ class Simulation:
         name = max(self._engines, key=lambda name: len(self._engines[name].requests))
         engine = self._engines[name]
         engine.lost = True
-        for request in sorted(engine.requests, key=lambda each: (each.began, each.asked.key)):
+        for request in sorted(engine.requests, key=lambda turn: (turn.began, turn.asked.key)):
             request.over = True
             self._loads[request.gateway][name] -= 1
             self._policies[request.gateway].failed(name, now)
@@ -592,7 +597,7 @@ def main() -> None:
         print(row(name, result), flush=True)
         return result
 
-    turns = sum(len(each.turns) for each in asked)
+    turns = sum(len(conversation.turns) for conversation in asked)
     print(f"{given.engines} engines, {len(asked):,} conversations, {turns:,} turns\n{COLUMNS}")
     cases = {f"{policy}, {count} gw": (policy, count) for policy in POLICIES for count in (1, 4)}
     faults(

@@ -86,14 +86,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     for page, text in ((PAGE, written(found)), (README, readme(README.read_text("utf-8"), found))):
         page.write_text(text, "utf-8")
         subprocess.run([sys.executable, "-m", "mdformat", page], check=True)
-    ours: list[Results] = next((each["checks"] for each in found if each["name"] == "light"), [])
-    return int(not ours or any(each["state"] == "failed" for each in ours))
+    ours: list[Results] = next(
+        (result["checks"] for result in found if result["name"] == "light"), []
+    )
+    return int(not ours or any(check["state"] == "failed" for check in ours))
 
 
 def measured(name: str, *, keep: bool, resume: bool) -> Results:
     """Installs, starts and checks a server."""
     earlier = results_of([name]) if resume else []
-    before: list[Results] = [each for results in earlier for each in results["checks"]]
+    before: list[Results] = [check for results in earlier for check in results["checks"]]
     peer, place = PEERS[name], BUILD / "environments" / name
     date = datetime.now(UTC).date().isoformat()
     results: Results = {
@@ -134,7 +136,7 @@ async def checked(
     to prepare one.
     """
     outcomes = [*before]
-    done = {each["name"] for each in before}
+    done = {check["name"] for check in before}
     left = [check for check in CHECKS if check.name not in done]
     left.sort(key=lambda check: (check.name.endswith(".cancel"), ".schema-" in check.name))
     until = time.monotonic() + WHOLE
@@ -143,7 +145,7 @@ async def checked(
             listed = await trial.models(client)
         except Failed:  # a check says so, too
             listed = {}
-        name = next((each for each in listed if each in model or MODEL in each), model)
+        name = next((name for name in listed if name in model or MODEL in name), model)
         server = trial.Server(client, name, key, listed.get(name))
         async for outcome in checks.run(server, left, 1):
             outcomes.append(asdict(outcome))
@@ -155,7 +157,7 @@ async def checked(
 def summary(results: Results) -> list[str]:
     if results["problem"]:
         return ["not checked", results["problem"].splitlines()[-1]]
-    count = Counter(each["state"] for each in results["checks"])
+    count = Counter(check["state"] for check in results["checks"])
     return [results["version"], *(f"{number} {state}" for state, number in count.items())]
 
 
@@ -202,12 +204,12 @@ def written(found: Sequence[Results]) -> str:
     """The page, best server first."""
     if not found:
         return f"{INTRODUCTION}\nNo server has been through all checks yet.\n"
-    parts = [INTRODUCTION, table(TITLES, [row(each) for each in found])]
+    parts = [INTRODUCTION, table(TITLES, [row(result) for result in found])]
     return "\n".join([*parts, *map(section, found)])
 
 
 def row(results: Results) -> tuple[str, ...]:
-    states = [(each["name"].split("."), each["state"]) for each in results["checks"]]
+    states = [(check["name"].split("."), check["state"]) for check in results["checks"]]
     cells = []
     for group in GROUPS:
         of_group = [state for (kind, *_), state in states if kind == group]
@@ -226,8 +228,10 @@ def row(results: Results) -> tuple[str, ...]:
 
 def absent(results: Results) -> list[str]:
     """The APIs that a server does not have."""
-    problems = {each["problem"] for each in results["checks"] if each["state"] == "unsupported"}
-    return [api.name for api in APIS if any(f"POST {api.path} is" in each for each in problems)]
+    problems = {check["problem"] for check in results["checks"] if check["state"] == "unsupported"}
+    return [
+        api.name for api in APIS if any(f"POST {api.path} is" in problem for problem in problems)
+    ]
 
 
 def unclear(outcome: Results) -> bool:
@@ -246,7 +250,9 @@ def section(results: Results) -> str:
         "host": ADDRESS,
     }
     typed = " ".join(f"{name}={value}" for name, value in settings(peer, words).items())
-    install = " ".join(f'"{each}"' for each in peer.install).replace(f"{REPOSITORY}", SERVER)
+    install = " ".join(f'"{requirement}"' for requirement in peer.install).replace(
+        f"{REPOSITORY}", SERVER
+    )
     lines = [
         f"## {peer.title}\n",
         f"{results['version']}, {results['date']}{f'; {peer.note}' if peer.note else ''}.\n",
@@ -255,9 +261,9 @@ def section(results: Results) -> str:
     ]
     if results["problem"]:
         lines.append(f"Not checked: {results['problem'].splitlines()[-1]}\n")
-    failed = [each for each in results["checks"] if each["state"] == "failed"]
-    first = distinct([each for each in failed if not unclear(each)])
-    lines += [f"- `{each['name']}`: {each['holds']}. {problem(each)}" for each in first]
+    failed = [check for check in results["checks"] if check["state"] == "failed"]
+    first = distinct([check for check in failed if not unclear(check)])
+    lines += [f"- `{check['name']}`: {check['holds']}. {problem(check)}" for check in first]
     notes = []
     if others := len(failed) - len(first):
         notes.append(f"{others} more failed")
@@ -276,10 +282,10 @@ SERVER = "vllm-mlx-harmony-server"
 def distinct(failed: Sequence[Results]) -> list[Results]:
     """The first three failures, each of another kind."""
     found: dict[str, Results] = {}
-    for each in failed:
-        name = each["name"].rpartition(".")[2].partition("-")[0]
-        if all(each["problem"] != other["problem"] for other in found.values()):
-            found.setdefault(name, each)
+    for check in failed:
+        name = check["name"].rpartition(".")[2].partition("-")[0]
+        if all(check["problem"] != other["problem"] for other in found.values()):
+            found.setdefault(name, check)
     return [*found.values()][:SHOWN]
 
 
@@ -296,7 +302,7 @@ def problem(outcome: Results) -> str:
 def readme(text: str, found: Sequence[Results]) -> str:
     """README with the first rows of the table between its marks, if there are any."""
     before, _, rest = text.partition(BEGIN)
-    rows = [row(each)[:3] for each in found[:IN_README]]
+    rows = [row(result)[:3] for result in found[:IN_README]]
     shown = f"{README_SECTION}\n{table(TITLES[:3], rows)}\n" if rows else ""
     return f"{before}{BEGIN}\n\n{shown}{END}{rest.partition(END)[2]}"
 
@@ -315,13 +321,13 @@ def results_of(names: Iterable[str]) -> list[Results]:
     first. The others are not comparable: which checks were run depends on the machine."""
     files = [BUILD / f"{name}.json" for name in names]
     read: list[Results] = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
-    found = [each for each in read if each["problem"] or len(each["checks"]) == len(CHECKS)]
-    found.sort(key=lambda each: share(each["checks"]), reverse=True)
+    found = [result for result in read if result["problem"] or len(result["checks"]) == len(CHECKS)]
+    found.sort(key=lambda result: share(result["checks"]), reverse=True)
     return found
 
 
 def share(outcomes: Sequence[Results]) -> float:
-    passed = [each for each in outcomes if each["state"] == "passed"]
+    passed = [outcome for outcome in outcomes if outcome["state"] == "passed"]
     return len(passed) / max(len(outcomes), 1)
 
 
