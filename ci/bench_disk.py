@@ -25,11 +25,11 @@ from bench_reuse import (
     OURS,
     ask,
     filler,
+    generate,
     make,
     opening,
     plugged,
     result,
-    said,
     tiny_model,
 )
 from bench_table import Row, printed
@@ -116,7 +116,7 @@ async def _before(model: Path, directory: str) -> None:
         engine = make(OURS, model)
         await engine.start()
         first = [*opening()[:-2], *filler(1, TOKENS), *opening()[-2:]]
-        answer = await said(engine, first)
+        answer = await generate(engine, first)
         disk._queue.join()
         counters = disk.counters()
         _put_below(engine, None)
@@ -125,7 +125,7 @@ async def _before(model: Path, directory: str) -> None:
             {
                 "tokens": len(first),
                 "answer": answer,
-                "said": await said(engine, again),
+                "said": await generate(engine, again),
                 "bytes_written": counters.bytes_written,
                 "write_seconds": counters.write_seconds,
             }
@@ -144,7 +144,7 @@ async def _after(model: Path, directory: str, answer: list[int]) -> None:
         asked = await ask(engine, OURS, again)
         counters = disk.counters()
         _put_below(engine, None)
-        spoken = await said(engine, again)
+        spoken = await generate(engine, again)
         tree.forget(lambda _: True)
         fresh = await ask(engine, OURS, again)
         _say(
@@ -212,7 +212,7 @@ async def _streams(model: Path, directory: Path) -> tuple[list[float], list[floa
                 _put_below(engine, None)
             prompts = [filler(seed, 40) for seed in range(STREAMS)]
             began = time.perf_counter()
-            await asyncio.gather(*(said(engine, prompt) for prompt in prompts))
+            await asyncio.gather(*(generate(engine, prompt) for prompt in prompts))
             found[number % 2].append((time.perf_counter() - began) / ANSWER)
             disk.clear()
     await engine.stop()

@@ -189,8 +189,8 @@ class Connection(asyncio.Protocol):
         elif script.pace and steps > 1:
             self._task = asyncio.ensure_future(self._paced(steps))
         else:
-            said = b"".join(script.stamp() for _ in range(steps))
-            self._transport.write(STREAM + script.first + said + script.last)
+            steps_of_script = b"".join(script.stamp() for _ in range(steps))
+            self._transport.write(STREAM + script.first + steps_of_script + script.last)
 
     async def _paced(self, steps: int) -> None:
         loop = asyncio.get_running_loop()

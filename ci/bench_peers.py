@@ -220,8 +220,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped servers would stay for ever
     size = QUICK if given.quick else Size()
     places, problems = installed([OURS, *(given.names or SERVERS)])
-    said = {"short": SHORT, "together": TOGETHER, "processors": os.cpu_count(), **vars(size)}
-    parts = [INTRODUCTION.format(date=datetime.now(UTC).date(), **said)]
+    settings = {"short": SHORT, "together": TOGETHER, "processors": os.cpu_count(), **vars(size)}
+    parts = [INTRODUCTION.format(date=datetime.now(UTC).date(), **settings)]
     parts.append(table(("Server", "Version", "mlx", "mlx-lm"), map(versions, places.items())))
     measured = True
     for model in size.models:

@@ -146,7 +146,7 @@ async def our_ids(engine: Any, prompt: list[int]) -> AsyncIterator[tuple[int, in
                 yield len(step.ids), step.cached_tokens
 
 
-async def said(engine: Any, prompt: list[int]) -> list[int]:
+async def generate(engine: Any, prompt: list[int]) -> list[int]:
     """The ids themselves, with the plugin."""
     wanted = GenerationSettings(max_tokens=ANSWER, temperature=0.0, top_p=1.0)
     async with aclosing(
@@ -207,7 +207,7 @@ async def conversation(model: Path, turns: int) -> tuple[list[list[int]], list[l
         await engine.start()
         ours, hosts = [opening()], [opening()]
         for turn in range(turns - 1):
-            answer = await said(engine, ours[-1])
+            answer = await generate(engine, ours[-1])
             ours.append([*ours[-1], *answer, *result(turn)])
             hosts.append([*hosts[-1], *ids(TEMPLATE), *answer, *result(turn)])
         await engine.stop()
