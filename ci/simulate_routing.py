@@ -372,7 +372,7 @@ class Simulation:
         rule = policy.routing.rule if isinstance(policy, ByPrefix) else Rule()
         if engine.silent:
             request.first_token = request.end = float("inf")
-            self._at(now + rule.patience, lambda at: self._listen(request, now, at))
+            self._at(now + rule.min_silence, lambda at: self._listen(request, now, at))
             return
         own = request.prompt - request.asked.shared
         computed = request.prompt - min(engine.cached(request.asked), request.prompt)
@@ -388,8 +388,8 @@ class Simulation:
         self.computed_at.append((now, request.prompt, computed))
         turn = request.asked.turns[request.place]
         request.end = request.first_token + turn.generated / DECODE
-        if request.first_token > now + rule.patience:
-            self._at(now + rule.patience, lambda at: self._listen(request, now, at))
+        if request.first_token > now + rule.min_silence:
+            self._at(now + rule.min_silence, lambda at: self._listen(request, now, at))
         self._at(request.first_token, lambda at: self._began(request, now, computed, at))
         self._at(request.end, lambda at: self._end(request, at))
 
@@ -410,7 +410,7 @@ class Simulation:
         silence = now - max([sent, engine.last_id.get(request.gateway, 0.0), *ids])
         before = [other for other in mine if other.first_token > now and other.sent <= sent]
         waiting = sum(other.prompt for other in before)
-        allowed = max(rule.patience, routing.expected(name, waiting))
+        allowed = max(rule.min_silence, routing.expected(name, waiting))
         if not engine.silent:
             self.closest = max(self.closest, silence / allowed)
         if silence < allowed:
@@ -419,7 +419,7 @@ class Simulation:
         if routing.health(name) is Health.UP:
             self.silences.append((now, silence, not engine.silent))
             routing.record_silence(name, now)
-            answers = max(now + rule.pause, engine.busy_until)
+            answers = max(now + rule.open_seconds, engine.busy_until)
             if not engine.silent:
                 self._at(answers, lambda at: routing.record_probe(name, True, at))
         routing.avoid(request.asked.key, name)
@@ -443,7 +443,7 @@ class Simulation:
         for request in sorted(engine.requests, key=lambda turn: (turn.began, turn.asked.key)):
             if request.first_token > now:
                 request.first_token = request.end = float("inf")
-                at = max(now, request.sent + Rule().patience)
+                at = max(now, request.sent + Rule().min_silence)
                 self._at(at, partial(self._listen, request, request.sent))
             else:
                 request.over = True
@@ -609,10 +609,10 @@ def main() -> None:
     if given.rules:
         print(f"\n{COLUMNS}")
         for spread in (0, 2, 4, 8, 16, 32):
-            simulate(f"spread {spread}, 1 gw", "prefix", 1, Rule(spread=spread))
+            simulate(f"spread {spread}, 1 gw", "prefix", 1, Rule(balance_abs_threshold=spread))
         for spread, gateways in product((0, 2, 4, 8, 16), (1, 4)):
             name = f"home spread {spread}, {gateways} gw"
-            simulate(name, "prefix", gateways, Rule(home_spread=spread))
+            simulate(name, "prefix", gateways, Rule(home_abs_threshold=spread))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ async def _check_generation(backend: Backend, engine: HttpEngine) -> None:
     other request. Other failures are raised unless the engine is down: another one may have taken
     its place."""
     began = time.monotonic()
-    seconds = max(backend.routing.rule.patience / 2, backend.expected())
+    seconds = max(backend.routing.rule.min_silence / 2, backend.expected())
     try:
         await first_id(engine, seconds)
     except EngineSilent:

@@ -262,7 +262,7 @@ class Fleet:
     @property
     def patience(self) -> float:
         """Seconds of silence that an engine may be taken down for."""
-        return min(self.routing.rule.patience, self.limit * MAX_SILENT_FRACTION)
+        return min(self.routing.rule.min_silence, self.limit * MAX_SILENT_FRACTION)
 
     def choose(self, key: bytes, tried: Collection[Backend]) -> tuple[Backend, HttpEngine]:
         """Chooses an engine. Raises ``EngineUnavailable`` if none is left."""
@@ -382,7 +382,7 @@ class FleetEngine:
 
     def _silence_allowed(self, attempt: _Attempt) -> float:
         """Seconds until the engine must generate an id; positive while no other one is up."""
-        patience = self.fleet.routing.rule.patience
+        patience = self.fleet.routing.rule.min_silence
         silence = attempt.silence(time.monotonic())
         shortest = min(patience, self.deadline.total * MAX_SILENT_FRACTION)
         if silence < shortest:  # nearly always, and cheap

@@ -36,11 +36,11 @@ and nothing before them changes. The tenant is part of the digest.
 
 When an engine is down
 ----------------------
-Requests notice first (passive checks): after ``failures`` in a row, the engine gets no requests
-for ``pause`` seconds. Then it is probed, and each failed probe doubles the pause. Only a probe
-brings it back, because a request that began earlier proves nothing. Engines that are up are probed
-periodically. An engine that rejects a request for lack of capacity (429, or anything with
-``Retry-After``) is full, not broken: it does not count as a failure.
+Requests notice first (passive checks): once ``failure_threshold`` of them in a row have failed, the
+engine gets no requests for ``open_seconds`` seconds. Then it is probed, and each failed probe
+doubles the pause. Only a probe brings it back, because a request that began earlier proves nothing.
+Engines that are up are probed periodically. An engine that rejects a request for lack of capacity
+(429, or anything with ``Retry-After``) is full, not broken: it does not count as a failure.
 
 A server may pass every health check while it generates nothing. A failure therefore makes an engine
 ``doubted``: it is probed at once, and only a generated id, for the probe or for a request, ends the
@@ -54,21 +54,22 @@ An engine that computes a long prompt is as silent as one that hangs, unless it 
 
 1. Silence belongs to the engine, not to a request: any id for any request ends it, and so does
    progress with a prompt, as long as it advances.
-2. The silence allowed is a multiple (``slack``) of the expected time of the request's prompt and of
-   the prompts before it that have no id yet. The expectation uses two medians of the last
-   ``observed`` requests: the time to the first id of requests with few tokens to compute, and the
-   time to the first id per uncached token of those with ``long`` tokens or more. Each is the
-   engine's own or the median of the other engines, whichever is longer: an engine slower than all
-   others is held to its own past, and one of an overloaded fleet to that of the others. Before an
-   engine has computed ``known_after`` long prompts, it may be a slow laptop that takes ``slowest``
-   seconds per token. Less than ``patience`` seconds never count as silence.
+2. The silence allowed is a multiple (``silence_factor``) of the expected time of the request's
+   prompt and of the prompts before it that have no id yet. The expectation uses two medians of the
+   last ``window_requests`` requests: the time to the first id of requests with few tokens to
+   compute, and the time to the first id per uncached token of those with ``long_prompt_tokens``
+   tokens or more. Each is the engine's own or the median of the other engines, whichever is longer:
+   an engine slower than all others is held to its own past, and one of an overloaded fleet to that
+   of the others. Before an engine has computed ``min_long_prompts`` long prompts, it may be a slow
+   laptop that takes ``max_seconds_per_token`` seconds per token. Less than ``min_silence`` seconds
+   never count as silence.
 
 A silent engine is taken down at once, and its requests without an id are retried on another engine.
-If there is no other, a request waits until its deadline, which then counts as one failure.
-Prompts of other gateways are unknown here. An engine that computes one prompt after the other and
-reports no progress can be taken down for another gateway's prompt, if that takes longer than
-``patience`` and than what is expected of the own ones. It costs the move of conversations: requests
-are retried on another engine, and a probe brings the engine back once it generates again.
+If there is no other, a request waits until its deadline, which then counts as one failure. Prompts
+of other gateways are unknown here. An engine that computes one prompt after the other and reports
+no progress can be taken down for another gateway's prompt, if that takes longer than
+``min_silence`` and than what is expected of the own ones. It costs the move of conversations:
+requests are retried on another engine, and a probe brings the engine back once it generates again.
 ``ci/simulate_routing.py --silent`` counts false alarms: there are none (docs/simulation.md).
 """
 
@@ -129,29 +130,30 @@ class Health(Enum):
 class Rule:
     """The parameters of the rules above.
 
-    An engine is overloaded with over ``spread`` requests more than the least loaded one and more
-    than ``ratio`` times as many; with over ``home_spread`` more it is no conversation's home.
-    ``failures`` in a row take an engine down, for ``pause`` seconds at first and ``longest_pause``
-    at most; engines that are up are probed every ``probe_every`` seconds. The engines of the last
-    ``remembered`` conversations are known, at about 250 bytes each. The other parameters are those
-    of silent engines: ``patience`` is in seconds, ``long`` in tokens, ``slowest`` in seconds per
-    token.
+    An engine is overloaded with over ``balance_abs_threshold`` requests more than the least loaded
+    one and more than ``balance_rel_threshold`` times as many; with over ``home_abs_threshold`` more
+    it is no conversation's home. ``failure_threshold`` failures in a row take an engine down, for
+    ``open_seconds`` seconds at first and ``max_open_seconds`` at most; engines that are up are
+    probed every ``probe_interval`` seconds. The engines of the last ``max_conversations``
+    conversations are known, at about 250 bytes each. The other parameters are those of silent
+    engines: ``min_silence`` is in seconds, ``long_prompt_tokens`` in tokens,
+    ``max_seconds_per_token`` in seconds per token.
     """
 
-    spread: int = 16
-    home_spread: int = 8
-    ratio: float = 1.5
-    failures: int = 3
-    pause: float = 1.0
-    longest_pause: float = 30.0
-    probe_every: float = 10.0
-    remembered: int = 100_000
-    patience: float = 20.0
-    slack: float = 8.0
-    long: int = 500
-    observed: int = 32
-    known_after: int = 4
-    slowest: float = 0.005
+    balance_abs_threshold: int = 16
+    home_abs_threshold: int = 8
+    balance_rel_threshold: float = 1.5
+    failure_threshold: int = 3
+    open_seconds: float = 1.0
+    max_open_seconds: float = 30.0
+    probe_interval: float = 10.0
+    max_conversations: int = 100_000
+    min_silence: float = 20.0
+    silence_factor: float = 8.0
+    long_prompt_tokens: int = 500
+    window_requests: int = 32
+    min_long_prompts: int = 4
+    max_seconds_per_token: float = 0.005
 
 
 E = TypeVar("E", bound=Hashable)
@@ -197,8 +199,8 @@ class Routing(Generic[E]):
         self.rule = rule or Rule()
         self._name = name
         self._engines = {engine: _Engine() for engine in engines}
-        self._last_engine: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
-        self._avoided: ByteLRU[bytes, str] = ByteLRU(self.rule.remembered)
+        self._last_engine: ByteLRU[bytes, str] = ByteLRU(self.rule.max_conversations)
+        self._avoided: ByteLRU[bytes, str] = ByteLRU(self.rule.max_conversations)
 
     def choose(
         self, conversation: bytes, loads: Mapping[E, int], excluded: Collection[E] = ()
@@ -222,10 +224,13 @@ class Routing(Generic[E]):
         last = self._last_engine.get(conversation)
         if last in usable:
             load = loads.get(usable[last], 0)
-            if load - least <= rule.spread or load <= rule.ratio * least:
+            if (
+                load - least <= rule.balance_abs_threshold
+                or load <= rule.balance_rel_threshold * least
+            ):
                 return Choice(usable[last], "prefix")
         why: Why = "new" if last is None else "moved"
-        room = least + rule.home_spread
+        room = least + rule.home_abs_threshold
         roomy = (name for name, engine in usable.items() if loads.get(engine, 0) <= room)
         return Choice(usable[max(roomy, key=lambda name: _weight(name, conversation))], why)
 
@@ -259,10 +264,10 @@ class Routing(Generic[E]):
 
         ``tokens`` excludes any that may have been cached.
         """
-        known, long = self._known(engine), tokens >= self.rule.long
+        known, long = self._known(engine), tokens >= self.rule.long_prompt_tokens
         last = known.paces if long else known.waits
         last.append(seconds / tokens if long else seconds)
-        if len(last) > self.rule.observed:
+        if len(last) > self.rule.window_requests:
             last.popleft()
 
     def expected(self, engine: E, tokens: int) -> float:
@@ -272,9 +277,9 @@ class Routing(Generic[E]):
         others = [other for key, other in self._engines.items() if key != engine]
         wait = max(_median(own.waits), _median([_median(other.waits) for other in others]))
         pace = max(_median(own.paces), _median([_median(other.paces) for other in others]))
-        seconds = rule.slack * (wait + pace * tokens)
-        known = len(own.paces) >= rule.known_after
-        return seconds if known else max(seconds, rule.slowest * tokens)
+        seconds = rule.silence_factor * (wait + pace * tokens)
+        known = len(own.paces) >= rule.min_long_prompts
+        return seconds if known else max(seconds, rule.max_seconds_per_token * tokens)
 
     def doubt(self, engine: E, now: float) -> None:
         """A request to ``engine`` went wrong: it is probed as soon as possible."""
@@ -293,8 +298,8 @@ class Routing(Generic[E]):
         self.doubt(engine, now)
 
     def record_silence(self, engine: E, now: float) -> None:
-        """``engine`` generated nothing for longer than ``expected`` and ``Rule.patience``."""
-        self._count_failures(engine, now, count=self.rule.failures)
+        """``engine`` generated nothing for longer than ``expected`` and ``Rule.min_silence``."""
+        self._count_failures(engine, now, count=self.rule.failure_threshold)
 
     def _count_failures(self, engine: E, now: float, count: int = 1) -> None:
         """Counts a failure, or as many at once."""
@@ -302,8 +307,8 @@ class Routing(Generic[E]):
         if known.down:
             return
         known.failures += count
-        if known.failures >= self.rule.failures:
-            known.down, known.pause = True, self.rule.pause
+        if known.failures >= self.rule.failure_threshold:
+            known.down, known.pause = True, self.rule.open_seconds
             known.probe_at = now + known.pause
 
     def due(self, now: float, probed: Collection[E] = ()) -> list[E]:
@@ -314,7 +319,7 @@ class Routing(Generic[E]):
         due: list[E] = []
         for engine, known in self._engines.items():
             if known.probe_at <= now and engine not in probed:
-                known.probe_at = now + (known.pause or self.rule.probe_every)
+                known.probe_at = now + (known.pause or self.rule.probe_interval)
                 due.append(engine)
         return due
 
@@ -322,13 +327,13 @@ class Routing(Generic[E]):
         """A probe of ``engine`` has ended. Each failure doubles the time to the next probe."""
         known = self._known(engine)
         if not well and known.down:
-            known.pause = min(2 * known.pause, self.rule.longest_pause)
+            known.pause = min(2 * known.pause, self.rule.max_open_seconds)
             known.probe_at = now + known.pause
         elif not well:
             self._count_failures(engine, now)
         else:
             if known.down:
-                known.probe_at = now + self.rule.probe_every
+                known.probe_at = now + self.rule.probe_interval
             known.down, known.failures, known.pause, known.doubted = False, 0, 0.0, False
 
     def retry_after(self, now: float) -> float | None:
@@ -346,7 +351,7 @@ class Routing(Generic[E]):
 
     def add(self, engine: E, *, up: bool = True) -> None:
         """Adds an engine: up, or down until its first probe, which is due at once."""
-        new = _Engine() if up else _Engine(down=True, pause=self.rule.pause)
+        new = _Engine() if up else _Engine(down=True, pause=self.rule.open_seconds)
         self._engines.setdefault(engine, new)
 
     def drain(self, engine: E) -> None:

@@ -173,7 +173,7 @@ def test_restarted_engine_is_used_again() -> None:
         body = {"model": MODEL, **BODIES[CHAT]}
         assert httpx.post(gateway + CHAT, json=body, timeout=180).status_code == 200
         running.close()
-        for _ in range(Rule().failures):
+        for _ in range(Rule().failure_threshold):
             refused = httpx.post(gateway + CHAT, json=body, timeout=180)
             error = refused.json()["error"]
             assert (refused.status_code, error["code"]) == (503, "engine_unavailable")

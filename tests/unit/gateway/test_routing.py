@@ -21,13 +21,13 @@ from vllm_mlx_harmony.gateway.routing import (
 
 ENGINES = ("a", "b", "c", "d")
 RULE = Rule(
-    spread=4,
-    home_spread=2,
-    ratio=1.5,
-    failures=3,
-    pause=1.0,
-    longest_pause=8.0,
-    probe_every=10.0,
+    balance_abs_threshold=4,
+    home_abs_threshold=2,
+    balance_rel_threshold=1.5,
+    failure_threshold=3,
+    open_seconds=1.0,
+    max_open_seconds=8.0,
+    probe_interval=10.0,
 )
 
 
@@ -154,7 +154,7 @@ def test_a_new_engine_takes_new_conversations_and_no_old_ones() -> None:
 
 
 def test_conversations_are_remembered_within_a_bound() -> None:
-    value = Routing(ENGINES, Rule(remembered=10))
+    value = Routing(ENGINES, Rule(max_conversations=10))
     homes = [value.choose(digest(number), {}) for number in range(11)]
     others = [next(name for name in ENGINES if home and name != home.engine) for home in homes]
     for number, other in enumerate(others):

@@ -23,7 +23,7 @@ from vllm_mlx_harmony.server.app import application
 
 CHAT = "/v1/chat/completions"
 SCRIPTS = {"Question": "<|channel|>final<|message|>Good day to you.<|return|>"}
-QUICK = Rule(patience=2.0, pause=0.2, longest_pause=1.0)
+QUICK = Rule(min_silence=2.0, open_seconds=0.2, max_open_seconds=1.0)
 CONVERSATIONS = 14
 
 
@@ -107,7 +107,7 @@ def test_timeout_without_output_moves_the_conversation(
 ) -> None:
     """The rule alone would give the engine more time than the gateway gives the request."""
     monkeypatch.setattr(router, "MAX_SILENT_FRACTION", 2)  # twice the time limit
-    rule = Rule(patience=60.0, pause=0.2, longest_pause=1.0, failures=2)
+    rule = Rule(min_silence=60.0, open_seconds=0.2, max_open_seconds=1.0, failure_threshold=2)
     with ExitStack() as stack:
         engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
         setting = Setting(stack, *engines, rule=rule, timeout=180.0)
@@ -124,7 +124,8 @@ def test_timeout_without_output_moves_the_conversation(
 def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
     """It may be shorter than any engine needs. The next engine is tried, and the first is probed:
     it generates. Another tenant's requests go on."""
-    rule = Rule(slack=0.1, slowest=0.0, failures=2)  # so that only the time limit counts
+    # So that only the time limit counts.
+    rule = Rule(silence_factor=0.1, max_seconds_per_token=0.0, failure_threshold=2)
     with ExitStack() as stack:
         slow, other = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
         setting = Setting(stack, slow, other, rule=rule)
@@ -173,7 +174,9 @@ def test_progress_that_advances_ends_a_silence(
 
     with ExitStack() as stack:
         slow, other = FakeEngine("llamacpp", SCRIPTS), FakeEngine("llamacpp", SCRIPTS)
-        setting = Setting(stack, slow, other, rule=replace(QUICK, slack=0.0, slowest=0.0))
+        setting = Setting(
+            stack, slow, other, rule=replace(QUICK, silence_factor=0.0, max_seconds_per_token=0.0)
+        )
         (number,) = setting.home(1)
         monkeypatch.setitem(EXCHANGES, "llamacpp", replace(exchange, events=events))
         slow.pause, before = 0.5, len(other.prompts)  # three times the patience, in all
@@ -197,7 +200,7 @@ def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(router, "SHORT_SECONDS", 0.0)  # any silence is a reason for a probe
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS)
-        rule = Rule(patience=60.0)
+        rule = Rule(min_silence=60.0)
         setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), rule=rule)
         number, *_ = setting.home(1)
         backend = setting.host.fleet.backends[0]
@@ -230,7 +233,7 @@ CAUSED: dict[str, tuple[Fault, int]] = {
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
 def test_failure_of_a_request_does_not_count(fault: Fault, status: int) -> None:
     """It fails in the same way on two engines, and a third does not get it."""
-    rule = Rule(failures=1)
+    rule = Rule(failure_threshold=1)
     with ExitStack() as stack:
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
         setting = Setting(stack, *engines, rule=rule)
@@ -250,7 +253,7 @@ def test_failure_of_a_request_does_not_count(fault: Fault, status: int) -> None:
 def test_failure_of_an_engine_counts(fault: Fault, status: int) -> None:
     """Another one answers: the first was at fault, and its probe fails, too."""
     # Once down, it stays down: it would be detected again, as one without grammars.
-    rule = replace(QUICK, probe_every=0.2, pause=60.0, longest_pause=60.0)
+    rule = replace(QUICK, probe_interval=0.2, open_seconds=60.0, max_open_seconds=60.0)
     with ExitStack() as stack:
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
         setting = Setting(stack, *engines, rule=rule)
