@@ -129,7 +129,7 @@ class Batch:
         if self.known is None and (
             (
                 mask is not None
-                and costs.together(1)
+                and costs.max_known_ids(1)
                 and (mask.choices <= MAX_CHOICES_TO_WAIT_FOR or mask.expected(1))
             )
             or (drafts is not None and drafts.next(costs, request.room))
@@ -143,7 +143,7 @@ class Batch:
         (request,) = self.rows
         mask, drafts = request.sampler.processor, request.drafts
         header = [] if mask is None else mask.expected(most)
-        if length := costs.length(EXPECTED_RIGHT, len(header)):
+        if length := costs.best_draft_length(EXPECTED_RIGHT, len(header)):
             return header[:length], False
         return ([] if drafts is None else drafts.next(costs, most)), True
 
@@ -162,7 +162,7 @@ class Batch:
             if request.joined:
                 mask.advance(self.known)
             origins = mask.origin
-            run += mask.follow(costs.together(most))
+            run += mask.follow(costs.max_known_ids(most))
         origins += Origin.FORCED * (len(run) - 1)
         found = run if request.joined else run[1:]
         request.origins += origins if request.joined else origins[1:]

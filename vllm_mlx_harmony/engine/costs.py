@@ -2,7 +2,7 @@
 
 Weights that are read for one id are not read again for the next, but each id may use other experts,
 and a device without fast matrix multiplication gains nothing. So nothing is assumed: whether a
-draft pays (`drafts.Costs.length`) depends on these measurements alone.
+draft pays (`drafts.Costs.best_draft_length`) depends on these measurements alone.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def measure_step_costs(
                 mx.eval(before)
             if draft or run:
                 best = min(best, clock() - started)
-        # `Costs.together` assumes that wider steps never cost less.
+        # `Costs.max_known_ids` assumes that wider steps never cost less.
         seconds.append(max([best, *seconds[-1:]]))
         gains = width == 1 or best < width * seconds[0]
         without_gain = 0 if gains else without_gain + 1

@@ -62,7 +62,7 @@ class Costs:
     ids: tuple[int, ...] = (1,)
     seconds: tuple[float, ...] = (1.0,)
 
-    def length(self, accuracy: float, most: int) -> int:
+    def best_draft_length(self, accuracy: float, most: int) -> int:
         """Ids of the draft with the most expected ids per second; 0 if that is none."""
         best, rate = 0, 1 / self.seconds[0]
         for width, seconds in zip(self.ids[1:], self.seconds[1:], strict=True):
@@ -74,7 +74,7 @@ class Costs:
                 best, rate = width - 1, expected / seconds
         return best
 
-    def together(self, most: int) -> int:
+    def max_known_ids(self, most: int) -> int:
         """How many known ids, at most ``most``, may follow the first one in the same step: more
         would take longer than steps of their own."""
         pairs = zip(self.ids, self.seconds, strict=True)
@@ -185,7 +185,7 @@ class Drafts:
             return []
         accuracy = self._correct[self._kind] / self._seen[self._kind]
         draft: list[int] = []
-        for _ in range(costs.length(accuracy, most)):
+        for _ in range(costs.best_draft_length(accuracy, most)):
             at = self._source + len(draft)
             token = self._ids[at] if at < len(self._ids) else draft[at - len(self._ids)]
             if token >= vocab.CONTROL.start:

@@ -71,7 +71,7 @@ def test_a_prompt_is_entered_at_once_as_one_by_one() -> None:
 def test_a_draft_is_as_long_as_pays(
     seconds: tuple[float, ...], accuracy: float, most: int, expected: int
 ) -> None:
-    assert Costs((1, 2, 4, 8, 16), seconds).length(accuracy, most) == expected
+    assert Costs((1, 2, 4, 8, 16), seconds).best_draft_length(accuracy, most) == expected
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_draft_is_as_long_as_pays(
 def test_known_ids_are_computed_together_where_faster(
     costs: Costs, most: int, expected: int
 ) -> None:
-    assert costs.together(most) == expected
+    assert costs.max_known_ids(most) == expected
 
 
 def test_misleading_source_is_dropped() -> None:

@@ -474,7 +474,7 @@ def test_a_slow_device_does_not_measure_for_long() -> None:
     MODEL.sizes.clear()
     costs = measure_step_costs(MODEL, layers, lambda: float(next(now)))
     assert costs.ids == (1,) and len(MODEL.sizes) == 2
-    assert costs.length(1.0, 15) == 0
+    assert costs.best_draft_length(1.0, 15) == 0
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ class Emitter:
 
     def document(self) -> Document:
         items = list(self._output)
-        if self._item is not None and self._item.shown:
+        if self._item is not None and self._item.announced:
             items.append(self._item.document())
         return {
             **self._fixed,
@@ -219,9 +219,9 @@ class Emitter:
 
     def _step(self, item: OutputItem, events: list[PendingEvent]) -> list[Event]:
         """The ``events`` of ``item``, which becomes part of the output when it is over."""
-        self._item = None if item.over else item
-        if item.result is not None:
-            self._output.append(item.result)
+        self._item = None if item.done else item
+        if item.finished_document is not None:
+            self._output.append(item.finished_document)
         return self._write_events(events)
 
     def _end_item(self) -> list[Event]:

@@ -158,23 +158,23 @@ class OutputItem:
     """One item while it is written.
 
     Each method returns the events for one step. ``index`` is its number in the output, and ``key``
-    the part of its id after the prefix. ``shown``: its first event was returned. ``over``: it gets
-    no more events; if it was shown, ``result`` is its document.
+    the part of its id after the prefix. ``announced``: its first event was returned. ``done``: it
+    gets no more events; if it was announced, ``finished_document`` is its document.
     """
 
     index: int
     key: str
     options: OutputOptions
 
-    prefix: ClassVar[str] = ""  # of its id
+    prefix: ClassVar[str] = ""  # the prefix of the item's id
     text_fields: ClassVar[tuple[TextField, ...]] = ()
 
     def __post_init__(self) -> None:
         self.id = f"{self.prefix}_{self.key}"
         self.position: Document = {"item_id": self.id, "output_index": self.index}
         self.status = IN_PROGRESS
-        self.shown = self.over = False
-        self.result: Document | None = None
+        self.announced = self.done = False
+        self.finished_document: Document | None = None
         # Translates what the model writes into what the client receives, if the two differ.
         self.translator: FreeformInput | CodeArguments | None = None
         self.logprobs: list[Document] = []
@@ -196,7 +196,7 @@ class OutputItem:
         return []
 
     def take(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
-        announced = None if self.shown else self.announce()
+        announced = None if self.announced else self.announce()
         self.logprobs += logprobs
         written = self._write(self.translator.feed(text) if self.translator else text, logprobs)
         return [*announced, *written] if announced else written
@@ -210,7 +210,7 @@ class OutputItem:
         return self._end(INCOMPLETE)
 
     def announce(self) -> list[PendingEvent]:
-        self.shown = True
+        self.announced = True
         events = [added(self.index, self.document())]
         for writer in self._writers:
             if writer.field.part is not None:
@@ -239,12 +239,12 @@ class OutputItem:
         return {}
 
     def finish(self, status: str) -> list[PendingEvent]:
-        """Its last event, if it was shown."""
-        self.status, self.over = status, True
-        if not self.shown:
+        """Its last event, if it was announced."""
+        self.status, self.done = status, True
+        if not self.announced:
             return []
-        self.result = self.document()
-        return [done(self.index, self.result)]
+        self.finished_document = self.document()
+        return [done(self.index, self.finished_document)]
 
     def _write(self, text: str, logprobs: Sequence[Document] = ()) -> list[PendingEvent]:
         self._parts.append(text)
@@ -252,7 +252,7 @@ class OutputItem:
 
     def _end(self, status: str) -> list[PendingEvent]:
         self.status = status
-        return [*(self.close_text() if self.shown else ()), *self.finish(status)]
+        return [*(self.close_text() if self.announced else ()), *self.finish(status)]
 
 
 @dataclass
@@ -409,7 +409,7 @@ class LocalToolCall(FunctionCall):
         tool = DeclaredTool(self.options.tools.shown_name(self.tool))
         function = FunctionCall(self.index, self.key, self.options, self.call_id, tool)
         events = [*function.opened(), *function.take(self.text), *last(function)]
-        self.shown, self.over, self.result = True, True, function.result
+        self.announced, self.done, self.finished_document = True, True, function.finished_document
         return events
 
 
@@ -417,7 +417,7 @@ class ShellCall(LocalToolCall):
     """``shell_call``, whose commands have events of their own."""
 
     def announce(self) -> list[PendingEvent]:
-        self.shown = True
+        self.announced = True
         action = self.item["action"]
         begun = {**self.document(), "action": {**action, "commands": []}}
         events = [added(self.index, begun)]

@@ -260,8 +260,8 @@ def failed_call(
     item = _REFUSED[name](index, key, options, label="", tool="")
     failure = ToolFailure("not available")
     events = [*item.opened(), *item.closed(), *item.finished("", failure)]
-    assert item.result is not None
-    return item.result, events
+    assert item.finished_document is not None
+    return item.finished_document, events
 
 
 def tool_list(index: int, key: str, namespace: Namespace) -> tuple[Document, list[PendingEvent]]:
