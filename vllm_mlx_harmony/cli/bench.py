@@ -45,33 +45,33 @@ def main(arguments: Sequence[str]) -> int:
         metavar="TOKENS",
         help="longest prompt (default: 100000, or what the context allows)",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     require("bench", PACKAGES)
     from vllm_mlx_harmony.measure import results
 
     console = Console(highlight=False)
-    if given.compare:
-        console.print(results.compared(*(read_results(name, "bench") for name in given.compare)))
+    if options.compare:
+        console.print(results.compared(*(read_results(name, "bench") for name in options.compare)))
         return 0
-    run = Run(console, given)
-    if given.url is not None:
+    run = Run(console, options)
+    if options.url is not None:
         asyncio.run(run.connected(run.measure))
-    elif given.model is not None:
-        run.own(Path(given.model))
+    elif options.model is not None:
+        run.own(Path(options.model))
     else:
         raise UsageError("give the URL of a server, or --model with a model's directory")
     found = results.document(run.model, run.server, run.points)
     console.print(results.table(found))
-    write_results(given, found, results.html(found))
+    write_results(options, found, results.html(found))
     return int(run.failed)
 
 
 class Run:
     """Measurements of one server and their progress on the terminal."""
 
-    def __init__(self, console: Console, given: argparse.Namespace) -> None:
+    def __init__(self, console: Console, options: argparse.Namespace) -> None:
         self.console = console
-        self.given = given
+        self.options = options
         self.points: list[Point] = []
         self.model = ""
         self.server: dict[str, str] = {}
@@ -91,7 +91,7 @@ class Run:
 
         async def first(client: Client, context: int | None) -> None:
             await self.measure(client, context)
-            room = min(RESTART, self.given.longest, (context or RESTART) // 2)
+            room = min(RESTART, self.options.longest, (context or RESTART) // 2)
             prompt.extend(client.prompt(room))
             await client.answer(prompt, SHORT_ANSWER_TOKENS)
 
@@ -107,8 +107,8 @@ class Run:
                 with ExitStack() as stack:
                     with busy(self.console, "starting the server"):
                         server = stack.enter_context(serving(model, home, flags))
-                    self.given.url = server.url
-                    self.given.model = None
+                    self.options.url = server.url
+                    self.options.model = None
                     asyncio.run(self.connected(use))
 
     async def connected(
@@ -118,7 +118,7 @@ class Run:
         from vllm_mlx_harmony.measure.requests import Client
         from vllm_mlx_harmony.verify import trial
 
-        async with connected(self.given, purpose="measured") as (http, self.model, context):
+        async with connected(self.options, purpose="measured") as (http, self.model, context):
             self.server = await trial.versions(http)
             await use(Client(http, self.model), context)
 
@@ -134,11 +134,11 @@ class Run:
         from vllm_mlx_harmony.verify.values import Failed
 
         await client.calibrate()
-        measurements: list[Measurement] = [*plan(context, self.given.longest)]
+        measurements: list[Measurement] = [*plan(context, self.options.longest)]
         failed: set[str] = set()
         with progress(self.console) as shown:
-            task = shown.add_task("", total=len(measurements) * self.given.repeat)
-            for measurement in measurements * self.given.repeat:
+            task = shown.add_task("", total=len(measurements) * self.options.repeat)
+            for measurement in measurements * self.options.repeat:
                 shown.update(task, description=measurement.name)
                 try:
                     if measurement.name not in failed:

@@ -76,12 +76,12 @@ def main(arguments: Sequence[str]) -> int:
         action="store_true",
         help="show a turn with tools that the server runs over MCP",
     )
-    given = parser.parse_args(arguments)
-    if given.tools:
+    options = parser.parse_args(arguments)
+    if options.tools:
         from vllm_mlx_harmony.cli import demo_tools
 
-        return demo_tools.run(batched=given.batched)
-    return run(batched=given.batched)
+        return demo_tools.run(batched=options.batched)
+    return run(batched=options.batched)
 
 
 def run(*, batched: bool = False, console: Console | None = None) -> int:

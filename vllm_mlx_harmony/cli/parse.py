@@ -48,9 +48,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--cut", action="store_true", help=cut)
     printed = "print messages, finish reason and usage as JSON"
     parser.add_argument("--json", action="store_true", help=printed)
-    given = parser.parse_args(arguments)
-    messages, finished = parse(read_ids(given.name), cut=given.cut)
-    if given.json:
+    options = parser.parse_args(arguments)
+    messages, finished = parse(read_ids(options.name), cut=options.cut)
+    if options.json:
         print(json.dumps(document(messages, finished), ensure_ascii=False, indent=2))
     else:
         show(messages, finished)

@@ -28,9 +28,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("name", metavar="REQUEST.json", help=body)
     printed = "print the token ids, their count and the text as JSON"
     parser.add_argument("--json", action="store_true", help=printed)
-    given = parser.parse_args(arguments)
-    ids = prompt(_document(given.name))
-    if given.json:
+    options = parser.parse_args(arguments)
+    ids = prompt(_document(options.name))
+    if options.json:
         cut = [{"text": piece.text, "control": piece.control} for piece in pieces(ids)]
         document = {"count": len(ids), "ids": ids, "pieces": cut}
         print(json.dumps(document, ensure_ascii=False))

@@ -41,11 +41,11 @@ def main(arguments: Sequence[str]) -> int:
         help=f"{', '.join(ACTIONS)}; install takes the arguments of serve: the model and flags",
     )
     rest = arguments[1:]
-    given = parser.parse_args([*arguments[:1], *(word for word in rest if word in HELP)])
-    if (given.action == "install") != bool(rest):
+    options = parser.parse_args([*arguments[:1], *(word for word in rest if word in HELP)])
+    if (options.action == "install") != bool(rest):
         raise UsageError("only `service install` takes arguments, and it needs those of serve")
     file = path()
-    if given.action == "install":
+    if options.action == "install":
         command = process.python("vllm_mlx_harmony", "serve", *rest)
         if sys.platform == "darwin":
             command += ["--log-file", str(log())]
@@ -57,8 +57,8 @@ def main(arguments: Sequence[str]) -> int:
         print(f"wrote {file}")
     elif not file.exists():
         raise UsageError("the service is not installed: vllm-mlx-harmony service install 20b")
-    codes = _run(given.action)
-    if given.action == "uninstall":
+    codes = _run(options.action)
+    if options.action == "uninstall":
         file.unlink()
         print(f"removed {file}")
         return 0

@@ -66,46 +66,48 @@ def main(arguments: Sequence[str], prog: str = "vllm-mlx-harmony verify") -> int
         metavar="DIR",
         help="write the scripted stand-in model to DIR, for any server of mlx-lm's models",
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     require("verify", PACKAGES)
     from vllm_mlx_harmony.verify import report, suite
     from vllm_mlx_harmony.verify.checks import chosen
 
     console = Console(highlight=False)
-    if given.compare:
-        shown, right = report.compared(*(read_results(name, "verify") for name in given.compare))
+    if options.compare:
+        shown, right = report.compared(*(read_results(name, "verify") for name in options.compare))
         console.print(shown)
         return int(not right)
-    if given.write_stand_in:
+    if options.write_stand_in:
         from vllm_mlx_harmony import standin
         from vllm_mlx_harmony.verify.samples import SCRIPTS
 
-        console.print(f"serve {standin.write(Path(given.write_stand_in), SCRIPTS)}", soft_wrap=True)
+        console.print(
+            f"serve {standin.write(Path(options.write_stand_in), SCRIPTS)}", soft_wrap=True
+        )
         return 0
-    if given.stand_in == (given.url is not None):
+    if options.stand_in == (options.url is not None):
         raise UsageError("give the URL of a server, or --stand-in")
-    cases = tuple(_case(name) for name in given.case)
-    if not (checks := cases or chosen(suite.CHECKS, given.only)):
-        raise UsageError(f"no check is called {' or '.join(given.only)}: see docs/verify.md")
+    cases = tuple(_case(name) for name in options.case)
+    if not (checks := cases or chosen(suite.CHECKS, options.only)):
+        raise UsageError(f"no check is called {' or '.join(options.only)}: see docs/verify.md")
     screen = report.Screen(console, checks)
     with ExitStack() as stack:
-        if given.stand_in:
-            given.url, given.key = stack.enter_context(_standing_in(console)), KEY
-        model = asyncio.run(_run(given, screen))
+        if options.stand_in:
+            options.url, options.key = stack.enter_context(_standing_in(console)), KEY
+        model = asyncio.run(_run(options, screen))
     console.print(report.verdict(checks, screen.outcomes))
-    results = report.document(model, given.repeat, screen.outcomes)
-    write_results(given, results, report.html(checks, results, screen.outcomes))
+    results = report.document(model, options.repeat, screen.outcomes)
+    write_results(options, results, report.html(checks, results, screen.outcomes))
     return int(any(outcome.state == "failed" for outcome in screen.outcomes))
 
 
-async def _run(given: argparse.Namespace, screen: Screen) -> str:
+async def _run(options: argparse.Namespace, screen: Screen) -> str:
     """Runs the checks of ``screen``. Returns the name of the model."""
     from vllm_mlx_harmony.verify import checks, trial
 
-    async with connected(given, purpose="checked") as (client, name, context):
-        server = trial.Server(client, name, given.key, context)
+    async with connected(options, purpose="checked") as (client, name, context):
+        server = trial.Server(client, name, options.key, context)
         with screen:
-            async for outcome in checks.run(server, screen.checks, given.repeat):
+            async for outcome in checks.run(server, screen.checks, options.repeat):
                 screen.add(outcome)
     return name
 
@@ -179,7 +181,7 @@ def require(command: str, packages: Sequence[str]) -> None:
 
 @asynccontextmanager
 async def connected(
-    given: argparse.Namespace, *, purpose: str
+    options: argparse.Namespace, *, purpose: str
 ) -> AsyncIterator[tuple[AsyncClient, str, int | None]]:
     """A client of the server, the name of its model and the context length, if that is listed.
 
@@ -191,23 +193,23 @@ async def connected(
     from vllm_mlx_harmony.verify.values import Failed
 
     try:
-        async with trial.client(given.url, given.key, given.timeout) as client:
-            yield client, *await trial.selected(client, given.model)
+        async with trial.client(options.url, options.key, options.timeout) as client:
+            yield client, *await trial.selected(client, options.model)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UsageError(f"{given.url!r} is not a server's address: {error}") from error
+        raise UsageError(f"{options.url!r} is not a server's address: {error}") from error
     except httpx.TransportError as error:
-        raise UsageError(f"no server answers at {given.url}: {error}") from error
+        raise UsageError(f"no server answers at {options.url}: {error}") from error
     except Failed as error:
-        raise UsageError(f"the server at {given.url} cannot be {purpose}: {error}") from error
+        raise UsageError(f"the server at {options.url} cannot be {purpose}: {error}") from error
 
 
-def write_results(given: argparse.Namespace, results: Document, page: str) -> None:
+def write_results(options: argparse.Namespace, results: Document, page: str) -> None:
     """Writes the files of ``--json`` and ``--html``."""
-    if given.json:
+    if options.json:
         text = json.dumps(results, indent=1, ensure_ascii=False)
-        Path(given.json).write_text(f"{text}\n", "utf-8")
-    if given.html:
-        Path(given.html).write_text(page, "utf-8")
+        Path(options.json).write_text(f"{text}\n", "utf-8")
+    if options.html:
+        Path(options.html).write_text(page, "utf-8")
 
 
 def read_results(name: str, command: str) -> Document:

@@ -315,10 +315,10 @@ def _encode_messages(  # noqa: C901 - one case per kind of message
 
 def _system(turn: Turn, tools: bool) -> tuple[int, ...]:
     """The system message of openai-harmony, with the caller's identity and date inserted."""
-    given = {_IDENTITY: turn.identity or "", _DATE: turn.date or ""}
+    blanks = {_IDENTITY: turn.identity or "", _DATE: turn.date or ""}
     builtin = turn.builtin_namespaces
-    form = _system_form(*map(bool, given.values()), turn.effort, builtin, tools)
-    text = "".join(clean(given.get(part, part)) for part in _BLANKS.split(form))
+    form = _system_form(*map(bool, blanks.values()), turn.effort, builtin, tools)
+    text = "".join(clean(blanks.get(part, part)) for part in _BLANKS.split(form))
     return _message(turn.tenant, EffortUpdate, text)
 
 

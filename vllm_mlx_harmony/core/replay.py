@@ -90,7 +90,7 @@ def is_self_contained(span: Span) -> bool:
 class GeneratedTurn:
     """A turn as it was generated: the kind and the ids of each message.
 
-    ``content`` and ``calls`` are what a client sees of it in any API; ``served`` is the digest of
+    ``content`` and ``calls`` are what a client sees of it in any API; ``server_digest`` is that of
     the tools that the server ran within it (`server_calls_digest`).
     """
 
@@ -98,7 +98,7 @@ class GeneratedTurn:
     spans: tuple[Span, ...]
     content: str
     calls: tuple[Call, ...]
-    served: str = ""
+    server_digest: str = ""
 
     def to_bytes(self) -> bytes:
         """The turn for an archive: a checksum, the length of a JSON header, the header, each id
@@ -108,7 +108,7 @@ class GeneratedTurn:
             "lengths": [len(span) for span in self.spans],
             "content": self.content,
             "calls": [[call.id, call.name, call.arguments] for call in self.calls],
-            **({"served": self.served} if self.served else {}),
+            **({"served": self.server_digest} if self.server_digest else {}),
         }
         text = json.dumps(header, separators=(",", ":")).encode()
         ids = b"".join(array("I", span).tobytes() for span in self.spans)
@@ -242,14 +242,15 @@ def _unedited(turn: GeneratedTurn | None, sent: Sequence[Message]) -> GeneratedT
     if turn is None:
         return None
     content, calls = visible_content(sent)
-    ran = server_calls_digest(sent)
+    sent_digest = server_calls_digest(sent)
     if turn.content != content or len(turn.calls) != len(calls):
         return None
     if not all(map(_is_same, turn.calls, calls)):
         return None
     # Some APIs have no place for tools that the server ran, so their clients send nothing back. If
     # a turn has neither content nor calls, those tools are all that identifies it.
-    return turn if ran == turn.served or (ran == "" and (content or calls)) else None
+    is_same = sent_digest == turn.server_digest or (sent_digest == "" and (content or calls))
+    return turn if is_same else None
 
 
 # --- What a client sees

@@ -211,7 +211,7 @@ class Namespace:
     """Why it has no tools at present."""
     approval: frozenset[str] = frozenset()
     """The tools whose calls need the caller's approval."""
-    given: bool = False
+    from_request: bool = False
     """Whether the URL of the tool server is in the request, not in the operator's configuration."""
     limits: WebLimits | None = None
     """What the request permits; ``None``: the tool server cannot be limited."""

@@ -54,13 +54,13 @@ _budget: int | None = None
 
 
 def configure(
-    given: Options, bound: int | None, directory: str | None, gigabytes: float, per_day: int
+    new_options: Options, bound: int | None, directory: str | None, gigabytes: float, per_day: int
 ) -> None:
     """Sets the options, the ``bound`` of the prefix cache in memory (``None``: by default), which
     is emptied, and the ``directory``, if any, of the one on disk, with its limit of bytes that are
     written ``per_day``."""
     global options, disk, _budget
-    options, _budget = given, bound
+    options, _budget = new_options, bound
     tree.cache_clear()
     disk = opened(directory, gigabytes, per_day) if directory and budget() > 0 else None
     remembering = vocab.cache_dir() if disk is None else disk.directory

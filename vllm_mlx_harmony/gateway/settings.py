@@ -186,8 +186,8 @@ def _keys(value: object) -> tuple[Key, ...]:
     if not rows:
         raise ValueError("empty list; omit the setting to run without keys")
     keys: dict[bytes, Key] = {}
-    for label, called, given in rows:
-        table = given if isinstance(given, Mapping) else {"key": given}
+    for label, called, key_or_table in rows:
+        table = key_or_table if isinstance(key_or_table, Mapping) else {"key": key_or_table}
         limits = {
             name: _limit(name, content, called) for name, content in table.items() if name != "key"
         }
@@ -198,9 +198,9 @@ def _keys(value: object) -> tuple[Key, ...]:
     return tuple(keys.values())
 
 
-def _digest(given: object, called: str) -> bytes:
+def _digest(value: object, called: str) -> bytes:
     """The digest of a key, which is given itself or as ``sha256:`` and 64 hexadecimal digits."""
-    key = given.strip() if isinstance(given, str) else ""  # as in an HTTP header
+    key = value.strip() if isinstance(value, str) else ""  # as in an HTTP header
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(f"{called} is not printable ASCII")
     if key.startswith(DIGEST):

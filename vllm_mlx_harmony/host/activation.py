@@ -171,9 +171,9 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
     from vllm_mlx_harmony.engine import resources
     from vllm_mlx_harmony.host import flags, summary, tools
 
-    given = flags.given(args)
+    named_flags = flags.given(args)
     options = resources.engine_options(args, resources.configured_options(settings))
-    budget, directory = flags.cache_budget(given), getattr(args, "ssd_cache_dir", None)
+    budget, directory = flags.cache_budget(named_flags), getattr(args, "ssd_cache_dir", None)
     resources.configure(
         options,
         settings.cache if budget is None else budget,
@@ -181,7 +181,7 @@ def _apply(args: argparse.Namespace, settings: ServerSettings) -> None:
         getattr(args, "ssd_cache_max_gb", 0),
         settings.ssd_writes,
     )
-    without_effect = flags.without_effect(given, enabled=resources.budget() > 0)
+    without_effect = flags.without_effect(named_flags, enabled=resources.budget() > 0)
     running = tools.start_browser(settings, getattr(args, "mcp_config", None))
     summary.set_flags(args, without_effect, running, inspected=settings.inspect)
     if path := getattr(args, "models_config", None):

@@ -34,16 +34,16 @@ MAX_SERVERS = 20
 
 
 def headers_of(
-    given: object, token: object, where: str, token_where: str
+    raw: object, token: object, where: str, token_where: str
 ) -> tuple[tuple[str, str], ...]:
-    """The ``given`` headers, and ``token`` as ``Authorization``.
+    """The ``raw`` headers, and ``token`` as ``Authorization``.
 
     Raises ``RequestError`` for an invalid header; it names the field but never quotes the value.
     """
-    if given is not None and not isinstance(given, Mapping):
+    if raw is not None and not isinstance(raw, Mapping):
         raise RequestError(f"{where} must be an object", param=where, code="invalid_type")
     headers: dict[str, str] = {}
-    for name, value in (given or {}).items():
+    for name, value in (raw or {}).items():
         if not (isinstance(name, str) and _NAME.fullmatch(name) and _is_value(value)):
             raise invalid(where, f"{where} contains an invalid header name or value")
         if name.lower() in _CONNECTION_HEADERS:

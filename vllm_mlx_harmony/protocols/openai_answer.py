@@ -47,5 +47,5 @@ def output_details(usage: Usage) -> Document:
         "accepted_prediction_tokens": usage.accepted_prediction_tokens,
         "rejected_prediction_tokens": usage.rejected_prediction_tokens,
     }
-    given = {name: tokens for name, tokens in optional.items() if tokens}
-    return {"reasoning_tokens": usage.reasoning_tokens, **given}
+    reported = {name: tokens for name, tokens in optional.items() if tokens}
+    return {"reasoning_tokens": usage.reasoning_tokens, **reported}

@@ -102,15 +102,15 @@ def _part_text(part: AnyPart) -> str | None:
     return part.refusal if isinstance(part, Refusal) else None
 
 
-def call_arguments(given: object, where: str) -> str:
+def call_arguments(arguments: object, where: str) -> str:
     """The arguments as JSON (A4): a string unchanged, an object serialized, ``{}`` for null.
 
     Raises ``RequestError`` naming ``where``, the path of the field, for any other value.
     """
-    if isinstance(given, str):
-        return given or "{}"
-    if isinstance(given, dict):
-        return dumps(given, ensure_ascii=False, separators=(",", ":"))
-    if given is None:
+    if isinstance(arguments, str):
+        return arguments or "{}"
+    if isinstance(arguments, dict):
+        return dumps(arguments, ensure_ascii=False, separators=(",", ":"))
+    if arguments is None:
         return "{}"
     raise RequestError(f"{where} must be a string of JSON", param=where, code="invalid_type")

@@ -86,7 +86,7 @@ class OpenAIBody(RequestBody):
         return CONTEXT_TOKENS if self.ignore_eos else self.min_tokens or 0
 
 
-def given(_: object) -> bool:
+def any_value(_: object) -> bool:
     """For ``UnsupportedFields``: any value at all."""
     return True
 

@@ -235,15 +235,15 @@ class ServerSettings:
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> ServerSettings:
         """The settings in the environment. Raises ``HostError`` for the first invalid one."""
-        given = {}
+        values = {}
         for name, annotation in get_type_hints(cls, include_extras=True).items():
             text, reader = environment.get(variable(name), ""), annotation.__metadata__[0]
             try:
                 if text.strip():
-                    given[name] = reader(text if reader is str else text.strip())
+                    values[name] = reader(text if reader is str else text.strip())
             except ValueError as error:
                 raise HostError(f"{variable(name)}: {error}") from error
-        return cls(**given)
+        return cls(**values)
 
     @property
     def has_peers(self) -> bool:

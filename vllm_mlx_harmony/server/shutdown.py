@@ -91,8 +91,10 @@ def draining(
                     answers.end_all(shutting_down())
                 await _wait_for(answers, until + GRACE / 2)
                 left = max(until - time.monotonic(), GRACE / 4)
-                given = self.config.timeout_graceful_shutdown
-                self.config.timeout_graceful_shutdown = left if given is None else min(given, left)
+                configured = self.config.timeout_graceful_shutdown
+                self.config.timeout_graceful_shutdown = (
+                    left if configured is None else min(configured, left)
+                )
                 await super().shutdown(sockets)
                 await asyncio.to_thread(finish)
             finally:

@@ -49,9 +49,9 @@ def _formats(body: ChatBody) -> Iterator[tuple[str, ResponseFormat]]:
         ("choice", body.guided_choice, outputs.choice),
         ("grammar", body.guided_grammar, outputs.grammar),
     ):
-        for where, given in ((f"guided_{name}", guided), (f"structured_outputs.{name}", requested)):
-            if given is not None and given is not False:
-                yield where, _vllm(name, given, where)
+        for where, value in ((f"guided_{name}", guided), (f"structured_outputs.{name}", requested)):
+            if value is not None and value is not False:
+                yield where, _vllm(name, value, where)
     for name, where, requested in (
         ("json", "json_schema", body.json_schema),
         ("regex", "regex", body.regex),

@@ -15,7 +15,7 @@ from vllm_mlx_harmony.protocols.request_body import (
     OpenAIBody,
     TemplateOptions,
     UnsupportedFields,
-    given,
+    any_value,
 )
 from vllm_mlx_harmony.protocols.validation import (
     RequestModel,
@@ -359,13 +359,13 @@ _TOKENS = "not supported: token ids are not returned"
 
 
 UNSUPPORTED_FIELDS: UnsupportedFields = (
-    ("prompt_logprobs", given, _LOGPROBS),
-    ("logprob_token_ids", given, _LOGPROBS),
+    ("prompt_logprobs", any_value, _LOGPROBS),
+    ("logprob_token_ids", any_value, _LOGPROBS),
     ("modalities", lambda requested: requested not in ([], ["text"]), _TEXT_ONLY),
-    ("audio", given, _TEXT_ONLY),
+    ("audio", any_value, _TEXT_ONLY),
     ("functions", bool, "deprecated: use tools with the type 'function'"),
-    ("function_call", given, "deprecated: use tool_choice"),
-    ("moderation", given, "not supported"),
+    ("function_call", any_value, "deprecated: use tool_choice"),
+    ("moderation", any_value, "not supported"),
     ("echo", bool, "not supported: only the generated text is returned"),
     ("use_beam_search", bool, "not supported"),
     ("stop_token_ids", bool, "not available: use stop"),
@@ -375,11 +375,11 @@ UNSUPPORTED_FIELDS: UnsupportedFields = (
         "not supported: stop strings are never included in the answer",
     ),
     ("ebnf", bool, "not available: guided_grammar takes a grammar in Lark's notation"),
-    ("truncate_prompt_tokens", given, "not supported: prompts are never truncated"),
+    ("truncate_prompt_tokens", any_value, "not supported: prompts are never truncated"),
     ("allowed_token_ids", bool, "not available: use logit_bias"),
     ("bad_words", bool, "not available: use logit_bias"),
-    ("repetition_detection", given, "not available"),
-    ("chat_template", given, "not supported: prompts always have the Harmony format"),
+    ("repetition_detection", any_value, "not available"),
+    ("chat_template", any_value, "not supported: prompts always have the Harmony format"),
     ("documents", bool, "not available: send them in a message"),
     ("return_token_ids", bool, _TOKENS),
     ("return_tokens_as_token_ids", bool, _LOGPROBS),

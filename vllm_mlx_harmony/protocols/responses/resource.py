@@ -152,9 +152,9 @@ def input_items(items: Sequence[Item | SentItem], info: ResponseInfo) -> list[Do
 
 def _content(message: Document) -> list[Document]:
     """The content of a message as parts, whose types depend on its role."""
-    given = message.get("content") or []
+    content = message.get("content") or []
     parts: list[Document] = []
-    for part in [{"type": "text", "text": given}] if isinstance(given, str) else given:
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else content:
         if part["type"] not in _PLAIN:
             parts.append(part)
         elif message.get("role") == "assistant":

@@ -48,7 +48,7 @@ class ServerItem(OutputItem):
     code: bool = False
     approved: str | None = None
 
-    stem: ClassVar[str] = ""  # of its events
+    stem: ClassVar[str] = ""  # the beginning of the names of its events
     running: ClassVar[str] = ""  # its status and its event while the call is running, if any
     has_failed_event: ClassVar[bool] = False
 
@@ -129,20 +129,20 @@ class WebSearchCall(ServerItem):
 
     def document(self) -> Document:
         value = parse_arguments(self.text)
-        given = value if isinstance(value, dict) else {}
+        members = value if isinstance(value, dict) else {}
         answer = None if self.failure else self.answer
         page = None if answer is None else read_page(answer)
         action: Document
         if self.tool == "open":
-            named = given.get("id")
+            named = members.get("id")
             url = named if isinstance(named, str) else None
             action = {"type": "open_page", "url": page.url if page else url}
         elif self.tool == "find":
-            pattern = str(given.get("pattern", ""))
+            pattern = str(members.get("pattern", ""))
             url = page.url if page else ""
             action = {"type": "find_in_page", "pattern": pattern, "url": url}
         else:
-            query = str(given.get("query", ""))
+            query = str(members.get("query", ""))
             action = {"type": "search", "query": query, "queries": [query]}
             if self.options.shows_sources and answer is not None:
                 found = [result.url for result in page.found] if page else []

@@ -242,14 +242,15 @@ def _mcp(tool: McpTool, where: str, available: Iterable[Namespace]) -> Namespace
     if tool.server_label is None:
         raise required(f"{where}.server_label")
     for namespace in available:
-        if namespace.label == tool.server_label and namespace.given == by_url:
+        if namespace.label == tool.server_label and namespace.from_request == by_url:
             break
     else:
         if by_url:
             problem = f"{where}.server_url: only servers that the operator allows are used"
             raise unsupported(f"{where}.server_url", problem)
         known = (
-            ", ".join(namespace.label for namespace in available if not namespace.given) or "none"
+            ", ".join(namespace.label for namespace in available if not namespace.from_request)
+            or "none"
         )
         problem = f"unknown tool server {quoted(tool.server_label)}; available: {known}"
         raise invalid(f"{where}.server_label", problem)

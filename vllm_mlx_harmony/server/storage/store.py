@@ -83,8 +83,8 @@ class StoredResponse:
         for name, *values in written:
             kind = _MESSAGES[name]
             if name in _NESTED:
-                given = dict(zip((field.name for field in fields(kind)), values, strict=True))
-                messages.append(TypeAdapter(kind).validate_python(given))
+                members = dict(zip((field.name for field in fields(kind)), values, strict=True))
+                messages.append(TypeAdapter(kind).validate_python(members))
             else:
                 messages.append(kind(*values))
         return cls(key, document, input_items, tuple(messages), tenant)

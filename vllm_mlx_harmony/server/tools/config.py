@@ -50,14 +50,14 @@ class ServerConfig(_Read):
 
     @model_validator(mode="before")
     @classmethod
-    def _transport(cls, given: object) -> object:
+    def _transport(cls, raw: object) -> object:
         """Accepts ``type`` for ``transport`` and other names of HTTP, and infers a missing one."""
-        if not isinstance(given, Mapping):
-            return given
-        fields = {key: value for key, value in given.items() if key != "type"}
-        named = given.get("transport", given.get("type"))
+        if not isinstance(raw, Mapping):
+            return raw
+        fields = {key: value for key, value in raw.items() if key != "type"}
+        named = raw.get("transport", raw.get("type"))
         if named is None:
-            named = "streamable-http" if given.get("url") else "stdio"
+            named = "streamable-http" if raw.get("url") else "stdio"
         known = {"http": "streamable-http", "streamable_http": "streamable-http"}
         return {**fields, "transport": known.get(named, named) if isinstance(named, str) else named}
 
@@ -90,10 +90,10 @@ class ToolsConfig(_Read):
 
     @model_validator(mode="before")
     @classmethod
-    def _servers(cls, given: object) -> object:
-        if isinstance(given, Mapping) and "servers" not in given and "mcpServers" in given:
-            return {**given, "servers": given["mcpServers"]}
-        return given
+    def _servers(cls, raw: object) -> object:
+        if isinstance(raw, Mapping) and "servers" not in raw and "mcpServers" in raw:
+            return {**raw, "servers": raw["mcpServers"]}
+        return raw
 
 
 def read(path: str | Path) -> ToolsConfig:

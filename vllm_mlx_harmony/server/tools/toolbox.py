@@ -165,13 +165,13 @@ class Toolbox:
             lines.append(f"requests may name {', '.join(self.clients.allowed)}")
         return lines
 
-    def given(self, servers: Sequence[ToolServer]) -> tuple[Namespace, ...]:
+    def request_namespaces(self, servers: Sequence[ToolServer]) -> tuple[Namespace, ...]:
         """The tools of ``servers`` that a request names by URL."""
         taken = {*_RESERVED, *self._names.values()}
         return tuple(
             replace(
                 _shown(valid_name(server.label.replace(".", "_"), taken), server, server.tools),
-                given=True,
+                from_request=True,
             )
             for server in servers
         )
@@ -209,11 +209,11 @@ class Toolbox:
         namespaces: Sequence[Namespace],
         seconds: float,
         room: int,
-        given: Sequence[ToolServer] = (),
+        request_servers: Sequence[ToolServer] = (),
         *,
         sessions: Mapping[str, ToolServer] | None = None,
     ) -> ToolFinished:
-        """Runs ``call`` of a turn that has ``namespaces``, some of them of ``given`` servers.
+        """Runs ``call`` of a turn that has ``namespaces``, some of them of ``request_servers``.
 
         ``sessions`` are those of the turn (`sessions`). Takes ``seconds`` at most. The result has
         ``room`` tokens at most.
@@ -227,12 +227,12 @@ class Toolbox:
         label, name = tool.origin
         server = next(
             server
-            for server in (given if namespace.given else self.servers)
+            for server in (request_servers if namespace.from_request else self.servers)
             if server.label == label
         )
-        if sessions is not None and not namespace.given:
+        if sessions is not None and not namespace.from_request:
             server = sessions.get(label, server)
-        counted = REQUEST_SERVERS if namespace.given else (label, name)
+        counted = REQUEST_SERVERS if namespace.from_request else (label, name)
         counts = self.counts.setdefault(counted, Counts())
         counts.calls += 1
         result: ToolFinished | None = None

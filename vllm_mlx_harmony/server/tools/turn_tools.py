@@ -30,8 +30,8 @@ MAX_REJECTED = 3
 class TurnTools:
     """The tools of a turn and the remaining limits.
 
-    ``seconds`` is the time limit of the request. ``given`` has the tool servers that it names by
-    URL, and ``pages`` what the browser has shown in its prompt.
+    ``seconds`` is the time limit of the request. ``request_servers`` has the tool servers that it
+    names by URL, and ``pages`` what the browser has shown in its prompt.
     """
 
     toolbox: Toolbox
@@ -39,7 +39,7 @@ class TurnTools:
     names: Names
     enforcement: Enforcement
     seconds: float
-    given: Sequence[ToolServer] = ()
+    request_servers: Sequence[ToolServer] = ()
     pages: Mapping[int, Page] = field(default_factory=dict)
     _calls: int = 0
     _refused: int = 0
@@ -87,7 +87,7 @@ class TurnTools:
         # A stream that is silent for the whole time limit is ended, so a call must end before that.
         seconds = min(self._until - now, max(self.seconds - 1.0, self.seconds / 2))
         return await self.toolbox.run(
-            call, self.turn.namespaces, seconds, room, self.given, sessions=self._sessions
+            call, self.turn.namespaces, seconds, room, self.request_servers, sessions=self._sessions
         )
 
     async def continued(
@@ -142,10 +142,10 @@ class TurnTools:
         )
 
 
-def with_tools(defaults: Defaults, toolbox: Toolbox, given: Sequence[ToolServer]) -> Defaults:
-    """``defaults`` with the tools of the server, and of the servers ``given`` by the request."""
+def with_tools(defaults: Defaults, toolbox: Toolbox, servers: Sequence[ToolServer]) -> Defaults:
+    """``defaults`` with the tools of the server, and of the ``servers`` that a request names."""
     for_all = toolbox.use is Use.ALL
-    namespaces = (*toolbox.namespaces, *toolbox.given(given))
+    namespaces = (*toolbox.namespaces, *toolbox.request_namespaces(servers))
     return replace(defaults, namespaces=namespaces, tools_for_all=for_all)
 
 
