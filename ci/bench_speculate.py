@@ -285,7 +285,7 @@ def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
             forced = mask.follow(most)
             at += len(forced)
             draft = mask.expected(most - len(forced))
-            draft = draft[: UNKNOWN.length(EXPECTED_RIGHT, len(draft))]
+            draft = draft[: UNKNOWN.best_draft_length(EXPECTED_RIGHT, len(draft))]
             draft = draft[: len(mask.after(draft)) - 1]
             right = accepted(draft, answer[at : at + len(draft)])
             mask.advance(*draft[:right])

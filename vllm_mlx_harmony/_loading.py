@@ -46,10 +46,10 @@ def find_spec(
         return None
     _asking.add(get_ident())
     try:
-        others = [
+        finders = [
             finder for finder in sys.meta_path if finder is not own and hasattr(finder, "find_spec")
         ]
-        found = (finder.find_spec(name, path, target) for finder in others)
+        found = (finder.find_spec(name, path, target) for finder in finders)
         spec = next((spec for spec in found if spec is not None), None)
     finally:
         _asking.discard(get_ident())

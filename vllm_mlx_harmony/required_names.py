@@ -92,11 +92,13 @@ def find_problem(target: str, parameters: str | None = None) -> str | None:
     wanted = parameters.split()
     fits = wanted == [*actual]
     if OTHERS in wanted:
-        others = [parameter for name, parameter in actual.items() if name not in (*wanted, "self")]
+        remaining = [
+            parameter for name, parameter in actual.items() if name not in (*wanted, "self")
+        ]
         fits = {*wanted} - {OTHERS} <= {*actual} and all(
             other.default is not other.empty
             or other.kind in (other.VAR_KEYWORD, other.VAR_POSITIONAL)
-            for other in others
+            for other in remaining
         )
     return None if fits else f"{target} takes ({', '.join(actual)}), not ({', '.join(wanted)})"
 

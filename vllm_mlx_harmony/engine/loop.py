@@ -44,7 +44,7 @@ from vllm_mlx_harmony.engine.prefix_cache import SPAN, PrefixCache, boundaries
 from vllm_mlx_harmony.engine.request import Item, Request, hand_over
 from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
 from vllm_mlx_harmony.engine.scheduler import Step as NextStep
-from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, Totals, Waiting
+from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, State, Totals, Waiting
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
 
@@ -166,7 +166,9 @@ class EngineLoop:
                 speed = request.generated / (now - request.first)
             elif request.begun and rest:
                 speed = (progress.total - progress.processed) / rest
-            state = "waiting" if not request.begun else "computing" if place else "generating"
+            state: State = (
+                "waiting" if not request.begun else "computing" if place else "generating"
+            )
             found.append(
                 RequestStatus(
                     state=state,
@@ -403,24 +405,24 @@ class EngineLoop:
         """
         budget, request = self.budget, self.requests[key]
         if request.end >= self._too_long:
-            request.others = -1  # others run: their memory will be freed
+            request.other_bytes = -1  # others run: their memory will be freed
             return False
         running, own = self._running()
         ends = [*(other.end for other in running), request.end]
-        others, now = device.used() - own, time.perf_counter()
-        missing = budget.missing(others, ends)
+        other_bytes, now = device.used() - own, time.perf_counter()
+        missing = budget.missing(other_bytes, ends)
         # A slow disk is not a lack of memory: what waits to be written is given up after a while.
         since = request.admission_deadline - ADMISSION_TIMEOUT
-        late = missing > 0 and request.others >= 0 and now > since + WRITING
+        late = missing > 0 and request.other_bytes >= 0 and now > since + WRITING
         freed = late and self.cache.give_up_writing()
         if self.cache.make_room(missing, writing=not late) or freed:
             mx.clear_cache()
-            others = device.used() - own
-            missing = budget.missing(others, ends)
+            other_bytes = device.used() - own
+            missing = budget.missing(other_bytes, ends)
         if running and missing:
             self._too_long = request.end
-        if running or others != request.others:
-            request.others, request.admission_deadline = others, now + ADMISSION_TIMEOUT
+        if running or other_bytes != request.other_bytes:
+            request.other_bytes, request.admission_deadline = other_bytes, now + ADMISSION_TIMEOUT
         elif missing and now > request.admission_deadline:
             self._fail([request], MemoryError(f"{missing} bytes are missing"))
         return not missing

@@ -119,14 +119,14 @@ class Budget:
             whole = int(whole / (1 - WASTE)) + SMALL * self.layout.per_id
         return whole + self.work
 
-    def free(self, others: int, ends: Iterable[int]) -> int:
-        """Bytes that all of them leave of the limit, beside ``others``; negative if they exceed
-        it."""
-        return self.limit - others - self.needed(ends)
+    def free(self, other_bytes: int, ends: Iterable[int]) -> int:
+        """Bytes that all of them leave of the limit, beside ``other_bytes``; negative if they
+        exceed it."""
+        return self.limit - other_bytes - self.needed(ends)
 
-    def missing(self, others: int, ends: Iterable[int]) -> int:
-        """Bytes by which all of them exceed the limit, beside ``others``; 0 if they fit."""
-        return max(0, -self.free(others, ends))
+    def missing(self, other_bytes: int, ends: Iterable[int]) -> int:
+        """Bytes by which all of them exceed the limit, beside ``other_bytes``; 0 if they fit."""
+        return max(0, -self.free(other_bytes, ends))
 
     def longest(self, weights: int) -> int:
         """Ids of the longest request that fits when it is alone, beside ``weights``."""

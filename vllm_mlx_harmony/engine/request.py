@@ -43,7 +43,7 @@ class Request:
     # On the engine's thread.
     begun: float = 0.0
     """When its caches were created; 0 while it waits."""
-    others: int = -1
+    other_bytes: int = -1
     """Bytes of everything else when it last found no memory; it fails if they are the same at
     ``admission_deadline``."""
     admission_deadline: float = 0.0

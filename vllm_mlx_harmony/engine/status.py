@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
+
+State: TypeAlias = Literal["waiting", "computing", "generating"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class RequestStatus:
     arrives; ``None`` while no speed is known.
     """
 
-    state: Literal["waiting", "computing", "generating"]
+    state: State
     place: int
     total: int
     cached: int

@@ -115,8 +115,10 @@ def check_origin(request: Request) -> None:
 
 
 def _with_key(request: Request, header: bytes) -> HTTPConnection:
-    others = [header for header in request.scope["headers"] if header[0] not in _KEYS]
-    return HTTPConnection({**request.scope, "headers": [*others, (b"authorization", header)]})
+    other_headers = [header for header in request.scope["headers"] if header[0] not in _KEYS]
+    return HTTPConnection(
+        {**request.scope, "headers": [*other_headers, (b"authorization", header)]}
+    )
 
 
 _KEYS = (b"authorization", b"x-api-key")

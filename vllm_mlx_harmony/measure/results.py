@@ -79,9 +79,9 @@ def compared(before: Results, after: Results) -> Table:
     found = []
     for name, curve in before["curves"].items():
         for x, values in curve.items():
-            others = after["curves"].get(name, {}).get(x)
-            if others:
-                one, other = median(values), median(others)
+            new_values = after["curves"].get(name, {}).get(x)
+            if new_values:
+                one, other = median(values), median(new_values)
                 ratio = f"{other / one:.2f}" if one else "–"
                 found.append((name, f"{int(x):,}", shown(one, name), shown(other, name), ratio))
     return grid(("at", "before", "after", "ratio"), found)

@@ -66,8 +66,8 @@ def fits(value: object, schema: Document) -> bool:
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
         return False
     if isinstance(value, dict):
-        others = schema["additionalProperties"]
-        members = {name: schema.get("properties", {}).get(name, others) for name in value}
+        undeclared = schema["additionalProperties"]
+        members = {name: schema.get("properties", {}).get(name, undeclared) for name in value}
         return value.keys() >= {*schema.get("required", ())} and all(
             member is not False and fits(value[name], member) for name, member in members.items()
         )

@@ -27,12 +27,12 @@ class RequestBody(RequestModel):
     top_k: int | None = Field(default=None, ge=-1)
 
 
-def sampling(body: RequestBody, **others: Any) -> Sampling:
-    """The sampling that ``body`` asks for; ``others`` are its fields that need a conversion."""
+def sampling(body: RequestBody, **converted: Any) -> Sampling:
+    """The sampling that ``body`` asks for; ``converted`` are its fields that need a conversion."""
     given = {name: getattr(body, name) for name in _NAMES & type(body).model_fields.keys()}
     if body.top_k == -1:  # vLLM's value for "all tokens"
         given["top_k"] = 0
-    return Sampling(**given, **others)
+    return Sampling(**given, **converted)
 
 
 _NAMES = {field.name for field in fields(Sampling)} - {"logit_bias", "top_logprobs"}

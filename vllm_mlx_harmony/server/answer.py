@@ -179,7 +179,7 @@ class Answer:
         if deltas is None and job.answer:
             deltas = prewritten(job, observers)
         elif deltas is None:
-            deltas = (run_choices if job.others else run)(job, tracker, observers)
+            deltas = (run_choices if job.other_jobs else run)(job, tracker, observers)
         self._deltas = deltas
         self._write_last, self._sink = job.write_last, sink
         self._reasoning_end = job.reasoning_end

@@ -106,7 +106,7 @@ async def _decide(received: Received) -> Response:
         prompt_tokens = len(context.render_for_completion())
         sampling.limited_to_context(settings, prompt_tokens, engine.context_length)
     emitter: Any = decisions.Emitter(parsed, name, label_ids)  # takes log probabilities for deltas
-    first, *others = (
+    first, *other_jobs = (
         Job(
             lease,
             context,
@@ -120,7 +120,7 @@ async def _decide(received: Received) -> Response:
         )
         for context in contexts
     )
-    return await respond(received, replace(first, others=tuple(others)))
+    return await respond(received, replace(first, other_jobs=tuple(other_jobs)))
 
 
 def _logprobs(step: Step) -> list[Any]:

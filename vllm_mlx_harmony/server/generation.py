@@ -124,7 +124,7 @@ class Job:
     reports_cached: bool = False
     answer: str = ""
     """The answer, if the server gives it in place of the model (`Turn.answer`)."""
-    others: tuple[Job, ...] = ()
+    other_jobs: tuple[Job, ...] = ()
     """Further answers, with the lease, emitter and metrics of this one. Their prompts are the same,
     or begin alike."""
     append: Callable[[Step], list[Delta]] | None = None
@@ -387,14 +387,14 @@ _Groups: TypeAlias = "asyncio.Queue[tuple[int, list[Delta] | Exception | None]]"
 
 
 async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> Deltas:
-    """The deltas of ``job`` and ``job.others`` as ``ChoiceDelta``s, in groups, as they come.
+    """The deltas of ``job`` and ``job.other_jobs`` as ``ChoiceDelta``s, in groups, as they come.
 
     The progress of the prompt is that of the first; the last group has the usage of all. Closing
     the iterator ends all of them. Raises what one of them raises, and ends the others. Observers
     see the first, as they see one sequence of ids.
     """
-    running = 1 + len(job.others)
-    prompts = [choice.context.render_for_completion() for choice in (job, *job.others)]
+    running = 1 + len(job.other_jobs)
+    prompts = [choice.context.render_for_completion() for choice in (job, *job.other_jobs)]
     shared = all(prompt == prompts[0] for prompt in prompts)
     groups: _Groups = asyncio.Queue(running)
     tasks = [asyncio.ensure_future(_queue(0, job, tracker, observers, groups))]
@@ -416,9 +416,9 @@ async def run_choices(job: Job, tracker: Tracker, observers: Sequence[Observer])
             elif index == 0:
                 yield group
             if len(tasks) == 1 and _is_computed(first):
-                others = enumerate(job.others, start=1)
                 tasks += [
-                    asyncio.ensure_future(_queue(*pair, tracker, (), groups)) for pair in others
+                    asyncio.ensure_future(_queue(number, other, tracker, (), groups))
+                    for number, other in enumerate(job.other_jobs, start=1)
                 ]
         usages = [finished[index].usage for index in sorted(finished)]
         yield [Finished(finished[0].reason, usage=_total(usages, shared=shared))]

@@ -80,8 +80,8 @@ async def bearer(request: Request) -> None:
         scheme, _, key = headers[BEARER].decode("latin-1").partition(" ")
         if not host.requires_key or (scheme.lower() == "bearer" and host.is_key(key.strip())):
             return
-    others = [header for header in request.scope["headers"] if header[0] != BEARER]
-    request.scope["headers"] = [*others, (BEARER, b"Bearer " + headers[API_KEY])]
+    other_headers = [header for header in request.scope["headers"] if header[0] != BEARER]
+    request.scope["headers"] = [*other_headers, (BEARER, b"Bearer " + headers[API_KEY])]
 
 
 _endpoint = partial(Endpoint, error=error, before=bearer)

@@ -314,7 +314,7 @@ async def prepare(received: Received) -> Job:
     name = received.front_end.names.echoed_name(request.model)
     info = ResponseInfo(received.id_seed, int(time.time()), name)
     turns = _reusable_turns(received)
-    context, *others = await _contexts(parsed, info, turns)
+    context, *other_contexts = await _contexts(parsed, info, turns)
     prompt_tokens = len(context.render_for_completion())
     settings = sampling.limited_to_context(settings, prompt_tokens, lease.engine.context_length)
     wanted = front_end.enforcement
@@ -347,7 +347,7 @@ async def prepare(received: Received) -> Job:
         answer=turn.answer,
         cited=api.cited,
     )
-    if not others:
+    if not other_contexts:
         return job
     choices = (
         replace(
@@ -357,9 +357,9 @@ async def prepare(received: Received) -> Job:
             constraint=None if constraint is None else Constraint(constraint.spec),
             tools=None if tools is None else replace(tools),
         )
-        for choice, other in enumerate(others, start=1)
+        for choice, other in enumerate(other_contexts, start=1)
     )
-    return replace(job, others=tuple(choices))
+    return replace(job, other_jobs=tuple(choices))
 
 
 def check_logprobs(lease: Lease, settings: GenerationSettings, field: str) -> None:

@@ -32,8 +32,8 @@ the answer."""
 
 def _delta_around(*fields: str) -> tuple[str, ...]:
     """A delta's JSON around its text, which is in each of ``fields``."""
-    first, *others = fields
-    return (f'{{"{first}":', *(f',"{field}":' for field in others), "}")
+    first, *other_fields = fields
+    return (f'{{"{first}":', *(f',"{field}":' for field in other_fields), "}")
 
 
 @dataclass(eq=False)
@@ -274,10 +274,10 @@ class ChoicesEmitter:
 
     def result(self) -> Document:
         """The whole answer, not streamed. Raises as ``Emitter.result``."""
-        document, *others = (choice.result() for choice in self._choices)
+        document, *other_documents = (choice.result() for choice in self._choices)
         return {
             **document,
-            "choices": [*document["choices"], *(other["choices"][0] for other in others)],
+            "choices": [*document["choices"], *(other["choices"][0] for other in other_documents)],
         }
 
 

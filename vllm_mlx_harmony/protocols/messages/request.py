@@ -159,8 +159,8 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
     builtin_tools = () if no_tools else defaults.builtin_tools
     missing = NONE
     if not no_tools:
-        others = (*(tool.name for tool in added), *deferred, *builtin_tools)
-        missing = _unavailable(body, defaults, namespaces, messages, others)
+        other_tools = (*(tool.name for tool in added), *deferred, *builtin_tools)
+        missing = _unavailable(body, defaults, namespaces, messages, other_tools)
     open_call = last_call(messages)
     runs = open_call is not None and prefill is None and namespaces
     messages = [*with_missing_results(messages, (open_call.id,) if open_call and runs else ())]
@@ -206,18 +206,18 @@ def _unavailable(
     defaults: Defaults,
     namespaces: Sequence[Namespace],
     messages: Sequence[Message],
-    others: Collection[str],
+    other_tools: Collection[str],
 ) -> Unavailable:
-    """The declared tools that nobody runs. ``others`` are the names of tools that the client runs.
+    """The declared tools that nobody runs. ``other_tools``: names of those that the client runs.
 
     A function of the client's may have the name of a tool that is not available.
     """
     tools = unavailable_tools(body, defaults.namespaces, namespaces)
     choice = body.tool_choice or schema.ToolChoice(type="auto")
-    if choice.type == "tool" and choice.name in tools and choice.name not in others:
+    if choice.type == "tool" and choice.name in tools and choice.name not in other_tools:
         return unavailable(tools, (choice.name,), messages, forced=True)
     forced = choice.type == "any"
-    requested = () if others or namespaces else tools
+    requested = () if other_tools or namespaces else tools
     return unavailable(tools, requested, messages, forced=forced)
 
 
@@ -351,10 +351,10 @@ class _Reader:
         A tool that a result refers to is declared after the result.
         """
         for message in run:
-            others: list[_Placed] = []
+            other_blocks: list[_Placed] = []
             for block, where in message.blocks:
                 if not (isinstance(block, schema.ResultBlock) and block.type == "tool_result"):
-                    others.append(_Placed(block, where))
+                    other_blocks.append(_Placed(block, where))
                     continue
                 text = self.result(block, where)
                 if block.is_error and not text.lower().startswith("error"):
@@ -365,8 +365,8 @@ class _Reader:
                 yield from self.declare(
                     part.tool_name for part in parts if isinstance(part, schema.ToolReferenceBlock)
                 )
-            if others or not message.blocks:
-                yield User(self.text(others))
+            if other_blocks or not message.blocks:
+                yield User(self.text(other_blocks))
 
     def assistant(self, run: _Run, *, answered: bool) -> Iterator[Message]:
         """In the model's own order (A4). Consecutive messages are one turn of the assistant.

@@ -81,10 +81,10 @@ class ItemReader:
             return f"conversation[{at}]" if at < earlier else f"input[{at - earlier}]"
 
         known = [self._resolved(item, place(at)) for at, item in enumerate(items)]
-        others = (
+        other_items = (
             item for item in known if isinstance(item, (schema.OtherItem, schema.ItemReference))
         )
-        keys = (item.document.get("call_id") for item in others)
+        keys = (item.document.get("call_id") for item in other_items)
         foreign = {key for key in keys if isinstance(key, str)}
         for from_assistant, group in groupby(
             enumerate(known), lambda placed: _is_from_assistant(placed[1])

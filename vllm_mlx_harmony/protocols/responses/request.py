@@ -149,11 +149,11 @@ class ResponsesRequest:
         before = {m.call_id for m in self.turn.messages if isinstance(m, ServerResult)}
         ran = self._to_run - before  # calls of the history that were run for this request
         results: list[Message] = []
-        others: list[Message] = []
+        other_messages: list[Message] = []
         for message in messages:
             is_theirs = isinstance(message, ServerResult) and message.call_id in ran
-            (results if is_theirs else others).append(message)
-        answer = others[len(self.turn.messages) :]
+            (results if is_theirs else other_messages).append(message)
+        answer = other_messages[len(self.turn.messages) :]
         if self.compacts:
             return compacted(self._conversation, answer) if ended else self._conversation
         return (*with_results_moved((*self._conversation, *results)), *map(self.echoed, answer))
@@ -212,8 +212,10 @@ def read(
     )
     missing = NONE
     if not (request.tool_choice and request.tool_choice.type == "none"):
-        others = bool(own or server.namespaces or builtin_tools)
-        missing = _unavailable(request, server, conversation, others=others or compacts)
+        has_other_tools = bool(own or server.namespaces or builtin_tools)
+        missing = _unavailable(
+            request, server, conversation, has_other_tools=has_other_tools or compacts
+        )
     choice = None if missing.answer else request.tool_choice
     tools = declared.tools(shown, choice, server, builtin_tools)
     # A call without a result needs approval, or was cut off. It runs only if it was approved.
@@ -263,15 +265,15 @@ def read(
 
 
 def _unavailable(
-    body: ResponsesBody, server: ServerTools, messages: Iterable[Message], *, others: bool
+    body: ResponsesBody, server: ServerTools, messages: Iterable[Message], *, has_other_tools: bool
 ) -> Unavailable:
-    """The declared tools that nobody runs. ``others``: the request has other tools as well."""
+    """The declared tools that nobody runs. ``has_other_tools``: the request has others as well."""
     tools = unavailable_tools(body.tools or (), server)
     choice = body.tool_choice
     if choice is not None and (name := chosen_name(choice)) in tools:
         return unavailable(tools, (name,), messages, forced=True)
     forced = choice is not None and "required" in (choice.type, choice.mode)
-    return unavailable(tools, () if others else tools, messages, forced=forced)
+    return unavailable(tools, () if has_other_tools else tools, messages, forced=forced)
 
 
 def _unavailable_servers(body: ResponsesBody, missing: Unavailable) -> Iterator[Namespace]:
