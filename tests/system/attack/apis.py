@@ -67,7 +67,7 @@ def ends(way: str, data: str) -> str:
     return "completed" if kind in last else ""
 
 
-def said(way: str, data: str) -> str:
+def text_of_event(way: str, data: str) -> str:
     """The text of the answer in an event's data."""
     if data == "[DONE]":
         return ""

@@ -32,7 +32,7 @@ class Seen:
 
     def read(self, way: str, data: str) -> None:
         """An event's data."""
-        self.text += apis.said(way, data)
+        self.text += apis.text_of_event(way, data)
         if data != "[DONE]":
             self.events.append(json.loads(data))
         self.end = self.end or apis.ends(way, data)

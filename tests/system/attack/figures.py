@@ -5,6 +5,6 @@ from __future__ import annotations
 LINES: list[str] = []
 
 
-def report(experiment: str, said: str) -> None:
+def report(experiment: str, figures: str) -> None:
     """A line of the table, in plain English."""
-    LINES.append(f"{experiment:6} {said}")
+    LINES.append(f"{experiment:6} {figures}")

@@ -50,8 +50,8 @@ class AttackRequest:
             limits = {"options": {"num_predict": 1}, "stream": False}
         if api == "systemone":
             limits = {"questions": {"q": {"type": "noul", "instructions": "It rains."}}}
-        said: Any = self.text * self.repeated if api == "systemone" else messages
-        body: Body = {"model": model, key: said, **limits, **dict(self.fields)}
+        prompt: Any = self.text * self.repeated if api == "systemone" else messages
+        body: Body = {"model": model, key: prompt, **limits, **dict(self.fields)}
         if self.tools:
             body["tools"] = [_tool(api, *tool) for tool in self.tools]
         if self.schema is not None:

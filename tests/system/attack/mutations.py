@@ -364,12 +364,12 @@ def drawn(chance: random.Random) -> tuple[str, Body]:
         return api, deepcopy(body)
     api = chance.choice(APIS)
     turns = chance.sample(TURNS[api], chance.randint(0, 3))
-    said = [deepcopy(each) for turn in turns for each in turn]
+    history = [deepcopy(each) for turn in turns for each in turn]
     names = [name for name in OPTIONS[api] if chance.random() < 0.15]
     options = {name: deepcopy(OPTIONS[api][name]) for name in names}
     last = {"role": "user", "content": "Hi."}
     limit: Body = {LIMIT[api]: 24} if api in LIMIT else {"options": {"num_predict": 24}}
-    return api, {"model": "m", SAID[api]: [*said, last], **limit, **options}
+    return api, {"model": "m", SAID[api]: [*history, last], **limit, **options}
 
 
 # --- how

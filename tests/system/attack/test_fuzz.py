@@ -133,8 +133,8 @@ class Attacker:
 
 def strict(text: str | bytes) -> Any:
     """JSON as it is in every language: no NaN, and nothing that cannot be encoded."""
-    said = text.decode() if isinstance(text, bytes) else text
-    value = json.loads(said, parse_constant=_refused)
+    decoded = text.decode() if isinstance(text, bytes) else text
+    value = json.loads(decoded, parse_constant=_refused)
     json.dumps(value, ensure_ascii=False).encode()
     return value
 
@@ -200,8 +200,8 @@ def healthy(target: Target) -> str:
         document = response.json()
         assert document["output"][0]["content"][0]["text"] == ANSWER
         for path, limit in (("/v1/chat/completions", "max_tokens"), ("/v1/messages", "max_tokens")):
-            said = {"model": target.model, "messages": body["input"], limit: 64}
-            assert ANSWER.strip() in client.post(path, json=said).text
+            chat = {"model": target.model, "messages": body["input"], limit: 64}
+            assert ANSWER.strip() in client.post(path, json=chat).text
     return str(document["id"])
 
 

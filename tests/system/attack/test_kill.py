@@ -101,7 +101,7 @@ class Client:
             self.completed.append(response["id"])
 
 
-def test_what_was_seen_completed_is_kept(start: Start, tmp_path: Path) -> None:
+def test_completed_responses_survive_a_kill(start: Start, tmp_path: Path) -> None:
     chance = random.Random(SEED)
     path = tmp_path / "responses.sqlite"
     env = {"VLLM_MLX_HARMONY_STORE": str(path)}

@@ -39,7 +39,7 @@ async def a_round(target: Target, chance: random.Random) -> list[tuple[str, bool
     return [(way, leaves, task.result()) for way, leaves, task in asked]
 
 
-def test_nothing_is_left_behind(target: Target) -> None:
+def test_finished_requests_leave_nothing(target: Target) -> None:
     chance = random.Random(SEED)
     began = time.monotonic()
     memory, left, dropped = [], None, 0

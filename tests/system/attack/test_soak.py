@@ -55,8 +55,8 @@ class Agent:
                 if self._chance.random() < 0.2:
                     self._broken_off(client)
                     sent += 1
-                said = "all is done" if turn == TURNS - 1 else f"step {turn} is done"
-                self._append(self._answer(client), said)
+                text = "all is done" if turn == TURNS - 1 else f"step {turn} is done"
+                self._append(self._answer(client), text)
                 sent += 1
             assert "Done." in json.dumps(self._answer(client))
             for key in self._stored:
@@ -85,20 +85,20 @@ class Agent:
             self._stored.append(answer["id"])
         return answer
 
-    def _append(self, answer: Body, said: str) -> None:
+    def _append(self, answer: Body, text: str) -> None:
         """The call in the answer, and what came of it."""
         if self.api == "chat":
             message = answer["choices"][0]["message"]
             key = message["tool_calls"][0]["id"]
-            self._said += [message, {"role": "tool", "tool_call_id": key, "content": said}]
+            self._said += [message, {"role": "tool", "tool_call_id": key, "content": text}]
         elif self.api == "messages":
             (call,) = [block for block in answer["content"] if block["type"] == "tool_use"]
-            result = {"type": "tool_result", "tool_use_id": call["id"], "content": said}
+            result = {"type": "tool_result", "tool_use_id": call["id"], "content": text}
             self._said.append({"role": "assistant", "content": answer["content"]})
             self._said.append({"role": "user", "content": [result]})
         else:
             (call,) = [item for item in answer["output"] if item["type"] == "function_call"]
-            result = {"type": "function_call_output", "call_id": call["call_id"], "output": said}
+            result = {"type": "function_call_output", "call_id": call["call_id"], "output": text}
             self._said += [*answer["output"], result]
 
     def _broken_off(self, client: httpx.Client) -> None:
@@ -124,7 +124,7 @@ class Agent:
             other.post(f"/v1/requests/{answer['id']}/cancel")
 
 
-def test_nothing_grows(target: Target) -> None:
+def test_memory_does_not_grow(target: Target) -> None:
     began = time.monotonic()
     sent = agents = 0
     seen: list[Left] = []
