@@ -54,7 +54,7 @@ def pieces(ids: Iterable[int]) -> Iterator[Piece]:
             yield Piece(tokens, text, False)
 
 
-def painted(ids: Iterable[int], *, apart: bool = False) -> RichText:
+def colorize(ids: Iterable[int], *, apart: bool = False) -> RichText:
     """The coloured text of a prompt or a completion.
 
     ``apart`` adds line breaks, so that each message begins on a new line.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.console import Console
 
 from vllm_mlx_harmony.cli.errors import UsageError, called, read_text
-from vllm_mlx_harmony.cli.paint import painted, pieces
+from vllm_mlx_harmony.cli.paint import colorize, pieces
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import chat
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return 0
     console = Console(highlight=False)
     if console.is_terminal:
-        console.print(painted(ids), soft_wrap=True)
+        console.print(colorize(ids), soft_wrap=True)
         console.print(f"{len(ids)} tokens", style="dim")
     else:  # rich would expand tabs and drop control characters
         sys.stdout.write("".join(piece.text for piece in pieces(ids)))

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vllm_mlx_harmony.cli.client import Completion
-from vllm_mlx_harmony.cli.paint import KIND_STYLES, painted
+from vllm_mlx_harmony.cli.paint import KIND_STYLES, colorize
 from vllm_mlx_harmony.core.deltas import Kind
 
 WIDE = 100
@@ -52,12 +52,12 @@ def show_turn(
     """
     console.rule(title)
     known = len(before) if prompt[: len(before)] == before else 0
-    text = painted(prompt[known:], apart=True)
+    text = colorize(prompt[known:], apart=True)
     if known:
         skipped = f"… the {known} tokens of the previous prompt, and then:\n"
         text = Text.assemble((skipped, "dim italic"), text)
     asked = _box(text, f"the prompt: {len(prompt)} tokens")
-    written = _box(painted(output, apart=True), f"the model writes: {len(output)} tokens")
+    written = _box(colorize(output, apart=True), f"the model writes: {len(output)} tokens")
     seen = _box(_fields(answer), "the client sees")
     if console.width < WIDE:
         console.print(asked, written, seen, sep="\n")

@@ -82,7 +82,9 @@ class Limiter:
             await self._shared(lambda shared: remove(shared, name, request))
 
         try:
-            running = await self._shared(lambda shared: enter(shared, name, request, time.time()))
+            running = await self._shared(
+                lambda shared: acquire_slot(shared, name, request, time.time())
+            )
             had = (running or self._concurrent[name]) <= limit
         finally:
             if not had:
@@ -134,11 +136,11 @@ def _place(name: str, quota: Quota, window: int) -> str:
     return key_of("rate", name, quota.unit, str(quota.seconds), str(window))
 
 
-def enter(shared: Connection, name: str, request: str, now: float) -> int:
+def acquire_slot(shared: Connection, name: str, request: str, now: float) -> int:
     """Adds a running request; returns the number of all."""
     place = key_of("running", name)
 
-    def entered(redis: Any) -> list[Any]:
+    def add_and_count(redis: Any) -> list[Any]:
         pipe = redis.pipeline()
         pipe.zremrangebyscore(place, "-inf", now)
         pipe.zadd(place, {request: now + LEASE})
@@ -146,7 +148,7 @@ def enter(shared: Connection, name: str, request: str, now: float) -> int:
         pipe.zcard(place)
         return list(pipe.execute())
 
-    return int(shared.call(entered)[-1])
+    return int(shared.call(add_and_count)[-1])
 
 
 def remove(shared: Connection, name: str, request: str) -> None:

@@ -20,7 +20,7 @@ WIDTH = 14
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _PORT = 8000
 
-_of_flags: list[tuple[str, str]] = []
+_flag_lines: list[tuple[str, str]] = []
 
 
 def set_flags(
@@ -47,7 +47,7 @@ def set_flags(
     default = (address, port) == (_LOCAL[0], _PORT)
     url = "" if default else f" --url http://{address}:{port}"
     page = f"{inspector.PAGE} shows prompts and answers to anyone with access"
-    _of_flags[:] = [
+    _flag_lines[:] = [
         ("access", access),
         *([("inspector", page)] if inspected else ()),
         *(("tools", line) for line in tools),
@@ -85,4 +85,4 @@ def show(*facts: tuple[str, str]) -> None:
 def _common() -> Iterator[tuple[str, str]]:
     for at, part in enumerate(summary.prefix_cache()):
         yield "" if at else "prefix cache", part
-    yield from _of_flags
+    yield from _flag_lines

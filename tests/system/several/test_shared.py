@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.turn import Answer, Call, User
 from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.limits import DAY, Limits
 from vllm_mlx_harmony.gateway.settings import load
-from vllm_mlx_harmony.gateway.shared_limit import add, enter, remove, renew
+from vllm_mlx_harmony.gateway.shared_limit import acquire_slot, add, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.front_end import FrontEnd, open_sharing
@@ -374,13 +374,13 @@ def test_gateways_count_together(server: RedisServer) -> None:
 def test_running_requests_of_all_gateways(server: RedisServer) -> None:
     """Those of a gateway that died are gone a minute later; those that are renewed are not."""
     one, other = Connection(server.url), Connection(server.url)
-    assert [enter(each, "erin", str(each is one), 100.0) for each in (one, other)] == [1, 2]
+    assert [acquire_slot(each, "erin", str(each is one), 100.0) for each in (one, other)] == [1, 2]
     renew(one, (("True", "erin"),), 150.0)
-    assert enter(other, "erin", "new", 165.0) == 2
+    assert acquire_slot(other, "erin", "new", 165.0) == 2
     remove(other, "erin", "new")
     renew(other, (("new", "erin"),), 166.0)  # it ended while renewals were on their way
-    assert enter(one, "erin", "last", 170.0) == 2
-    assert enter(one, "frank", "another", 170.0) == 1
+    assert acquire_slot(one, "erin", "last", 170.0) == 2
+    assert acquire_slot(one, "frank", "another", 170.0) == 1
 
 
 LIMITED = {"keys": {"eve": {"key": "key-of-eve", "requests_per_minute": 2}}}

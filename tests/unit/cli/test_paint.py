@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rows import ids as ids_of
 from sizes import examples
 
-from vllm_mlx_harmony.cli.paint import CONTROL_STYLE, KIND_STYLES, painted
+from vllm_mlx_harmony.cli.paint import CONTROL_STYLE, KIND_STYLES, colorize
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Text
 from vllm_mlx_harmony.core.parse import Parser
@@ -49,7 +49,7 @@ def kinds_of(deltas: list[Delta]) -> list[Kind]:
 
 
 def painted_kinds(ids: list[int]) -> list[Kind]:
-    text = painted(ids)
+    text = colorize(ids)
     kinds = {style: kind for kind, style in KIND_STYLES.items()}
     spans = [(text.plain[span.start : span.end], str(span.style)) for span in text.spans]
     shown = [kinds[style] for body, style in spans if body.strip() and style in kinds]
@@ -111,7 +111,7 @@ ROWS: dict[str, tuple[str, list[tuple[str, str]]]] = {
 
 @pytest.mark.parametrize(("text", "shown"), ROWS.values(), ids=ROWS)
 def test_row(text: str, shown: list[tuple[str, str]]) -> None:
-    painting = painted(ids_of(text))
+    painting = colorize(ids_of(text))
     spans = [(painting.plain[span.start : span.end], str(span.style)) for span in painting.spans]
     assert [each for each in spans if each[1] != CONTROL_STYLE] == shown
     assert painting.plain == text
