@@ -25,7 +25,7 @@ COMMANDS = {
     "service": "run a server whenever you are logged in",
     "doctor": "check this installation and suggest fixes",
     "stop": "stop the server that launch started",
-    "connect": "configure a coding agent for a server: codex, claude, opencode",
+    "connect": "configure a coding agent for a server, to last",
     "demo": "show a tool-call conversation, without model weights",
     "verify": "check that a server follows its APIs",
     "bench": "measure how fast a server is",

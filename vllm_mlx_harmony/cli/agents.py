@@ -1,6 +1,6 @@
 """The coding agents that `launch` starts, a row for each: `AGENTS`.
 
-A row configures an agent for one run with a server: by arguments, environment variables and files
+A row configures an agent for runs with a server: by arguments, environment variables and files
 in a directory of this project. All other settings of the agent still apply, and none of them is
 changed. Keys are not written to files: agents read them from the environment, from `VLLM_API_KEY`
 or from a variable of their own. Only Cline gets its key as an argument, which other users of the
@@ -21,6 +21,9 @@ NAME = "vllm-mlx"
 
 KEY_VARIABLE = "VLLM_API_KEY"
 """The environment variable that has the server's key."""
+
+LOCAL_KEY = "local"
+"""What agents that insist on a key send to a server without one."""
 
 CONTEXT = 131_072
 """Context length of both gpt-oss models, in tokens, if the server does not report one."""

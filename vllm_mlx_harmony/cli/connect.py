@@ -1,9 +1,10 @@
-"""connect: the configuration of Codex, Claude Code or opencode for this server.
+"""connect: a lasting configuration of a coding agent for this server.
 
 Claude Code and opencode can load an additional file, so the user's own files stay as they are.
 Codex would warn about one (with a profile or ``-c`` it cannot use its background server), so three
-keys and a table are added to its own file. API keys are never written: the agents read them from
-the environment.
+keys and a table are added to its own file. Every other agent gets a script that starts it with the
+arguments, variables and files of `launch`. API keys are never written: the agents and the script
+read them from the environment.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from http import HTTPStatus
 from http.client import HTTPException
 from pathlib import Path
@@ -26,7 +29,7 @@ import tomlkit
 from tomlkit.items import Item
 
 from vllm_mlx_harmony.cli import agents
-from vllm_mlx_harmony.cli.agents import CONTEXT, KEY_VARIABLE, NAME, Served
+from vllm_mlx_harmony.cli.agents import CONTEXT, KEY_VARIABLE, LOCAL_KEY, NAME, Served
 from vllm_mlx_harmony.cli.editing import locked, replace_content
 from vllm_mlx_harmony.cli.errors import UsageError, number
 from vllm_mlx_harmony.cli.process import send
@@ -64,11 +67,16 @@ class Setup:
     """The files of a configuration, by path, and the command that starts the agent with it.
 
     ``question`` is a request of the API that the agent uses: its path, and its body but the model.
+    All files in ``directory`` are this command's own, and so are those with `NAME` in their names.
     """
 
     files: Mapping[Path, str]
     command: str
     question: tuple[str, Mapping[str, object]]
+    directory: Path | None = None
+
+    def owns(self, path: Path) -> bool:
+        return NAME in path.name or (self.directory is not None and self.directory in path.parents)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -76,8 +84,9 @@ def main(arguments: Sequence[str]) -> int:
     given = parser().parse_args(arguments)
     agent = AGENTS[given.agent]
     if given.undo:
-        for path in agent(Served(given.url, given.model or "")).files:
-            _restore(path)
+        setup = agent(Served(given.url, given.model or ""))
+        for path in setup.files:
+            _restore(path, owned=setup.owns(path))
         return 0
     key = given.key or os.environ.get(KEY_VARIABLE) or None
     served = look(given.url, given.model, key, given.context)
@@ -87,7 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{ask(served, key, *setup.question)}\n")
     for path, content in setup.files.items():
         if given.write:
-            _write(path, content)
+            _write(path, content, owned=setup.owns(path))
         else:
             print(f"--- {_shown(path)}\n{content}")
     if given.write:
@@ -107,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         description="Prints the configuration of a coding agent for a server, or writes it.",
     )
     add = made.add_argument
-    add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
+    add("agent", metavar="AGENT", choices=AGENTS, help="name of the agent, as for launch")
     add("--url", default=URL, help=f"URL of the server (default: {URL})")
     add("--model", help="name of the model (default: the server's only one)")
     secret = "the server's API key (default: $VLLM_API_KEY); never written to a file"
@@ -244,7 +253,7 @@ def claude(served: Served) -> Setup:
     path = home / f"{NAME}.json"
     variables = agents.claude_variables(served)
     if not served.keyed:
-        variables["ANTHROPIC_AUTH_TOKEN"] = "local"
+        variables["ANTHROPIC_AUTH_TOKEN"] = LOCAL_KEY
     token = f'ANTHROPIC_AUTH_TOKEN="${KEY_VARIABLE}" ' if served.keyed else ""
     command = f"{token}claude --settings {_shown(path)}"
     settings = {"env": variables, **agents.claude_permissions(served)}
@@ -254,19 +263,57 @@ def claude(served: Served) -> Setup:
 
 
 def opencode(served: Served) -> Setup:
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "opencode"
+    home = _config() / "opencode"
     path = home / f"{NAME}.json"
     content = agents.json_text(agents.opencode_document(served))
-    question = {"messages": [{"role": "user", "content": QUESTION}], "max_completion_tokens": 200}
     command = f"OPENCODE_CONFIG={_shown(path)} opencode"
-    return Setup({path: content}, command, ("/v1/chat/completions", question))
+    return Setup({path: content}, command, CHAT)
 
+
+def script(name: str, served: Served) -> Setup:
+    """A script that starts an agent as `launch` does, with its files beside it."""
+    agent, directory = agents.AGENTS[name], _config() / NAME / name
+    run = agent.set_up(replace(served, keyed=True), _KEY, directory)
+    key = f'"${{{KEY_VARIABLE}:?}}"' if served.keyed else f'"${{{KEY_VARIABLE}:-{LOCAL_KEY}}}"'
+    quoted = {_KEY: key}
+    lines = [
+        f"# Starts {agent.title} ({agent.install}) with {served.model} at {served.url}.",
+        *(
+            f"export {variable}={quoted.get(value) or shlex.quote(value)}"
+            for variable, value in run.variables.items()
+        ),
+        " ".join(
+            [
+                *("exec", agent.command),
+                *(quoted.get(argument) or shlex.quote(argument) for argument in run.arguments),
+                '"$@"',
+            ]
+        ),
+    ]
+    path = directory / "start.sh"
+    files = {directory / file: content for file, content in run.files.items()}
+    text = "\n".join(lines) + "\n"
+    return Setup({**files, path: text}, f"sh {_shown(path)}", CHAT, directory)
+
+
+_KEY = "the server's key"
+"""Stands for a key that the script reads from the environment."""
+
+CHAT = (
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": QUESTION}], "max_completion_tokens": 200},
+)
 
 AGENTS: Mapping[str, Callable[[Served], Setup]] = {
+    **{name: partial(script, name) for name in agents.AGENTS},
     "codex": codex,
     "claude": claude,
     "opencode": opencode,
 }
+
+
+def _config() -> Path:
+    return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config")
 
 
 def _shown(path: Path) -> str:
@@ -278,8 +325,8 @@ def _shown(path: Path) -> str:
 # --- Writing
 
 
-def _write(path: Path, content: str) -> None:
-    """Writes a file, after a backup of an existing one. Raises ``UsageError``."""
+def _write(path: Path, content: str, *, owned: bool) -> None:
+    """Writes a file, after a backup of an existing one that is a user's. Raises ``UsageError``."""
     try:
         with locked(path):
             # Not as text: lines that end with CRLF stay as they are.
@@ -290,7 +337,7 @@ def _write(path: Path, content: str) -> None:
                 print(f"{_shown(path)} is up to date")
                 return
             backup = _backup(path)
-            if NAME not in path.name and (NAME not in (before or "") or not backup.exists()):
+            if not owned and (NAME not in (before or "") or not backup.exists()):
                 if before is None:
                     backup.touch()
                 else:
@@ -309,12 +356,12 @@ def _write(path: Path, content: str) -> None:
 def _backup(path: Path) -> Path:
     """The copy of a user's file as it was without this command's settings; empty if there was none.
 
-    Files with `NAME` in their names are this command's own, and have none.
+    Files that are this command's own have none.
     """
     return path.with_name(path.name + BACKUP)
 
 
-def _restore(path: Path) -> None:
+def _restore(path: Path, *, owned: bool) -> None:
     """Puts the backup of a file back, or removes what this command alone writes.
 
     A file that is replaced stays beside it, because a user may have added to it. Raises
@@ -332,7 +379,7 @@ def _restore(path: Path) -> None:
                     place.unlink(missing_ok=True)
                 backup.unlink()
                 print(f"restored {_shown(path)}; the replaced version is {undone.name}")
-            elif path.exists() and NAME in path.name:
+            elif path.exists() and owned:
                 path.unlink()
                 print(f"removed {_shown(path)}")
             else:

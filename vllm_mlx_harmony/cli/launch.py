@@ -24,7 +24,14 @@ from rich.progress import Progress
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli import background, connect
-from vllm_mlx_harmony.cli.agents import AGENTS, KEY_VARIABLE, LATEST, Agent, Served
+from vllm_mlx_harmony.cli.agents import (
+    AGENTS,
+    KEY_VARIABLE,
+    LATEST,
+    LOCAL_KEY,
+    Agent,
+    Served,
+)
 from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.models import GIGABYTE, MODELS, Weights
 from vllm_mlx_harmony.cli.process import LOCAL
@@ -32,10 +39,6 @@ from vllm_mlx_harmony.cli.stand_in import require_host
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.model_files import FILES
 from vllm_mlx_harmony.standin import Script
-
-LOCAL_KEY = "local"
-"""What agents that insist on a key send to a server without one."""
-
 
 STANDIN = "gpt-oss-standin"
 

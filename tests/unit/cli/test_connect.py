@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +17,7 @@ import pytest
 import tomlkit
 
 from vllm_mlx_harmony.__main__ import main
-from vllm_mlx_harmony.cli import connect, process
+from vllm_mlx_harmony.cli import agents, connect, process
 from vllm_mlx_harmony.cli.connect import Served
 
 KEY = "secret-key"
@@ -90,11 +92,34 @@ FILES = {
     "codex": [".codex/config.toml", ".codex/vllm-mlx-models.json"],
     "claude": [".claude/vllm-mlx.json"],
     "opencode": [".config/opencode/vllm-mlx.json"],
+    "qwen": ["start.sh"],
+    "pi": ["provider.js", "start.sh"],
+    "cn": ["config.yaml", "start.sh"],
+    "cline": ["settings/providers.json", "start.sh"],
+    "copilot": ["start.sh"],
+    "kilo": ["start.sh"],
+    "goose": ["start.sh"],
+    "hermes": ["config.yaml", "start.sh"],
+    "grok": ["start.sh"],
+    "kimi": ["start.sh"],
+    "vibe": ["start.sh"],
+    "droid": ["settings.json", "start.sh"],
+    "openclaw": ["openclaw.json", "start.sh"],
+    "nanocoder": ["start.sh"],
+    "aider": ["metadata.json", "settings.yml", "start.sh"],
 }
+SCRIPTED = [agent for agent, files in FILES.items() if "start.sh" in files]
+FILES |= {
+    agent: [f".config/vllm-mlx/{agent}/{file}" for file in FILES[agent]] for agent in SCRIPTED
+}
+
+NO_WINDOW = ("qwen", "cline", "copilot", "grok")
+"""Agents that have no setting for the context length, or one for parts of it, or read it from the
+server."""
 
 
 def test_every_agent_has_a_row() -> None:
-    assert set(FILES) == set(connect.AGENTS)
+    assert set(FILES) == set(connect.AGENTS) == set(agents.AGENTS)
 
 
 @pytest.mark.parametrize("agent", FILES)
@@ -111,7 +136,7 @@ def test_printed_or_written(
     assert written == FILES[agent]
     for name in written:
         assert (home / name).read_text("utf-8") in shown
-        assert "4096" in shown
+        assert ("4096" in shown) == (agent not in NO_WINDOW)
 
 
 @pytest.mark.parametrize(
@@ -167,11 +192,7 @@ def test_manually_restored_file_is_backed_up_again(server: Models, home: Path) -
         assert Path(f"{path}.before-vllm-mlx").read_text() == content
 
 
-QUESTIONS = {
-    "codex": "/v1/responses",
-    "claude": "/v1/messages",
-    "opencode": "/v1/chat/completions",
-}
+QUESTIONS = {"codex": "/v1/responses", "claude": "/v1/messages"}
 
 
 @pytest.mark.parametrize("agent", FILES)
@@ -185,7 +206,8 @@ def test_a_question_comes_first(
     assert server.asked == []
     assert main([*connected, "--write"]) == 0
     ((path, body),) = server.asked
-    assert (path, body["model"]) == (QUESTIONS[agent], "gpt-oss-20b")
+    question = QUESTIONS.get(agent, "/v1/chat/completions")
+    assert (path, body["model"]) == (question, "gpt-oss-20b")
     assert "✓ gpt-oss-20b has answered a test request" in capsys.readouterr().out
 
 
@@ -218,6 +240,50 @@ def test_the_key_is_not_written(
     assert "VLLM_API_KEY" in printed
     for name in FILES[agent]:
         assert KEY not in (home / name).read_text("utf-8")
+
+
+def test_the_script_of_the_page() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text("utf-8")
+    shown = page.partition("start.sh\n# Starts ")[2].partition("…")[0]
+    *_, text = connect.AGENTS["grok"](Served("http://127.0.0.1:8000", "gpt-oss-20b")).files.values()
+    assert text == f"# Starts {shown}"
+
+
+PROGRAM = f"""\
+#!{sys.executable}
+import json, os, sys
+print(json.dumps([sys.argv[1:], dict(os.environ)]))
+"""
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a key"])
+@pytest.mark.parametrize("agent", SCRIPTED)
+def test_a_script_starts_the_agent_as_launch_does(
+    agent: str, key: str | None, server: Models, home: Path
+) -> None:
+    """With the user's arguments behind."""
+    server.key = key
+    programs = home / "bin"
+    programs.mkdir()
+    program = programs / agents.AGENTS[agent].command
+    program.write_text(PROGRAM)
+    program.chmod(0o755)
+    assert main(["connect", agent, "--url", server.url, "--key", KEY, "--write"]) == 0
+    directory = home / ".config" / "vllm-mlx" / agent
+    command = ["sh", str(directory / "start.sh"), "a b", "$c"]
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}"}
+    if key is not None:
+        failed = subprocess.run(command, env=environment, capture_output=True, check=False)
+        assert failed.returncode and b"VLLM_API_KEY" in failed.stderr
+        environment["VLLM_API_KEY"] = key
+    started = subprocess.run(command, env=environment, capture_output=True, check=True, text=True)
+    arguments, variables = json.loads(started.stdout)
+    served = Served(server.url, "gpt-oss-20b", 4096, keyed=True)
+    run = agents.AGENTS[agent].set_up(served, key or "local", directory)
+    assert arguments == [*run.arguments, "a b", "$c"]
+    assert {name: variables[name] for name in run.variables} == run.variables
+    for name, content in run.files.items():
+        assert (directory / name).read_text("utf-8") == content
 
 
 def test_the_key_is_read_from_the_environment(

@@ -1,0 +1,320 @@
+"""Editors: requests with the fields that their sources send, and answers read as they read them.
+
+They cannot be run here. Zed's requests and types are those of `crates/open_ai` (completion.rs,
+open_ai.rs, responses.rs) in https://github.com/zed-industries/zed, those of VS Code of
+`extensions/copilot/src/extension/byok` (openAIEndpoint.ts, customEndpointProvider.ts) and
+`platform/thinking/common/thinkingUtils.ts` in https://github.com/microsoft/vscode. Of Xcode only
+the endpoints are documented:
+https://developer.apple.com/documentation/xcode/setting-up-coding-intelligence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+
+from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from starlette.testclient import TestClient
+
+from vllm_mlx_harmony.server import enforcement
+
+THOUGHT = "I should read it."
+ARGUMENTS = '{"path":"src/main.rs"}'
+CALL = (
+    f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant<|channel|>commentary "
+    f"to=functions.read_file <|constrain|>json<|message|>{ARGUMENTS}<|call|>"
+)
+ANSWER = "It prints hello."
+SCRIPTS = {
+    "What does it do?": CALL,
+    "fn main": f"<|channel|>analysis<|message|>Easy.<|end|><|start|>assistant<|channel|>final"
+    f"<|message|>{ANSWER}<|return|>",
+}
+SYSTEM = "You are an agent in an editor."
+FILE = 'fn main() { println!("hello"); }'
+FUNCTION: dict[str, Any] = {
+    "name": "read_file",
+    "description": "Reads a file of the project.",
+    "parameters": {
+        "type": "object",
+        "properties": {"path": {"type": "string", "description": "Where"}},
+        "required": ["path"],
+    },
+}
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Read:
+    """What an editor has of an answer."""
+
+    thinking: str = ""
+    text: str = ""
+    calls: dict[Any, Json] = field(default_factory=dict)
+    """By their index or item: ``id``, ``name`` and ``arguments``."""
+    stop: str = ""
+    usage: Json = field(default_factory=dict)
+
+    @property
+    def call(self) -> Json:
+        (call,) = self.calls.values()
+        return call
+
+    def add_call(self, chunk: Json) -> None:
+        call = self.calls.setdefault(chunk["index"], {"id": "", "name": "", "arguments": ""})
+        call["id"] = chunk.get("id") or call["id"]
+        function = chunk.get("function") or {}
+        call["name"] = function.get("name") or call["name"]
+        call["arguments"] += function.get("arguments") or ""
+
+
+def data(stream: str) -> Iterator[Json]:
+    """The documents of a stream: lines that begin with ``data:``, up to ``[DONE]``."""
+    for line in stream.split("\n"):
+        if line.startswith("data:"):
+            text = line.removeprefix("data:").strip()
+            if text != "[DONE]":
+                yield json.loads(text)
+
+
+# --- Zed
+
+
+def zed_chat(turns: list[Read]) -> Json:
+    messages: list[Json] = [
+        {"role": "system", "content": SYSTEM},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": f"The file src/main.rs:\n{'x' * 20}"},
+                {"type": "text", "text": "What does it do?"},
+            ],
+        },
+    ]
+    for turn in turns:
+        function = {"name": turn.call["name"], "arguments": turn.call["arguments"]}
+        messages += [
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": turn.call["id"], "type": "function", "function": function}],
+                "reasoning_content": turn.thinking,  # `interleaved_reasoning`
+            },
+            {"role": "tool", "content": FILE, "tool_call_id": turn.call["id"]},
+        ]
+    return {
+        "model": MODEL,
+        "messages": messages,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_completion_tokens": 1_000,
+        "temperature": 1.0,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "reasoning_effort": "medium",
+    }
+
+
+def zed_reads_chat(stream: str) -> Read:
+    """By its types: an event has ``choices``, a choice ``index``, usage three numbers."""
+    found = Read()
+    for event in data(stream):
+        if usage := event.get("usage"):
+            names = ("prompt_tokens", "completion_tokens", "total_tokens")
+            found.usage = {name: int(usage[name]) for name in names}
+        for choice in event["choices"][:1]:
+            assert choice["index"] == 0
+            delta = choice.get("delta") or {}
+            assert delta.get("role") in (None, "user", "assistant", "system", "tool")
+            found.thinking += delta.get("reasoning_content") or ""
+            found.text += delta.get("content") or ""
+            for chunk in delta.get("tool_calls") or ():
+                found.add_call(chunk)
+            found.stop = choice.get("finish_reason") or found.stop
+    return found
+
+
+def zed_responses(turns: list[Read]) -> Json:
+    def message(role: str, kind: str, text: str) -> Json:
+        return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
+
+    items = [message("system", "input_text", SYSTEM)]
+    items.append(message("user", "input_text", "What does it do?"))
+    for turn in turns:
+        called, key = turn.call, {"call_id": turn.call["id"]}
+        items.append({"type": "function_call", **key, **_without_id(called)})
+        items.append({"type": "function_call_output", **key, "output": FILE})
+    return {
+        "model": MODEL,
+        "input": items,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "stream": True,
+        "max_output_tokens": 1_000,
+        "parallel_tool_calls": False,
+        "tool_choice": "auto",
+        "tools": [{"type": "function", **FUNCTION}],
+        "reasoning": {"effort": "medium", "summary": "auto"},
+    }
+
+
+def _without_id(call: Json) -> Json:
+    return {name: value for name, value in call.items() if name != "id"}
+
+
+def zed_reads_responses(stream: str) -> Read:
+    """Reasoning by its summary; a call by the id of its item, complete when its arguments are."""
+    found = Read()
+    for event in data(stream):
+        kind, item = event["type"], event.get("item") or {}
+        assert kind not in ("error", "response.error", "response.failed")
+        if kind == "response.output_item.added":
+            assert isinstance(event["output_index"], int)
+            if item["type"] == "function_call":
+                found.calls[item["id"]] = {
+                    "id": item["call_id"],
+                    "name": item["name"],
+                    "arguments": item["arguments"],
+                }
+        elif kind == "response.reasoning_summary_text.delta":
+            found.thinking += event["delta"]
+        elif kind == "response.output_text.delta":
+            found.text += event["delta"]
+        elif kind == "response.function_call_arguments.delta":
+            found.calls[event["item_id"]]["arguments"] += event["delta"]
+        elif kind == "response.function_call_arguments.done":
+            found.calls[event["item_id"]]["arguments"] = event["arguments"]
+        elif kind == "response.completed":
+            found.usage = event["response"]["usage"]
+            found.stop = "tool_calls" if found.calls else "stop"
+    return found
+
+
+# --- VS Code
+
+
+def vscode(turns: list[Read]) -> Json:
+    """A custom endpoint with ``thinking``: no temperature and no ``max_tokens``."""
+    messages: list[Json] = [
+        {"role": "system", "content": SYSTEM},
+        {"role": "user", "content": "What does it do?", "copilot_cache_control": _EPHEMERAL},
+    ]
+    for turn in turns:
+        function = {"name": turn.call["name"], "arguments": turn.call["arguments"]}
+        called = [{"id": turn.call["id"], "type": "function", "function": function}]
+        # Reasoning without an id is not sent back.
+        messages.append({"role": "assistant", "content": "", "tool_calls": called})
+        messages.append({"role": "tool", "tool_call_id": turn.call["id"], "content": FILE})
+    return {
+        "messages": messages,
+        "model": MODEL,
+        "top_p": 1,
+        "n": 1,
+        "stream": True,
+        "tools": [{"type": "function", "function": FUNCTION}],
+        "max_completion_tokens": 1_000,
+        "stream_options": {"include_usage": True},
+        "reasoning_effort": "high",
+    }
+
+
+_EPHEMERAL = {"type": "ephemeral"}
+
+
+def vscode_reads(stream: str) -> Read:
+    """Reasoning from the first field that has some; usage must have three numbers."""
+    found = Read()
+    for event in data(stream):
+        if usage := event.get("usage"):
+            names = ("prompt_tokens", "completion_tokens", "total_tokens")
+            assert all(isinstance(usage[name], int) for name in names)
+            found.usage = usage
+        for choice in event["choices"]:
+            delta = choice["delta"]
+            fields = ("cot_summary", "reasoning_text", "reasoning_content", "reasoning", "thinking")
+            found.thinking += next(filter(None, map(delta.get, fields)), "")
+            found.text += delta.get("content") or ""
+            for chunk in delta.get("tool_calls") or ():
+                found.add_call(chunk)
+            found.stop = choice.get("finish_reason") or found.stop
+    return found
+
+
+@dataclass(frozen=True)
+class Editor:
+    path: str
+    body: Callable[[list[Read]], Json]
+    """A request behind these turns, each of which has made a call."""
+    reads: Callable[[str], Read]
+
+
+EDITORS = {
+    "Zed": Editor("/v1/chat/completions", zed_chat, zed_reads_chat),
+    "Zed, with Responses": Editor("/v1/responses", zed_responses, zed_reads_responses),
+    "VS Code": Editor("/v1/chat/completions", vscode, vscode_reads),
+}
+
+
+@pytest.fixture(params=[1, 1000], ids=["id by id", "at once"])
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Alone:
+    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+    return Alone(ScriptedEngine(SCRIPTS, request.param))
+
+
+@pytest.fixture
+def wire(host: Alone) -> Iterator[TestClient]:
+    with TestClient(host.app, base_url="http://localhost") as client:
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        yield client
+
+
+@pytest.mark.parametrize("name", EDITORS)
+def test_an_editor_reads_a_file(host: Alone, wire: TestClient, name: str) -> None:
+    """Thinking, the call and the answer arrive; the second prompt continues the first."""
+    editor = EDITORS[name]
+
+    def turn(turns: list[Read]) -> Read:
+        response = wire.post(editor.path, json=editor.body(turns))
+        assert response.status_code == 200, response.text
+        return editor.reads(response.text)
+
+    first = turn([])
+    assert (first.thinking, first.text, first.stop) == (THOUGHT, "", "tool_calls")
+    assert (first.call["name"], first.call["arguments"]) == ("read_file", ARGUMENTS)
+    second = turn([first])
+    assert (second.thinking, second.text, second.calls, second.stop) == (
+        "Easy.",
+        ANSWER,
+        {},
+        "stop",
+    )
+    assert second.usage["total_tokens"] > first.usage["total_tokens"] > 0
+    before, after = host.engine.prompts  # type: ignore[attr-defined]
+    said = (*before, *ids(CALL))
+    assert after[: len(said)] == said
+    assert host.lent == 0
+
+
+@pytest.mark.parametrize("name", EDITORS)
+def test_an_editor_without_the_key_is_told_so(wire: TestClient, name: str) -> None:
+    editor = EDITORS[name]
+    headers = {"Authorization": "Bearer none"}
+    response = wire.post(editor.path, json=editor.body([]), headers=headers)
+    assert response.status_code == 401
+    assert response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/models?", "/v1/models/"])
+def test_editors_list_the_models(wire: TestClient, path: str) -> None:
+    """Xcode 26 has been seen to ask with the question mark
+    (https://github.com/ai-forever/gpt2giga/pull/28); VS Code asks below the URL of a group."""
+    listed = wire.get(path, headers={"Content-Type": "application/json"}).json()
+    (model,) = listed["data"]
+    assert (listed["object"], model["object"], model["id"]) == ("list", "model", MODEL)
+    assert isinstance(model["created"], int) and isinstance(model["owned_by"], str)
