@@ -1,0 +1,218 @@
+"""What programs expect of a local server beside Chat Completions, Responses and Messages.
+
+Ollama's and LM Studio's endpoints, decisions, conversations, token ids, other names of the model,
+and reasoning that is ended by hand: `CHECKS` are run on vllm-mlx with the plugin, on the light
+server and on a gateway, each over HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import httpx
+
+HELLO, THINK, URGENT = "Hello there!", "Think about it.", "It is urgent."
+GREETS, GREETING = "They greet.", "Good day."
+COUNTING = " ".join(str(number) for number in range(1, 400))
+"""No repetition, which the server would end by itself."""
+
+ENOUGH = "Enough."
+FINAL = "<|channel|>final<|message|>{}<|return|>"
+SCRIPTS = {
+    HELLO: f"<|channel|>analysis<|message|>{GREETS}<|end|><|start|>assistant"
+    + FINAL.format(GREETING),
+    THINK: f"<|channel|>analysis<|message|>{COUNTING}<|end|><|start|>assistant"
+    + FINAL.format("After all."),
+}
+"""What the model writes, by the end of the user's message. An answer that goes on behind reasoning
+which was ended is `ENOUGH`; the label of a decision about `URGENT` is B, true."""
+
+USER = {"role": "user", "content": HELLO}
+ALIAS = "gpt-4o"
+"""A name of the model that is not its own."""
+
+Json = dict[str, Any]
+
+
+def post(http: httpx.Client, path: str, body: Json) -> Any:
+    """The answer, which must be 200."""
+    response = http.post(path, json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def get(http: httpx.Client, path: str) -> Any:
+    response = http.get(path)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def lines(http: httpx.Client, path: str, body: Json) -> list[Json]:
+    """The lines of JSON of a streamed answer."""
+    response = http.post(path, json=body)
+    assert response.headers["content-type"] == "application/x-ndjson", response.text
+    return [json.loads(line) for line in response.text.splitlines()]
+
+
+def chat_of_ollama(http: httpx.Client, model: str) -> None:
+    body = {"model": model, "messages": [USER]}
+    whole = post(http, "/api/chat", {**body, "stream": False})
+    streamed = lines(http, "/api/chat", body)
+    for parts in ([whole], streamed):
+        messages = [part["message"] for part in parts]
+        assert "".join(each.get("thinking", "") for each in messages) == GREETS
+        assert "".join(each["content"] for each in messages) == GREETING
+        assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
+        assert parts[-1]["done_reason"] == "stop"
+        assert {part["model"] for part in parts} == {model}
+    counts = ("prompt_eval_count", "eval_count")
+    assert [whole[name] for name in counts] == [streamed[-1][name] for name in counts]
+
+
+def prompt_of_ollama(http: httpx.Client, model: str) -> None:
+    body = {"model": model, "prompt": HELLO}
+    for parts in (
+        [post(http, "/api/generate", {**body, "stream": False})],
+        lines(http, "/api/generate", body),
+    ):
+        assert "".join(part.get("thinking", "") for part in parts) == GREETS
+        assert "".join(part["response"] for part in parts) == GREETING
+    assert post(http, "/api/generate", {"model": model})["done_reason"] == "load"
+
+
+def models_of_ollama(http: httpx.Client, model: str) -> None:
+    assert model in [each["model"] for each in get(http, "/api/tags")["models"]]
+    (running,) = get(http, "/api/ps")["models"]
+    shown = post(http, "/api/show", {"model": model})
+    assert shown["model_info"]["gptoss.context_length"] == running["context_length"]
+    assert "tools" in shown["capabilities"]
+    assert get(http, "/api/version")["version"]
+    missing = http.post("/api/show", json={"model": "nobody"})
+    assert (missing.status_code, [*missing.json()]) == (404, ["error"])
+
+
+def models_of_lm_studio(http: httpx.Client, model: str) -> None:
+    listed = get(http, "/api/v0/models")["data"]
+    (entry,) = (each for each in listed if each["id"] == model)
+    assert get(http, f"/api/v0/models/{model}") == entry
+    assert entry["loaded_context_length"] == get(http, "/v1/models")["data"][0]["max_model_len"]
+
+
+def context_length(http: httpx.Client, model: str) -> None:
+    """In the fields of all kinds of servers, and in llama.cpp's ``/props``."""
+    entry = get(http, "/v1/models")["data"][0]
+    length = entry["max_model_len"]
+    for field in ("context_length", "context_window", "max_context_length"):
+        assert entry[field] == length
+    properties = get(http, "/props")
+    assert properties["default_generation_settings"]["n_ctx"] == entry["meta"]["n_ctx"] == length
+    assert properties["model_alias"] == model
+
+
+def token_ids(http: httpx.Client, model: str) -> None:
+    """Of a text, there and back; and of the very prompt that is generated from."""
+    tokens = post(http, "/tokenize", {"prompt": HELLO, "model": model})["tokens"]
+    assert post(http, "/tokenize", {"content": HELLO}) == {"tokens": tokens}
+    assert post(http, "/detokenize", {"tokens": tokens})["content"] == HELLO
+    body = {"model": model, "messages": [USER]}
+    usage = post(http, "/v1/chat/completions", body)["usage"]
+    assert post(http, "/tokenize", body)["count"] == usage["prompt_tokens"]
+
+
+def decisions(http: httpx.Client, model: str) -> None:
+    noul = {"type": "noul", "instructions": URGENT}
+    body = {"model": model, "state": "The checkout fails.", "questions": {"a": noul, "b": noul}}
+    answers = post(http, "/v1/systemone", body)["answers"]
+    assert [each["noul"] for each in answers.values()] == [1.0, 1.0]
+    predicate = {"type": "predicate", "instructions": URGENT}
+    body = {"model": model, "input": "The checkout fails.", "questions": [predicate]}
+    (answer,) = post(http, "/v1/decisions", body)["answers"]
+    assert answer["probability"] == 1.0
+
+
+def conversation(http: httpx.Client, model: str) -> None:
+    """Two responses of it, whole and streamed, and its items."""
+    brief = {"type": "message", "role": "developer", "content": "Be brief."}
+    made = post(http, "/v1/conversations", {"metadata": {"topic": "x"}, "items": [brief]})
+    path = f"/v1/conversations/{made['id']}"
+    body = {"model": model, "input": HELLO, "conversation": made["id"]}
+    whole = post(http, "/v1/responses", body)
+    streamed = http.post("/v1/responses", json={**body, "stream": True}).text
+    (last,) = (
+        event for event in map(json.loads, _data(streamed)) if event["type"] == "response.completed"
+    )
+    items = get(http, f"{path}/items?order=asc&limit=100")["data"]
+    answers = [*whole["output"], *last["response"]["output"]]
+    assert [each["id"] for each in items[2:] if each.get("role") != "user"] == [
+        each["id"] for each in answers
+    ]
+    assert [each["content"][0]["text"] for each in answers if each["type"] == "message"] == [
+        GREETING
+    ] * 2
+    assert get(http, f"{path}/items/{items[0]['id']}") == items[0]
+    added = post(http, f"{path}/items", {"items": [brief]})["data"]
+    assert http.delete(f"{path}/items/{added[0]['id']}").json() == made
+    assert post(http, path, {"metadata": {"topic": "y"}})["metadata"] == {"topic": "y"}
+    assert http.delete(path).json()["deleted"] is True
+    assert http.get(path).json()["error"]["code"] == "conversation_not_found"
+
+
+def reasoning_ended_by_hand(http: httpx.Client, model: str) -> None:
+    """The stream says by what, and goes on with an answer."""
+    control = "/v1/chat/completions/control"
+    messages = [{"role": "user", "content": THINK}]
+    body = {"model": model, "messages": messages, "stream": True, "max_tokens": 4_000}
+    text, ended_by, said = "", None, None
+    with http.stream("POST", "/v1/chat/completions", json=body) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "choices" in chunk, chunk
+            delta = chunk["choices"][0]["delta"]
+            text += delta.get("content") or ""
+            ended_by = delta.get("reasoning_ended_by", ended_by)
+            if said is None and delta.get("reasoning_content"):
+                said = post(http, control, {"id": chunk["id"], "action": "reasoning_end"})
+    assert said == {"success": True}
+    assert (text, ended_by) == (ENOUGH, "request")
+    body = {"id": chunk["id"], "action": "reasoning_end"}
+    assert post(http, control, body)["success"] is False, "it has ended"
+
+
+def another_name(http: httpx.Client, model: str) -> None:
+    """An answer has the name that was asked for, whole and streamed; others are nobody's."""
+    body: Json = {"model": ALIAS, "messages": [USER]}
+    assert post(http, "/v1/chat/completions", body)["model"] == ALIAS
+    streamed = http.post("/v1/chat/completions", json={**body, "stream": True}).text
+    assert {json.loads(data)["model"] for data in _data(streamed)} == {ALIAS}
+    assert post(http, "/v1/responses", {"model": ALIAS, "input": HELLO})["model"] == ALIAS
+    assert post(http, "/v1/messages", {**body, "max_tokens": 100})["model"] == ALIAS
+    assert post(http, "/api/chat", {**body, "stream": False})["model"] == ALIAS
+    assert get(http, f"/v1/models/{ALIAS}")["id"] == ALIAS
+    refused = http.post("/v1/chat/completions", json={**body, "model": "llama-3"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+
+
+def _data(stream: str) -> list[str]:
+    found = [line.removeprefix("data: ") for line in stream.splitlines() if line[:6] == "data: "]
+    return [each for each in found if each != "[DONE]"]
+
+
+CHECKS: Mapping[str, Callable[[httpx.Client, str], None]] = {
+    check.__name__: check
+    for check in (
+        chat_of_ollama,
+        prompt_of_ollama,
+        models_of_ollama,
+        models_of_lm_studio,
+        context_length,
+        token_ids,
+        decisions,
+        conversation,
+        reasoning_ended_by_hand,
+        another_name,
+    )
+}

@@ -1,0 +1,95 @@
+"""What programs expect of a local server, through a gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+pytest.importorskip("openai")
+pytest.importorskip("anthropic")
+
+import anthropic
+import httpx
+import openai
+from fake_engines import FakeEngine, ids, served
+from in_process import MODEL
+from local_apis import CHECKS, COUNTING, ENOUGH, FINAL, SCRIPTS, URGENT
+
+from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.gateway.app import gateway
+from vllm_mlx_harmony.gateway.settings import load
+
+
+class Reasoning(FakeEngine):
+    """Answers briefly behind reasoning that the gateway has ended."""
+
+    def said(self, prompt: Sequence[int]) -> list[int]:
+        text = vocab.encoding().decode(list(prompt))
+        if _THINKING in text and text.endswith("<|end|><|start|>assistant"):
+            return ids(FINAL.format(ENOUGH))
+        return super().said(prompt)
+
+
+_THINKING = f"<|channel|>analysis<|message|>{COUNTING[0]}"
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    engine = Reasoning("vllm", {**SCRIPTS, URGENT: "B<|return|>"}, pause=0.02)
+    with (
+        served(engine.app) as url,
+        served(gateway(load({"engines": [url], "model": MODEL}, {}))) as base,
+        httpx.Client(base_url=base, timeout=60) as http,
+    ):
+        yield http
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_gateway(http: httpx.Client, check: str) -> None:
+    CHECKS[check](http, MODEL)
+
+
+SEARCHES = '<|channel|>analysis to=browser.search code<|message|>{"query": "Rome"}<|call|>'
+QUESTION = "Is it warm in Rome?"
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_web_search(stream: bool) -> None:
+    """Of Responses and Messages, through the official clients."""
+    pytest.importorskip("httpx2")
+    pytest.importorskip("lxml")
+    import web
+
+    with web.serving() as site:
+        site.search(("Rome", "https://a.example/rome", "It has 20 °C."))
+        engine = FakeEngine("vllm", {QUESTION: SEARCHES, "20 °C": FINAL.format("It is warm.")})
+        flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}
+        with (
+            served(engine.app) as url,
+            served(gateway(load({**flags, "engines": [url]}, {}))) as base,
+        ):
+            responses = openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0).responses
+            asked: Any = {"model": MODEL, "input": QUESTION, "tools": [{"type": "web_search"}]}
+            if stream:
+                with responses.stream(**asked) as events:
+                    response: Any = events.get_final_response()
+            else:
+                response = responses.create(**asked)
+            messages = anthropic.Anthropic(base_url=base, api_key="x", max_retries=0).messages
+            tool = {"type": "web_search_20250305", "name": "web_search"}
+            user = {"role": "user", "content": QUESTION}
+            asked = {"model": MODEL, "max_tokens": 500, "messages": [user], "tools": [tool]}
+            if stream:
+                with messages.stream(**asked) as blocks:
+                    message: Any = blocks.get_final_message()
+            else:
+                message = messages.create(**asked)
+    assert [each.type for each in response.output] == ["web_search_call", "message"]
+    assert response.output_text == "It is warm."
+    kinds = ["server_tool_use", "web_search_tool_result", "text"]
+    assert [each.type for each in message.content] == kinds
+    assert message.usage.server_tool_use.web_search_requests == 1
+    assert site.queries() == ["Rome"] * 2
