@@ -575,8 +575,8 @@ LEGS: tuple[Leg, ...] = (
     ),
     Leg(
         name="attack",
-        what="load, kill -9, mutated requests, stalled readers, agents, random ids, the event loop",
-        install=WITH_HOST,
+        what="load, kill -9, mutated requests, the web, stalled readers, random ids, event loop",
+        install=("-e", ".[browser,cpu,test]", "-e", PLUGIN),
         present=(*HOST, "openai-harmony"),
         commands=((*PYTEST, "tests/system/attack"),),
         variables=(("ATTACK", "full"),),

@@ -63,14 +63,16 @@ def server(
     running.stop()
 
 
-def test_responses(server: Server, site: web.Site) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_responses(server: Server, site: web.Site, stream: bool) -> None:
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
     tools: Any = [{"type": "web_search"}]
     request: Any = {"model": str(server.model), "input": QUESTION, "tools": tools}
-    with client.responses.stream(**request) as events:
-        for _ in events:
-            pass
-        response = events.get_final_response()
+    if stream:
+        with client.responses.stream(**request) as events:
+            response: Any = events.get_final_response()
+    else:
+        response = client.responses.create(**request)
     kinds = [each.type for each in response.output]
     assert kinds == ["web_search_call", "web_search_call", "message"]
     (part,) = response.output[-1].content
@@ -80,7 +82,8 @@ def test_responses(server: Server, site: web.Site) -> None:
     assert part.text == f"There are 2.8 million ([127.0.0.1:{site.port}]({url}))."
 
 
-def test_messages(server: Server, site: web.Site) -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_messages(server: Server, site: web.Site, stream: bool) -> None:
     """The request of Claude Code's WebSearch."""
     client = anthropic.Anthropic(base_url=server.base_url, api_key="x", max_retries=0)
     request: Any = {
@@ -89,8 +92,11 @@ def test_messages(server: Server, site: web.Site) -> None:
         "messages": [{"role": "user", "content": QUESTION}],
         "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 8}],
     }
-    with client.messages.stream(**request) as events:
-        message = events.get_final_message()
+    if stream:
+        with client.messages.stream(**request) as events:
+            message: Any = events.get_final_message()
+    else:
+        message = client.messages.create(**request)
     kinds = [block.type for block in message.content]
     assert kinds == [
         *("server_tool_use", "web_search_tool_result"),

@@ -1,0 +1,39 @@
+"""What programs expect of a local server, on a real one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+import pytest
+from local_apis import CHECKS, COUNTING, ENOUGH, FINAL, SCRIPTS
+
+from vllm_mlx_harmony import standin
+from vllm_mlx_harmony.standin import Script
+
+if TYPE_CHECKING:
+    from server import Server
+
+pytestmark = pytest.mark.served
+
+
+@pytest.fixture(scope="module")
+def server(enforcing_server: Server, standin_dir: Path) -> Server:
+    scripts = [Script(f"{text}<|end|>", output, delay_ms=5) for text, output in SCRIPTS.items()]
+    behind = Script(f"<|channel|>analysis<|message|>{COUNTING[0]}", FINAL.format(ENOUGH))
+    label = Script("B. true<|end|>", "<|channel|>final<|message|>B<|return|>")
+    standin.rescript(standin_dir, [*scripts, behind, label])
+    return enforcing_server
+
+
+@pytest.fixture(scope="module")
+def http(server: Server) -> Iterator[httpx.Client]:
+    with server.client() as http:
+        yield http
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_server(http: httpx.Client, model: str, check: str) -> None:
+    CHECKS[check](http, model)
