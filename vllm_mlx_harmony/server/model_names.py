@@ -10,6 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
+from vllm_mlx_harmony.core.errors import RequestError
+
+MAX_MODEL_NAME = 4_096
+"""Maximum length of a model's name, which may be a path."""
+
 COMMON = (
     *("claude-*", "gpt-[0-9]*", "chatgpt-*", "codex-*", "o[0-9]", "o[0-9]-*"),
     *("gpt-oss", "gpt-oss:latest", "default", "default_model", "local-model"),
@@ -27,6 +32,13 @@ def common_names(model: str) -> tuple[str, ...]:
     """The names by which clients may mean ``model`` if the operator sets none."""
     sizes = [size for size in SIZES if size in model.lower()]
     return (*COMMON, *(name.format(size) for name in OF_SIZE for size in sizes))
+
+
+def check_length(name: str) -> None:
+    """Raises ``RequestError`` for a name too long to be repeated in answers, logs and errors."""
+    if len(name) > MAX_MODEL_NAME:
+        problem = f"model must have at most {MAX_MODEL_NAME} characters"
+        raise RequestError(problem, param="model", code="model_not_found", status=404)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import BROWSER
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
 from vllm_mlx_harmony.server.front_end import FrontEnd, front_end_of
+from vllm_mlx_harmony.server.model_names import check_length
 
 
 async def entries(front_end: FrontEnd) -> list[dict[str, Any]]:
@@ -22,6 +23,7 @@ async def entries(front_end: FrontEnd) -> list[dict[str, Any]]:
 
 async def entry(front_end: FrontEnd, name: str) -> dict[str, Any]:
     """The entry of one model, under the ``name`` that it is asked for. Raises ``RequestError``."""
+    check_length(name)
     canonical = front_end.names.canonical_name(name)
     for model in (await front_end.host.models())["data"]:
         if model["id"] == canonical:

@@ -45,6 +45,7 @@ from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.front_end import Caller, FrontEnd, front_end_of
 from vllm_mlx_harmony.server.generation import Emitter, Job
 from vllm_mlx_harmony.server.host import Context, Lease, NotHarmony, tenant_of
+from vllm_mlx_harmony.server.model_names import check_length
 from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
 from vllm_mlx_harmony.server.streams import (
     SERVER_SENT_EVENTS,
@@ -62,10 +63,6 @@ T = TypeVar("T")
 
 MAX_TIMEOUT = 1e9
 """Maximum timeout of a request in seconds: timers cannot be set much further ahead."""
-
-
-MAX_MODEL_NAME = 4_096
-"""Maximum length of a model's name, which may be a path."""
 
 
 class ParsedRequest(Protocol):
@@ -243,16 +240,12 @@ async def leased(
 
 
 def _routing(document: object) -> tuple[str | None, float | None]:
-    """``model`` and ``timeout`` of an unvalidated body; each ``None`` if missing or malformed.
-
-    Rejects a name too long to be repeated in logs and errors.
-    """
+    """``model`` and ``timeout`` of an unvalidated body; each ``None`` if missing or malformed."""
     if not isinstance(document, dict):
         return None, None
     model, timeout = document.get("model"), document.get("timeout")
-    if isinstance(model, str) and len(model) > MAX_MODEL_NAME:
-        problem = f"model must have at most {MAX_MODEL_NAME} characters"
-        raise RequestError(problem, param="model", code="model_not_found", status=404)
+    if isinstance(model, str):
+        check_length(model)
     valid = isinstance(timeout, (int, float)) and 0 < timeout < MAX_TIMEOUT
     return model if isinstance(model, str) else None, timeout if valid else None
 

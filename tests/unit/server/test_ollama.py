@@ -127,6 +127,7 @@ ERRORS: list[tuple[str, str, object, int]] = [
     ("POST", "/api/generate", {"model": MODEL, "prompt": "x", "raw": True}, 400),
     ("POST", "/api/chat", {"model": "llama3", "messages": [{"role": "user", "content": "x"}]}, 404),
     ("POST", "/api/show", {}, 400),
+    ("POST", "/api/show", {"model": f"gpt-oss:20b{'x' * 4_096}"}, 404),
     ("GET", "/api/chat", None, 405),
     ("POST", "/api/pull", {"model": MODEL}, 404),
 ]
@@ -172,6 +173,20 @@ def test_the_models_of_lm_studio(wire: TestClient) -> None:
     missing = wire.get("/api/v0/models/llama3")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/api/v0/models"])
+def test_a_name_is_no_longer_than_in_a_request(
+    path: str, host: Known, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a pattern would match it."""
+    monkeypatch.setenv(settings.variable("model_names"), "gpt-*")
+    with TestClient(host.app, base_url="http://localhost") as client:
+        client.headers["Authorization"] = f"Bearer {KEY}"
+        for length, status in ((4_096, 200), (4_097, 404)):
+            answer = client.get(f"{path}/{'gpt-'.ljust(length, '5')}")
+            assert answer.status_code == status
+        assert len(answer.text) < 1_000
 
 
 class FailingEngine(ScriptedEngine):
