@@ -21,6 +21,11 @@ PATHS = {
     "tokenize": "/tokenize",
     "conversations": "/v1/conversations",
     "systemone": "/v1/systemone",
+    "decisions": "/v1/decisions",
+    "generate": "/api/generate",
+    "show": "/api/show",
+    "detokenize": "/detokenize",
+    "control": "/v1/chat/completions/control",
 }
 APIS = tuple(PATHS)
 
@@ -42,21 +47,36 @@ class AttackRequest:
     def body(self, api: str, model: str = MODEL) -> Body:
         """The request for ``api``."""
         messages = [{"role": "user", "content": self.text}] * self.repeated
-        keys = {"responses": "input", "conversations": "items", "systemone": "state"}
-        key = keys.get(api, "messages")
-        limit = "max_output_tokens" if api == "responses" else "max_tokens"
-        limits: Body = {limit: 1}
-        if api == "ollama":
-            limits = {"options": {"num_predict": 1}, "stream": False}
-        if api == "systemone":
-            limits = {"questions": {"q": {"type": "noul", "instructions": "It rains."}}}
-        prompt: Any = self.text * self.repeated if api == "systemone" else messages
-        body: Body = {"model": model, key: prompt, **limits, **dict(self.fields)}
+        body: Body = {"model": model, **_prompt_fields(api, self.text * self.repeated, messages)}
+        body |= dict(self.fields)
         if self.tools:
             body["tools"] = [_tool(api, *tool) for tool in self.tools]
         if self.schema is not None:
             body |= _format(api, self.schema)
         return body
+
+
+def _prompt_fields(api: str, text: str, messages: list[Body]) -> Body:
+    """What the user says, and what else a request of ``api`` must have."""
+    few = {"options": {"num_predict": 1}, "stream": False}
+    rains = {"instructions": "It rains."}
+    asked: Body = {"messages": messages, "max_tokens": 1}
+    bodies: dict[str, Body] = {
+        "chat": asked,
+        "messages": asked,
+        "responses": {"input": messages, "max_output_tokens": 1},
+        "ollama": {"messages": messages, **few},
+        "generate": {"prompt": text, **few},
+        "show": {},
+        "tokenize": {"messages": messages},
+        "conversations": {"items": messages},
+        "systemone": {"state": text, "questions": {"q": {"type": "noul", **rains}}},
+        "decisions": {"input": messages, "questions": [{"type": "predicate", **rains}]},
+        "control": {"id": f"chatcmpl-{text}", "action": "reasoning_end"},
+    }
+    if api == "detokenize":
+        return {"tokens": list(text.encode())}  # the first 256 ids
+    return bodies[api]
 
 
 def _tool(api: str, name: str, description: str, parameters: Body) -> Body:
@@ -70,7 +90,7 @@ def _format(api: str, schema: Body) -> Body:
     named = {"type": "json_schema", "name": "n", "schema": schema}
     if api == "responses":
         return {"text": {"format": named}}
-    if api == "ollama":
+    if api in ("ollama", "generate"):
         return {"format": schema}
     if api == "messages":
         return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}

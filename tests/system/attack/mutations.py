@@ -22,6 +22,9 @@ DATA = Path(__file__).parents[2] / "support" / "recorded"
 STORED = "resp_00000000000000000000"
 """Stands for the id of an answer that is stored."""
 
+CONVERSATION = "conv_00000000000000000000000000000000"
+"""Stands for the id of a conversation that is stored."""
+
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 OLLAMA, CONVERSATIONS = "/api/chat", "/v1/conversations"
 APIS = (CHAT, RESPONSES, MESSAGES, OLLAMA)
@@ -131,7 +134,7 @@ OPTIONS: dict[str, Body] = {
         "store": True,
         "background": True,
         "previous_response_id": STORED,
-        "conversation": {"id": "conv_1"},
+        "conversation": {"id": CONVERSATION},
         "items": [{"role": "user", "content": "Hi."}],
         "questions": [
             {"type": "predicate", "instructions": "It rains."},
@@ -318,6 +321,7 @@ BESIDE = {
     RESPONSES: (
         *(RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),
         *(CONVERSATIONS, "/v1/decisions"),
+        *(f"{CONVERSATIONS}/{CONVERSATION}", f"{CONVERSATIONS}/{CONVERSATION}/items"),
     ),
     MESSAGES: (MESSAGES, f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"),
     OLLAMA: (OLLAMA, OLLAMA, "/api/generate", "/api/show"),
@@ -327,10 +331,11 @@ WITHOUT_BODY = (
     ("GET", f"{RESPONSES}/{STORED}?stream=true&starting_after=1"),
     ("GET", f"{RESPONSES}/{STORED}/input_items?limit=1&order=asc&after=msg_1"),
     ("POST", f"{RESPONSES}/{STORED}/cancel"),
-    ("GET", f"{CONVERSATIONS}/conv_1"),
-    ("DELETE", f"{CONVERSATIONS}/conv_1"),
-    ("GET", f"{CONVERSATIONS}/conv_1/items?limit=1&order=asc&after=msg_1"),
-    ("DELETE", f"{CONVERSATIONS}/conv_1/items/msg_1"),
+    ("GET", f"{CONVERSATIONS}/{CONVERSATION}"),
+    ("DELETE", f"{CONVERSATIONS}/{CONVERSATION}"),
+    ("GET", f"{CONVERSATIONS}/{CONVERSATION}/items?limit=1&order=asc&after=msg_1"),
+    ("GET", f"{CONVERSATIONS}/{CONVERSATION}/items/msg_1"),
+    ("DELETE", f"{CONVERSATIONS}/{CONVERSATION}/items/msg_1"),
     ("DELETE", f"{RESPONSES}/{STORED}"),
     ("POST", "/v1/requests/chatcmpl-0123456789abcdef/cancel"),
     ("DELETE", "/v1/requests/resp_0123456789abcdef"),
@@ -684,7 +689,9 @@ def mutated(seed: int, index: int) -> Sent:
 def _without_body(chance: random.Random) -> Sent:
     method, path = chance.choice(WITHOUT_BODY)
     if chance.random() < 0.4:
-        path = re.sub(r"resp_0+|m$|resp_\w+|chatcmpl-\w+", lambda _: chance.choice(IDS), path)
+        path = re.sub(
+            r"resp_0+|m$|resp_\w+|conv_\w+|chatcmpl-\w+", lambda _: chance.choice(IDS), path
+        )
     if chance.random() < 0.3:
         path = f"{path.partition('?')[0]}?{chance.choice(QUERIES)}"
     return _around(chance, Sent(method, path, headers=()))

@@ -18,7 +18,7 @@ import mutations
 import psutil
 import pytest
 from apis import ANSWER
-from mutations import MESSAGES, STORED, WEBSOCKET, Sent, mutated
+from mutations import CONVERSATION, MESSAGES, STORED, WEBSOCKET, Sent, mutated
 from size import SEED, size
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -68,6 +68,7 @@ class Attacker:
 
     target: Target
     stored: str
+    conversation: str
     connection: ClientConnection | None = None
 
     def sends(self, sent: Sent) -> Answer:
@@ -75,11 +76,12 @@ class Attacker:
         named = {
             b'"m"': json.dumps(self.target.model).encode(),
             STORED.encode(): self.stored.encode(),
+            CONVERSATION.encode(): self.conversation.encode(),
         }
         body = sent.body
         for name, real in named.items():
             body = body.replace(name, real)
-        path = sent.path.replace(STORED, self.stored)
+        path = sent.path.replace(STORED, self.stored).replace(CONVERSATION, self.conversation)
         if sent.method == WEBSOCKET:
             return self._converses(body, text=bool(sent.headers))
         grown = len(body) - len(sent.body)
@@ -205,6 +207,12 @@ def healthy(target: Target) -> str:
     return str(document["id"])
 
 
+def conversation(target: Target) -> str:
+    """The id of a new conversation."""
+    with target.server.client() as client:
+        return str(client.post(mutations.CONVERSATIONS, json={}).json()["id"])
+
+
 def computed_for(target: Target) -> float:
     """Seconds of a processor for a proper answer that is drawn, with a tool's grammar."""
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}
@@ -241,7 +249,7 @@ class Log:
 
 def test_every_request_is_answered(target: Target) -> None:
     began = time.monotonic()
-    attacker = Attacker(target, healthy(target))
+    attacker = Attacker(target, healthy(target), conversation(target))
     problems: list[str] = []
     statuses: Counter[int] = Counter()
     slow, longest, most = [], 0.0, 0.0
@@ -272,7 +280,7 @@ def test_every_request_is_answered(target: Target) -> None:
             if len(problems) >= MOST_PROBLEMS or target.server.process.poll() is not None:
                 break
         if sent.method == "DELETE" and answer.status == 200:
-            attacker.stored = healthy(target)
+            attacker.stored, attacker.conversation = healthy(target), conversation(target)
     if attacker.connection is not None:
         attacker.connection.close()
     figures.report(
