@@ -132,7 +132,7 @@ class Batch:
                 and costs.max_known_ids(1)
                 and (mask.choices <= MAX_CHOICES_TO_WAIT_FOR or mask.expected(1))
             )
-            or (drafts is not None and drafts.next(costs, request.room))
+            or (drafts is not None and drafts.next(costs, request.remaining_ids))
         ):
             self.known = int(self.pending.item())
         return self.known is not None
@@ -156,7 +156,7 @@ class Batch:
         assert self.known is not None
         run = [self.known]
         ends = request.joined and self.known in vocab.TURN_ENDS
-        most = 0 if ends else min(WIDTHS[-1] - 1, request.room)
+        most = 0 if ends else min(WIDTHS[-1] - 1, request.remaining_ids)
         origins: str = Origin.SAMPLED
         if mask is not None:
             if request.joined:

@@ -162,12 +162,12 @@ class EngineLoop:
             rest = scheduler.seconds(request.number) if place <= len(places) else None
             expected = None if expected is None or rest is None else expected + rest
             speed = 0.0
-            if not place and now > request.first > 0:
-                speed = request.generated / (now - request.first)
-            elif request.begun and rest:
+            if not place and now > request.first_token_time > 0:
+                speed = request.generated / (now - request.first_token_time)
+            elif request.prefill_start and rest:
                 speed = (progress.total - progress.processed) / rest
             state: State = (
-                "waiting" if not request.begun else "computing" if place else "generating"
+                "waiting" if not request.prefill_start else "computing" if place else "generating"
             )
             found.append(
                 RequestStatus(
@@ -177,7 +177,7 @@ class EngineLoop:
                     cached=progress.cached,
                     computed=progress.processed,
                     generated=request.generated,
-                    seconds=round(now - request.since, 3),
+                    seconds=round(now - request.arrival_time, 3),
                     speed=round(speed, 3),
                     expected=None if expected is None else round(expected, 3),
                 )
@@ -252,7 +252,7 @@ class EngineLoop:
             self._stopped = f"the engine stopped unexpectedly: {type(error).__name__}"
         for key in list(self.requests):
             request = self.requests.pop(key)
-            self.waiting.add(-(not request.begun))
+            self.waiting.add(-(not request.prefill_start))
             request.layers = request.match = None
             self._put(request, HostError(self._stopped))
         self.batches, self.scheduler = [], Scheduler(self.options.limits)
@@ -271,14 +271,14 @@ class EngineLoop:
             raise HostError(self._stopped)
         assert request.match is not None
         rest = max(0, len(request.prompt) - 1 - request.match.cached)
-        self.scheduler.add(request.number, rest, request.tenant, request.since)
+        self.scheduler.add(request.number, rest, request.tenant, request.arrival_time)
 
     def cancel(self, request: Request) -> None:
         """Removes a request whose client has gone. What was computed of its prompt is kept: a
         client that gave up will send it again (semantics E2)."""
         try:
             if request.layers is not None:
-                self._store_to(request, request.at, request.layers)
+                self._store_to(request, request.computed_ids, request.layers)
         finally:
             self._forget(request)
             self.publish()
@@ -287,14 +287,14 @@ class EngineLoop:
         """Removes a request, wherever it is."""
         if self.requests.pop(request.number, None) is None:
             return
-        self.waiting.add(-(not request.begun))
+        self.waiting.add(-(not request.prefill_start))
         self.scheduler.remove(request.number)
         self._changed = True
         before = self.totals
         self.totals = Totals(
             before.steps,
             before.requests + 1,
-            before.prompt_tokens + request.at,
+            before.prompt_tokens + request.computed_ids,
             before.completion_tokens + request.generated,
             before.drafts_accepted + request.accepted,
             before.drafts_rejected + request.rejected,
@@ -404,11 +404,11 @@ class EngineLoop:
         Evicts cached pieces if that suffices, and fails the request after `ADMISSION_TIMEOUT`.
         """
         budget, request = self.budget, self.requests[key]
-        if request.end >= self._too_long:
+        if request.max_length >= self._too_long:
             request.other_bytes = -1  # others run: their memory will be freed
             return False
         running, own = self._running()
-        ends = [*(other.end for other in running), request.end]
+        ends = [*(other.max_length for other in running), request.max_length]
         other_bytes, now = device.used() - own, time.perf_counter()
         missing = budget.missing(other_bytes, ends)
         # A slow disk is not a lack of memory: what waits to be written is given up after a while.
@@ -420,7 +420,7 @@ class EngineLoop:
             other_bytes = device.used() - own
             missing = budget.missing(other_bytes, ends)
         if running and missing:
-            self._too_long = request.end
+            self._too_long = request.max_length
         if running or other_bytes != request.other_bytes:
             request.other_bytes, request.admission_deadline = other_bytes, now + ADMISSION_TIMEOUT
         elif missing and now > request.admission_deadline:
@@ -429,7 +429,7 @@ class EngineLoop:
 
     def _running(self) -> tuple[list[Request], int]:
         """The requests that have begun, and the bytes of their caches."""
-        running = [request for request in self.requests.values() if request.begun]
+        running = [request for request in self.requests.values() if request.prefill_start]
         holders: list[Request | Batch] = [*running, *self.batches]
         return running, sum(layer.nbytes for holder in holders for layer in holder.layers or ())
 
@@ -438,13 +438,13 @@ class EngineLoop:
         started = time.perf_counter()
         match, request.match = request.match, None
         assert match is not None
-        request.layers, known = self.cache.restore(match, request.expected)
+        request.layers, known = self.cache.restore(match, request.allocated_length)
         last = len(request.prompt) - 1
         if self.cache.enabled:
-            request.marks = deque(boundaries(request.prompt, known))
-        request.begun = started
+            request.boundaries = deque(boundaries(request.prompt, known))
+        request.prefill_start = started
         self.waiting.add(-1)
-        request.at = request.cached = request.stored = known
+        request.computed_ids = request.cached = request.stored = known
         self._put(request, request.report())
         self.scheduler.begin(request.number, last - known, known)
         self.scheduler.computed(request.number, 0, time.perf_counter() - started)
@@ -456,15 +456,12 @@ class EngineLoop:
         is to be found again is stored: up to each boundary, and at least every `SPAN` ids."""
         # Waits for the step that is being computed, so that its time does not count as the chunk's.
         mx.eval([batch.pending for batch in self.batches])
-        chunks = [
-            request.prompt[request.at : min(request.at + ids, len(request.prompt) - 1)]
-            for request in requests
-        ]
+        chunks = [request.next_chunk(ids) for request in requests]
         layers = requests[0].layers
         assert layers is not None
         started = time.perf_counter()
         if len(requests) == 1:
-            pieces.reserve(layers, self._shapes, requests[0].expected)
+            pieces.reserve(layers, self._shapes, requests[0].allocated_length)
             self.module(mx.array(chunks, dtype=mx.uint32), cache=layers)
             evaluate(layers)
         else:
@@ -476,12 +473,12 @@ class EngineLoop:
         computed = sum(map(len, chunks))
         self._computed += computed
         for row, (request, chunk) in enumerate(zip(requests, chunks, strict=True)):
-            request.at += len(chunk)
+            request.computed_ids += len(chunk)
             self._store(request, layers, row)
         seconds = time.perf_counter() - started
         for request, chunk in zip(requests, chunks, strict=True):
             self.scheduler.computed(request.number, len(chunk), seconds * len(chunk) / computed)
-        if requests[0].at == len(requests[0].prompt) - 1:
+        if requests[0].computed_ids == len(requests[0].prompt) - 1:
             self._join(requests, layers)
         else:
             self._put(requests[0], requests[0].report())
@@ -489,10 +486,10 @@ class EngineLoop:
     def _store(self, request: Request, layers: Layers, row: int = 0) -> None:
         """Stores what is computed of the prompt, up to each boundary; behind the last of them, if
         it is `SPAN` ids or more."""
-        while request.marks and request.marks[0] <= request.at:
-            self._store_to(request, request.marks.popleft(), layers, row)
-        if request.at - request.stored >= SPAN:
-            self._store_to(request, request.at, layers, row)
+        while request.boundaries and request.boundaries[0] <= request.computed_ids:
+            self._store_to(request, request.boundaries.popleft(), layers, row)
+        if request.computed_ids - request.stored >= SPAN:
+            self._store_to(request, request.computed_ids, layers, row)
 
     def _store_to(self, request: Request, end: int, layers: Layers, row: int = 0) -> None:
         """Stores the first ``end`` ids of the prompt."""
@@ -510,7 +507,7 @@ class EngineLoop:
             return
         size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
         running, own = self._running()
-        ends = [request.end for request in running]
+        ends = [request.max_length for request in running]
         missing = size - self.budget.free(device.used() - own, ends)
         if missing > 0 and self.cache.make_room(missing):
             mx.clear_cache()
@@ -523,7 +520,7 @@ class EngineLoop:
     def _join(self, requests: Sequence[Request], layers: Layers) -> None:
         """The requests generate from now on: all of each prompt but the last id is computed."""
         for request in requests:
-            request.at = len(request.prompt)
+            request.computed_ids = len(request.prompt)
             request.layers, request.ids = None, list(request.prompt)
             self._put(request, request.report())
             self.scheduler.start_answer(request.number)
@@ -549,13 +546,13 @@ class EngineLoop:
             try:
                 for request, token in batch.step(self.module):
                     request.ids.append(token)
-                    request.held.append(token)
-                    request.first = request.first or time.perf_counter()
+                    request.unsent_ids.append(token)
+                    request.first_token_time = request.first_token_time or time.perf_counter()
                     if token in vocab.TURN_ENDS:
                         ended[request] = "stop"
                     elif request.generated >= request.settings.max_tokens:
                         ended[request] = "length"
-                    elif len(request.held) >= self.options.interval:
+                    elif len(request.unsent_ids) >= self.options.interval:
                         self._put(request, request.step())
                 self._deliver()
                 for request, finish in ended.items():

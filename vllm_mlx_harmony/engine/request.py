@@ -34,25 +34,25 @@ class Request:
     settings: GenerationSettings
     tenant: str
     sampler: Sampler
-    since: float = field(default_factory=time.perf_counter)
+    arrival_time: float = field(default_factory=time.perf_counter)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     match: Match | None = None
     """What is cached of the prompt: set on the event loop before the request is admitted, taken on
     the engine's thread when it begins. Nothing else refers to it, because it holds memory."""
 
     # On the engine's thread.
-    begun: float = 0.0
+    prefill_start: float = 0.0
     """When its caches were created; 0 while it waits."""
     other_bytes: int = -1
     """Bytes of everything else when it last found no memory; it fails if they are the same at
     ``admission_deadline``."""
     admission_deadline: float = 0.0
     layers: Layers | None = None
-    """Its caches, from ``begun`` until it is a row of a batch. The first of those that are computed
-    together has the caches of all."""
-    marks: deque[int] = field(default_factory=deque)
+    """Its caches, from ``prefill_start`` until it is a row of a batch. The first of those that are
+    computed together has the caches of all."""
+    boundaries: deque[int] = field(default_factory=deque)
     """Remaining boundaries at which the prompt's prefix is stored."""
-    at: int = 0
+    computed_ids: int = 0
     """Number of prompt ids computed so far."""
     stored: int = 0
     """Number of these that are in the prefix cache."""
@@ -67,14 +67,14 @@ class Request:
     """``None`` if none are to be tried."""
     accepted: int = 0
     rejected: int = 0
-    first: float = 0.0
+    first_token_time: float = 0.0
     """Time of the first generated id."""
-    held: list[int] = field(default_factory=list)
+    unsent_ids: list[int] = field(default_factory=list)
     """Generated ids that have not been sent."""
     origins: str = ""
-    """``Step.origins`` of ``held``."""
+    """``Step.origins`` of ``unsent_ids``."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Those of ``held``, if they are requested."""
+    """Those of ``unsent_ids``, if they are requested."""
     scores: list[mx.array] = field(default_factory=list)
     """`sampler.log_probabilities` of the next id, if they are requested."""
 
@@ -84,19 +84,24 @@ class Request:
     arrived: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
-    def end(self) -> int:
+    def max_length(self) -> int:
         """Maximum number of ids of prompt and answer together."""
         return len(self.prompt) + self.settings.max_tokens
 
     @property
-    def expected(self) -> int:
+    def allocated_length(self) -> int:
         """Number of ids for which its caches are allocated before its prompt is computed."""
         return len(self.prompt) + min(self.settings.max_tokens, HEADROOM)
 
     @property
-    def room(self) -> int:
+    def remaining_ids(self) -> int:
         """Maximum number of ids that may follow the next one, which is computed already."""
-        return self.end - len(self.ids) - self.joined
+        return self.max_length - len(self.ids) - self.joined
+
+    def next_chunk(self, most: int) -> tuple[int, ...]:
+        """The next ids of the prompt to compute: its last one is computed with the first step."""
+        end = min(self.computed_ids + most, len(self.prompt) - 1)
+        return self.prompt[self.computed_ids : end]
 
     @property
     def generated(self) -> int:
@@ -116,18 +121,19 @@ class Request:
     def progress(self, place: int = 0) -> Progress:
         """How much of the prompt is computed. Before it begins: what is cached, and its place."""
         total = len(self.prompt)
-        if not self.begun:
+        if not self.prefill_start:
             known = 0 if self.match is None else min(self.match.cached, total - 1)
             return Progress(total, known, known, place=place)
-        return Progress(total, self.cached, self.at, time.perf_counter() - self.begun)
+        seconds = time.perf_counter() - self.prefill_start
+        return Progress(total, self.cached, self.computed_ids, seconds)
 
     def report(self, place: int = 0) -> Step:
         return Step((), progress=self.progress(place))
 
     def step(self, finish: Finish | None = None) -> Step:
         """The ids that have not been sent, which are no longer held."""
-        ids, origins = tuple(self.held), self.origins if self.settings.origins else ""
-        self.held.clear()
+        ids, origins = tuple(self.unsent_ids), self.origins if self.settings.origins else ""
+        self.unsent_ids.clear()
         self.origins = ""
         logprobs, self.logprobs = tuple(self.logprobs), []
         return Step(ids, finish, self.cached, None, origins, self.accepted, self.rejected, logprobs)

@@ -473,7 +473,7 @@ async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
     while not rows(engine):
         await asyncio.sleep(0.001)
     tasks["prefill"] = asyncio.ensure_future(asked(30_000, 2))
-    while not any(each.at > 0 and not each.ids for each in engine.loop.requests.values()):
+    while not any(each.computed_ids > 0 and not each.ids for each in engine.loop.requests.values()):
         await asyncio.sleep(0.001)
     tasks["waiting"] = asyncio.ensure_future(asked(30_000, 3))
     while len(engine.loop.scheduler.order()) < 2:
@@ -538,7 +538,7 @@ class Watched:
     def __call__(self, ids: Any, cache: Any) -> Any:
         requests = list(self.engine.loop.requests.values())
         answers = rows(self.engine)
-        prompts = sum(each.begun and not each.ids for each in requests)
+        prompts = sum(each.prefill_start > 0 and not each.ids for each in requests)
         self.begun.append(prompts)
         self.running.append(prompts + answers)
         if ids.shape[1] > 1:
@@ -604,7 +604,8 @@ def test_request_waits_until_memory_is_free(tiny: Path, run: Run) -> None:
             while not all(each.done() for each in asked):
                 await asyncio.sleep(0.001)
                 most = max(
-                    most, sum(each.begun > 0 for each in list(engine.loop.requests.values()))
+                    most,
+                    sum(each.prefill_start > 0 for each in list(engine.loop.requests.values())),
                 )
             return [each.result() for each in asked]
 
@@ -739,9 +740,9 @@ def waiting_for_memory(engine: MlxEngine, missing: int, since: float) -> Request
     """A request for which ``missing`` bytes are missing; it arrived ``since`` seconds ago."""
     request = Request(99, words(1, 200), GREEDY, "", Sampler(GREEDY), time.perf_counter() - since)
     engine.loop.requests[99] = request
-    engine.loop.scheduler.add(99, 199, "", request.since)
+    engine.loop.scheduler.add(99, 199, "", request.arrival_time)
     budget = engine.budget
-    room = device.used() + budget.needed([request.end]) - missing
+    room = device.used() + budget.needed([request.max_length]) - missing
     limit(engine, room)
     return request
 
