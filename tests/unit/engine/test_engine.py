@@ -557,7 +557,7 @@ class Watched:
         Limits(prompts=1),
         Limits(answers=2),
         Limits(chunk=64),
-        Limits(chunk_beside=32),
+        Limits(prompts=2, chunk_beside=32),  # so that some are computed beside answers
         Limits(sequences=3, prompts=2, answers=2, chunk=96, chunk_beside=48),
     ],
     ids=["sequences", "prompts", "answers", "chunk", "chunk beside", "all"],
