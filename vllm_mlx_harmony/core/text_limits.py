@@ -14,7 +14,7 @@ MAX_JSON_CHARACTERS = 4 * 2**20
 """Characters that may be written as JSON in one call: 16 ms."""
 
 MAX_JSON_VALUES = 100_000
-"""JSON values that may be parsed in one call: 30 ms."""
+"""JSON values that may be parsed or written in one call: 30 ms."""
 
 CONTEXT_TOKENS = 131_072
 """Tokens of the context of gpt-oss. An engine with little memory has a shorter one."""
@@ -30,9 +30,15 @@ def is_quick_to_parse(text: str) -> bool:
     return len(text) <= MAX_JSON_CHARACTERS and sum(map(text.count, ",[{")) <= MAX_JSON_VALUES
 
 
+def is_quick_to_write(value: object) -> bool:
+    """Whether ``value``, JSON as Python has it, may be written in one call."""
+    count = sum(len(level) for level in levels(value))
+    return count <= MAX_JSON_VALUES and characters(value) <= MAX_JSON_CHARACTERS
+
+
 def levels(value: object) -> Iterator[list[object]]:
-    """All values in ``value``, parsed JSON, and the keys: ``value`` itself, then what is in it,
-    level by level. Other threads can run meanwhile, since this is pure Python."""
+    """All values in ``value``, JSON as Python has it, and the keys: ``value`` itself, then what is
+    in it, level by level. Other threads can run meanwhile, since this is pure Python."""
     level = [value]
     while level:
         yield level
@@ -41,18 +47,18 @@ def levels(value: object) -> Iterator[list[object]]:
             if isinstance(outer, dict):
                 inner += outer
                 inner += outer.values()
-            elif isinstance(outer, list):
+            elif isinstance(outer, (list, tuple)):
                 inner += outer
         level = inner
 
 
 def characters(value: object) -> int:
-    """The approximate length of ``value``, parsed JSON, when written."""
+    """The approximate length of ``value``, JSON as Python has it, when written."""
     total = 0
     for inner in chain.from_iterable(levels(value)):
         if isinstance(inner, str):
             total += len(inner) + 3
-        elif not isinstance(inner, (dict, list)):
+        elif not isinstance(inner, (dict, list, tuple)):
             total += 8
     return total
 

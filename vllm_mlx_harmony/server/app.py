@@ -63,7 +63,7 @@ async def control(request: Request) -> Response:
     return JSONResponse({"success": False, "message": problem})
 
 
-_ANSWER_ID = re.compile(r"[a-z]+[-_](?P<seed>[0-9a-f]+)")
+_ANSWER_ID = re.compile(r"[a-z]{1,16}[-_](?P<seed>[0-9a-f]{1,64})")
 
 
 async def cancel_request(request: Request, request_id: str) -> Response:

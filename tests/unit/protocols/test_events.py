@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS
+from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS, MAX_JSON_VALUES
 from vllm_mlx_harmony.protocols.events import Event, encode, encode_in_chunks, frame, quote
 
 LONG = 'é 🙂 " \\ \n \ud83d' * (MAX_JSON_CHARACTERS // 4)
@@ -16,6 +16,7 @@ DOCUMENTS: dict[str, Any] = {
     "little": {"a": [1, 2.5, None, True], "b": {}},
     "a long text": {"text": LONG},
     "a long name": {LONG: 1},
+    "many numbers": {"tokens": (*range(MAX_JSON_VALUES), "x", None, 2.5)},
     "long, and all kinds": {
         "texts": [LONG, "", ("x", LONG)],
         "others": [1, -2.5, None, False, [], (), {}],
