@@ -568,8 +568,8 @@ def test_steps_are_measured_behind_few_ids_and_behind_many() -> None:
         MODEL(mx.array([[1, 2, 3]]), cache=layers)
         found[deep] = step_costs.measure_at_depths(model, layers, deep, lambda: now)
     assert offsets == {0, 1}
-    assert found[False].length(0.98, 15) == 15
-    assert found[True].length(0.98, 15) == 3, "four ids at once are as fast as one"
+    assert found[False].best_draft_length(0.98, 15) == 15
+    assert found[True].best_draft_length(0.98, 15) == 3, "four ids at once are as fast as one"
 
 
 def test_costs_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
