@@ -26,11 +26,11 @@ from vllm_mlx_harmony.gateway.settings import load
 class Reasoning(FakeEngine):
     """Answers briefly behind reasoning that the gateway has ended."""
 
-    def said(self, prompt: Sequence[int]) -> list[int]:
+    def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = vocab.encoding().decode(list(prompt))
         if _THINKING in text and text.endswith("<|end|><|start|>assistant"):
             return ids(FINAL.format(ENOUGH))
-        return super().said(prompt)
+        return super().output_ids(prompt)
 
 
 _THINKING = f"<|channel|>analysis<|message|>{COUNTING[0]}"
