@@ -149,7 +149,7 @@ class Workplace:
                 self.install(command)
             elif command.startswith("export "):
                 name, _, value = command.removeprefix("export ").partition("=")
-                self.variables[name] = value
+                self.variables[name] = self.local(value)
             elif command.endswith(" &"):
                 self.start(self.local(command.removesuffix(" &")))
             else:
