@@ -18,6 +18,9 @@ GREETS, GREETING = "They greet.", "Good day."
 COUNTING = " ".join(str(number) for number in range(1, 400))
 """No repetition, which the server would end by itself."""
 
+THINKING = "<|channel|>analysis<|message|>1"
+"""The beginning of that reasoning in a prompt, however early it was ended."""
+
 ENOUGH = "Enough."
 FINAL = "<|channel|>final<|message|>{}<|return|>"
 SCRIPTS = {
@@ -164,7 +167,7 @@ def reasoning_ended_by_hand(http: httpx.Client, model: str) -> None:
     control = "/v1/chat/completions/control"
     messages = [{"role": "user", "content": THINK}]
     body = {"model": model, "messages": messages, "stream": True, "max_tokens": 4_000}
-    text, ended_by, said = "", None, None
+    text, ended_by, control_answer = "", None, None
     with http.stream("POST", "/v1/chat/completions", json=body) as response:
         for line in response.iter_lines():
             if not line.startswith("data: {"):
@@ -174,9 +177,9 @@ def reasoning_ended_by_hand(http: httpx.Client, model: str) -> None:
             delta = chunk["choices"][0]["delta"]
             text += delta.get("content") or ""
             ended_by = delta.get("reasoning_ended_by", ended_by)
-            if said is None and delta.get("reasoning_content"):
-                said = post(http, control, {"id": chunk["id"], "action": "reasoning_end"})
-    assert said == {"success": True}
+            if control_answer is None and delta.get("reasoning_content"):
+                control_answer = post(http, control, {"id": chunk["id"], "action": "reasoning_end"})
+    assert control_answer == {"success": True}
     assert (text, ended_by) == (ENOUGH, "request")
     body = {"id": chunk["id"], "action": "reasoning_end"}
     assert post(http, control, body)["success"] is False, "it has ended"

@@ -116,7 +116,7 @@ def parser() -> argparse.ArgumentParser:
         description="Prints the configuration of a coding agent for a server, or writes it.",
     )
     add = made.add_argument
-    add("agent", metavar="AGENT", choices=AGENTS, help="name of the agent, as for launch")
+    add("agent", metavar="AGENT", choices=AGENTS, help=", ".join(AGENTS))
     add("--url", default=URL, help=f"URL of the server (default: {URL})")
     add("--model", help="name of the model (default: the server's only one)")
     secret = "the server's API key (default: $VLLM_API_KEY); never written to a file"
@@ -276,8 +276,9 @@ def script(name: str, served: Served) -> Setup:
     run = agent.set_up(replace(served, keyed=True), _KEY, directory)
     key = f'"${{{KEY_VARIABLE}:?}}"' if served.keyed else f'"${{{KEY_VARIABLE}:-{LOCAL_KEY}}}"'
     quoted = {_KEY: key}
+    title = f"# Starts {agent.title} ({agent.install}) with {served.model} at {served.url}."
     lines = [
-        f"# Starts {agent.title} ({agent.install}) with {served.model} at {served.url}.",
+        " ".join(title.split()),  # a comment, whatever a server calls its model
         *(
             f"export {variable}={quoted.get(value) or shlex.quote(value)}"
             for variable, value in run.variables.items()

@@ -32,8 +32,8 @@ def is_quick_to_parse(text: str) -> bool:
 
 def is_quick_to_write(value: object) -> bool:
     """Whether ``value``, JSON as Python has it, may be written in one call."""
-    count = sum(len(level) for level in levels(value))
-    return count <= MAX_JSON_VALUES and characters(value) <= MAX_JSON_CHARACTERS
+    values, length = _size(value)
+    return values <= MAX_JSON_VALUES and length <= MAX_JSON_CHARACTERS
 
 
 def levels(value: object) -> Iterator[list[object]]:
@@ -54,13 +54,19 @@ def levels(value: object) -> Iterator[list[object]]:
 
 def characters(value: object) -> int:
     """The approximate length of ``value``, JSON as Python has it, when written."""
-    total = 0
+    return _size(value)[1]
+
+
+def _size(value: object) -> tuple[int, int]:
+    """The number of values in ``value``, keys included, and its approximate length."""
+    values = length = 0
     for inner in chain.from_iterable(levels(value)):
+        values += 1
         if isinstance(inner, str):
-            total += len(inner) + 3
+            length += len(inner) + 3
         elif not isinstance(inner, (dict, list, tuple)):
-            total += 8
-    return total
+            length += 8
+    return values, length
 
 
 def encodable(text: str) -> bool:

@@ -380,7 +380,7 @@ async def _contexts(parsed: Parsed, info: ResponseInfo, turns: ReplayScope | Non
             return rendered if requested is turn else renderer(requested)
 
         infos = (replace(info, choice=choice) for choice in range(turn.choices))
-        return [host.context(turn, info, render_once) for info in infos]
+        return [host.context(turn, of_choice, render_once) for of_choice in infos]
 
     try:
         if not (parsed.received.document.large or turn.tools or turn.characters >= LARGE or blocks):

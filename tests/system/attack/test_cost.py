@@ -47,8 +47,11 @@ def post(path: str, **body: Any) -> Attack:
 def growing(client: httpx.Client, model: str) -> httpx.Response:
     """A conversation that gets as many items as it may have, and then some more."""
     path = f"/v1/conversations/{client.post('/v1/conversations', json={}).json()['id']}/items"
-    while (response := client.post(path, json={"items": [ITEM] * 2_000})).status_code == 200:
-        pass
+    response = httpx.Response(500)
+    for _ in range(20):
+        response = client.post(path, json={"items": [ITEM] * 2_000})
+        if response.status_code != 200:
+            break
     return response
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import httpx
 import pytest
-from local_apis import CHECKS, COUNTING, ENOUGH, FINAL, SCRIPTS
+from local_apis import CHECKS, ENOUGH, FINAL, SCRIPTS, THINKING
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.served
 @pytest.fixture(scope="module")
 def server(enforcing_server: Server, standin_dir: Path) -> Server:
     scripts = [Script(f"{text}<|end|>", output, delay_ms=5) for text, output in SCRIPTS.items()]
-    behind = Script(f"<|channel|>analysis<|message|>{COUNTING[0]}", FINAL.format(ENOUGH))
+    behind = Script(THINKING, FINAL.format(ENOUGH))
     label = Script("B. true<|end|>", "<|channel|>final<|message|>B<|return|>")
     standin.rescript(standin_dir, [*scripts, behind, label])
     return enforcing_server

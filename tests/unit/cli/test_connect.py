@@ -286,6 +286,19 @@ def test_a_script_starts_the_agent_as_launch_does(
         assert (directory / name).read_text("utf-8") == content
 
 
+def test_a_model_name_cannot_add_a_command_to_a_script(home: Path) -> None:
+    served = Served("http://127.0.0.1:8000", "gpt-oss\necho added >&2 #'\"$(y)")
+    *_, text = connect.AGENTS["grok"](served).files.values()
+    read = subprocess.run(
+        ["sh", "-c", text.replace('exec grok "$@"', "env")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert not read.stderr
+    assert f"GROK_DEFAULT_MODEL={served.model}\n" in read.stdout
+
+
 def test_the_key_is_read_from_the_environment(
     server: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

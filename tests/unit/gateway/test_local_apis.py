@@ -16,7 +16,7 @@ import httpx
 import openai
 from fake_engines import FakeEngine, ids, served
 from in_process import MODEL
-from local_apis import CHECKS, COUNTING, ENOUGH, FINAL, SCRIPTS, URGENT
+from local_apis import CHECKS, ENOUGH, FINAL, SCRIPTS, THINKING, URGENT
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.gateway.app import gateway
@@ -28,12 +28,9 @@ class Reasoning(FakeEngine):
 
     def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = vocab.encoding().decode(list(prompt))
-        if _THINKING in text and text.endswith("<|end|><|start|>assistant"):
+        if THINKING in text and text.endswith("<|end|><|start|>assistant"):
             return ids(FINAL.format(ENOUGH))
         return super().output_ids(prompt)
-
-
-_THINKING = f"<|channel|>analysis<|message|>{COUNTING[0]}"
 
 
 @pytest.fixture(scope="module")

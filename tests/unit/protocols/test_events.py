@@ -7,7 +7,11 @@ from typing import Any
 
 import pytest
 
-from vllm_mlx_harmony.core.text_limits import MAX_JSON_CHARACTERS, MAX_JSON_VALUES
+from vllm_mlx_harmony.core.text_limits import (
+    MAX_JSON_CHARACTERS,
+    MAX_JSON_VALUES,
+    is_quick_to_write,
+)
 from vllm_mlx_harmony.protocols.events import Event, encode, encode_in_chunks, frame, quote
 
 LONG = 'é 🙂 " \\ \n \ud83d' * (MAX_JSON_CHARACTERS // 4)
@@ -27,6 +31,7 @@ DOCUMENTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_in_parts_it_is_the_same(document: Any) -> None:
+    assert is_quick_to_write(document) == (document is DOCUMENTS["little"])
     assert encode_in_chunks(document) == encode(document)
     assert "\n" not in encode(document)
 

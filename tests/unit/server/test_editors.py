@@ -296,13 +296,13 @@ def test_an_editor_reads_a_file(host: Alone, wire: TestClient, name: str) -> Non
     )
     assert second.usage["total_tokens"] > first.usage["total_tokens"] > 0
     before, after = host.engine.prompts  # type: ignore[attr-defined]
-    said = (*before, *ids(CALL))
-    assert after[: len(said)] == said
+    continued = (*before, *ids(CALL))
+    assert after[: len(continued)] == continued
     assert host.lent == 0
 
 
 @pytest.mark.parametrize("name", EDITORS)
-def test_an_editor_without_the_key_is_told_so(wire: TestClient, name: str) -> None:
+def test_editor_without_the_key_gets_401(wire: TestClient, name: str) -> None:
     editor = EDITORS[name]
     headers = {"Authorization": "Bearer none"}
     response = wire.post(editor.path, json=editor.body([]), headers=headers)
