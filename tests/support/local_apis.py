@@ -86,7 +86,9 @@ def prompt_of_ollama(http: httpx.Client, model: str) -> None:
 
 
 def models_of_ollama(http: httpx.Client, model: str) -> None:
-    assert model in [each["model"] for each in get(http, "/api/tags")["models"]]
+    tags = get(http, "/api/tags")["models"]
+    assert model in [tag["model"] for tag in tags]
+    assert len({tag["digest"] for tag in tags}) == len(tags)
     (running,) = get(http, "/api/ps")["models"]
     shown = post(http, "/api/show", {"model": model})
     assert shown["model_info"]["gptoss.context_length"] == running["context_length"]

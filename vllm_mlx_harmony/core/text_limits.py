@@ -19,9 +19,9 @@ MAX_JSON_VALUES = 100_000
 CONTEXT_TOKENS = 131_072
 """Tokens of the context of gpt-oss. An engine with little memory has a shorter one."""
 
-MAX_PROMPT_TOKENS = 8 * CONTEXT_TOKENS
-"""Tokens of a prompt up to which they are counted: no model accepts as many. The garbage collector,
-which stops all threads, takes 10 ms to traverse them."""
+MAX_PROMPT_TOKENS = 2 * CONTEXT_TOKENS
+"""Tokens of a prompt up to which they are counted: no model accepts as many. All threads wait while
+they are freed, 10 ms on a slow machine, and a second of a processor is spent on encoding them."""
 
 
 def is_quick_to_parse(text: str) -> bool:

@@ -28,6 +28,7 @@ from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.responses.websocket import converse
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.storage.sharing import Sharing
+from vllm_mlx_harmony.tasks import in_thread
 
 
 async def _root(_: Request) -> Response:
@@ -50,7 +51,7 @@ async def control(request: Request) -> Response:
     """
     front_end = front_end_of(request)
     _, document = await read_body(request, front_end.settings)
-    body = validate(ControlBody, document.value)
+    body = await in_thread(validate, ControlBody, document.value)
     match = _ANSWER_ID.fullmatch(body.id)
     ended = None
     if match is not None:

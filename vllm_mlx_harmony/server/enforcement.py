@@ -41,6 +41,7 @@ from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import Turn
 from vllm_mlx_harmony.server.grammar_checks import GrammarCheck
 from vllm_mlx_harmony.server.settings import Enforcement, variable
+from vllm_mlx_harmony.tasks import in_thread
 
 _R = TypeVar("_R")
 
@@ -85,6 +86,10 @@ async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Const
             compiling = partial(_compiled, turn, names, wanted.policy)
             grammar = await _in_thread(compiling, turn.tenant)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
+    if declared:  # the first request with these tools encodes all of their names
+        headers = await in_thread(expected_headers, names, turn.tenant)
+    else:
+        headers = expected_headers(names, turn.tenant)
     spec = ConstraintSpec(
         grammar=grammar,
         reasoning_tokens=wanted.reasoning_budget(turn.limits, can_call=bool(declared)),
@@ -93,7 +98,7 @@ async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Const
         answering=turn.prefill is not None,
         names=names,
         binding=is_strict(turn, wanted.policy) or chosen,
-        headers=expected_headers(names, turn.tenant),
+        headers=headers,
     )
     return Constraint(spec) if spec else None
 

@@ -30,8 +30,10 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError,
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
 from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Sampling
+from vllm_mlx_harmony.protocols import events
 from vllm_mlx_harmony.protocols.events import DONE, Event, frame
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, error_body, output_items, read
+from vllm_mlx_harmony.protocols.responses import emitter as emitters
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 KEY = INFO.id_seed[:20]
@@ -642,6 +644,25 @@ def test_a_text_is_one_event_made_without_encoding_anything_else(
             patch.setattr(output_items, "encode", encode)
             sizes = {len(emitter.feed(Text(f"{n:04}"))[0].data) for n in range(1000, 2000)}
         assert max(sizes) - min(sizes) <= len("1000") - len("2")  # the number of the event grows
+
+
+def test_the_request_is_not_encoded_for_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tools may be megabytes, which the event loop would write three times."""
+    instructions = "Be brief. " * 1_000
+    emitter = request(True, instructions=instructions).emitter(INFO)
+    written: list[str] = []
+
+    def encode(document: object) -> str:
+        written.append(events.encode(document))
+        return written[-1]
+
+    monkeypatch.setattr(emitters, "encode", encode)
+    answer = answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP)
+    sent = [event for delta in answer for event in emitter.feed(delta)]
+    echoes = [event.name for event in sent if instructions in event.data]
+    assert echoes == ["response.created", "response.in_progress", "response.completed"]
+    assert written
+    assert max(map(len, written)) < len(instructions)
 
 
 @pytest.mark.parametrize("stream", [False, True])

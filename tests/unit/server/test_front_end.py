@@ -33,7 +33,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.engine_api.engine import Engine, GenerationRequest, Step, Steps
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server import enforcement
+from vllm_mlx_harmony.server import app, enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.storage.store import StoredResponse
 
@@ -601,6 +601,37 @@ def test_error_for_long_prompt_has_the_context_length(
     assert TOO_LONG[path] in message
     assert any(int(number) > 10_000 for number in re.findall("[0-9]+", message))
     assert host.lent == 0
+
+
+def test_work_that_grows_with_a_request_is_not_done_by_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The names of all tools, and the fields that nobody reads."""
+    in_loop: dict[str, bool] = {}
+
+    def watch(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def watched(*arguments: Any) -> Any:
+            try:
+                asyncio.get_running_loop()
+                in_loop[name] = True
+            except RuntimeError:
+                in_loop[name] = False
+            return function(*arguments)
+
+        monkeypatch.setattr(module, name, watched)
+
+    watch(enforcement, "expected_headers")
+    watch(app, "validate")
+    host = Alone(ScriptedEngine(SCRIPTS, 1))
+    client = TestClient(application(host), headers={"Authorization": f"Bearer {KEY}"})
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    asked = {"model": MODEL, "messages": USER, "tools": tools}
+    assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    control = {"id": "chatcmpl-00", "action": "reasoning_end"}
+    assert client.post("/v1/chat/completions/control", json=control).status_code == 200
+    assert in_loop == {"expected_headers": False, "validate": False}
 
 
 IMPOSSIBLE = {"type": "object", "properties": {"n": {"not": {"type": "string"}}}}

@@ -1,11 +1,13 @@
 """Ollama's API: the models of the server, from the entries of OpenAI's list.
 
-Sizes, digests and the quantization are not known: the model may be behind an engine elsewhere. They
-are 0 and empty, and not left out, because clients read them.
+Sizes and the quantization are not known: the model may be behind an engine elsewhere. They are 0
+and empty, and not left out, because clients read them. The digest is that of the name: to clients,
+models with the same digest are one model with several names.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 
 from vllm_mlx_harmony.core.errors import RequestError
@@ -84,4 +86,5 @@ def model_in(body: object) -> str:
 
 def _named(entry: Document) -> Document:
     name = entry["id"]
-    return {"name": name, "model": name, "size": 0, "digest": "", "details": _DETAILS}
+    digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return {"name": name, "model": name, "size": 0, "digest": digest, "details": _DETAILS}

@@ -11,7 +11,14 @@ from vllm_mlx_harmony.core import deltas
 from vllm_mlx_harmony.core.deltas import Delta, Kind, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, OutputError
 from vllm_mlx_harmony.core.turn import ResponseInfo, ServerCall
-from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, REASONING_ENDED_BY, Document, Event
+from vllm_mlx_harmony.protocols.events import (
+    DONE,
+    HEARTBEAT,
+    REASONING_ENDED_BY,
+    Document,
+    Event,
+    encode,
+)
 from vllm_mlx_harmony.protocols.openai_answer import entries
 from vllm_mlx_harmony.protocols.responses.output_items import (
     COMPLETED,
@@ -27,7 +34,6 @@ from vllm_mlx_harmony.protocols.responses.output_items import (
     done,
     key_of,
     output_item,
-    pending,
 )
 from vllm_mlx_harmony.protocols.responses.resource import usage_of
 from vllm_mlx_harmony.protocols.responses.server_items import (
@@ -59,9 +65,10 @@ class Emitter:
     """Turns deltas into server-sent events, and has the response as a document at any time.
 
     Without ``stream``, it does the same and returns no events. ``repeated`` are the fields of the
-    response that repeat the request; ``now`` returns the Unix time for ``completed_at``, which is
-    null without it. ``queues``: the response may have to wait, and begins with the status
-    ``queued``.
+    response that repeat the request, and ``repeated_json`` is their JSON without the braces, for
+    streams: three events have it, and a request's tools may be megabytes. ``now`` returns the Unix
+    time for ``completed_at``, which is null without it. ``queues``: the response may have to wait,
+    and begins with the status ``queued``.
     """
 
     info: ResponseInfo
@@ -70,16 +77,10 @@ class Emitter:
     now: Callable[[], float] | None = None
     _: KW_ONLY
     stream: bool
+    repeated_json: str = ""
     queues: bool = False
 
     def __post_init__(self) -> None:
-        self._fixed = {
-            "id": response_id(self.info),
-            "object": "response",
-            "created_at": self.info.created,
-            "model": self.info.model,
-            **self.repeated,
-        }
         self._status = _QUEUED if self.queues else IN_PROGRESS
         self._in_progress = False
         self._number = 0
@@ -87,6 +88,7 @@ class Emitter:
         self._item: OutputItem | None = None
         self._usage: Usage | None = None
         self._completed_at: int | None = None
+        self._reasoning_ended_by: str | None = None
         self._error: HarmonyFailure | None = None
 
     def feed(self, delta: Delta) -> list[Event]:  # noqa: C901, PLR0912 - a case for each delta
@@ -127,8 +129,7 @@ class Emitter:
                 return self._step(self._item, self._item.finished(delta.text, delta.failure))
             case deltas.Finished():
                 self._usage = delta.usage
-                if delta.reasoning_ended_by:
-                    self._fixed[REASONING_ENDED_BY] = delta.reasoning_ended_by
+                self._reasoning_ended_by = delta.reasoning_ended_by
                 left = self._end_item()  # a call that was not run
                 return [*left, *self._end(INCOMPLETE if delta.reason == "length" else COMPLETED)]
             case deltas.Failed():
@@ -169,7 +170,8 @@ class Emitter:
 
         ``store`` is false in them, even if the request set it.
         """
-        self._fixed["store"] = False
+        self.repeated = {**self.repeated, "store": False}
+        self.repeated_json = encode(self.repeated)[1:-1]
         if not last:
             return []
         self._number -= 1
@@ -184,11 +186,23 @@ class Emitter:
         return self.document()
 
     def document(self) -> Document:
+        return {**self._head(), **self.repeated, **self._state()}
+
+    def _head(self) -> Document:
+        return {
+            "id": response_id(self.info),
+            "object": "response",
+            "created_at": self.info.created,
+            "model": self.info.model,
+        }
+
+    def _state(self) -> Document:
         items = list(self._output)
         if self._item is not None and self._item.announced:
             items.append(self._item.document())
+        ended_by = self._reasoning_ended_by
         return {
-            **self._fixed,
+            **({REASONING_ENDED_BY: ended_by} if ended_by else {}),
             "status": self._status,
             "completed_at": self._completed_at,
             "error": _error(self._error),
@@ -237,7 +251,16 @@ class Emitter:
     # Events
 
     def _write_response(self, kind: str) -> list[Event]:
-        return self._write_events([pending(kind, response=self.document())]) if self.stream else []
+        if not self.stream:
+            return []
+        parts = encode(self._head())[1:-1], self.repeated_json, encode(self._state())[1:-1]
+        response = f"{{{','.join(filter(None, parts))}}}"
+
+        def event(number: int) -> Event:
+            start = encode({"type": kind, "sequence_number": number})[:-1]
+            return Event(f'{start},"response":{response}}}', kind)
+
+        return self._write_events([event])
 
     def _write_events(self, events: Sequence[PendingEvent]) -> list[Event]:
         if not self.stream:

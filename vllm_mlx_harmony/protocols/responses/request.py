@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core.turn import (
     User,
 )
 from vllm_mlx_harmony.protocols.encryption import Cipher
-from vllm_mlx_harmony.protocols.events import Document
+from vllm_mlx_harmony.protocols.events import Document, encode
 from vllm_mlx_harmony.protocols.request_body import TemplateOptions, reject_unsupported, sampling
 from vllm_mlx_harmony.protocols.responses import schema
 from vllm_mlx_harmony.protocols.responses.compaction import (
@@ -83,6 +83,7 @@ class ResponsesRequest:
     _to_run: frozenset[str]
     _options: OutputOptions
     _repeated: Document
+    _repeated_json: str
     _cipher: Cipher
 
     def emitter(self, info: ResponseInfo, now: Callable[[], float] | None = None) -> Emitter:
@@ -92,7 +93,13 @@ class ResponsesRequest:
         """
         made = partial(CompactionEmitter, self._cipher) if self.compacts else Emitter
         return made(
-            info, self._options, self._repeated, now, stream=self.stream, queues=self.background
+            info,
+            self._options,
+            self._repeated,
+            now,
+            stream=self.stream,
+            repeated_json=self._repeated_json,
+            queues=self.background,
         )
 
     def input_items(self, info: ResponseInfo) -> list[Document]:
@@ -232,6 +239,7 @@ def read(
     include = request.include or ()
     lists = [item.document for item in (*before, *items) if item.type == "mcp_list_tools"]
     listed |= {str(document.get("server_label")) for document in lists}
+    repeats = {**repeated(request, defaults), **missing.fields}
     return ResponsesRequest(
         turn=compacting(turn) if compacts else turn,
         model=request.model,
@@ -259,7 +267,8 @@ def read(
             shows_outputs="code_interpreter_call.outputs" in include,
             shows_sources="web_search_call.action.sources" in include,
         ),
-        _repeated={**repeated(request, defaults), **missing.fields},
+        _repeated=repeats,
+        _repeated_json=encode(repeats)[1:-1] if request.stream or request.background else "",
         _cipher=cipher,
     )
 
