@@ -1,13 +1,15 @@
 """Nothing that one request contains holds the event loop: others are answered meanwhile.
 
 Each of `inputs` is sent to each API while another client asks for `/health` every 10 ms and reads
-a stream. What it waits for `/health` for the server's sake (`observer`) is 50 ms at most, or half
-as long again as one library call over the longest text takes on this machine. The next part of its
-stream may have to wait for the engine, which computes the prompts of all: that is no matter of the
-event loop, and is printed only.
+a stream. What it waits for `/health` for the server's sake (`observer`) is 50 ms at most. On a slow
+machine, it is what half a million additions in Python take, or half as long again as one library
+call over the longest text, whichever is longer. The next part of its stream may have to wait for
+the engine, which computes the prompts of all: that is no matter of the event loop, and is printed
+only.
 
-What an input does it does each time. A processor that is shared is slower, and its clock does not
-say so: where the wait is too long, the input is sent again, and the shortest of three counts.
+What an input does it does each time. A processor that is shared with other machines is slower, by
+half within minutes, and its clock does not say so: where the wait is too long, the input is sent
+again, and one of three waits has to be short enough.
 """
 
 from __future__ import annotations
@@ -38,6 +40,9 @@ pytestmark = pytest.mark.served
 
 LIMIT_MS = 50.0 if sys.platform == "linux" else 400.0
 """Elsewhere there is no telling what the machine has to do with it (`observer`)."""
+
+ADDITIONS = 500_000
+"""They take 25 ms when this virtual machine has its processors for itself."""
 
 ATTEMPTS = 3
 
@@ -78,7 +83,7 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Observed]:
         with closing(Observer(server.base_url, server.pid, model)) as observer:
             observer.waits()
             time.sleep(2)
-            _report("nothing", "", observer.waits())
+            _report("nothing", "", observer.waits(), LIMIT_MS)
             yield Observed(server, model, observer)
         assert "Traceback" not in server.log
     finally:
@@ -89,55 +94,79 @@ def _ready(server: served.Server) -> str:
     """The name of the model, once every API has answered for the first time."""
     with server.client(timeout=120) as client:
         model: str = client.get("/v1/models").json()["data"][0]["id"]
-        for api, path in inputs.PATHS.items():
-            client.post(path, json=inputs.described("d").body(api, model)).raise_for_status()
+        for api in inputs.PATHS:
+            body = inputs.described("d").body(api, model)
+            client.post(_path(client, api), json=body).raise_for_status()
     return model
 
 
 @pytest.fixture(scope="module")
-def limit_ms() -> float:
-    """A library call that writes the longest text of `inputs` holds the interpreter lock: on a slow
-    machine, that alone may take longer than ``LIMIT_MS``."""
+def library_call_ms() -> float:
+    """What a library call that writes the longest text of `inputs` takes: it holds the interpreter
+    lock, so that others wait for it on any machine."""
     text = "a" * (30 * inputs.MIB)
     times = []
     for _ in range(5):
         began = time.perf_counter()
         marshal.dumps([text])
         times.append(time.perf_counter() - began)
-    return max(LIMIT_MS, 1.5e3 * statistics.median(times))
+    return 1e3 * statistics.median(times)
+
+
+def _additions_ms() -> float:
+    """What ``ADDITIONS`` take now."""
+    began, total = time.perf_counter(), 0
+    for number in range(ADDITIONS):
+        total += number
+    return 1e3 * (time.perf_counter() - began)
 
 
 @pytest.mark.parametrize("row", size([*inputs.ROWS], inputs.WORST))
-def test_others_are_answered_meanwhile(observed: Observed, limit_ms: float, row: str) -> None:
+def test_others_are_answered_meanwhile(
+    observed: Observed, library_call_ms: float, row: str
+) -> None:
     over = {}
     for way in WAYS:
         body = inputs.encoded(row, "responses" if way == WEBSOCKET else way, observed.model)
-        held = []
-        while len(held) < ATTEMPTS and min(held, default=limit_ms + 1) > limit_ms:
+        attempts: list[tuple[float, float]] = []
+        while len(attempts) < ATTEMPTS and not any(held <= limit for held, limit in attempts):
+            before = _additions_ms()
             observed.observer.waits()
             if way == WEBSOCKET:
                 _converse(observed.server, body)
             else:
-                _post(observed.server, inputs.PATHS[way], body)
+                _post(observed.server, way, body)
             waits = observed.observer.waits()
-            _report(row, way, waits)
-            held.append(waits.health.held)
-        if min(held) > limit_ms:
-            over[way] = held
+            additions = statistics.mean([before, _additions_ms()])
+            limit = max(LIMIT_MS, additions, 1.5 * library_call_ms)
+            _report(row, way, waits, limit)
+            attempts.append((waits.health.held, limit))
+        if not any(held <= limit for held, limit in attempts):
+            over[way] = attempts
     assert not over
 
 
-def _report(row: str, way: str, waits: Waits) -> None:
+def _report(row: str, way: str, waits: Waits, limit: float) -> None:
     health, stream = (
         f"{one.held:.0f} of {one.wall:.0f} ms" for one in (waits.health, waits.stream)
     )
-    figures.report("loop", f"{row:30} {way:10} /health {health:>14}, stream {stream:>14}")
+    limited = f"{health:>14} (limit {limit:.0f})"
+    figures.report("loop", f"{row:30} {way:13} /health {limited}, stream {stream:>14}")
 
 
-def _post(server: served.Server, path: str, body: bytes) -> None:
+def _path(client: httpx.Client, way: str) -> str:
+    """Where a request is sent; to a new conversation, if that is where."""
+    path = inputs.PATHS[way]
+    if "{conversation}" not in path:
+        return path
+    conversation = client.post(inputs.PATHS["conversations"], json={}).raise_for_status()
+    return path.format(conversation=conversation.json()["id"])
+
+
+def _post(server: served.Server, way: str, body: bytes) -> None:
     with server.client(timeout=120) as client:
         try:
-            response = client.post(path, content=body)
+            response = client.post(_path(client, way), content=body)
         except httpx.TransportError:  # 413, and the connection is closed before all is sent
             assert len(body) > 32 * inputs.MIB
             return
