@@ -26,7 +26,7 @@ from bench_table import Row, printed
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE
-from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.engine.mlx_lm_compat import load_model, load_tokenizer
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree

@@ -47,7 +47,7 @@ from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, ToolChoice, Turn, U
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.settings import Enforcement
 

@@ -29,7 +29,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_tree import Counters, PrefixTree
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 
 TURNS = 20
 RESULT = 500

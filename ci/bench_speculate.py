@@ -54,8 +54,8 @@ from vllm_mlx_harmony.engine import costs as step_costs
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import EXPECTED_RIGHT, MAX_CHOICES_TO_WAIT_FOR
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.sampler import accepted

@@ -3,8 +3,8 @@
     python ci/simulate_routing.py                    # 64 engines, 10,000 conversations
     python ci/simulate_routing.py --conversations 1000 --engines 8
 
-Routing is `vllm_mlx_harmony.gateway.routing`, the very code that the gateway runs; clients and
-engines are models. The same seed gives the same conversations for every policy, and the same
+Routing is `vllm_mlx_harmony.gateway.routing_policy`, the very code that the gateway runs; clients
+and engines are models. The same seed gives the same conversations for every policy, and the same
 figures in every run. What is modelled:
 
 - Conversations begin at random (a Poisson process) within an hour. Each has the instructions and
@@ -42,7 +42,7 @@ from functools import partial
 from itertools import count, product
 from typing import Protocol
 
-from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule
+from vllm_mlx_harmony.gateway.routing_policy import Health, Routing, Rule
 
 HOUR = 3600.0
 

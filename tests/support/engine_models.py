@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step
 

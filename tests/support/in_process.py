@@ -21,7 +21,7 @@ from vllm_mlx_harmony.gateway.engines.detection import KINDS, Spec
 from vllm_mlx_harmony.gateway.engines.http import HttpEngine
 from vllm_mlx_harmony.gateway.host import Gateway
 from vllm_mlx_harmony.gateway.limits import digest
-from vllm_mlx_harmony.gateway.routing import Rule
+from vllm_mlx_harmony.gateway.routing_policy import Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.host import Deadline, Lease, Tracker

@@ -484,8 +484,8 @@ def _model(name: str) -> Group:
 def _memory(model: str) -> Iterator[Finding]:
     """The longest request, prompt and output together, for which there is memory."""
     from vllm_mlx_harmony.engine import device
-    from vllm_mlx_harmony.engine.engine import Options
     from vllm_mlx_harmony.engine.memory import Budget, layout_of
+    from vllm_mlx_harmony.engine.mlx_engine import Options
     from vllm_mlx_harmony.model_files import CONFIG, configuration, length_of, path_of
     from vllm_mlx_harmony.sizes import size
 

@@ -31,7 +31,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.deltas import Kind, ReasoningCut
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser, State
-from vllm_mlx_harmony.core.turn import Limits
+from vllm_mlx_harmony.core.turn import OutputLimits
 
 GRACE = 32
 """Ids that may follow a limit until a word ends."""
@@ -60,7 +60,7 @@ ANSWER_ROOM = 64
 limit until a word ends up to ``GRACE``, and the rest is for the answer."""
 
 
-def answering_budget(limits: Limits) -> int | None:
+def answering_budget(limits: OutputLimits) -> int | None:
     """The reasoning budget with which a small ``max_tokens`` is enough for an answer.
 
     Buttons that test a connection send 16 to 100. ``None`` if the limit is not small, or if the

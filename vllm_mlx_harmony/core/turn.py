@@ -349,7 +349,7 @@ RECOMMENDED = Sampling(temperature=1.0, top_p=1.0)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class OutputLimits:
     """Where the turn ends, apart from where the model ends it."""
 
     max_tokens: int | None = None
@@ -389,7 +389,7 @@ class Turn:
     prefill: str | None = None
     """The beginning of the final answer, which the model continues."""
     sampling: Sampling = Sampling()
-    limits: Limits = Limits()
+    limits: OutputLimits = OutputLimits()
     tool_choice: ToolChoice = ToolChoice()
     thinking: bool = True
     """Whether the model may write analysis. If not, the prompt still shows an effort."""

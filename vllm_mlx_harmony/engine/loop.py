@@ -42,8 +42,8 @@ from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
 from vllm_mlx_harmony.engine.prefix_cache import SPAN, PrefixCache, boundaries
 from vllm_mlx_harmony.engine.request import Item, Request, hand_over
-from vllm_mlx_harmony.engine.scheduler import Chunk, Limits, Scheduler
-from vllm_mlx_harmony.engine.scheduler import Step as NextStep
+from vllm_mlx_harmony.engine.scheduler import BatchLimits, Chunk, Scheduler
+from vllm_mlx_harmony.engine.scheduler import ScheduledStep as NextStep
 from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, State, Totals, Waiting
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
@@ -85,7 +85,7 @@ class Options:
     ``device``, in bytes.
     """
 
-    limits: Limits = field(default_factory=Limits)
+    limits: BatchLimits = field(default_factory=BatchLimits)
     utilization: float = 0.9
     interval: int = 1
     speculate: Speculate = "auto"

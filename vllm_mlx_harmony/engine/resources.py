@@ -17,10 +17,10 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.disk.cache import DiskCache, Failed
-from vllm_mlx_harmony.engine.engine import Options
+from vllm_mlx_harmony.engine.mlx_engine import Options
 from vllm_mlx_harmony.engine.pieces import Piece
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.engine.scheduler import BatchLimits
 from vllm_mlx_harmony.engine_api.engine import Speculate
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -70,7 +70,7 @@ def configure(
 def configured_options(settings: EngineSettings) -> Options:
     """Options of engines by the environment, before any flags."""
     return Options(
-        limits=Limits(pause=settings.pause_ms / 1000),
+        limits=BatchLimits(pause=settings.pause_ms / 1000),
         speculate=settings.speculate,
         queue=settings.queue,
         memory=settings.memory,

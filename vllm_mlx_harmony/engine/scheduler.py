@@ -108,7 +108,7 @@ AIM = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class BatchLimits:
     """How much may run at once.
 
     The smaller of ``sequences`` and ``answers`` limits prompts that have begun plus answers.
@@ -135,11 +135,11 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class ScheduledStep:
     """One step of all answers: an id for each, or more."""
 
 
-Decision: TypeAlias = "Chunk | Step | None"
+Decision: TypeAlias = "Chunk | ScheduledStep | None"
 
 
 @dataclass(slots=True)
@@ -169,7 +169,7 @@ class _Tenant:
 class Scheduler:
     """Decides by the speed of the model so far, the requests that wait and the turns of tenants."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self._prompts: dict[int, _Prompt] = {}
         self._answers: set[int] = set()
@@ -243,7 +243,7 @@ class Scheduler:
         """A chunk or a step; ``None`` when there is nothing to do now. ``fits`` says whether there
         is memory for a prompt that has not begun; it may call ``remove``."""
         if self._answers and (self._owed > 0 or self._first_steps):
-            return Step()
+            return ScheduledStep()
         limits = self.limits
         begun = sum(prompt.begun for prompt in self._prompts.values())
         free = min(limits.sequences, limits.answers) - begun - len(self._answers)
@@ -257,7 +257,7 @@ class Scheduler:
                 return self._together(prompt, free > 0 and begun < limits.prompts, fits)
             if free > 0 and begun < limits.prompts - reserved and fits(prompt.request):
                 return Chunk(prompt.request, self._length(prompt))
-        return Step() if self._answers else None
+        return ScheduledStep() if self._answers else None
 
     def _together(self, first: _Prompt, may_begin: bool, fits: Callable[[int], bool]) -> Chunk:
         """The next chunk of a prompt that has begun, with others if that is all of a short one.

@@ -10,7 +10,7 @@ from prometheus_client import Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from vllm_mlx_harmony.engine import device, resources
-from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 
 Models: TypeAlias = "Iterable[tuple[str, MlxEngine]]"
 """Engines of models that are loaded, with the models' names."""

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from vllm_mlx_harmony.engine.engine import RequestStatus
+from vllm_mlx_harmony.engine.mlx_engine import RequestStatus
 
 SECONDS = 0.5
 """Seconds between two updates."""

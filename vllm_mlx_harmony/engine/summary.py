@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vllm_mlx_harmony.engine import resources
-from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.sizes import size
 
 

@@ -26,11 +26,11 @@ from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.gateway import access_log, limits
 from vllm_mlx_harmony.gateway.access_log import Entry
 from vllm_mlx_harmony.gateway.engines import http as engine_http
-from vllm_mlx_harmony.gateway.limits import Limits, digest, exceeded
+from vllm_mlx_harmony.gateway.fleet import NOT_FOUND, Fleet, FleetEngine
+from vllm_mlx_harmony.gateway.limits import KeyLimits, digest, exceeded
 from vllm_mlx_harmony.gateway.metrics import Metrics, RequestTracker
 from vllm_mlx_harmony.gateway.probes import watch
-from vllm_mlx_harmony.gateway.router import NOT_FOUND, Fleet, FleetEngine
-from vllm_mlx_harmony.gateway.routing import Rule
+from vllm_mlx_harmony.gateway.routing_policy import Rule
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 from vllm_mlx_harmony.gateway.shared_limit import Limiter
 from vllm_mlx_harmony.inspector.routes import Section
@@ -272,7 +272,7 @@ class Gateway:
             return Entry(form, "WEBSOCKET", path, model, begun, status=101, exchanged=True)
         return Entry(form, scope["method"], path, model, begun)
 
-    def _limits(self, name: str | None) -> Limits:
+    def _limits(self, name: str | None) -> KeyLimits:
         """The limits of a key; those of every key if it was revoked while its request ran."""
         return self._limits_of.get(name or "", self._limits_of[""])
 

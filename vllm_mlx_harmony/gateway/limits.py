@@ -29,7 +29,7 @@ def digest(key: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class KeyLimits:
     """The limits of a key; 0 is unlimited. Tokens are those of prompts and of outputs."""
 
     requests_per_minute: int = 0

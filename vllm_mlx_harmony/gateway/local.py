@@ -35,12 +35,12 @@ from vllm_mlx_harmony.engine import (
     status_line,
     summary,
 )
-from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
 from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.gateway.engines.detection import LOCAL
+from vllm_mlx_harmony.gateway.fleet import NAMESPACE
 from vllm_mlx_harmony.gateway.host import Gateway
-from vllm_mlx_harmony.gateway.router import NAMESPACE
 from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.model_files import (

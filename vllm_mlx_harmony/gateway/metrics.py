@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.gateway.access_log import Entry
-from vllm_mlx_harmony.gateway.router import NAMESPACE, Fleet
+from vllm_mlx_harmony.gateway.fleet import NAMESPACE, Fleet
 from vllm_mlx_harmony.gateway.workers import METRICS_VARIABLE
 
 _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

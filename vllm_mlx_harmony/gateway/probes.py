@@ -1,4 +1,4 @@
-"""Probes of engines: whether they can be reached, and generate (`routing`)."""
+"""Probes of engines: whether they can be reached, and generate (`routing_policy`)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from aiohttp import ClientSession
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.gateway.engines.detection import detect, first_id, get
 from vllm_mlx_harmony.gateway.engines.http import EngineSilent, EngineUnavailable, HttpEngine
-from vllm_mlx_harmony.gateway.router import Backend, Fleet
-from vllm_mlx_harmony.gateway.routing import Health
+from vllm_mlx_harmony.gateway.fleet import Backend, Fleet
+from vllm_mlx_harmony.gateway.routing_policy import Health
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

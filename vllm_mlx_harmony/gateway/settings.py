@@ -54,7 +54,7 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import BUILTIN_TOOLS, EFFORTS
 from vllm_mlx_harmony.gateway.access_log import FORMATS, Format
 from vllm_mlx_harmony.gateway.engines.detection import KINDS, LOCAL, Spec
-from vllm_mlx_harmony.gateway.limits import Limits, digest
+from vllm_mlx_harmony.gateway.limits import KeyLimits, digest
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -214,7 +214,7 @@ def _digest(value: object, called: str) -> bytes:
 
 
 def _limit(name: str, value: object, called: str) -> int:
-    known = [limit.name for limit in fields(Limits)]
+    known = [limit.name for limit in fields(KeyLimits)]
     if name not in known:
         raise ValueError(f"unknown field {name!r} of {called}; expected key, {', '.join(known)}")
     if type(value) is not int or not 0 <= value <= MAX_COUNT:
@@ -385,10 +385,10 @@ class GatewaySettings:
     ] = False
     log_level: Annotated[Level, Help("LEVEL", f"log level: {', '.join(get_args(Level))}")] = "info"
 
-    def limits(self, key: Key | None = None) -> Limits:
+    def limits(self, key: Key | None = None) -> KeyLimits:
         """The limits of a key; without one, those of all clients together."""
-        every = {limit.name: getattr(self, limit.name) for limit in fields(Limits)}
-        return Limits(**{**every, **(key.limits if key else {})})
+        every = {limit.name: getattr(self, limit.name) for limit in fields(KeyLimits)}
+        return KeyLimits(**{**every, **(key.limits if key else {})})
 
     def reloaded(self, new: GatewaySettings) -> GatewaySettings:
         """The ``new`` settings, except for those that change only with a restart.

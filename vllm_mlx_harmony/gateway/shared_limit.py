@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 from uuid import uuid4
 
-from vllm_mlx_harmony.gateway.limits import Budget, Counts, Limits, Quota, exceeded
+from vllm_mlx_harmony.gateway.limits import Budget, Counts, KeyLimits, Quota, exceeded
 from vllm_mlx_harmony.server.peers.connection import (
     Connection,
     PeersError,
@@ -46,7 +46,7 @@ class Limiter:
         """The number of running requests of each key."""
         self._writing: set[asyncio.Task[object]] = set()
 
-    async def request(self, name: str, limits: Limits) -> list[Budget]:
+    async def request(self, name: str, limits: KeyLimits) -> list[Budget]:
         """Counts a request; returns what is left. A request that exceeds a limit is not counted."""
         if not (quotas := limits.quotas(requests=1)):
             return []
@@ -59,7 +59,7 @@ class Limiter:
             await self._shared(lambda shared: add(shared, name, back, now))
         return budgets
 
-    def tokens(self, name: str, limits: Limits, tokens: int) -> None:
+    def tokens(self, name: str, limits: KeyLimits, tokens: int) -> None:
         quotas = limits.quotas(tokens=tokens)
         quotas = [quota for quota in quotas if quota.unit == "tokens"]
         if quotas:

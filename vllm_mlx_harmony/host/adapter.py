@@ -20,9 +20,9 @@ from vllm_mlx_harmony.core.turn import Defaults, Sampling
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine_api.engine import Engine
 from vllm_mlx_harmony.host import entry_points, metrics, tools
-from vllm_mlx_harmony.host.engine import engine_of
 from vllm_mlx_harmony.host.mount import APP, forward_to_host, reject_non_ascii_key
 from vllm_mlx_harmony.host.server_globals import InferenceTracker, server
+from vllm_mlx_harmony.host.vllm_mlx_engine import engine_of
 from vllm_mlx_harmony.model_files import (
     GENERATION,
     configuration,

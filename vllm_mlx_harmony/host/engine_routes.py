@@ -15,9 +15,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from vllm_mlx_harmony.engine import resources, state
-from vllm_mlx_harmony.host.engine import HarmonyEngine, serving
 from vllm_mlx_harmony.host.mount import Route, forward_to_host
 from vllm_mlx_harmony.host.server_globals import server
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, serving
 from vllm_mlx_harmony.inspector.routes import Section
 from vllm_mlx_harmony.server.endpoint import Endpoint
 

@@ -18,8 +18,8 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import resources
 from vllm_mlx_harmony.engine.prefix_cache import SHARED_TENANT
 from vllm_mlx_harmony.host import entry_points, summary
-from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.host.server_globals import ModelManager, ModelSpec, RegisteredModel, server
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmony, engine_of
 from vllm_mlx_harmony.model_files import TOKENIZER, is_harmony_model
 from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.server.settings import ServerSettings

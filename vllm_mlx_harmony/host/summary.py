@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.engine import summary
-from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.host.entry_points import versions
 from vllm_mlx_harmony.host.server_globals import server
 from vllm_mlx_harmony.model_files import length_of

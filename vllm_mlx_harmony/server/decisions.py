@@ -22,8 +22,8 @@ from vllm_mlx_harmony.core.turn import (
     Defaults,
     Effort,
     Instructions,
-    Limits,
     Message,
+    OutputLimits,
     ResponseInfo,
     Sampling,
     Turn,
@@ -98,7 +98,7 @@ async def _decide(received: Received) -> Response:
     contexts = await in_thread(render)
     most = REMOTE_LOGPROBS if engine.remote else LOGPROBS
     settings = sampling.resolve(
-        Sampling(temperature=0, top_p=1, top_logprobs=most), Limits(), host.max_tokens
+        Sampling(temperature=0, top_p=1, top_logprobs=most), OutputLimits(), host.max_tokens
     )
     settings = replace(settings, max_tokens=1)
     check_logprobs(lease, settings, "questions")

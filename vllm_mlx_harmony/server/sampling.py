@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm_mlx_harmony.core.errors import PromptTooLong, RequestError
-from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, Limits, Sampling
+from vllm_mlx_harmony.core.turn import RECOMMENDED, VOCAB_SIZE, OutputLimits, Sampling
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -20,7 +20,7 @@ float32."""
 
 def resolve(
     sampling: Sampling,
-    limits: Limits,
+    limits: OutputLimits,
     max_tokens: Callable[[int | None], int],
     defaults: Sampling = RECOMMENDED,
 ) -> GenerationSettings:

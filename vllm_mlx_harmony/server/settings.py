@@ -17,7 +17,7 @@ from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.errors import HostError, RequestError
 from vllm_mlx_harmony.core.grammar import Policy
 from vllm_mlx_harmony.core.reasoning import answering_budget
-from vllm_mlx_harmony.core.turn import NO_THINKING, Effort, Limits, ReasoningField
+from vllm_mlx_harmony.core.turn import NO_THINKING, Effort, OutputLimits, ReasoningField
 from vllm_mlx_harmony.engine_api.engine import Speculate
 from vllm_mlx_harmony.sizes import number
 
@@ -277,7 +277,7 @@ class Enforcement:
             return cls(policy, None, repetitions, budgets=False)
         return cls(policy, budget, repetitions, budgets=policy is not Policy.OFF)
 
-    def reasoning_budget(self, limits: Limits, *, can_call: bool) -> int | None:
+    def reasoning_budget(self, limits: OutputLimits, *, can_call: bool) -> int | None:
         """The reasoning budget of a turn, in which the model may or may not call a tool.
 
         Where it may, a small ``max_tokens`` sets none: without reasoning it would answer where it

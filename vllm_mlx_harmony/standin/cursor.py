@@ -35,7 +35,7 @@ Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True)
-class Entry:
+class ScriptEntry:
     """One script in the book: a compiled pattern and a completion in ids."""
 
     pattern: re.Pattern[str]
@@ -53,7 +53,7 @@ class Book:
     ``opening`` are the ids of ``<|start|>assistant``, ``end`` is the id after a completion.
     """
 
-    entries: tuple[Entry, ...]
+    entries: tuple[ScriptEntry, ...]
     opening: tuple[int, ...]
     end: int
 
@@ -78,7 +78,7 @@ def parse_book(document: str) -> Book:
     for entry in fields["scripts"]:
         pattern = re.compile(entry.pop("pattern"), entry.pop("flags"))
         completion = tuple(entry.pop("completion"))
-        entries.append(Entry(pattern, completion, **entry))
+        entries.append(ScriptEntry(pattern, completion, **entry))
     return Book(tuple(entries), tuple(fields["opening"]), fields["end"])
 
 
@@ -189,7 +189,7 @@ def _last(history: list[int], token: int, end: int) -> int:
     return end - 1 - before.index(token) if token in before else -1
 
 
-def _find(prompt: list[int], book: Book, decode: Decode) -> Entry:
+def _find(prompt: list[int], book: Book, decode: Decode) -> ScriptEntry:
     """The script for a prompt, by the message before the opening that ends it."""
     size = len(book.opening)
     end = len(prompt) - size if tuple(prompt[-size:]) == book.opening else len(prompt)
@@ -200,13 +200,13 @@ def _find(prompt: list[int], book: Book, decode: Decode) -> Entry:
     raise LookupError("the last entry of a book must match anything")
 
 
-def _follows(answer: list[int], entry: Entry, book: Book) -> bool:
+def _follows(answer: list[int], entry: ScriptEntry, book: Book) -> bool:
     """Whether ``answer`` is the beginning of the completion, or all of it and its end."""
     begun, rest = answer[: len(entry.completion)], answer[len(entry.completion) :]
     return tuple(begun) == entry.completion[: len(begun)] and set(rest) <= {book.end}
 
 
-def _step(entry: Entry, position: int, book: Book) -> Step:
+def _step(entry: ScriptEntry, position: int, book: Book) -> Step:
     token = entry.completion[position] if position < len(entry.completion) else book.end
     return Step(token, entry.delay_ms, position == entry.fail_at)
 

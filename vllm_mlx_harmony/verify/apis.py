@@ -18,11 +18,11 @@ from httpx_sse import ServerSentEvent
 from pydantic import TypeAdapter, ValidationError
 
 from vllm_mlx_harmony.verify.values import (
-    Answer,
     Ask,
     Call,
     Document,
     Failed,
+    ReceivedAnswer,
     Result,
     Usage,
     require,
@@ -55,7 +55,7 @@ class Api(ABC):
         """The body of a request, not streamed."""
 
     @abstractmethod
-    def read(self, document: Document) -> Answer:
+    def read(self, document: Document) -> ReceivedAnswer:
         """The answer in a response. Raises ``Failed`` if it is not of the SDK's type."""
 
     @abstractmethod
@@ -160,7 +160,7 @@ class Chat(Api):
             match message:
                 case str():
                     messages.append({"role": "user", "content": message})
-                case Answer():
+                case ReceivedAnswer():
                     messages.extend(message.history)
                 case Result():
                     result = {"tool_call_id": message.call.id, "content": message.text}
@@ -178,7 +178,7 @@ class Chat(Api):
         fixed = {"model": model, "messages": messages, "max_tokens": ask.limit}
         return {**fixed, **_without_empty(options), **ask.extra}
 
-    def read(self, document: Document) -> Answer:
+    def read(self, document: Document) -> ReceivedAnswer:
         self.validate("ChatCompletion", document)
         require(len(document["choices"]) == 1, f"{len(document['choices'])} choices, not one")
         choice = document["choices"][0]
@@ -189,7 +189,7 @@ class Chat(Api):
         )
         names = {"stop": "stop", "length": "length", "tool_calls": "calls"}
         require(choice["finish_reason"] in names, f"finish_reason {choice['finish_reason']!r}")
-        return Answer(
+        return ReceivedAnswer(
             id=document["id"],
             text=message.get("content") or "",
             reasoning=message.get("reasoning_content") or message.get("reasoning") or "",
@@ -249,7 +249,7 @@ class Responses(Api):
             match message:
                 case str():
                     items.append({"type": "message", "role": "user", "content": message})
-                case Answer():
+                case ReceivedAnswer():
                     items.extend(message.history)
                 case Result():
                     result = {"call_id": message.call.id, "output": message.text}
@@ -266,7 +266,7 @@ class Responses(Api):
         fixed = {"model": model, "input": items, "max_output_tokens": ask.limit}
         return {**fixed, **_without_empty(options), **ask.extra}
 
-    def read(self, document: Document) -> Answer:
+    def read(self, document: Document) -> ReceivedAnswer:
         self.validate("Response", document)
         output = document["output"]
         calls = tuple(
@@ -279,7 +279,7 @@ class Responses(Api):
         require(
             status == "completed" or cut, f"the status is {status!r} ({details or 'no'} details)"
         )
-        return Answer(
+        return ReceivedAnswer(
             id=document["id"],
             text="\n".join(_texts(output, "message", "content")),
             reasoning="\n".join(_texts(output, "reasoning", "content", "summary")),
@@ -382,7 +382,7 @@ class Messages(Api):
             match message:
                 case str():
                     messages.append({"role": "user", "content": message})
-                case Answer():
+                case ReceivedAnswer():
                     messages.append({"role": "assistant", "content": list(message.history)})
                 case Result():
                     block = {"tool_use_id": message.call.id, "content": message.text}
@@ -408,7 +408,7 @@ class Messages(Api):
         fixed = {"model": model, "messages": messages, "max_tokens": ask.limit}
         return {**fixed, **_without_empty(options), **ask.extra}
 
-    def read(self, document: Document) -> Answer:
+    def read(self, document: Document) -> ReceivedAnswer:
         self.validate("Message", document)
         content, usage, reason = document["content"], document["usage"], document["stop_reason"]
         calls = tuple(
@@ -423,7 +423,7 @@ class Messages(Api):
         require(stopped == (reason == "stop_sequence"), "stop_sequence does not fit stop_reason")
         cached = usage.get("cache_read_input_tokens")
         created = usage.get("cache_creation_input_tokens") or 0
-        return Answer(
+        return ReceivedAnswer(
             id=document["id"],
             text="\n".join(block["text"] for block in content if block["type"] == "text"),
             reasoning="\n".join(

@@ -15,11 +15,11 @@ from vllm_mlx_harmony.verify.cases import CASES, SCHEMAS, SEVERAL, TOOLS, WEATHE
 from vllm_mlx_harmony.verify.checks import Check, Run
 from vllm_mlx_harmony.verify.trial import Trial
 from vllm_mlx_harmony.verify.values import (
-    Answer,
     Ask,
     Call,
     Document,
     Failed,
+    ReceivedAnswer,
     Result,
     Tool,
     require,
@@ -98,7 +98,7 @@ async def not_called(case: Case, trial: Trial) -> None:
 
 async def several(case: Case, trial: Trial) -> None:
     """Calls in one turn or in several, each answered with the result of that tool."""
-    messages: tuple[str | Answer | Result, ...] = (case.prompt,)
+    messages: tuple[str | ReceivedAnswer | Result, ...] = (case.prompt,)
     left, made = list(zip(case.calls, case.results, strict=True)), list[str]()
     for _ in range(TURNS):
         answer = await trial.streamed(Ask(messages, tools=tools(case.tools)))

@@ -6,7 +6,15 @@ from vllm_mlx_harmony.verify.apis import LENIENT
 from vllm_mlx_harmony.verify.cases import schema
 from vllm_mlx_harmony.verify.checks import Check
 from vllm_mlx_harmony.verify.trial import Trial
-from vllm_mlx_harmony.verify.values import Answer, Ask, Result, Tool, Unsupported, Usage, require
+from vllm_mlx_harmony.verify.values import (
+    Ask,
+    ReceivedAnswer,
+    Result,
+    Tool,
+    Unsupported,
+    Usage,
+    require,
+)
 from vllm_mlx_harmony.verify.wire import CACHING, RAW_COT
 
 TURNS = 20
@@ -30,7 +38,7 @@ def text(page: int) -> str:
 
 
 async def remembers(trial: Trial) -> None:
-    messages: tuple[str | Answer | Result, ...] = (PROMPT,)
+    messages: tuple[str | ReceivedAnswer | Result, ...] = (PROMPT,)
     usages: list[Usage] = []
     trial.server.loops[trial.api.name] = usages
     for page in range(1, TURNS + 2):

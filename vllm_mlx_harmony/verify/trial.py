@@ -11,7 +11,7 @@ import httpx
 from httpx_sse import EventSource, ServerSentEvent
 
 from vllm_mlx_harmony.verify.apis import Api, parsed
-from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Failed, Usage, require
+from vllm_mlx_harmony.verify.values import Ask, Document, Failed, ReceivedAnswer, Usage, require
 
 OK = 200
 KEPT = 2000
@@ -79,7 +79,7 @@ class Trial:
         exchange.add(f"{response.status_code} {response.text}")
         return response
 
-    async def answer(self, ask: Ask) -> Answer:
+    async def answer(self, ask: Ask) -> ReceivedAnswer:
         return self.api.read(await self.document(ask))
 
     async def document(self, ask: Ask) -> Document:
@@ -90,7 +90,7 @@ class Trial:
         require(reply.status_code == OK, f"status {reply.status_code}, not 200")
         return parsed(reply.text)
 
-    async def streamed(self, ask: Ask) -> Answer:
+    async def streamed(self, ask: Ask) -> ReceivedAnswer:
         return self.api.read(self.api.assemble(await self.collected(ask)))
 
     async def collected(self, ask: Ask) -> list[ServerSentEvent]:

@@ -56,7 +56,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ReceivedAnswer:
     """What the model answered. ``history`` is how its own API sends it back in the next request."""
 
     id: str
@@ -84,7 +84,7 @@ class Ask:
     ``extra`` fields that are added to the body as they are.
     """
 
-    messages: tuple[str | Answer | Result, ...]
+    messages: tuple[str | ReceivedAnswer | Result, ...]
     system: str = ""
     tools: tuple[Tool, ...] = ()
     choice: str = ""

@@ -15,7 +15,7 @@ from httpx import Response
 from vllm_mlx_harmony.verify.apis import APIS, DONE, Messages, parsed, validate
 from vllm_mlx_harmony.verify.checks import ABSENT, Check, Run
 from vllm_mlx_harmony.verify.trial import Trial
-from vllm_mlx_harmony.verify.values import Answer, Ask, Document, Tool, Unsupported, require
+from vllm_mlx_harmony.verify.values import Ask, Document, ReceivedAnswer, Tool, Unsupported, require
 
 PLAIN = Ask(("In one short sentence: why is the sea salty?",))
 OTHER = Ask(("In one short sentence: why is the sky blue?",))
@@ -186,7 +186,7 @@ async def stop(trial: Trial) -> None:
         require(answer.finish == "stop", f"the answer ended with {answer.finish!r}")
 
 
-async def both(trial: Trial, asked: Ask) -> tuple[Answer, Answer]:
+async def both(trial: Trial, asked: Ask) -> tuple[ReceivedAnswer, ReceivedAnswer]:
     return await trial.answer(asked), await trial.streamed(asked)
 
 
@@ -229,7 +229,7 @@ async def at_once(trial: Trial) -> None:
     for result in found:
         if isinstance(result, BaseException):
             raise result
-    one, other = (result for result in found if isinstance(result, Answer))
+    one, other = (result for result in found if isinstance(result, ReceivedAnswer))
     require(one.text and other.text, "an answer without text")
     require(one.id != other.id, f"two answers with the id {one.id}")
 

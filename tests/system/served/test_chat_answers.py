@@ -188,7 +188,7 @@ STEPS = {
 @pytest.mark.parametrize("how", STEPS.values(), ids=STEPS)
 def test_ids_that_come_in_other_groups(start: Start, standin_dir: Path, how: Any) -> None:
     """Never more than one in a step, or many at once: it says the same. All intervals are in
-    `tests/unit/host/test_engine.py`."""
+    `tests/unit/host/test_vllm_mlx_engine.py`."""
     standin.rescript(standin_dir, SCRIPTS)
     server = start(*FLAG, *how.get("flags", ()), command=HARMONY, env=how.get("env"))
     with server.openai() as client:

@@ -22,7 +22,7 @@ from vllm_mlx_harmony.core.errors import HostError, StoreError
 from vllm_mlx_harmony.core.replay import Output, Replay
 from vllm_mlx_harmony.core.turn import Answer, Call, User
 from vllm_mlx_harmony.gateway.host import Gateway
-from vllm_mlx_harmony.gateway.limits import DAY, Limits
+from vllm_mlx_harmony.gateway.limits import DAY, KeyLimits
 from vllm_mlx_harmony.gateway.settings import load
 from vllm_mlx_harmony.gateway.shared_limit import acquire_slot, add, remove, renew
 from vllm_mlx_harmony.protocols.events import DONE, Event
@@ -355,7 +355,7 @@ def test_follower_gets_the_end_without_the_last_events(
 def test_gateways_count_together(server: RedisServer) -> None:
     one, other = Connection(server.url), Connection(server.url)
     midnight = 500.0 * DAY
-    counters = Limits(requests_per_minute=4, tokens_per_day=100).quotas(requests=1, tokens=30)
+    counters = KeyLimits(requests_per_minute=4, tokens_per_day=100).quotas(requests=1, tokens=30)
     seen = [add(each, "carol", counters, midnight + 10) for each in (one, other) * 2]
     assert [[each.remaining for each in budgets] for budgets in seen] == [
         [3, 70],

@@ -369,7 +369,7 @@ GATE = ["light", "served", "core", "engine", "host", "front-end", "lint"]
             ["light", "served", "core", "engine", "host", "lint"],
         ),
         (["vllm_mlx_harmony/gateway/app.py"], ["core", "gateway", "lint"]),
-        (["tests/unit/host/test_engine.py", "docs/api.md"], ["core", "host", "lint"]),
+        (["tests/unit/host/test_vllm_mlx_engine.py", "docs/api.md"], ["core", "host", "lint"]),
         (["tests/support/rows.py"], GATE),
         (["pyproject.toml", "docs/api.md"], GATE),
         ([], ["lint"]),

@@ -20,7 +20,7 @@ from vllm_mlx_harmony.core.replay import Replay
 from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
-    Limits,
+    OutputLimits,
     Preamble,
     Reasoning,
     ResponseInfo,
@@ -210,7 +210,7 @@ _SPOKEN = {"reasoning": Reasoning, "preamble": Preamble, ANSWER: Answer}
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_rows(row: Row) -> None:
     tools = tuple(map(Tool, row.tools))
-    limits = Limits(stop=row.stop, one_call=row.one_call)
+    limits = OutputLimits(stop=row.stop, one_call=row.one_call)
     turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=limits), INFO)
     turn.append_output(ids_of(row.output))
     turn.finish("length" if row.cut else "stop")
@@ -223,7 +223,9 @@ def test_rows(row: Row) -> None:
 def generated(row: Row, step: int) -> tuple[StreamingHarmonyContext, list[Delta]]:
     """The turn of an engine that gives ``step`` ids at once and stops when it is done."""
     tools = tuple(map(Tool, row.tools))
-    turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=Limits(stop=row.stop)), INFO)
+    turn = StreamingHarmonyContext(
+        Turn((User("?"),), tools, limits=OutputLimits(stop=row.stop)), INFO
+    )
     ids = ids_of(row.output)
     for at in range(0, len(ids), step):
         if turn.done:

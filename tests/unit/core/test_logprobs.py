@@ -12,7 +12,7 @@ from vllm_mlx_harmony.core.deltas import Delta, Kind, Opened, Text, TextLogprob,
 from vllm_mlx_harmony.core.header import LOOSE_LIMIT
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.parse import Parser
-from vllm_mlx_harmony.core.turn import Limits, ResponseInfo, Tool, Turn, User
+from vllm_mlx_harmony.core.turn import OutputLimits, ResponseInfo, Tool, Turn, User
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1, "m")
 
@@ -86,7 +86,7 @@ CLEAN: dict[str, tuple[list[int], tuple[str, ...], str, list[int]]] = {
 def test_id_comes_with_its_text(
     body: list[int], stop: tuple[str, ...], text: str, places: list[int], at_once: int
 ) -> None:
-    turn = Turn((User("Hi"),), limits=Limits(stop=stop))
+    turn = Turn((User("Hi"),), limits=OutputLimits(stop=stop))
     context = StreamingHarmonyContext(turn, INFO)
     header = ids_of(FINAL)
     ids = [*header, *body, vocab.RETURN]

@@ -27,7 +27,7 @@ WEB = {
     [
         ("vllm_mlx_harmony.engine_api.engine", "sys"),
         # mlx-lm imports anyio with the client of Hugging Face.
-        ("vllm_mlx_harmony.engine.engine", "huggingface_hub, mlx_lm"),
+        ("vllm_mlx_harmony.engine.mlx_engine", "huggingface_hub, mlx_lm"),
     ],
 )
 def test_no_web_framework_is_loaded(module: str, first: str) -> None:

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from vllm_mlx_harmony.core.deltas import LOWEST_LOGPROB, TokenLogprob
 from vllm_mlx_harmony.engine import batch
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import log_probabilities
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step

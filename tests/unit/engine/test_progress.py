@@ -19,10 +19,10 @@ from engine_models import load_module, loading
 
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.engine import loop as loop_module
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options, RequestStatus
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options, RequestStatus
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.engine.scheduler import BatchLimits
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -43,7 +43,7 @@ def engine(tiny: Path) -> Iterator[MlxEngine]:
     def cache(model: Any) -> PrefixCache:
         return PrefixCache(model, PrefixTree(PLENTY))
 
-    options = Options(Limits(chunk=CHUNK, prompts=1), speculate="off")  # answers take a while
+    options = Options(BatchLimits(chunk=CHUNK, prompts=1), speculate="off")  # answers take a while
     made = MlxEngine(str(tiny), options)
     made.load(loading(partial(load_module, tiny), cache))
     yield made

@@ -20,17 +20,17 @@ from vllm_mlx_harmony.engine.scheduler import (
     MEASUREMENTS,
     PRICE,
     STARVATION_SECONDS,
+    BatchLimits,
     Chunk,
     Decision,
-    Limits,
+    ScheduledStep,
     Scheduler,
-    Step,
 )
 
 PACE = 1e-3
 """Seconds an id of a prompt takes, in rows."""
 
-CUT = int(Limits().pause * AIM / PACE) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
+CUT = int(BatchLimits().pause * AIM / PACE) // CHUNK_MULTIPLE * CHUNK_MULTIPLE
 """Ids of a chunk beside an answer at that speed."""
 
 
@@ -50,7 +50,7 @@ def started(scheduler: Scheduler, request: int, seconds: float = 0.0) -> None:
     """An answer that has its first id, after steps of so many ``seconds`` together."""
     scheduler.start_answer(request)
     for _ in range(FIRST_STEPS):
-        assert scheduler.next(0.0) == Step()
+        assert scheduler.next(0.0) == ScheduledStep()
         scheduler.stepped(seconds / FIRST_STEPS)
 
 
@@ -160,7 +160,7 @@ def the_debt_is_paid(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
     owed = 0.192 * DECODE_SHARE / (1 - DECODE_SHARE)
     scheduler.stepped(owed - 0.015)
-    assert scheduler.next(0) == Step()
+    assert scheduler.next(0) == ScheduledStep()
     scheduler.stepped(0.015)
 
 
@@ -321,7 +321,7 @@ def the_end_of_a_long_one_and_a_short_one(scheduler: Scheduler) -> None:
     began(scheduler, 2, 60)
 
 
-SMALL = Limits(prompts=2, answers=4)
+SMALL = BatchLimits(prompts=2, answers=4)
 
 ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (nothing, 0.0, None),
@@ -337,15 +337,15 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (and_its_first_chunk_is_computed, 0.0, Chunk(1, 1280)),
     (behind_a_short_cached_prefix, 0.0, Chunk(1, 2048)),
     (nearly_done, 0.0, Chunk(1, 2)),
-    (an_answer, 0.0, Step()),
-    (an_answer_has_just_begun, 0.0, Step()),
-    (and_has_made_a_step, 0.0, Step()),
+    (an_answer, 0.0, ScheduledStep()),
+    (an_answer_has_just_begun, 0.0, ScheduledStep()),
+    (and_has_made_a_step, 0.0, ScheduledStep()),
     (and_has_its_first_id, 0.0, Chunk(1, CUT)),
     (beside_an_answer, 0.0, Chunk(1, CUT)),
-    (beside_an_answer_and_behind_a_chunk, 0.0, Step()),
+    (beside_an_answer_and_behind_a_chunk, 0.0, ScheduledStep()),
     (the_debt_is_paid, 0.0, Chunk(1, CUT)),
     (a_step_took_longer_than_was_owed, 0.0, Chunk(1, CUT)),
-    (steps_of_an_answer_alone_are_no_credit, 0.0, Step()),
+    (steps_of_an_answer_alone_are_no_credit, 0.0, ScheduledStep()),
     (the_answer_has_ended, 0.0, Chunk(1, 256)),
     (of_unknown_speed, 0.0, Chunk(1, FIRST_CHUNK)),
     (slow, 0.0, Chunk(1, CHUNK_MULTIPLE)),
@@ -359,7 +359,7 @@ ROWS: list[tuple[Callable[[Scheduler], None], float, Decision]] = [
     (tenants, 2.0, Chunk(2, 256)),
     (a_tenant_that_came_back, 2.2, Chunk(1, CUT)),
     (all_prompts_have_begun, 9.0, Chunk(0, 256)),
-    (all_rows_are_taken, 9.0, Step()),
+    (all_rows_are_taken, 9.0, ScheduledStep()),
     (a_long_one_has_begun, 2 * STARVATION_SECONDS, Chunk(0, 2048)),
     (and_a_short_one_comes, 0.0, Chunk(2, 2048)),
     (short_ones_wait, 0.0, Chunk(2, 70)),
@@ -383,7 +383,7 @@ def test_a_decision(history: Callable[[Scheduler], None], now: float, decision: 
 
 
 def test_the_flags_bound_a_chunk() -> None:
-    scheduler = Scheduler(Limits(chunk=100, chunk_beside=64))
+    scheduler = Scheduler(BatchLimits(chunk=100, chunk_beside=64))
     began(scheduler, 1, 5000)
     assert scheduler.next(0) == Chunk(1, 100)
     answering(scheduler)
@@ -394,14 +394,14 @@ def test_the_flags_bound_a_chunk() -> None:
 @pytest.mark.parametrize("flag", ["chunk", "chunk_beside"])
 def test_no_chunk_is_longer_than_the_flags_say(flag: str, limit: int) -> None:
     """Not even where a chunk has to be longer than the pause allows."""
-    scheduler = Scheduler(Limits(**{flag: limit}))
+    scheduler = Scheduler(BatchLimits(**{flag: limit}))
     slow(scheduler)
     decision = scheduler.next(0)
     assert isinstance(decision, Chunk) and decision.ids == min(limit, CHUNK_MULTIPLE)
 
 
 def test_prompt_without_memory_is_overtaken_for_a_while() -> None:
-    scheduler = Scheduler(Limits())
+    scheduler = Scheduler(BatchLimits())
     began(scheduler, 0, 100)
     scheduler.add(1, 50_000, "", 0.0)
     scheduler.add(2, 60, "", 1.0)
@@ -412,14 +412,16 @@ def test_prompt_without_memory_is_overtaken_for_a_while() -> None:
     scheduler.computed(0, 100, 0.1)
     started(scheduler, 0, 1.0)
     assert scheduler.next(2.0, fits) == Chunk(2, 60)
-    assert scheduler.next(STARVATION_SECONDS + 1, fits) == Step(), "no later one begins any more"
+    assert scheduler.next(STARVATION_SECONDS + 1, fits) == ScheduledStep(), (
+        "no later one begins any more"
+    )
     assert scheduler.next(STARVATION_SECONDS + 1) == Chunk(2, 60), "there is memory for both"
     scheduler.remove(1)
     assert scheduler.next(STARVATION_SECONDS + 1, fits) == Chunk(2, 60)
 
 
 def test_idle_tenants_are_forgotten() -> None:
-    scheduler = Scheduler(Limits())
+    scheduler = Scheduler(BatchLimits())
     for request in range(10_000):
         began(scheduler, request, 60, tenant=str(request))
         scheduler.computed(request, 60, 0.06)
@@ -469,7 +471,7 @@ class Machine:
 
 def simulate(  # noqa: C901 - one loop, as the engine has it
     requests: Iterable[Request],
-    limits: Limits,
+    limits: BatchLimits,
     machine: Machine,
     until: float,
     memory: float = math.inf,
@@ -513,7 +515,7 @@ def simulate(  # noqa: C901 - one loop, as the engine has it
                     if computed[each] == known[each].prompt:
                         scheduler.start_answer(each)
                         left[each], last[each] = known[each].answer, now
-            case Step():
+            case ScheduledStep():
                 now += machine.per_step
                 scheduler.stepped(machine.per_step)
                 for number in list(left):
@@ -538,7 +540,7 @@ MACHINE = Machine()
 def alone_takes(prompt: int) -> float:
     """Seconds to the first id of a prompt that nobody disturbs."""
     request = Request(0.0, prompt, 1)
-    simulate([request], Limits(), MACHINE, 1e9)
+    simulate([request], BatchLimits(), MACHINE, 1e9)
     return request.wait
 
 
@@ -550,7 +552,7 @@ SLOW = Machine(per_id=7e-4, per_id_before=3e-8, per_chunk=0.04, noise=0.0)
 def test_no_chunk_of_a_prompt_alone_takes_long(prompt: int) -> None:
     """So that macOS does not end the process; this costs little."""
     request = Request(0.0, prompt, 1)
-    simulate([request], Limits(), SLOW, 1e9)
+    simulate([request], BatchLimits(), SLOW, 1e9)
     assert sum(ids for ids, _ in request.chunks) == prompt
     assert max(seconds for _, seconds in request.chunks) < 1.05 * LONGEST
     starts, luck = range(0, prompt, 2048), random.Random(1)
@@ -565,17 +567,17 @@ def test_chunks_are_as_short_as_costs_little(per_chunk: float, length: int) -> N
     """Once a few prompts have shown what a pass costs."""
     machine = replace(MACHINE, per_chunk=per_chunk, noise=0.0)
     prompts = [Request(100.0 * each, 32_000, 1) for each in range(MEASUREMENTS + 1)]
-    simulate(prompts, Limits(), machine, 1e9)
+    simulate(prompts, BatchLimits(), machine, 1e9)
     assert {ids for ids, _ in prompts[-1].chunks[:-1]} == {length}
 
 
 def test_a_long_prompt_beside_an_answer() -> None:
     """The goals of the engine, on a machine of a Mac's speed: pause, speed, price."""
     answer, prompt = Request(0.0, 200, 10_000), Request(5.0, 36_000, 1)
-    simulate([answer, prompt], Limits(), MACHINE, 1e9)
+    simulate([answer, prompt], BatchLimits(), MACHINE, 1e9)
     meanwhile = prompt.first - prompt.at
     ids = sum(1 for each in answer.pauses if each)
-    assert max(answer.pauses) < Limits().pause + MACHINE.per_step
+    assert max(answer.pauses) < BatchLimits().pause + MACHINE.per_step
     assert max(answer.pauses) / meanwhile < 0.03
     assert meanwhile / alone_takes(36_000) < 1.5
     paused = sum(each - MACHINE.per_step for each in answer.pauses)
@@ -588,11 +590,11 @@ def test_a_long_prompt_beside_an_answer() -> None:
 def test_answers_have_their_third_at_every_depth(machine: Machine, prompt: int) -> None:
     """Although an id of a prompt costs more the more ids there are before it."""
     answer, beside = Request(0.0, 200, 100_000), Request(5.0, prompt, 1)
-    simulate([answer, beside], Limits(), machine, 1e9)
+    simulate([answer, beside], BatchLimits(), machine, 1e9)
     steps = accumulate(answer.pauses[1:], initial=answer.first)
     count = sum(beside.at <= each < beside.first for each in steps)
     assert count * machine.per_step / (beside.first - beside.at) == pytest.approx(DECODE_SHARE, 0.1)
-    assert max(answer.pauses) < Limits().pause + machine.per_step
+    assert max(answer.pauses) < BatchLimits().pause + machine.per_step
 
 
 def test_a_short_prompt_behind_a_long_one() -> None:
@@ -600,7 +602,7 @@ def test_a_short_prompt_behind_a_long_one() -> None:
     before = [Request(100.0 * each, 13_000, 1) for each in range(MEASUREMENTS)]
     long = Request(1000.0, 13_000, 1)
     short = [Request(at, 60, 16) for at in (1001.0, 1003.0)]
-    simulate([*before, long, *short], Limits(), MACHINE, 1e9)
+    simulate([*before, long, *short], BatchLimits(), MACHINE, 1e9)
     for each in short:
         assert each.wait / long.wait < 0.04
     assert long.wait / before[0].wait < 1.2, "and it costs the long one little"
@@ -608,7 +610,7 @@ def test_a_short_prompt_behind_a_long_one() -> None:
 
 def test_short_prompts_that_come_together_begin_together() -> None:
     one, eight = Request(0.0, 60, 1), [Request(10.0, 60 + each, 1) for each in range(8)]
-    simulate([one, *eight], Limits(), replace(MACHINE, per_id=1e-4, per_chunk=0.2), 1e9)
+    simulate([one, *eight], BatchLimits(), replace(MACHINE, per_id=1e-4, per_chunk=0.2), 1e9)
     assert max(each.wait for each in eight) < 1.5 * one.wait
 
 
@@ -622,7 +624,7 @@ def test_under_a_steady_load_of_short_ones_a_long_one_is_served(load: float) -> 
         requests.append(Request(at, 400, 1))
         at += luck.expovariate(load / short)
     long = [Request(60.0 + 200 * each, 20_000, 1) for each in range(4)]
-    simulate([*requests, *long], Limits(), MACHINE, 3600)
+    simulate([*requests, *long], BatchLimits(), MACHINE, 3600)
     waits = sorted(each.wait for each in requests)
     assert all(each.done for each in [*requests, *long]), "none starves"
     # Answers take up to a third of the time, and the short ones three quarters of the rest.
@@ -633,7 +635,7 @@ def test_under_a_steady_load_of_short_ones_a_long_one_is_served(load: float) -> 
 def test_tenants_share_equally_whatever_their_prompts() -> None:
     many = [Request(0.0, 8_000, 1, "many") for _ in range(10)]
     one = Request(0.1, 8_000, 1, "one")
-    simulate([*many, one], Limits(), MACHINE, 1e9)
+    simulate([*many, one], BatchLimits(), MACHINE, 1e9)
     assert one.wait < 3 * alone_takes(8_000)
     assert all(each.done for each in many)
 
@@ -642,7 +644,7 @@ def test_long_prompts_of_other_tenants_do_not_delay_a_short_one() -> None:
     """Each has waited for longer than ``STARVATION_SECONDS`` when the short one comes."""
     long = [Request(0.0, 36_000, 1, str(each)) for each in range(12)]
     short = [Request(20.0 + 10 * each, 60, 1, f"short {each}") for each in range(30)]
-    simulate([*long, *short], Limits(), MACHINE, 1e9)
+    simulate([*long, *short], BatchLimits(), MACHINE, 1e9)
     assert max(each.wait for each in short) < 0.15 * alone_takes(36_000)
     assert all(each.done for each in long)
 
@@ -651,7 +653,7 @@ def test_large_prompts_are_not_starved_by_small_ones() -> None:
     """There is memory for the long prompt, or for ten of the short ones."""
     short = [Request(0.5 * each, 400, 100) for each in range(1200)]
     long = Request(5.0, 20_000, 1)
-    simulate([*short, long], Limits(), MACHINE, 1e9, memory=24_000)
+    simulate([*short, long], BatchLimits(), MACHINE, 1e9, memory=24_000)
     assert long.wait < 5 * alone_takes(20_000) + STARVATION_SECONDS
     assert all(each.done for each in short)
 
@@ -659,5 +661,5 @@ def test_large_prompts_are_not_starved_by_small_ones() -> None:
 def test_a_steady_load_of_one_tenant_does_not_starve_another() -> None:
     short = [Request(0.05 * each, 400, 1, "busy") for each in range(600)]
     long = Request(0.0, 20_000, 1, "long")
-    simulate([*short, long], Limits(), MACHINE, 1e9)
+    simulate([*short, long], BatchLimits(), MACHINE, 1e9)
     assert long.wait < 4 * alone_takes(20_000)

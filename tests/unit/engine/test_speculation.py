@@ -32,8 +32,8 @@ from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.costs import WIDTHS, load_or_measure, measure_step_costs
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request

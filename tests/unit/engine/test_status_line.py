@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("mlx_lm")
 
 from vllm_mlx_harmony.engine import status_line
-from vllm_mlx_harmony.engine.engine import RequestStatus
+from vllm_mlx_harmony.engine.mlx_engine import RequestStatus
 from vllm_mlx_harmony.engine.status_line import StatusLine
 
 

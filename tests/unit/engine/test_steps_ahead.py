@@ -17,7 +17,7 @@ from engine_models import opened, words
 
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.engine.batch import Batch
-from vllm_mlx_harmony.engine.engine import MlxEngine
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
 STEPS = 20

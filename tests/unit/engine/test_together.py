@@ -17,10 +17,10 @@ from engine_models import answer, loading, of_mlx_lm, opened, steps, words
 
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
-from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.engine.scheduler import BatchLimits
 
 Run = Callable[..., Any]
 
@@ -52,7 +52,7 @@ def watched(engine: MlxEngine) -> Watched:
 
 @pytest.fixture
 def engine(tiny: Path) -> Iterator[MlxEngine]:
-    engine = opened(tiny, cache=reusing, limits=Limits(pause=60))
+    engine = opened(tiny, cache=reusing, limits=BatchLimits(pause=60))
     yield engine
     engine.close()
 
@@ -224,7 +224,7 @@ def test_only_as_many_as_fit_begin(tiny: Path, run: Run) -> None:
 
 
 def test_no_more_than_may_begin(tiny: Path, run: Run) -> None:
-    engine = opened(tiny, limits=Limits(prompts=3, chunk=200))
+    engine = opened(tiny, limits=BatchLimits(prompts=3, chunk=200))
     try:
         asked = [words(seed, 60) for seed in range(8)]
         expected = [of_mlx_lm(engine, each) for each in asked]

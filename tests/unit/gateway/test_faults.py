@@ -23,12 +23,12 @@ from in_process import MODEL, Watched, engine_at
 from starlette.requests import Request
 
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
-from vllm_mlx_harmony.gateway import routing
+from vllm_mlx_harmony.gateway import routing_policy
 from vllm_mlx_harmony.gateway.app import _GatewayApp
 from vllm_mlx_harmony.gateway.engines import http
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
 from vllm_mlx_harmony.gateway.engines.dialect import EngineRequest
-from vllm_mlx_harmony.gateway.routing import Rule
+from vllm_mlx_harmony.gateway.routing_policy import Rule
 from vllm_mlx_harmony.server.app import application
 
 TEXT = "The answer is long enough to be cut anywhere: été, ☀, 你好, and an end."
@@ -54,7 +54,7 @@ class Setting:
         self.engines = engines
         urls = [stack.enter_context(served(engine.app)) for engine in engines]
         # The first engine is every conversation's home.
-        order = patch.object(routing, "_weight", lambda name, _: -urls.index(name))
+        order = patch.object(routing_policy, "_weight", lambda name, _: -urls.index(name))
         stack.enter_context(order)
         self.host = Watched("", *zip(engines, urls, strict=True), **settings)
         self.url = stack.enter_context(served(application(self.host)))

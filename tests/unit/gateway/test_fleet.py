@@ -29,8 +29,8 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSett
 from vllm_mlx_harmony.gateway import probes
 from vllm_mlx_harmony.gateway.engines.detection import Spec
 from vllm_mlx_harmony.gateway.engines.http import EngineUnavailable, HttpEngine
+from vllm_mlx_harmony.gateway.fleet import Fleet, FleetEngine
 from vllm_mlx_harmony.gateway.metrics import Metrics
-from vllm_mlx_harmony.gateway.router import Fleet, FleetEngine
 from vllm_mlx_harmony.server.host import Deadline
 
 LONG = "word " * 100

@@ -22,7 +22,7 @@ from websockets.sync.client import connect
 from vllm_mlx_harmony.gateway import access_log, app
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec
-from vllm_mlx_harmony.gateway.limits import DAY, Counts, Limits, Quota, digest, headers
+from vllm_mlx_harmony.gateway.limits import DAY, Counts, KeyLimits, Quota, digest, headers
 from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 from vllm_mlx_harmony.server.app import application
 
@@ -120,7 +120,7 @@ def test_waiting_as_long_as_retry_after_is_enough(limit: int, unit: Any, seconds
     ],
 )
 def test_headers(limits: dict[str, int], now: float, expected: dict[str, str]) -> None:
-    budgets = Counts().add("a", Limits(**limits).quotas(requests=1), MIDNIGHT + now)
+    budgets = Counts().add("a", KeyLimits(**limits).quotas(requests=1), MIDNIGHT + now)
     found = {name.decode(): value.decode() for name, value in headers(budgets)}
     assert found == {f"x-ratelimit-{name}": value for name, value in expected.items()}
 

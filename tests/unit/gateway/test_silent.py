@@ -16,9 +16,9 @@ pytest.importorskip("prometheus_client")
 from fake_engines import EXCHANGES, FakeEngine, Fault, compact, served, until
 from in_process import MODEL, Watched
 
-from vllm_mlx_harmony.gateway import router
+from vllm_mlx_harmony.gateway import fleet
 from vllm_mlx_harmony.gateway.app import _GatewayApp
-from vllm_mlx_harmony.gateway.routing import Rule
+from vllm_mlx_harmony.gateway.routing_policy import Rule
 from vllm_mlx_harmony.server.app import application
 
 CHAT = "/v1/chat/completions"
@@ -106,7 +106,7 @@ def test_timeout_without_output_moves_the_conversation(
     stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule alone would give the engine more time than the gateway gives the request."""
-    monkeypatch.setattr(router, "MAX_SILENT_FRACTION", 2)  # twice the time limit
+    monkeypatch.setattr(fleet, "MAX_SILENT_FRACTION", 2)  # twice the time limit
     rule = Rule(min_silence=60.0, open_seconds=0.2, max_open_seconds=1.0, failure_threshold=2)
     with ExitStack() as stack:
         engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
@@ -197,7 +197,7 @@ def test_an_only_engine_is_waited_for() -> None:
 
 def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """But that it is probed; and it generates."""
-    monkeypatch.setattr(router, "SHORT_SECONDS", 0.0)  # any silence is a reason for a probe
+    monkeypatch.setattr(fleet, "SHORT_SECONDS", 0.0)  # any silence is a reason for a probe
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS)
         rule = Rule(min_silence=60.0)

@@ -32,10 +32,10 @@ from vllm_mlx_harmony.host import (
     server_globals,
 )
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.engine import NotHarmony
 from vllm_mlx_harmony.host.mount import Route
 from vllm_mlx_harmony.host.patching import Patch
 from vllm_mlx_harmony.host.tool_parser import HarmonyToolParser
+from vllm_mlx_harmony.host.vllm_mlx_engine import NotHarmony
 from vllm_mlx_harmony.required_names import OTHERS, Name, Requirement, find_problem
 from vllm_mlx_harmony.server.endpoint import Endpoint
 

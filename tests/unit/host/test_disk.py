@@ -27,7 +27,7 @@ from vllm_mlx_harmony.engine.disk.safetensors import Tensor
 from vllm_mlx_harmony.engine.prefix_tree import pack
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import metrics
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 
 
 def filled(directory: Path) -> DiskCache:

@@ -35,7 +35,7 @@ from vllm_mlx_harmony.core.turn import Defaults, ResponseInfo, Turn, User
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 from vllm_mlx_harmony.server import enforcement, generation
 from vllm_mlx_harmony.server.chat import CHAT
 from vllm_mlx_harmony.server.front_end import Caller, FrontEnd

@@ -17,8 +17,8 @@ import vllm_mlx.cli
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.turn import Tool
 from vllm_mlx_harmony.engine import resources
-from vllm_mlx_harmony.engine.engine import Options
-from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.engine.mlx_engine import Options
+from vllm_mlx_harmony.engine.scheduler import BatchLimits
 from vllm_mlx_harmony.host import activation, flags, summary, tools
 from vllm_mlx_harmony.server.settings import ServerSettings, Use
 from vllm_mlx_harmony.server.tools import browser
@@ -180,7 +180,7 @@ def test_flags_of_an_engine_reach_it(line: str) -> None:
     given = "--max-num-seqs 9 --prefill-batch-size 4 --completion-batch-size 5 --stream-interval 3"
     more = "--chunked-prefill-tokens 64 --prefill-step-size 96 --gpu-memory-utilization 0.5"
     found = resources.engine_options(parsed(*f"{given} {more} {line}".split()), Options())
-    expected = Limits(sequences=9, prompts=4, answers=5, chunk=96, chunk_beside=64)
+    expected = BatchLimits(sequences=9, prompts=4, answers=5, chunk=96, chunk_beside=64)
     assert found == Options(expected, utilization=0.5, interval=3)
     assert resources.engine_options(parsed(), Options()) == Options()
     one = SimpleNamespace(stream_interval=0, prefill_step_size=64, gpu_memory_utilization=0.4)
@@ -192,7 +192,9 @@ def test_settings_of_an_engine_reach_it() -> None:
     assert resources.configured_options(ServerSettings()) == Options()
     settings = ServerSettings(pause_ms=100, speculate="forced", queue=3, memory=4, wired=5)
     options = resources.configured_options(settings)
-    assert options == Options(Limits(pause=0.1), speculate="forced", queue=3, memory=4, wired=5)
+    assert options == Options(
+        BatchLimits(pause=0.1), speculate="forced", queue=3, memory=4, wired=5
+    )
     assert resources.engine_options(parsed(), options) == options
 
 

@@ -17,7 +17,7 @@ from vllm_mlx_harmony import model_files, standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.host import loading
-from vllm_mlx_harmony.host.engine import HarmonyEngine, NotHarmony
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine, NotHarmony
 from vllm_mlx_harmony.model_files import TOKENIZER, _lists_harmony, is_harmony, is_harmony_model
 
 

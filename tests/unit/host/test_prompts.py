@@ -26,7 +26,7 @@ from vllm_mlx_harmony.core.turn import Defaults, Effort
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 from vllm_mlx_harmony.host import adapter, contract, loading
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.server import defaults, warm_prompts
 from vllm_mlx_harmony.server.defaults import (

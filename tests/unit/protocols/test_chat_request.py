@@ -23,7 +23,7 @@ from vllm_mlx_harmony.core.turn import (
     Defaults,
     Effort,
     Instructions,
-    Limits,
+    OutputLimits,
     Preamble,
     Reasoning,
     ResponseFormat,
@@ -232,7 +232,7 @@ def test_results_name_their_own_place() -> None:
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
 WEATHER = {"name": "weather", "description": "The weather.", "parameters": SCHEMA}
 
-SETS_REASONING = Limits(sets_reasoning=True)
+SETS_REASONING = OutputLimits(sets_reasoning=True)
 
 TURNS = {
     "nothing else": ({}, Turn((User("Hello"),))),
@@ -311,27 +311,30 @@ TURNS = {
     ),
     "one call": (
         {"parallel_tool_calls": False},
-        Turn((User("Hello"),), limits=Limits(one_call=True)),
+        Turn((User("Hello"),), limits=OutputLimits(one_call=True)),
     ),
     "top_k of all": ({"top_k": -1}, Turn((User("Hello"),), sampling=Sampling(top_k=0))),
     "limits": (
         {"max_tokens": 5, "timeout": 2.5, "stop": ["a", "b", "c", "d", "e"]},
-        Turn((User("Hello"),), limits=Limits(5, ("a", "b", "c", "d", "e"))),
+        Turn((User("Hello"),), limits=OutputLimits(5, ("a", "b", "c", "d", "e"))),
     ),
     "max_completion_tokens wins": (
         {"max_tokens": 5, "max_completion_tokens": 7},
-        Turn((User("Hello"),), limits=Limits(7, where="max_completion_tokens")),
+        Turn((User("Hello"),), limits=OutputLimits(7, where="max_completion_tokens")),
     ),
     "no end before the limit": (
         {"ignore_eos": True, "min_tokens": 5, "max_tokens": 9},
-        Turn((User("Hello"),), limits=Limits(9, min_tokens=CONTEXT_TOKENS)),
+        Turn((User("Hello"),), limits=OutputLimits(9, min_tokens=CONTEXT_TOKENS)),
     ),
     "no limit": (
         {"max_tokens": 5, "max_completion_tokens": -1},
-        Turn((User("Hello"),), limits=Limits(5)),
+        Turn((User("Hello"),), limits=OutputLimits(5)),
     ),
-    "one stop string": ({"stop": "\n"}, Turn((User("Hello"),), limits=Limits(stop=("\n",)))),
-    "empty stop strings": ({"stop": ["", "x"]}, Turn((User("Hello"),), limits=Limits(stop=("x",)))),
+    "one stop string": ({"stop": "\n"}, Turn((User("Hello"),), limits=OutputLimits(stop=("\n",)))),
+    "empty stop strings": (
+        {"stop": ["", "x"]},
+        Turn((User("Hello"),), limits=OutputLimits(stop=("x",))),
+    ),
     "an empty stop string": ({"stop": ""}, Turn((User("Hello"),))),
     "tools": (
         {
@@ -909,7 +912,7 @@ def test_reasoning_has_a_budget(fields: dict[str, Any], budget: int | None, thin
 
 
 def test_an_answer_may_have_to_be_long() -> None:
-    assert turn(min_tokens=7).limits == Limits(min_tokens=7)
+    assert turn(min_tokens=7).limits == OutputLimits(min_tokens=7)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
@@ -928,7 +931,7 @@ def test_requests_of_opencode_are_read(turns: int) -> None:
     )
     start = (Instructions("(9540 characters of text)"), User('"Please run it"'))
     assert asked.turn.messages == (start if turns == 1 else start + loop)
-    assert asked.turn.limits == Limits(8192)
+    assert asked.turn.limits == OutputLimits(8192)
     assert [tool.name for tool in asked.turn.tools][:2] == ["bash", "edit"]
     assert len(asked.turn.tools) == 10
     assert asked.stream

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.turn import (
     Answer,
     Call,
     Defaults,
-    Limits,
+    OutputLimits,
     Reasoning,
     ResponseInfo,
     Result,
@@ -416,7 +416,7 @@ def test_tools_of_the_server_make_several_outputs() -> None:
 
 
 def test_turn_with_a_stop_string_is_not_recorded() -> None:
-    turn = Turn((User("Go."),), limits=Limits(stop=("two",)))
+    turn = Turn((User("Go."),), limits=OutputLimits(stop=("two",)))
     context = StreamingHarmonyContext(turn, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>final<|message|>one two three"))
     context.finish("stop")

@@ -26,8 +26,8 @@ from vllm_mlx_harmony.core.turn import (
     Effort,
     EffortUpdate,
     Instructions,
-    Limits,
     Message,
+    OutputLimits,
     Preamble,
     Reasoning,
     ResponseFormat,
@@ -809,17 +809,17 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
     "one call": (
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
         "limits",
-        Limits(max_tokens=99, one_call=True),
+        OutputLimits(max_tokens=99, one_call=True),
     ),
     "any number of calls": (
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": False}},
         "limits",
-        Limits(max_tokens=99),
+        OutputLimits(max_tokens=99),
     ),
     "one forced call": (
         {"tools": [BARE], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
         "limits",
-        Limits(max_tokens=99, one_call=True),
+        OutputLimits(max_tokens=99, one_call=True),
     ),
     "one call of one tool": (
         {
@@ -827,7 +827,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
             "tool_choice": {"type": "tool", "name": "f", "disable_parallel_tool_use": True},
         },
         "limits",
-        Limits(max_tokens=99, one_call=True),
+        OutputLimits(max_tokens=99, one_call=True),
     ),
     "no choice": ({"tools": [BARE]}, "tool_choice", ToolChoice()),
     "a free choice": (
@@ -854,22 +854,22 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
         "tool_choice",
         ToolChoice(required=True, names=("f",)),
     ),
-    "nothing to say": ({"max_tokens": 0}, "limits", Limits(max_tokens=0)),
+    "nothing to say": ({"max_tokens": 0}, "limits", OutputLimits(max_tokens=0)),
     "a budget of thinking": (
         {"thinking": {"type": "enabled", "budget_tokens": 2048}},
         "limits",
-        Limits(max_tokens=99, reasoning_tokens=2048, sets_reasoning=True),
+        OutputLimits(max_tokens=99, reasoning_tokens=2048, sets_reasoning=True),
     ),
     "no budget for no thinking": (
         {"thinking": {"type": "disabled", "budget_tokens": 2048}},
         "limits",
-        Limits(max_tokens=99, sets_reasoning=True),
+        OutputLimits(max_tokens=99, sets_reasoning=True),
     ),
     "tool_choice none": ({"tools": [BARE], "tool_choice": {"type": "none"}}, "tools", ()),
     "max_tokens, stop_sequences": (
         {"max_tokens": 7, "stop_sequences": ["a", "", "\n"]},
         "limits",
-        Limits(max_tokens=7, stop=("a", "\n")),
+        OutputLimits(max_tokens=7, stop=("a", "\n")),
     ),
     "sampling": (
         {"temperature": 0, "top_p": 0.9, "top_k": 40},
@@ -1205,7 +1205,7 @@ def test_claude_code() -> None:
     )
     assert len(asked.turn.tools) == 24
     assert asked.turn.effort is Effort.HIGH
-    assert asked.turn.limits == Limits(max_tokens=32000, sets_reasoning=True)
+    assert asked.turn.limits == OutputLimits(max_tokens=32000, sets_reasoning=True)
 
 
 def test_opencode() -> None:

@@ -24,8 +24,8 @@ from vllm_mlx_harmony.core.turn import (
     EffortUpdate,
     FormatUpdate,
     Instructions,
-    Limits,
     Message,
+    OutputLimits,
     Preamble,
     Reasoning,
     ResponseFormat,
@@ -562,7 +562,7 @@ def test_the_previous_response_is_known_before_anything_is_read(body: Any, expec
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
-LIMITS = partial(Limits, where="max_output_tokens")
+LIMITS = partial(OutputLimits, where="max_output_tokens")
 
 FIELDS: list[tuple[dict[str, Any], str, Any]] = [
     ({"instructions": "Be brief."}, "messages", (Instructions("Be brief."), User("Hello"))),

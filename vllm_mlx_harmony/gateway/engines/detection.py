@@ -35,7 +35,7 @@ from vllm_mlx_harmony.gateway.engines.llamacpp import LLAMACPP, LLAMACPP_LLGUIDA
 from vllm_mlx_harmony.gateway.engines.plugin import PLUGIN, capabilities_of
 from vllm_mlx_harmony.gateway.engines.sglang import SGLANG
 from vllm_mlx_harmony.gateway.engines.vllm import VLLM, VLLM_TOKENS
-from vllm_mlx_harmony.gateway.routing import ASSISTANT
+from vllm_mlx_harmony.gateway.routing_policy import ASSISTANT
 
 logger = logging.getLogger("vllm_mlx_harmony")
 

@@ -1,7 +1,7 @@
 """An engine behind HTTP: one request, one stream of ids.
 
 Connections, statuses and the end of a turn are handled here. Fields and events differ between kinds
-of engines (`dialect`); `router` sends a request that this engine rejects to another one.
+of engines (`dialect`); `fleet` sends a request that this engine rejects to another one.
 
 **Back-pressure.** The socket is read only after the last ids were consumed. A slow reader thus
 fills the kernel's buffers, and the engine's server waits for room in them. **Abort.** Closing the

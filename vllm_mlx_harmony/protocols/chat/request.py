@@ -17,9 +17,9 @@ from vllm_mlx_harmony.core.turn import (
     Defaults,
     Effort,
     Instructions,
-    Limits,
     Message,
     Namespace,
+    OutputLimits,
     Preamble,
     Reasoning,
     ReasoningField,
@@ -137,7 +137,7 @@ def read_turn(body: ChatBody, defaults: Defaults) -> Turn:
             logit_bias=tuple(dict(_logit_bias(body)).items()),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
-        limits=Limits(
+        limits=OutputLimits(
             max_tokens=body.max_tokens if older else body.max_completion_tokens,
             # An empty one can end nothing: forms send one for an empty field.
             stop=tuple(text for text in body.stop or () if text),

@@ -20,9 +20,9 @@ from vllm_mlx_harmony.core.turn import (
     Effort,
     EffortUpdate,
     Instructions,
-    Limits,
     Message,
     Namespace,
+    OutputLimits,
     Preamble,
     Reasoning,
     ResponseFormat,
@@ -181,7 +181,7 @@ def read_turn(body: MessagesBody, defaults: Defaults, cipher: Cipher) -> tuple[T
         builtin_tools=builtin_tools,
         prefill=None if missing.answer else prefill,
         sampling=sampling(body),
-        limits=Limits(
+        limits=OutputLimits(
             max_tokens=body.max_tokens,
             stop=stops,
             one_call=bool(body.tool_choice and body.tool_choice.disable_parallel_tool_use),

@@ -15,8 +15,8 @@ from vllm_mlx_harmony.core.turn import (
     Defaults,
     Effort,
     Instructions,
-    Limits,
     Message,
+    OutputLimits,
     Preamble,
     Reasoning,
     ResponseFormat,
@@ -142,7 +142,7 @@ def _turn(
             seed=options.seed,
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         ),
-        limits=Limits(
+        limits=OutputLimits(
             max_tokens=options.num_predict,
             stop=tuple(text for text in options.stop or () if text),
             where="options.num_predict",

@@ -19,9 +19,9 @@ from vllm_mlx_harmony.core.turn import (
     EffortUpdate,
     FormatUpdate,
     Instructions,
-    Limits,
     Message,
     Namespace,
+    OutputLimits,
     ResponseInfo,
     ServerResult,
     Tool,
@@ -338,7 +338,7 @@ def read_turn(
         date=defaults.date,
         builtin_tools=tools.builtin_tools,
         sampling=sampling(body, top_logprobs=(body.top_logprobs or 0) if has_logprobs else None),
-        limits=Limits(
+        limits=OutputLimits(
             max_tokens=body.max_output_tokens,
             one_call=body.parallel_tool_calls is False,
             where="max_output_tokens",

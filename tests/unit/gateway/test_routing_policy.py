@@ -10,7 +10,7 @@ import pytest
 
 from vllm_mlx_harmony.core.render import render
 from vllm_mlx_harmony.core.turn import Answer, Instructions, Message, Turn, User
-from vllm_mlx_harmony.gateway.routing import (
+from vllm_mlx_harmony.gateway.routing_policy import (
     ASSISTANT,
     Choice,
     Health,

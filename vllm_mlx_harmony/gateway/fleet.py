@@ -1,8 +1,8 @@
 """Sends a request to one of several engines, and to another one if that fails.
 
-A ``FleetEngine`` presents all engines of a model as one ``Engine``. `routing` chooses the engine
-and learns of the result. A request is retried only until its first id: after that the client has
-part of the answer, and a failure ends it with an error.
+A ``FleetEngine`` presents all engines of a model as one ``Engine``. `routing_policy` chooses the
+engine and learns of the result. A request is retried only until its first id: after that the client
+has part of the answer, and a failure ends it with an error.
 
 **Who is at fault.** A failure before the first id is held back until another engine has tried. If
 that one answers, the first was at fault. If it fails in the same way, the request is the cause: no
@@ -32,7 +32,7 @@ from vllm_mlx_harmony.gateway.engines.http import (
     HttpEngine,
     reason_of,
 )
-from vllm_mlx_harmony.gateway.routing import Health, Routing, Rule, Why, conversation
+from vllm_mlx_harmony.gateway.routing_policy import Health, Routing, Rule, Why, conversation
 from vllm_mlx_harmony.server.host import Deadline
 from vllm_mlx_harmony.tasks import cancel_and_wait
 

@@ -45,7 +45,7 @@ Engines that are up are probed periodically. An engine that rejects a request fo
 A server may pass every health check while it generates nothing. A failure therefore makes an engine
 ``doubted``: it is probed at once, and only a generated id, for the probe or for a request, ends the
 doubt. A request that fails in the same way on two engines is itself the cause. It counts against
-neither (``router``), and the probes show whether it has broken them.
+neither (`fleet`), and the probes show whether it has broken them.
 
 When an engine is silent
 ------------------------

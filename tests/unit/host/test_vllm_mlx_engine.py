@@ -21,13 +21,13 @@ from starlette.responses import Response
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import OutputError, RequestError
-from vllm_mlx_harmony.core.turn import Limits, Sampling
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.core.turn import OutputLimits, Sampling
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step, Steps
-from vllm_mlx_harmony.host import engine as host_engine
 from vllm_mlx_harmony.host import engine_routes
+from vllm_mlx_harmony.host import vllm_mlx_engine as host_engine
 from vllm_mlx_harmony.host.adapter import VllmMlx
-from vllm_mlx_harmony.host.engine import HarmonyEngine
+from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 from vllm_mlx_harmony.model_files import length_of
 from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.standin import Script
@@ -393,11 +393,11 @@ def test_the_servers_defaults_count_where_the_request_names_none(
     server_wide = Sampling(temperature=0.25, top_k=17)
     monkeypatch.setattr(server, "_default_max_tokens", 77)
     allowed = VllmMlx().max_tokens
-    settled = sampling.resolve(Sampling(), Limits(), allowed, server_wide)
+    settled = sampling.resolve(Sampling(), OutputLimits(), allowed, server_wide)
     assert (settled.temperature, settled.top_k, settled.max_tokens) == (0.25, 17, 77)
     assert (settled.top_p, settled.repetition_penalty, settled.seed) == (1.0, 1.0, None)
     wanted = Sampling(temperature=0.0, top_k=3, frequency_penalty=1.0, seed=4)
-    asked = sampling.resolve(wanted, Limits(max_tokens=5), allowed, server_wide)
+    asked = sampling.resolve(wanted, OutputLimits(max_tokens=5), allowed, server_wide)
     assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 3, 5)
     assert (asked.frequency_penalty, asked.seed) == (1.0, 4)
 
@@ -448,19 +448,21 @@ def test_flag_overrides_model_file_overrides_recommendation(
 def test_settings_that_leave_one_id_are_greedy(
     temperature: float, top_p: float, expected: float
 ) -> None:
-    settled = sampling.resolve(Sampling(temperature=temperature, top_p=top_p), Limits(), any_number)
+    settled = sampling.resolve(
+        Sampling(temperature=temperature, top_p=top_p), OutputLimits(), any_number
+    )
     assert settled.temperature == expected and settled.top_p >= sampling.EPSILON
 
 
 @pytest.mark.parametrize(("asked", "got"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])
 def test_top_k_that_keeps_everything_is_none(asked: int, got: int) -> None:
-    assert sampling.resolve(Sampling(top_k=asked), Limits(), any_number).top_k == got
+    assert sampling.resolve(Sampling(top_k=asked), OutputLimits(), any_number).top_k == got
 
 
 @pytest.mark.parametrize("token", [-1, 201_088, 10**12])
 def test_a_bias_on_no_token_is_refused(token: int) -> None:
     with pytest.raises(RequestError) as raised:
-        sampling.resolve(Sampling(logit_bias=((token, 1.0),)), Limits(), any_number)
+        sampling.resolve(Sampling(logit_bias=((token, 1.0),)), OutputLimits(), any_number)
     assert (raised.value.status, raised.value.param) == (400, "logit_bias")
 
 
@@ -517,7 +519,7 @@ def test_started_twice_at_once_it_loads_one_model(
             time.sleep(0.5)
             super().load(*given)
 
-    monkeypatch.setattr("vllm_mlx_harmony.host.engine.MlxEngine", Slow)
+    monkeypatch.setattr("vllm_mlx_harmony.host.vllm_mlx_engine.MlxEngine", Slow)
 
     async def test() -> None:
         engine = HarmonyEngine(str(directory))

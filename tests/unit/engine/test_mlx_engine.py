@@ -27,14 +27,14 @@ from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.engine import device
 from vllm_mlx_harmony.engine.batch import Batch
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.engine import MlxEngine
 from vllm_mlx_harmony.engine.loop import EngineLoop
 from vllm_mlx_harmony.engine.memory import Budget
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
-from vllm_mlx_harmony.engine.scheduler import Limits
+from vllm_mlx_harmony.engine.scheduler import BatchLimits
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step
 from vllm_mlx_harmony.standin import Script
 
@@ -101,7 +101,7 @@ def test_together_each_is_what_it_is_alone(tiny_engine: MlxEngine, run: Run) -> 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 def test_prompts_may_be_cut_anywhere(tiny: Path, run: Run, chunk: int) -> None:
-    engine = opened(tiny, limits=Limits(chunk=chunk))
+    engine = opened(tiny, limits=BatchLimits(chunk=chunk))
     try:
         for length in (2, 129, 300):
             asked = words(length, length)
@@ -371,7 +371,7 @@ def test_request_posted_to_a_dying_thread_fails(tiny: Path, run: Run) -> None:
 
 def test_too_many_that_wait_are_rejected_before_anything_is_sent(tiny: Path, run: Run) -> None:
     """By the call itself, so that a stream gets a status of its own."""
-    engine = opened(tiny, limits=Limits(answers=1), queue=2)
+    engine = opened(tiny, limits=BatchLimits(answers=1), queue=2)
 
     async def test() -> None:
         running = engine.generate(GenerationRequest(words(1, 20), GREEDY, ""))
@@ -483,7 +483,7 @@ async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
 
 @pytest.fixture
 def crowded(tiny: Path) -> Iterator[MlxEngine]:
-    engine = opened(tiny, limits=Limits(answers=2, chunk=256))
+    engine = opened(tiny, limits=BatchLimits(answers=2, chunk=256))
     yield engine
     engine.close()
 
@@ -553,16 +553,16 @@ class Watched:
 @pytest.mark.parametrize(
     "limits",
     [
-        Limits(sequences=2),
-        Limits(prompts=1),
-        Limits(answers=2),
-        Limits(chunk=64),
-        Limits(prompts=2, chunk_beside=32),  # so that some are computed beside answers
-        Limits(sequences=3, prompts=2, answers=2, chunk=96, chunk_beside=48),
+        BatchLimits(sequences=2),
+        BatchLimits(prompts=1),
+        BatchLimits(answers=2),
+        BatchLimits(chunk=64),
+        BatchLimits(prompts=2, chunk_beside=32),  # so that some are computed beside answers
+        BatchLimits(sequences=3, prompts=2, answers=2, chunk=96, chunk_beside=48),
     ],
     ids=["sequences", "prompts", "answers", "chunk", "chunk beside", "all"],
 )
-def test_limits_are_kept(tiny: Path, run: Run, limits: Limits) -> None:
+def test_limits_are_kept(tiny: Path, run: Run, limits: BatchLimits) -> None:
     """As ``--max-num-seqs``, ``--prefill-batch-size``, ``--completion-batch-size``,
     ``--prefill-step-size`` and ``--chunked-prefill-tokens`` set them."""
     engine = opened(tiny, limits=limits, queue=4)
@@ -1074,7 +1074,7 @@ def test_cancelled_prompt_continues_where_it_was(
     """The same one, and one that differs behind that place."""
     monkeypatch.setattr("vllm_mlx_harmony.engine.loop.SPAN", CHUNK)  # as with the real numbers
     asked = words(7, 10 * CHUNK)
-    engine = opened(tiny, cache=reusing(), limits=Limits(chunk=CHUNK))
+    engine = opened(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK))
     try:
         computed = run(cancelled(engine, asked, chunks))
         for prompt in (asked[: 9 * CHUNK + 2] + words(8, 40), asked):
@@ -1087,7 +1087,7 @@ def test_cancelled_prompt_continues_where_it_was(
 
 def test_repeatedly_cancelled_prompt_is_computed_once(tiny: Path, run: Run) -> None:
     asked = words(9, 12 * CHUNK + 5)
-    engine = opened(tiny, cache=reusing(), limits=Limits(chunk=CHUNK), speculate="off")
+    engine = opened(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK), speculate="off")
     passes: list[int] = []
     module = engine.loop.module
 
@@ -1126,7 +1126,7 @@ def test_prompt_of_killed_server_is_on_disk(
             other = PrefixCache(engine.loop.module, PrefixTree(1 << 30), open_disk(), b"weights")
             return (await other.find(asked, "")).cached
 
-    engine = opened(tiny, cache=cached, limits=Limits(chunk=CHUNK))
+    engine = opened(tiny, cache=cached, limits=BatchLimits(chunk=CHUNK))
     try:
         assert run(on_disk(engine)) >= 6 * CHUNK
     finally:
@@ -1181,7 +1181,7 @@ def test_memory_in_use_is_within_the_limit_after_every_step(
     tiny: Path, run: Run, tree: int
 ) -> None:
     """Of prompts that just fit, whatever the prefix cache may hold; and nothing of them is lost."""
-    engine = opened(tiny, cache=reusing(tree), limits=Limits(chunk=256), speculate="off")
+    engine = opened(tiny, cache=reusing(tree), limits=BatchLimits(chunk=256), speculate="off")
     prompts = [words(seed, 1500) for seed in range(4)]
     used: list[int] = []
     work = engine.loop.work
@@ -1223,7 +1223,7 @@ def test_prompts_are_stored_in_what_is_left(tiny: Path, run: Run) -> None:
 
 def test_caches_of_a_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
     """mlx-lm's are copied each time they have grown by 256 tokens."""
-    engine = opened(tiny, limits=Limits(chunk=256), speculate="off")
+    engine = opened(tiny, limits=BatchLimits(chunk=256), speculate="off")
     asked = words(3, 2000)
     sizes: set[tuple[int, ...]] = set()
     model = engine.loop.module

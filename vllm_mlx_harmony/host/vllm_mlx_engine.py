@@ -23,9 +23,9 @@ from vllm_mlx.engine.base import BaseEngine, GenerationOutput
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.stops import StopStrings
-from vllm_mlx_harmony.core.turn import Limits, Sampling
+from vllm_mlx_harmony.core.turn import OutputLimits, Sampling
 from vllm_mlx_harmony.engine import device, loading, resources, state, status_line
-from vllm_mlx_harmony.engine.engine import MlxEngine, Options
+from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.mlx_lm_compat import load_tokenizer
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest
@@ -192,7 +192,7 @@ class HarmonyEngine(BaseEngine):  # type: ignore[misc, unused-ignore]
         # vllm-mlx's samplers ignore a ``top_p`` and a penalty of 0.
         penalties = presence_penalty, repetition_penalty or None
         sampling = Sampling(temperature, top_p or None, top_k, min_p, *penalties)
-        settings = resolve(sampling, Limits(), lambda _: max_tokens)
+        settings = resolve(sampling, OutputLimits(), lambda _: max_tokens)
         settings = limited_to_context(settings, len(ids), self.engine.context_length)
         stops = StopStrings([stop] if isinstance(stop, str) else stop or [])
         decoder, text, tokens = _Decoder("replace"), "", 0
