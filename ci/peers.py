@@ -35,7 +35,8 @@ class Peer:
     ``command`` is a program of its environment with arguments, in which {model} is the directory,
     {models} the one above it, {name} its name, {host}, {port} and {key} what they say;
     ``variables`` may name the directory, too. ``without`` are packages that are not installed
-    although others require them. ``prepare`` is called with the environment.
+    although others require them. ``prepare`` is called with the environment. ``needs_metal`` is in
+    the errors of what the server can only do on a Mac.
     """
 
     title: str
@@ -45,6 +46,7 @@ class Peer:
     variables: tuple[tuple[str, str], ...] = ()
     without: tuple[str, ...] = ()
     note: str = ""
+    needs_metal: str = ""
     prepare: Callable[[Path], None] | None = None
 
 
@@ -63,6 +65,8 @@ PEERS: dict[str, Peer] = {
         ("rapid-mlx", CPU),
         f"rapid-mlx serve {{model}} --host {{host}} --port {{port}} --api-key {{key}} {PARSERS}",
         variables=(("RAPID_MLX_TRUST_REMOTE_CODE", "1"),),
+        # llguidance's masks for mlx, which it uses for strict schemas, are a Metal kernel.
+        needs_metal="strict response_format",
     ),
     "mlx-openai-server": Peer(
         "mlx-openai-server",

@@ -17,6 +17,8 @@ A check can fail because of the server or because of what it is tried with. Thre
 - The stand-in answers a message that it does not know with a sentence of its own. If that is in the
   response, the server has changed the message, which a real model might not mind; such failures are
   counted by themselves (`UNKNOWN`).
+- What a server only does on a Mac fails here with an error that `peers.py` knows; such failures are
+  counted by themselves, too.
 - If the stand-in's code is in a traceback in the server's log, the page says so.
 """
 
@@ -35,12 +37,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import httpx
 from bench_table import table
-from peers import KEY, PEERS, REPOSITORY, install, serving, settings, version
+from peers import KEY, PEERS, REPOSITORY, Peer, install, serving, settings, version
 
 from vllm_mlx_harmony.cli.process import ADDRESS
 from vllm_mlx_harmony.standin import write
@@ -179,15 +182,15 @@ uvx harmony-verify http://127.0.0.1:8080
 
 - **wire** is what does not depend on the model: documents and events, errors, cancellation.
   **format** is what gpt-oss's Harmony needs: calls, reasoning, strict schemas, roles. **loop** is
-  a tool loop of 20 turns. Cells have what passed, of what the server offers.
+  a tool loop of 20 turns. Their cells have what passed, of what the server offers.
 - A server that was not asked everything within half an hour is left out: what it was asked would
   depend on the machine.
 - An API that a server does not have is *not offered*: no failure, but not passed either.
-- A failure is not counted as the server's if the model did not know the message, because the server
-  had added something to it. These are *unclear*. The checks themselves are tested with the server
-  of this project, and with a fault for each (`tests/unit/verify`).
-- The servers ran on CPUs, on Linux. Most are made for Macs, so a fault that only occurs on Linux
-  would not count; none was seen unless it is mentioned. Speed is not measured.
+- A check does not count, in any cell, if it failed because the model did not know the message, to
+  which the server had added something: the failure is *unclear*. The checks themselves are tested
+  with the server of this project, and with a fault for each (`tests/unit/verify`).
+- The servers ran on CPUs, on Linux. Most are made for Macs: what is known to need Metal does not
+  count, either. Speed is not measured.
 - A GGUF file cannot play a script, so llama.cpp is not here
   ([verify.md](verify.md#any-server-without-weights)).
 - A scripted model cannot show what is better about a server in other respects. Please tell us of a
@@ -209,18 +212,17 @@ def written(found: Sequence[Results]) -> str:
 
 
 def row(results: Results) -> tuple[str, ...]:
-    states = [(check["name"].split("."), check["state"]) for check in results["checks"]]
+    peer, outcomes = PEERS[results["name"]], results["checks"]
     cells = []
     for group in GROUPS:
-        of_group = [state for (kind, *_), state in states if kind == group]
-        offered = len(of_group) - of_group.count("unsupported")
-        cells.append(f"{of_group.count('passed')}/{offered}" if offered else "–")
-    passed = sum(state == "passed" for _, state in states)
-    title = PEERS[results["name"]].title
+        of_group = [outcome for outcome in outcomes if outcome["name"].startswith(f"{group}.")]
+        passed = sum(outcome["state"] == "passed" for outcome in of_group)
+        failed = sum(blamed(outcome, peer) for outcome in of_group)
+        cells.append(f"{passed}/{passed + failed}" if passed + failed else "–")
     return (
-        title,
+        peer.title,
         results["version"],
-        f"{passed} of {len(states)}",
+        "{} of {}".format(*score(results)),
         *cells,
         ", ".join(absent(results)) or "–",
     )
@@ -237,6 +239,17 @@ def absent(results: Results) -> list[str]:
 def unclear(outcome: Results) -> bool:
     """Whether the model did not know the message."""
     return outcome["state"] == "failed" and UNKNOWN in outcome["problem"] + outcome["received"]
+
+
+def needs_metal(outcome: Results, peer: Peer) -> bool:
+    """Whether the server might pass on a Mac."""
+    text = peer.needs_metal
+    return outcome["state"] == "failed" and bool(text) and text in outcome["problem"]
+
+
+def blamed(outcome: Results, peer: Peer) -> bool:
+    """Whether a failure is the server's."""
+    return outcome["state"] == "failed" and not (unclear(outcome) or needs_metal(outcome, peer))
 
 
 def section(results: Results) -> str:
@@ -262,17 +275,21 @@ def section(results: Results) -> str:
     if results["problem"]:
         lines.append(f"Not checked: {results['problem'].splitlines()[-1]}\n")
     failed = [check for check in results["checks"] if check["state"] == "failed"]
-    first = distinct([check for check in failed if not unclear(check)])
+    of_server = [check for check in failed if blamed(check, peer)]
+    first = distinct(of_server)
     lines += [f"- `{check['name']}`: {check['holds']}. {problem(check)}" for check in first]
     notes = []
-    if others := len(failed) - len(first):
-        notes.append(f"{others} more failed")
+    if more := len(of_server) - len(first):
+        notes.append(f"{more} more failed")
+    if count := sum(needs_metal(check, peer) for check in failed):
+        notes.append(f"{count} need Metal")
     if count := sum(map(unclear, failed)):
-        notes.append(f"{count} of the failed ones are unclear")
+        notes.append(f"{count} unclear")
     if results["tracebacks"]:
         notes.append("the model's code is in tracebacks of its log")
     if notes:
-        lines.append(f"\n{'; '.join(notes).capitalize()}.\n")
+        told = "; ".join(notes)
+        lines.append(f"\n{told[0].upper()}{told[1:]}.\n")
     return "\n".join(lines)
 
 
@@ -322,13 +339,16 @@ def results_of(names: Iterable[str]) -> list[Results]:
     files = [BUILD / f"{name}.json" for name in names]
     read: list[Results] = [json.loads(file.read_text("utf-8")) for file in files if file.exists()]
     found = [result for result in read if result["problem"] or len(result["checks"]) == len(CHECKS)]
-    found.sort(key=lambda result: share(result["checks"]), reverse=True)
+    found.sort(key=lambda result: truediv(*score(result)), reverse=True)
     return found
 
 
-def share(outcomes: Sequence[Results]) -> float:
-    passed = [outcome for outcome in outcomes if outcome["state"] == "passed"]
-    return len(passed) / max(len(outcomes), 1)
+def score(results: Results) -> tuple[int, int]:
+    """The number of checks that a server passed, and of those that it could show here."""
+    peer, outcomes = PEERS[results["name"]], results["checks"]
+    passed = sum(outcome["state"] == "passed" for outcome in outcomes)
+    hidden = sum(unclear(outcome) or needs_metal(outcome, peer) for outcome in outcomes)
+    return passed, max(len(outcomes) - hidden, 1)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,21 @@ def test_unknown_prompt_is_no_failure_of_the_server() -> None:
         "- `wire.chat.stop`: it holds. `the stop string '7' is in the text`",
         "- `wire.chat.limit`: it holds. `the answer ended`",
     ]
-    assert any("1 of the failed ones are unclear" in line for line in lines)
+    assert any("1 more failed; 1 unclear" in line for line in lines)
+    assert yardstick.row(found)[3:5] == ("0/3", "–")
+
+
+def test_what_needs_a_mac_is_no_failure_of_the_server() -> None:
+    problem = f"status 502: {yardstick.PEERS['rapid-mlx'].needs_metal} could not be honored"
+    found = results(
+        outcome("format.chat.schema-person", "failed", problem),
+        outcome("format.chat.call-time", "failed", "no call"),
+        outcome("format.chat.whole"),
+    )
+    of_rapid = {**found, "name": "rapid-mlx"}
+    assert (yardstick.row(found)[4], yardstick.row(of_rapid)[4]) == ("1/3", "1/2")
+    assert "1 need Metal" in yardstick.section(of_rapid)
+    assert "schema-person" not in yardstick.section(of_rapid)
 
 
 def test_a_command_is_shown_as_it_is_typed() -> None:
