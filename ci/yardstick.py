@@ -328,8 +328,8 @@ README_SECTION = """\
 ## Which server runs gpt-oss right?
 
 The same scripted model in every server, and the checks of [docs/verify.md](docs/verify.md), which
-anybody can repeat with `uvx harmony-verify URL`; [docs/yardstick.md](docs/yardstick.md) has the
-details.
+anybody can repeat with `uvx harmony-verify URL`. Checks that need a Mac do not count.
+[docs/yardstick.md](docs/yardstick.md) has the details.
 """
 
 
