@@ -109,8 +109,11 @@ def measured(name: str, *, keep: bool, resume: bool) -> Results:
         "tracebacks": 0,
     }
     try:
-        if not place.exists():
-            install(place, peer)
+        try:
+            if not place.exists():
+                install(place, peer)
+        except subprocess.CalledProcessError:
+            return {**results, "version": "–", "problem": "it cannot be installed on this machine"}
         results["version"] = version(place, peer.distribution or name)
         with tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True) as home:
             model = write(Path(home) / "models" / MODEL, SCRIPTS)
@@ -222,7 +225,7 @@ def row(results: Results) -> tuple[str, ...]:
     return (
         peer.title,
         results["version"],
-        "{} of {}".format(*score(results)),
+        "not checked" if results["problem"] else "{} of {}".format(*score(results)),
         *cells,
         ", ".join(absent(results)) or "–",
     )

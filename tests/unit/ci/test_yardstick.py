@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +96,19 @@ def test_unfinished_run_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     shown = yardstick.results_of(["mlx-lm", "rapid-mlx", "vmlx"])
     assert [each["name"] for each in shown] == ["mlx-lm", "vmlx"]
     assert "No server has been through all checks yet" in yardstick.written([])
+
+
+def test_server_that_cannot_be_installed_is_not_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the others are."""
+
+    def install(place: Path, _: object) -> None:
+        raise subprocess.CalledProcessError(1, ["uv", "pip", "install", str(place)])
+
+    monkeypatch.setattr(yardstick, "BUILD", tmp_path)
+    monkeypatch.setattr(yardstick, "install", install)
+    found = yardstick.measured("mlx-lm", keep=False, resume=False)
+    assert yardstick.summary(found) == ["not checked", "it cannot be installed on this machine"]
+    assert "Not checked: it cannot be installed" in yardstick.section(found)
+    assert yardstick.row(found)[:3] == ("mlx-lm", "–", "not checked")
