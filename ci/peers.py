@@ -35,8 +35,8 @@ class Peer:
     ``command`` is a program of its environment with arguments, in which {model} is the directory,
     {models} the one above it, {name} its name, {host}, {port} and {key} what they say;
     ``variables`` may name the directory, too. ``without`` are packages that are not installed
-    although others require them. ``prepare`` is called with the environment. ``needs_metal`` is in
-    the errors of what the server can only do on a Mac.
+    although others require them. ``prepare`` is called with the environment. ``needs_metal`` is
+    a text in the errors of features that work on a Mac only.
     """
 
     title: str

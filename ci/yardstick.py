@@ -11,13 +11,13 @@ Run by the leg `yardstick`. Each server is the newest on PyPI, in an environment
 `build`, which is removed after its run, since several require torch with CUDA: gigabytes each. The
 results stay below `build/yardstick`, one file a server.
 
-A check can fail because of the server or because of what it is tried with. Three things tell:
+A check can fail because of the server or because of what it is tried with. Four things tell:
 
 - This project's own server runs first, and must pass: the checks and the scripts agree.
 - The stand-in answers a message that it does not know with a sentence of its own. If that is in the
   response, the server has changed the message, which a real model might not mind; such failures are
   counted by themselves (`UNKNOWN`).
-- What a server only does on a Mac fails here with an error that `peers.py` knows; such failures are
+- Features that work on a Mac only fail with an error that `peers.py` knows; such failures are
   counted by themselves, too.
 - If the stand-in's code is in a traceback in the server's log, the page says so.
 """

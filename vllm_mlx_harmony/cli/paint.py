@@ -32,7 +32,7 @@ _TERMINATORS = vocab.TURN_ENDS | {vocab.END}
 
 
 @dataclass(frozen=True, slots=True)
-class StyledText:
+class TokenRun:
     """A control token, or the text between two of them.
 
     Only ``control`` distinguishes them, since text may look like a control token.
@@ -43,17 +43,15 @@ class StyledText:
     control: bool
 
 
-def pieces(ids: Iterable[int]) -> Iterator[StyledText]:
+def pieces(ids: Iterable[int]) -> Iterator[TokenRun]:
     """``ids`` split at their control tokens. Bytes that are not UTF-8 become U+FFFD."""
     for control, run in groupby(ids, key=vocab.CONTROL.__contains__):
         if control:
-            yield from (
-                StyledText((token,), vocab.encoding().decode([token]), True) for token in run
-            )
+            yield from (TokenRun((token,), vocab.encoding().decode([token]), True) for token in run)
         else:
             tokens = tuple(run)
             text = b"".join(map(vocab.token_bytes, tokens)).decode("utf-8", "replace")
-            yield StyledText(tokens, text, False)
+            yield TokenRun(tokens, text, False)
 
 
 def colorize(ids: Iterable[int], *, apart: bool = False) -> RichText:
@@ -85,7 +83,7 @@ def colorize(ids: Iterable[int], *, apart: bool = False) -> RichText:
     return painting
 
 
-def _paint_headless(found: list[StyledText], styles: list[str], deltas: list[Delta]) -> None:
+def _paint_headless(found: list[TokenRun], styles: list[str], deltas: list[Delta]) -> None:
     """Colours messages without ``<|message|>``, whose kind is known only after their text."""
     for opened, first in pairwise(deltas):
         if isinstance(opened, Opened) and isinstance(first, Text):

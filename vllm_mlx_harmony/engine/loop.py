@@ -42,8 +42,7 @@ from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
 from vllm_mlx_harmony.engine.prefix_cache import SPAN, PrefixCache, boundaries
 from vllm_mlx_harmony.engine.request import Item, Request, hand_over
-from vllm_mlx_harmony.engine.scheduler import BatchLimits, Chunk, Scheduler
-from vllm_mlx_harmony.engine.scheduler import ScheduledStep as NextStep
+from vllm_mlx_harmony.engine.scheduler import BatchLimits, Chunk, ScheduledStep, Scheduler
 from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, State, Totals, Waiting
 from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
 from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
@@ -373,14 +372,14 @@ class EngineLoop:
                             self._compute(requests, ids)
                     except Exception as error:  # noqa: BLE001 - of the model, whatever it is
                         self._fail(requests, error)
-                case NextStep():
+                case ScheduledStep():
                     self._step()
             if self._computed >= FREED:
                 self._computed = 0
                 mx.clear_cache()
             self._report()
             age = time.perf_counter() - self.published.at
-            if age >= PUBLISHED or not isinstance(decision, NextStep):
+            if age >= PUBLISHED or not isinstance(decision, ScheduledStep):
                 self.publish()
             self._deliver()
         if decision is not None:

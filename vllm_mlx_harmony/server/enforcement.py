@@ -86,7 +86,7 @@ async def constraint_for(turn: Turn, names: Names, wanted: Enforcement) -> Const
             compiling = partial(_compiled, turn, names, wanted.policy)
             grammar = await _in_thread(compiling, turn.tenant)
     chosen = turn.tool_choice.required or turn.tool_choice.names is not None
-    if declared:  # the first request with these tools encodes all of their names
+    if names.aliases or names.server:  # a first request encodes the names of all tools
         headers = await in_thread(expected_headers, names, turn.tenant)
     else:
         headers = expected_headers(names, turn.tenant)

@@ -42,7 +42,7 @@ LIMIT_MS = 50.0 if sys.platform == "linux" else 400.0
 """Elsewhere there is no telling what the machine has to do with it (`observer`)."""
 
 ADDITIONS = 500_000
-"""They take 25 ms when this virtual machine has its processors for itself."""
+"""About 25 ms on the slow processors of a virtual machine that nobody else uses."""
 
 ATTEMPTS = 3
 
@@ -155,7 +155,7 @@ def _report(row: str, way: str, waits: Waits, limit: float) -> None:
 
 
 def _path(client: httpx.Client, way: str) -> str:
-    """Where a request is sent; to a new conversation, if that is where."""
+    """The path that a request is sent to. Items are added to a new conversation."""
     path = inputs.PATHS[way]
     if "{conversation}" not in path:
         return path

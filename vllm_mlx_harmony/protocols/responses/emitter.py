@@ -65,10 +65,10 @@ class Emitter:
     """Turns deltas into server-sent events, and has the response as a document at any time.
 
     Without ``stream``, it does the same and returns no events. ``repeated`` are the fields of the
-    response that repeat the request, and ``repeated_json`` is their JSON without the braces, for
-    streams: three events have it, and a request's tools may be megabytes. ``now`` returns the Unix
-    time for ``completed_at``, which is null without it. ``queues``: the response may have to wait,
-    and begins with the status ``queued``.
+    response that repeat the request. Three events have them, and tools may be megabytes, so their
+    JSON, without the braces, is written once: ``repeated_json``, if it already exists. ``now``
+    returns the Unix time for ``completed_at``, which is null without it. ``queues``: the response
+    may have to wait, and begins with the status ``queued``.
     """
 
     info: ResponseInfo
@@ -171,7 +171,7 @@ class Emitter:
         ``store`` is false in them, even if the request set it.
         """
         self.repeated = {**self.repeated, "store": False}
-        self.repeated_json = encode(self.repeated)[1:-1]
+        self.repeated_json = ""
         if not last:
             return []
         self._number -= 1
@@ -253,6 +253,7 @@ class Emitter:
     def _write_response(self, kind: str) -> list[Event]:
         if not self.stream:
             return []
+        self.repeated_json = self.repeated_json or encode(self.repeated)[1:-1]
         parts = encode(self._head())[1:-1], self.repeated_json, encode(self._state())[1:-1]
         response = f"{{{','.join(filter(None, parts))}}}"
 
