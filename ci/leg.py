@@ -8,12 +8,12 @@ Three legs run at a time unless `--jobs` is given, which suits two processors: t
 part of the time. No test is run again: what fails beside other legs is a race, or waits for a time
 where it should wait for a state.
 
-Legs that install the same packages share an environment. Only this Python has to be installed: uv,
-other versions of Python and all packages, Node.js and Redis among them, are installed below
-`build`. The legs are defined in `legs.py`.
+Legs share environments, which `uv sync` makes from `uv.lock`. Only this Python has to be installed:
+uv, other versions of Python and all packages, Node.js and Redis among them, are installed below
+`build`. The legs and environments are defined in `legs.py`.
 
-Why not nox: its sessions cannot share an environment, it buffers the output of parallel sessions
-until they end, and on a fresh machine it would itself have to be installed first.
+Why not tox or nox: their environments belong to one session each, they buffer the output of
+parallel sessions until they end, and on a fresh machine they would have to be installed first.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from legs import LEGS, Leg, environment_of
+from legs import LEGS, Environment, Leg
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 BUILD = REPOSITORY / "build" / "legs"
@@ -162,7 +162,7 @@ def needed(paths: Sequence[str]) -> list[Leg]:
 def matrix(group: str) -> list[dict[str, Any]]:
     """One job per leg of a group and runner."""
     return [
-        {"leg": leg.name, "python": leg.python, "runner": runner}
+        {"leg": leg.name, "python": leg.environment.python, "runner": runner}
         for leg in chosen([group])
         for runner in leg.runners
     ]
@@ -177,31 +177,28 @@ class Environments:
 
     def __init__(self, legs: Sequence[Leg], *, keep: bool) -> None:
         self._keep = keep
-        self._users = Counter(environment_of(leg) for leg in legs)
-        self._made: set[str] = set()
+        self._users = Counter(leg.environment.name for leg in legs)
+        self._created: set[str] = set()
         self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
 
-    def prepare(self, leg: Leg) -> Path:
-        """Creates and checks the environment of a leg. Raises ``LegFailed`` and ``CannotRun``."""
-        if platform.system() not in leg.systems:
-            raise CannotRun(f"only on {' and '.join(leg.systems)}")
-        name = environment_of(leg)
-        environment = BUILD / name
-        with self._locks[name]:
-            if name not in self._made and not (self._keep and environment.exists()):
-                shutil.rmtree(environment, ignore_errors=True)
-                install(leg, environment)
-            self._made.add(name)
-        check(leg, environment)
-        return environment
+    def prepare(self, environment: Environment) -> Path:
+        """Creates and checks an environment. Raises ``LegFailed`` and ``CannotRun``."""
+        directory = BUILD / environment.name
+        with self._locks[environment.name]:
+            if environment.name not in self._created:
+                if not self._keep:
+                    shutil.rmtree(directory, ignore_errors=True)
+                install(environment, directory)
+                self._created.add(environment.name)
+        check(environment, directory)
+        return directory
 
-    def ended(self, leg: Leg) -> None:
+    def ended(self, environment: Environment) -> None:
         """A leg no longer needs its environment."""
-        name = environment_of(leg)
-        with self._locks[name]:
-            self._users[name] -= 1
-            if not self._users[name] and not self._keep:
-                shutil.rmtree(BUILD / name, ignore_errors=True)
+        with self._locks[environment.name]:
+            self._users[environment.name] -= 1
+            if not self._users[environment.name] and not self._keep:
+                shutil.rmtree(BUILD / environment.name, ignore_errors=True)
 
 
 def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outcome:
@@ -217,7 +214,9 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
     reports = [BUILD / f"{leg.name}-{number}.xml" for number in range(len(leg.commands))]
     processor = 0.0
     try:
-        environment = environments.prepare(leg)
+        if platform.system() not in leg.systems:
+            raise CannotRun(f"only on {' and '.join(leg.systems)}")
+        environment = environments.prepare(leg.environment)
         steps = zip(leg.commands, reports, strict=True)
         ended = [execute(environment, *step, dict(leg.variables), prefix) for step in steps]
         processor = sum(step.processor for step in ended)
@@ -228,7 +227,7 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
     except CannotRun as error:
         result = FAILED if os.environ.get("CI") == "true" else NOT_RUN
         why = str(error)
-    environments.ended(leg)
+    environments.ended(leg.environment)
     run_tests = [case for report in reports if report.exists() for case in cases(report)]
     failures = tuple(text for case in run_tests for text in failures_of(case))
     seconds = time.monotonic() - began
@@ -237,17 +236,31 @@ def run(leg: Leg, environments: Environments, *, prefixed: bool = False) -> Outc
     return outcome
 
 
-def install(leg: Leg, environment: Path) -> None:
-    """Creates the environment and installs the leg's packages."""
-    uv, python = find_uv(), find_python(leg.python)
-    BUILD.mkdir(parents=True, exist_ok=True)
-    must([uv, "venv", "--quiet", "--python", python, str(environment)])
-    overrides = BUILD / f"{environment.name}.overrides"
-    # An override replaces all requirements of a package: here, by one for no system.
-    overrides.write_text("".join(f"{name}; sys_platform == 'never'\n" for name in leg.without))
-    target = ["--python", str(environment / "bin" / "python"), "--override", str(overrides)]
-    must([uv, "pip", "install", "--quiet", *target, *leg.install])
-    share_bytecode(environment)
+def install(environment: Environment, directory: Path) -> None:
+    """Makes the environment what uv.lock says. Raises ``LegFailed`` and ``CannotRun``."""
+    group = "--group" if environment.project else "--only-group"
+    options = [
+        *(f"--extra={extra}" for extra in environment.extras),
+        *(f"{group}={name}" for name in environment.groups),
+        *(f"--no-install-package={name}" for name in environment.without),
+        *([] if environment.editable else ["--no-editable"]),
+    ]
+    command = [find_uv(), "sync", "--quiet", "--frozen", "--no-default-groups", *options]
+    print(f"$ {' '.join(command)}", flush=True)
+    variables = {
+        "UV_PROJECT_ENVIRONMENT": str(directory),
+        "UV_PYTHON": find_python(environment.python),
+    }
+    ended = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env={**os.environ, **variables},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if ended.returncode:
+        raise LegFailed(f"could not be set up: {' '.join(command)}")
+    share_bytecode(directory)
 
 
 def share_bytecode(environment: Path) -> None:
@@ -267,17 +280,15 @@ def share_bytecode(environment: Path) -> None:
         place.symlink_to(compiled)
 
 
-def check(leg: Leg, environment: Path) -> None:
-    """Raises ``LegFailed`` unless the environment has and lacks what the leg says."""
-    site_packages = map(str, (environment / "lib").glob("python*/site-packages"))
-    found = [
-        distribution.metadata["Name"] for distribution in distributions(path=list(site_packages))
-    ]
-    names = [re.sub(r"[-_.]+", "-", name).lower() for name in found]
-    missing = [name for name in leg.present if name not in names]
-    surplus = [name for name in leg.absent if name in names]
-    if missing or surplus:
-        raise LegFailed(f"the environment is wrong: missing {missing}, surplus {surplus}")
+def check(environment: Environment, directory: Path) -> None:
+    """Raises ``LegFailed`` unless the environment lacks what it is to lack."""
+    site_packages = map(str, (directory / "lib").glob("python*/site-packages"))
+    found = {
+        re.sub(r"[-_.]+", "-", distribution.metadata["Name"]).lower()
+        for distribution in distributions(path=list(site_packages))
+    }
+    if surplus := found & {*environment.absent, *environment.without}:
+        raise LegFailed(f"the environment has {', '.join(sorted(surplus))}")
 
 
 def execute(
@@ -349,62 +360,51 @@ def failures_of(case: ElementTree.Element) -> list[str]:
     return ["\n".join([name, *(element.text or "").splitlines()[-TRACEBACK:]]) for element in found]
 
 
-def must(command: Sequence[str]) -> None:
-    """Runs a command that prepares a leg. Raises ``LegFailed``."""
-    print(f"$ {' '.join(command)}", flush=True)
-    if subprocess.run(command, cwd=REPOSITORY, stdin=subprocess.DEVNULL, check=False).returncode:
-        raise LegFailed(f"could not be set up: {' '.join(command)}")
-
-
 # --- Finding uv and Python
 
 
 @cache
 def find_uv() -> str:
     """A working uv: the one on the path, or one installed below `build`. Raises ``LegFailed``."""
-    own = BUILD / "uv"
-    for candidate in ("uv", str(own / "bin" / "uv")):
-        if answers([candidate, "--version"]):
-            return candidate
-    BUILD.mkdir(parents=True, exist_ok=True)
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(own), "uv"]
-    if not answers([sys.executable, "-m", "pip", "--version"]):  # a Python without pip has venv
-        must([sys.executable, "-m", "venv", str(BUILD / "pip")])
-        pip[0] = str(BUILD / "pip" / "bin" / "python")
-    must(pip)
-    return str(own / "bin" / "uv")
-
-
-VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+    own = BUILD / "uv" / "bin"
+    if answers(["uv", "--version"]):
+        return "uv"
+    if not answers([str(own / "uv"), "--version"]):
+        # In an environment of its own: the Python may have no pip, or not be allowed to use it.
+        answers([sys.executable, "-m", "venv", str(own.parent)])
+        answers([str(own / "python"), "-m", "pip", "install", "--quiet", "uv"], seconds=600)
+    if not answers([str(own / "uv"), "--version"]):
+        raise LegFailed("uv could not be installed: https://docs.astral.sh/uv")
+    return str(own / "uv")
 
 
 def find_python(version: str) -> str:
-    """The path of a Python of this version. Raises ``CannotRun`` if there is none."""
-    for candidate in pythons(version):
-        if answers([candidate, "-c", VERSION]) == version:
-            return candidate
-    raise CannotRun(f"no Python {version} here, and uv could not install it")
+    """The path of a Python of this version: this one, one that uv or pyenv knows, or one that uv
+    installs below `build`. Raises ``CannotRun`` if there is none."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    known = [Path(sys.executable).parent, *pyenv.glob(f"{version}.*/bin")]
+    path = os.pathsep.join([*map(str, known), os.environ["PATH"]])
+    variables = {"PATH": path, "UV_PYTHON_INSTALL_DIR": str(BUILD.parent / "python")}
+    find = [find_uv(), "python", "find", "--no-project", "--no-python-downloads", version]
+    install = [find_uv(), "python", "install", "--no-bin", version]
+    found = answers(find, variables)
+    if not found:
+        answers(install, variables, seconds=600)
+        found = answers(find, variables)
+    if not found:
+        raise CannotRun(f"no Python {version} here, and uv could not install it")
+    return found
 
 
-def pythons(version: str) -> Iterator[str]:
-    """Paths that may be a Python of this version, the likeliest first; the last one is installed
-    by uv below `build`."""
-    yield sys.executable
-    roots = [os.environ.get("PYENV_ROOT", ""), str(Path.home() / ".pyenv")]
-    for root in filter(None, roots):
-        found = Path(root).glob(f"versions/{version}.*/bin/python")
-        yield from map(str, sorted(found, reverse=True))
-    yield f"python{version}"
-    uv, own = find_uv(), BUILD.parent / "python"
-    yield answers([uv, "python", "find", "--no-python-downloads", version])
-    answers([uv, "python", "install", "--no-bin", "--install-dir", str(own), version], seconds=600)
-    yield from map(str, own.glob(f"cpython-{version}.*/bin/python{version}"))
-
-
-def answers(command: Sequence[str], seconds: float = 60) -> str:
+def answers(
+    command: Sequence[str], variables: Mapping[str, str] | None = None, *, seconds: float = 60
+) -> str:
     """The output of a command; empty if it fails, takes too long or does not exist."""
+    environment = {**os.environ, **(variables or {})}
     try:
-        ended = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+        ended = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=seconds, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ""
     return ended.stdout.strip()

@@ -46,7 +46,7 @@ MEMORY = 64
 
 EXPECTED = (0.6, 0.75, 0.85, 0.9, 0.98)
 """Prior accuracy of the pointer after a match of 2–3, 4–7, 8–15, … ids, measured on the edits of
-``ci/bench_speculate.py``."""
+``benchmarks/bench_speculate.py``."""
 
 WEIGHT = 8.0
 """Weight of this prior, in ids."""

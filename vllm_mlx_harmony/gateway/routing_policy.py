@@ -26,7 +26,7 @@ therefore has all but the end of the next prompt, and any other has at best the 
 "Overloaded" is what SGLang's router calls imbalanced: more requests than the least loaded engine
 by an absolute number *and* by a ratio (its ``--balance-abs-threshold`` 64 and
 ``--balance-rel-threshold`` 1.5, https://docs.sglang.io/advanced_features/router.html). The numbers
-here are from ``ci/simulate_routing.py``; docs/simulation.md has its results.
+here are from ``benchmarks/simulate_routing.py``; docs/simulation.md has its results.
 
 What a conversation is
 ----------------------
@@ -70,7 +70,7 @@ of other gateways are unknown here. An engine that computes one prompt after the
 no progress can be taken down for another gateway's prompt, if that takes longer than
 ``min_silence`` and than what is expected of the own ones. It costs the move of conversations:
 requests are retried on another engine, and a probe brings the engine back once it generates again.
-``ci/simulate_routing.py --silent`` counts false alarms: there are none (docs/simulation.md).
+``benchmarks/simulate_routing.py --silent`` counts false alarms: none (docs/simulation.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real vLLM: that at ``VLLM_URL``, or one that is set up and started (``ci/vllm_cpu.py``)."""
+"""A real vLLM: that at ``VLLM_URL``, or one that ``benchmarks/vllm_cpu.py`` sets up and starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield url
         return
     folder = os.environ.get("VLLM_CPU_DIR") or str(REPOSITORY / "build" / "vllm-cpu")
-    program = [sys.executable, str(REPOSITORY / "ci" / "vllm_cpu.py")]
+    program = [sys.executable, str(REPOSITORY / "benchmarks" / "vllm_cpu.py")]
     subprocess.run([*program, "setup", folder], check=True)
     port = free_port()
     log = tmp_path_factory.mktemp("vllm") / "log"

@@ -1,6 +1,6 @@
 """A turn costs what is new in it: what was rendered before is not encoded again, and is the same.
 
-Counted, not timed: `ci/bench_render.py` has the milliseconds.
+Counted, not timed: `benchmarks/bench_render.py` has the milliseconds.
 """
 
 from __future__ import annotations

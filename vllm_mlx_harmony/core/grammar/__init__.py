@@ -50,7 +50,7 @@ history have the same form.
 **No grammar.** ``grammar_of`` returns ``None`` under the policy ``off`` only. Even without tools
 there is a grammar: no undeclared tool can be called, and the turn always ends in an answer. Most of
 it is one free text, which costs 5 µs of CPU time per id, 0.05 % of a step of 10 ms
-(``ci/bench_grammar.py``).
+(``benchmarks/bench_grammar.py``).
 
 A `Grammar` is a value. llguidance compiles it (`compile_grammar`) and tracks outputs (`Matcher`):
 https://github.com/guidance-ai/llguidance, with its Lark variant in ``docs/syntax.md`` and its JSON

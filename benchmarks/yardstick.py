@@ -2,10 +2,10 @@
 """Runs `verify` on every server in PEERS, all with the same scripted model, and writes the results
 to docs/yardstick.md.
 
-    python ci/yardstick.py              all servers
-    python ci/yardstick.py NAME…        these, and the earlier results of the others
-    python ci/yardstick.py --resume …   only the checks for which there was no time before
-    python ci/yardstick.py --page       only writes the page again
+    python benchmarks/yardstick.py              all servers
+    python benchmarks/yardstick.py NAME…        these, and the earlier results of the others
+    python benchmarks/yardstick.py --resume …   only the checks for which there was no time before
+    python benchmarks/yardstick.py --page       only writes the page again
 
 Run by the leg `yardstick`. Each server is the newest on PyPI, in an environment of its own below
 `build`, which is removed after its run, since several require torch with CUDA: gigabytes each. The

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """How fast the MLX servers of PyPI are beside this one, on the same random weights, over HTTP.
 
-    python ci/bench_peers.py            all servers
-    python ci/bench_peers.py NAME…      this project's and these
-    python ci/bench_peers.py --quick    short answers, one round, the tiny model: a trial
-    python ci/bench_peers.py --page     writes the tables to docs/speed.md, too
+    python benchmarks/bench_peers.py            all servers
+    python benchmarks/bench_peers.py NAME…      this project's and these
+    python benchmarks/bench_peers.py --quick    short answers, one round, the tiny model: a trial
+    python benchmarks/bench_peers.py --page     writes the tables to docs/speed.md, too
 
 Each peer is the newest on PyPI, in an environment of its own below `build/peers`. These are kept,
 and used again; remove one to install what is newest then. This project's own server runs in the
