@@ -52,21 +52,25 @@ TITLE = "## Beside other servers"
 INTRODUCTION = """\
 The newest MLX servers of PyPI, with the same weights: a gpt-oss of random numbers, tiny (4 layers,
 64 wide) or of 12 layers, 256 wide. Asked over HTTP on {date}, on {processors} processors of Linux,
-by `python3 ci/leg.py peers`. Each value is the median of {rounds}, measured in turns. In
-parentheses is this project's value divided by the peer's, bold where the peer is better: less is
-better in all columns.
+by `python3 ci/leg.py peers`. Each value is the median of {rounds}, measured in turns, and one
+of a first token that of {repeats} in each turn. In parentheses is this project's value divided by
+the peer's, bold where the peer is better: less is better in all columns.
 
-- **processor, one stream**: what each of {answer} further tokens of an answer takes at temperature
-  0, with all processes of the server; **first token**: of a prompt of {short} words, alone.
-- **slowest of {together}**: the last first token of so many such prompts at once, in units of one
+- **processor** and **one stream**: what each further token of an answer takes at temperature 0, of
+  the processors with all processes of the server, and on the clock; **first token**: of a prompt of
+  {short} words, alone; **slowest of {together}**: the last of so many such prompts at once.
+- **long prompt**: its first token, alone; **short beside it**: that of a short prompt sent
+  meanwhile, as a part of the long one's time; **the long one meanwhile**, in units of its time
   alone.
-- **long prompt**: the first token of {long:,} words, alone; **short beside it**: that of a short
-  prompt sent meanwhile, as a part of the long one's time; **the long one meanwhile**, in units of
-  its time alone.
-- **tool loop**: {turns} turns of 16 tokens, behind 1,000 words, a call each and its 500 words.
+- **tool loop**: an agent's turns of 16 tokens, behind 1,000 words, each with a call and its 500
+  words.
 
 This says nothing about a Mac, for which all of these servers are made: there, a GPU computes, and
 memory is the limit. Nor does it say whether an answer is right ([yardstick.md](yardstick.md)).
+"""
+
+SIZE = """\
+**{model}**: an answer of {answer} tokens, a long prompt of {long:,} words, {turns} turns
 """
 
 SERVERS = {
@@ -79,7 +83,7 @@ SERVERS = {
     ),
 }
 
-SHORT, TOGETHER, READ_TIMEOUT = 50, 8, 900.0
+SHORT, TOGETHER, REPEATS, READ_TIMEOUT = 50, 8, 5, 900.0
 WORDS = ("time", "year", "people", "way", "man", "woman", "child", "world")
 """Each is one token, with the space before it."""
 
@@ -93,16 +97,15 @@ FAULTS = (RuntimeError, httpx.HTTPError, psutil.Error, KeyError, ValueError)
 
 @dataclass(frozen=True)
 class Size:
-    """How much is measured: tokens of the answer and the long prompt, turns of the loop."""
+    """How much is measured: tokens of the answer, words of the long prompt, turns of the loop."""
 
-    rounds: int = 3
-    answer: int = 150
-    long: int = 13_000
-    turns: int = 10
-    models: tuple[str, ...] = ("tiny", "12 layers")
+    answer: int
+    long: int
+    turns: int
 
 
-QUICK = Size(rounds=1, answer=8, long=800, turns=2, models=("tiny",))
+WHOLE = {"tiny": Size(150, 8_000, 10), "12 layers": Size(100, 2_000, 4)}
+QUICK = {"tiny": Size(8, 800, 2)}
 
 
 @dataclass
@@ -151,21 +154,26 @@ def user(count: int) -> list[Any]:
 
 async def stream(server: Server, size: Size) -> list[float]:
     """One answer alone: milliseconds per token, of the processor and of time; its first token."""
-    values = []
-    for most in (1, size.answer + 1):
+    firsts = []
+    for _ in range(REPEATS):
         before = server.processor()
-        seconds = await server.seconds(user(SHORT), most)
-        values.append((server.processor() - before, seconds))
-    (processor, first), (whole_processor, whole) = values
+        seconds = await server.seconds(user(SHORT))
+        firsts.append((server.processor() - before, seconds))
+    processor, first = (median(values) for values in zip(*firsts, strict=True))
+    before = server.processor()
+    seconds = await server.seconds(user(SHORT), size.answer + 1)
     per_token = 1000 / size.answer
-    return [(whole_processor - processor) * per_token, (whole - first) * per_token, first]
+    processor = server.processor() - before - processor
+    return [processor * per_token, (seconds - first) * per_token, first]
 
 
-async def together(server: Server, _: Size) -> list[float]:
-    """The slowest first token of several, in units of one's."""
-    one = await server.seconds(user(SHORT))
-    several = await asyncio.gather(*(server.seconds(user(SHORT)) for _ in range(TOGETHER)))
-    return [max(several) / one]
+async def together(server: Server, _size: Size) -> list[float]:
+    """The slowest first token of several at once."""
+    slowest = []
+    for _repeat in range(REPEATS):
+        several = [server.seconds(user(SHORT)) for _request in range(TOGETHER)]
+        slowest.append(max(await asyncio.gather(*several)))
+    return [median(slowest)]
 
 
 async def beside(server: Server, size: Size) -> list[float]:
@@ -195,7 +203,7 @@ Measurement = Callable[[Server, Size], Coroutine[Any, Any, list[float]]]
 
 MEASUREMENTS: dict[Measurement, tuple[str, ...]] = {
     stream: ("processor, ms/token", "one stream, ms/token", "first token, s"),
-    together: (f"slowest of {TOGETHER}, × one",),
+    together: (f"slowest of {TOGETHER}, s",),
     beside: ("long prompt, s", "short beside it, part", "the long one meanwhile, ×"),
     loop: ("tool loop, s",),
 }
@@ -218,16 +226,17 @@ def main() -> int:
     if unknown := set(given.names) - set(SERVERS):
         parser.error(f"no server is called {', '.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped servers would stay for ever
-    size = QUICK if given.quick else Size()
+    sizes, rounds = (QUICK, 1) if given.quick else (WHOLE, 3)
     places, problems = installed([OURS, *(given.names or SERVERS)])
-    settings = {"short": SHORT, "together": TOGETHER, "processors": os.cpu_count(), **vars(size)}
-    parts = [INTRODUCTION.format(date=datetime.now(UTC).date(), **settings)]
+    words = {"date": datetime.now(UTC).date(), "processors": os.cpu_count(), "rounds": rounds}
+    words |= {"short": SHORT, "together": TOGETHER, "repeats": REPEATS}
+    parts = [INTRODUCTION.format(**words)]
     parts.append(table(("Server", "Version", "mlx", "mlx-lm"), map(versions, places.items())))
     measured = True
-    for model in size.models:
-        found = session(model, size, places, problems)
+    for model, size in sizes.items():
+        found = session(model, size, rounds, places, problems)
         titled = {SERVERS[name].title: found.get(name, {}) for name in places}
-        parts += [f"**{model}**\n", compared(titled, COLUMNS)]
+        parts += [SIZE.format(model=model, **vars(size)), compared(titled, COLUMNS)]
         measured = measured and COLUMNS[0] in found.get(OURS, {})
     parts += [f"- {SERVERS[name].title}: {why}" for name, why in problems.items()]
     print("\n".join(parts))
@@ -265,7 +274,7 @@ def versions(item: tuple[str, Path]) -> list[str]:
 
 
 def session(
-    model: str, size: Size, places: Mapping[str, Path], problems: Problems
+    model: str, size: Size, rounds: int, places: Mapping[str, Path], problems: Problems
 ) -> dict[str, Values]:
     """The medians of all servers that start, which take turns at each measurement."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -283,7 +292,7 @@ def session(
                     asyncio.run(stream(server, size))  # warm
             except FAULTS as error:
                 problems.setdefault(name, f"{model}: {reason(error)}")
-        for turn in range(size.rounds):
+        for turn in range(rounds):
             for measurement, columns in MEASUREMENTS.items():
                 for name, server in servers.items():
                     random.seed(f"{turn} {columns}")

@@ -161,7 +161,21 @@ NOT_OF_MLX_LM = tuple(
 
 
 LEGS: tuple[Leg, ...] = (
-    # The first three need different environments: none waits for another's.
+    # The first three need different environments: none waits for another's. Two of them wait for
+    # servers half of the time.
+    Leg(
+        "served",
+        "the plugin in the real vllm-mlx: what only that has, and some of all the rest",
+        HOSTED,
+        (
+            (*PYTEST, "tests/system/served", "-m", "of_vllm_mlx and not nightly"),
+            (*PYTEST, *ON_BOTH_SERVERS, "-m", "not of_vllm_mlx and not nightly"),
+        ),
+        runners=BOTH_RUNNERS,
+        group="gate",
+        paths=(*package("core", "engine", "host", "server", "standin"), "tests/system/served"),
+        variables=SERVED_FEW,
+    ),
     Leg(
         "light",
         "the server without vllm-mlx and torch: official clients, a real process",
@@ -232,19 +246,6 @@ LEGS: tuple[Leg, ...] = (
         runners=BOTH_RUNNERS,
         group="gate",
         paths=(*package("core", "engine", "host", "server"), "tests/unit/host"),
-    ),
-    Leg(
-        "served",
-        "the plugin in the real vllm-mlx: what only that has, and some of all the rest",
-        HOSTED,
-        (
-            (*PYTEST, "tests/system/served", "-m", "of_vllm_mlx and not nightly"),
-            (*PYTEST, *ON_BOTH_SERVERS, "-m", "not of_vllm_mlx and not nightly"),
-        ),
-        runners=BOTH_RUNNERS,
-        group="gate",
-        paths=(*package("core", "engine", "host", "server", "standin"), "tests/system/served"),
-        variables=SERVED_FEW,
     ),
     Leg(
         "served-whole",

@@ -3,8 +3,8 @@
 `python ci/mutate.py --count 40 --seed 1`, in an environment with everything installed (see
 CONTRIBUTING.md). Each fault is put into one place of the package and is gone afterwards: a
 condition is negated, a comparison is turned around, a number is one more, a statement is gone. The
-tests of the gate that concern the file run until the first failure; for a fault that they miss,
-those that the gate leaves to the night. Each is printed as a difference. Of those that neither
+tests of the gate that concern the file run until the first failure, those of its own first; for a
+fault that they miss, those that the gate leaves to the night. Each is printed as a difference. Of those that neither
 finds, some change nothing that anybody sees; the others lack a test.
 
 Not a leg: it takes minutes for each fault.
@@ -159,6 +159,8 @@ def tried(fault: Fault) -> str:
     """Who finds a fault: `gate`, `rest` or `nobody`. The file is as it was afterwards."""
     part = fault.path.relative_to(PACKAGE).parts[0]
     tests = CONCERNED.get(part, ELSEWHERE)
+    own = (REPOSITORY / "tests" / "unit").rglob(f"test_{fault.path.stem}*.py")
+    tests = (*(str(path.relative_to(REPOSITORY)) for path in own), *tests)
     before, after = fault.path.read_text("utf-8"), broken(fault)
     name = fault.path.relative_to(REPOSITORY)
     try:

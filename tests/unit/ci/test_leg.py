@@ -67,6 +67,7 @@ def run(one: Any) -> Any:
     return leg.run(one, leg.Environments([one], keep=False))
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.once
 @pytest.mark.parametrize(
     ("what", "why"),

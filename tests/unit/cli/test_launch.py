@@ -95,6 +95,7 @@ def launched(*arguments: str) -> None:
     assert ended.value.code == 7
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("name", AGENTS)
 def test_an_agent_is_set_up_for_this_run_alone(
     name: str, home: Path, became: list[Any], monkeypatch: pytest.MonkeyPatch

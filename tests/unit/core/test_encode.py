@@ -35,6 +35,7 @@ TEXTS = st.one_of(
 )
 
 
+@pytest.mark.nightly
 @given(text=st.text(max_size=200))
 def test_a_short_text_as_the_library(text: str) -> None:
     assert vocab.encode(text) == library(text)

@@ -81,7 +81,7 @@ def test_any_chunking_gives_the_same(row: Row, cuts: Callable[[list[int]], list[
         assert deltas_of(parser_of(row), chunks, cut=row.cut) == whole
 
 
-@pytest.mark.nightly(sample=4)
+@pytest.mark.nightly(sample=12)
 @pytest.mark.once
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("position", POSITIONS)
@@ -364,7 +364,7 @@ def test_no_control_token_is_ever_shown_as_such(text: str) -> None:
     assert messages_of(deltas_of(Parser(), [ids])) in (((ANSWER, shown),), ((ANSWER, expected),))
 
 
-@pytest.mark.nightly(sample=4)
+@pytest.mark.nightly(sample=6)
 @pytest.mark.once
 @pytest.mark.parametrize(
     "repeated",

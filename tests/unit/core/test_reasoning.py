@@ -230,6 +230,7 @@ def test_tables_are_no_loops(text: str) -> None:
 SOURCES = sorted(Path(json.__file__).parent.parent.glob("*.py"))
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_source_code_is_no_loop() -> None:
     """A file after the other: what stands in several is no loop either."""

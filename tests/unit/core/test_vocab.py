@@ -308,6 +308,7 @@ def test_cache_directory_of_the_platform(
 _CHILD = "from vllm_mlx_harmony.core import vocab; print(vocab.encode('hello'))"
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_many_processes_at_once(tmp_path: Path) -> None:
     environment = {

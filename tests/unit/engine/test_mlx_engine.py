@@ -98,7 +98,7 @@ def test_together_each_is_what_it_is_alone(tiny_engine: MlxEngine, run: Run) -> 
     assert run(together()) == expected
 
 
-@pytest.mark.nightly(sample=2)
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 def test_prompts_may_be_cut_anywhere(tiny: Path, run: Run, chunk: int) -> None:
     engine = opened(tiny, limits=BatchLimits(chunk=chunk))
@@ -110,6 +110,7 @@ def test_prompts_may_be_cut_anywhere(tiny: Path, run: Run, chunk: int) -> None:
         engine.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: Run) -> None:
     """Padding would take the memory of the long one twice."""
@@ -660,6 +661,7 @@ def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weig
     assert device.weights() == before and first.weights == 0
 
 
+@pytest.mark.nightly
 def test_a_model_is_measured_as_if_it_were_alone(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

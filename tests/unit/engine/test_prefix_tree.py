@@ -249,6 +249,7 @@ def test_forgotten_owners_leave_nothing() -> None:
     assert tree.counters().nbytes == 20
 
 
+@pytest.mark.nightly
 @pytest.mark.once
 def test_deep_conversations_need_no_stack() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)

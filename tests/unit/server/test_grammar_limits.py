@@ -52,6 +52,7 @@ def request(api: str, schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
 APIS = ("chat", "responses", "messages", "format", "text")
 
 
+@pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_dangerous_schema_is_refused(client: TestClient, api: str, name: str) -> None:
@@ -62,6 +63,7 @@ def test_dangerous_schema_is_refused(client: TestClient, api: str, name: str) ->
         assert "panic" not in answer.text
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("name", LARK)
 def test_dangerous_syntax_is_refused(client: TestClient, name: str) -> None:
     syntax = {"type": "grammar", "syntax": "lark", "definition": LARK[name]}
