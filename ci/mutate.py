@@ -4,8 +4,8 @@
 CONTRIBUTING.md). Each fault is put into one place of the package and is gone afterwards: a
 condition is negated, a comparison is turned around, a number is one more, a statement is gone. The
 tests of the gate that concern the file run until the first failure, those of its own first; for a
-fault that they miss, those that the gate leaves to the night. Each is printed as a difference. Of those that neither
-finds, some change nothing that anybody sees; the others lack a test.
+fault that they miss, those that the gate leaves to the night. Each is printed as a difference. Of
+those that neither finds, some change nothing that anybody sees; the others lack a test.
 
 Not a leg: it takes minutes for each fault.
 """

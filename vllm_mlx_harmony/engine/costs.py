@@ -37,14 +37,14 @@ DEPTH = 8192
 the more ids there are."""
 
 RUNS = 3
-"""Times that a model is measured, each time that it is loaded; the fastest steps count. Another
-program may have had the device, or the processor, during one of them."""
+"""A model is measured once each time that it is loaded, until there are so many measurements; the
+fastest steps count. Another program may have had the device, or the processor, during one."""
 
-REPEATED = 5
+REPEATS = 5
 """Measurements per width; the fastest counts. The first single-id step is discarded: steps overlap,
 and it has no predecessor."""
 
-LONGEST = 1.0
+MAX_SECONDS = 1.0
 """Time limit in seconds: after it, the current width is measured at most twice and wider ones are
 skipped."""
 
@@ -68,11 +68,11 @@ def measure_step_costs(
     sampler = Sampler(GenerationSettings(max_tokens=1, temperature=1.0, top_p=1.0))
     token, seconds = vocab.ENDOFTEXT, list[float]()
     last = mx.array([token], dtype=mx.uint32)
-    end, without_gain = clock() + LONGEST, 0
+    end, without_gain = clock() + MAX_SECONDS, 0
     for width in WIDTHS:
         draft = [token] * (width - 1)
         best = math.inf
-        for run in range(REPEATED):
+        for run in range(REPEATS):
             started = clock()
             if run > 1 and started > end:
                 break
@@ -115,7 +115,7 @@ def deepen(layers: Layers) -> None:
     for layer in layers:
         if type(layer) is KVCache:
             _, heads, _, width = layer.keys.shape
-            shape = (1, heads, DEPTH + 2 * WIDTHS[-1] * REPEATED, width)
+            shape = (1, heads, DEPTH + 2 * WIDTHS[-1] * REPEATS, width)
             layer.keys, layer.values = (
                 mx.zeros(shape, dtype=array.dtype) for array in (layer.keys, layer.values)
             )

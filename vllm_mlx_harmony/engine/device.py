@@ -22,7 +22,7 @@ of running requests (80,000 ids of gpt-oss-20b)."""
 POOL = 256 << 20
 """Bytes of freed arrays that mlx may always keep for reuse."""
 
-RELEASED = 600.0
+UNWIRE_SECONDS = 600.0
 """Seconds without a computation of any model, after which no memory is wired."""
 
 _CONTAINERS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
@@ -37,9 +37,9 @@ class MemoryLimits:
     ``wired``: what Metal keeps in memory even if other programs need it. ``pool``: what mlx may
     keep of freed arrays.
 
-    The rest of the memory is not wired, since wiring is what kernel panics need: two streams of
-    requests with changing caches panicked a Mac in two minutes, three times of three, with all of
-    the recommended size wired, and never in ten runs of a quarter of an hour without any
+    The rest of the memory is not wired, because only wired memory was seen to cause kernel panics:
+    with all of the recommended size wired, two streams of requests with changing caches panicked a
+    Mac within two minutes, in three of three runs; with none wired, ten runs of 15 minutes passed
     (https://github.com/ml-explore/mlx/issues/3186). Macs of 16 GB freeze
     (https://github.com/exo-explore/exo/pull/1672). Weights that are not wired are compressed or
     swapped where they are most of the memory, and each token waits for them
@@ -123,12 +123,13 @@ class Metal:
                 self._wired = True
 
     def release(self) -> float | None:
-        """Releases wired memory if no model has computed for `RELEASED` seconds: other programs can
-        have it then. Returns the seconds after which to ask again; ``None``: nothing is wired."""
+        """Releases wired memory if no model has computed for `UNWIRE_SECONDS` seconds: other
+        programs can have it then. Returns the seconds after which to ask again; ``None``: nothing
+        is wired."""
         with self._lock:
             if not self._wired:
                 return None
-            left = self._computed + RELEASED - time.monotonic()
+            left = self._computed + UNWIRE_SECONDS - time.monotonic()
             if left <= 0:
                 mx.set_wired_limit(self._before[0])
                 self._wired = False

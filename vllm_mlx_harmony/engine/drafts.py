@@ -35,20 +35,20 @@ GRAM = 3
 CANDIDATES = 8
 """Earlier places of the same gram that are compared."""
 
-LONGEST = 32
+MAX_MATCH = 32
 """Ids of common text that are compared at each of them."""
 
 NEARBY = 48
 """Ids after an edit within which the source usually continues."""
 
-MEMORY = 64
+AVERAGED_IDS = 64
 """Ids over which the accuracy of the pointer is averaged."""
 
-EXPECTED = (0.6, 0.75, 0.85, 0.9, 0.98)
+PRIOR_ACCURACY = (0.6, 0.75, 0.85, 0.9, 0.98)
 """Prior accuracy of the pointer after a match of 2–3, 4–7, 8–15, … ids, measured on the edits of
 ``benchmarks/bench_speculate.py``."""
 
-WEIGHT = 8.0
+PRIOR_IDS = 8.0
 """Weight of this prior, in ids."""
 
 _FACTORS = (0x9E37_79B1, 0x85EB_CA6B, 0xC2B2_AE35)
@@ -98,8 +98,8 @@ class Drafts:
         self._common = 0
         self._departed_from = 0  # where the answer left its source
         self._departed_at = 0
-        self._correct = [WEIGHT * share for share in EXPECTED]
-        self._seen = [WEIGHT] * len(EXPECTED)
+        self._correct = [PRIOR_IDS * share for share in PRIOR_ACCURACY]
+        self._seen = [PRIOR_IDS] * len(PRIOR_ACCURACY)
 
     def _index(self) -> None:
         """Enters all ids at once, as ``extend`` would one by one."""
@@ -125,8 +125,8 @@ class Drafts:
             if at := self._source:
                 right = ids[at] == token
                 kind = self._kind
-                self._seen[kind] += 1 - self._seen[kind] / MEMORY
-                self._correct[kind] += right - self._correct[kind] / MEMORY
+                self._seen[kind] += 1 - self._seen[kind] / AVERAGED_IDS
+                self._correct[kind] += right - self._correct[kind] / AVERAGED_IDS
                 self._common += 1
                 self._source = at + 1 if right else 0
                 if not right:
@@ -144,7 +144,7 @@ class Drafts:
 
     @property
     def _kind(self) -> int:
-        return min(self._common.bit_length() - 2, len(EXPECTED) - 1)
+        return min(self._common.bit_length() - 2, len(PRIOR_ACCURACY) - 1)
 
     def _slot(self) -> int:
         """Where the table has the last ``GRAM`` ids."""
@@ -154,7 +154,7 @@ class Drafts:
 
     def _look_up(self) -> None:
         ids, place = self._ids, self._table[self._slot()]
-        tail = ids[-1 : -1 - LONGEST : -1]
+        tail = ids[-1 : -1 - MAX_MATCH : -1]
         best = (GRAM - 1, 0)
         for _ in range(CANDIDATES):
             if not place:

@@ -9,9 +9,9 @@ the requests that were being computed together, and no others. An error in this 
 thread: all requests fail, and the engine reports that it is not healthy.
 
 Other threads post calls to ``thread``, and read what was ``published``: an immutable status, a new
-one after each chunk, every ``PUBLISHED`` seconds while answers are generated, and before a request
-is told that it has ended. Requests get their steps by calls of their event loops. Nothing else is
-shared.
+one after each chunk, every ``PUBLISH_SECONDS`` seconds while answers are generated, and before a
+request is told that it has ended. Requests get their steps by calls of their event loops. Nothing
+else is shared.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -39,36 +39,43 @@ from vllm_mlx_harmony.engine import costs, device, pieces
 from vllm_mlx_harmony.engine.batch import Batch, computed_together
 from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
 from vllm_mlx_harmony.engine.memory import Budget, Layout
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate
-from vllm_mlx_harmony.engine.prefix_cache import SPAN, PrefixCache, boundaries
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, drop_outside_windows, evaluate
+from vllm_mlx_harmony.engine.prefix_cache import STORE_EVERY, PrefixCache, boundaries
 from vllm_mlx_harmony.engine.request import Item, Request, hand_over
-from vllm_mlx_harmony.engine.scheduler import BatchLimits, Chunk, ScheduledStep, Scheduler
+from vllm_mlx_harmony.engine.scheduler import (
+    BatchLimits,
+    Begin,
+    Chunk,
+    ScheduledStep,
+    Scheduler,
+)
 from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, State, Totals, Waiting
-from vllm_mlx_harmony.engine.thread import IDLE, EngineThread, Stopped
+from vllm_mlx_harmony.engine.thread import POLL_SECONDS, EngineThread, Stopped
 from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
 
 logger = logging.getLogger(__name__)
 
-WAITING = 256
-"""Requests that may wait to begin, by default. Those of the same moment may exceed it."""
+MAX_WAITING = 256
+"""Requests that may wait to begin, by default. A burst may exceed it: a request counts from the
+moment at which its answer is first read."""
 
-FREED, STEP_COUNTS = 2048, 8
-"""Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``STEP_COUNTS`` ids."""
+CLEAR_POOL_EVERY, IDS_PER_STEP = 2048, 8
+"""Prompt ids between two calls of ``mx.clear_cache``; a step counts as ``IDS_PER_STEP`` ids."""
 
-PROBE = 64
+PROBE_IDS = 64
 """Length of the probe chunk whose peak memory is measured when a model is loaded."""
 
 ADMISSION_TIMEOUT = 10.0
 """Seconds after which a prompt without enough memory fails, if meanwhile no other request runs and
 no memory is freed."""
 
-WRITING = 2.0
+WRITE_TIMEOUT = 2.0
 """Seconds that a prompt waits for evicted pieces to be written, if it lacks their memory."""
 
-REPORTED = 0.5
+REPORT_SECONDS = 0.5
 """Seconds between two progress reports of prompts that wait."""
 
-PUBLISHED = 0.1
+PUBLISH_SECONDS = 0.1
 """Seconds between two statuses while nothing but steps is computed, which are short."""
 
 Load: TypeAlias = "Callable[[], tuple[Module, PrefixCache]]"
@@ -89,7 +96,7 @@ class Options:
     interval: int = 1
     speculate: Speculate = "auto"
     costs: Path | None = None
-    queue: int = WAITING
+    queue: int = MAX_WAITING
     memory: int | None = None
     wired: int | None = None
 
@@ -210,9 +217,9 @@ class EngineLoop:
         layers = make_prompt_cache(module)
         mx.reset_peak_memory()
         before = device.used()
-        module(mx.array([[vocab.ENDOFTEXT] * PROBE]), cache=layers)
+        module(mx.array([[vocab.ENDOFTEXT] * PROBE_IDS]), cache=layers)
         evaluate(layers)
-        work_per_id = max(0, mx.get_peak_memory() - before) / PROBE
+        work_per_id = max(0, mx.get_peak_memory() - before) / PROBE_IDS
         work = int(work_per_id * self.options.limits.chunk)
         self.budget = Budget(limit, Layout.of(layers), work)
         self._shapes = pieces.shapes(layers)
@@ -331,74 +338,100 @@ class EngineLoop:
 
         When memory has run out, the prefix cache is emptied.
         """
-        failure: HarmonyFailure
-        if exhausted := device.exhausted(error):
-            logger.error("out of memory: %s", error)
-            problem = "not enough memory for this request: try again later, or shorten the prompt"
-            failure = HostError(problem, code="out_of_memory", retry_after=5)
-        elif device.gpu_failed(error):
-            logger.error("the GPU failed: %s", error)
-            problem = "the GPU ended the computation of this answer: send the request again"
-            failure = HostError(problem, code="gpu_error", retry_after=5)
-        else:
-            logger.error("the engine failed", exc_info=error)
-            problem = "internal engine error during generation; see the server log"
-            failure = OutputError(problem)
         rows = {request for batch in self.batches for request in batch.rows}
         lost = {request for request in self.requests.values() if request.ids} - rows
+        failure = _failure_of(error)
         for request in {*requests, *lost}:
             self._put(request, failure)
             self._forget(request)
-        if exhausted:
+        if device.exhausted(error):
             self.cache.evict(1 << 62)
             mx.clear_cache()
+
+    @contextmanager
+    def _failing(self, requests: Iterable[Request]) -> Iterator[None]:
+        """An error ends these requests, and no others."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - of the model, whatever it is
+            self._fail(requests, error)
+
+    @contextmanager
+    def _failing_alone(self, batch: Batch) -> Iterator[None]:
+        """An error ends the answers of ``batch``, and nothing else."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - of the model, whatever it is
+            batch.rows = []  # its caches may be broken
+            self._fail((), error)
 
     # --- On the thread: work
 
     def work(self) -> float | None:
         self._too_long = inf
         if self.requests:
-            device.turns.compute(self)
+            self._take_turn()
             device.computing()
-        with self.cache.computing():
-            decision = self.scheduler.next(time.perf_counter(), self._fits)
+        decision = self.scheduler.next(time.perf_counter(), self._make_room)
+        # Not while prompts only wait: they may wait for what the cache writes.
+        with self.cache.computing() if decision is not None else nullcontext():
             match decision:
-                case Chunk(key, ids, others):
-                    requests = [self.requests[number] for number in (key, *others)]
-                    try:
-                        if requests[0].layers is None:
-                            self._begin(requests[0])
-                        else:
-                            self._compute(requests, ids)
-                    except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                        self._fail(requests, error)
+                case Begin(number):
+                    with self._failing([self.requests[number]]):
+                        self._begin(self.requests[number])
+                case Chunk(number, ids, others):
+                    self._settle()
+                    requests = [self.requests[number] for number in (number, *others)]
+                    with self._failing(requests):
+                        self._compute(requests, ids)
                 case ScheduledStep():
                     self._step()
-            if self._computed >= FREED:
+            if self._computed >= CLEAR_POOL_EVERY:
                 self._computed = 0
                 mx.clear_cache()
             self._report()
             age = time.perf_counter() - self.published.at
-            if age >= PUBLISHED or not isinstance(decision, ScheduledStep):
+            if age >= PUBLISH_SECONDS or not isinstance(decision, ScheduledStep):
                 self.publish()
             self._deliver()
         if decision is not None:
             return 0
-        device.turns.rest(self)
+        try:
+            device.turns.rest(self)
+        except Exception as error:  # noqa: BLE001 - of a step ahead, whose answer has ended
+            logger.error("a step failed that no answer needed: %s", error)
         if not self.requests:
             mx.clear_cache()  # nobody needs what is left in mlx's pool
             return device.release()
-        return IDLE
+        return POLL_SECONDS
+
+    def _take_turn(self) -> None:
+        """Waits while another model is measured. What runs ahead is computed before, and answers
+        end if that fails."""
+        try:
+            device.turns.compute(self)
+        except Exception as error:  # noqa: BLE001 - of the device, whatever it is
+            for batch in self.batches:
+                batch.rows = []
+            self._fail((), error)
+            device.turns.compute(self)
+
+    def _settle(self) -> None:
+        """Waits for the steps that run ahead: neither their time nor their errors are those of the
+        chunk that comes next."""
+        for batch in list(self.batches):
+            with self._failing_alone(batch):
+                mx.eval(batch.pending)
 
     def _report(self) -> None:
         """Tells prompts that wait their places, from time to time."""
-        if time.perf_counter() - self._reported >= REPORTED:
+        if time.perf_counter() - self._reported >= REPORT_SECONDS:
             self._reported = time.perf_counter()
             for place, key in enumerate(self.scheduler.order(), start=1):
                 self._put(self.requests[key], self.requests[key].report(place))
 
-    def _fits(self, key: int) -> bool:
-        """Whether there is memory for the request to its end.
+    def _make_room(self, key: int) -> bool:
+        """Whether there is memory for the request to its end, or can be made.
 
         Evicts cached pieces if that suffices, and fails the request after `ADMISSION_TIMEOUT`.
         """
@@ -412,7 +445,7 @@ class EngineLoop:
         missing = budget.missing(other_bytes, ends)
         # A slow disk is not a lack of memory: what waits to be written is given up after a while.
         since = request.admission_deadline - ADMISSION_TIMEOUT
-        late = missing > 0 and request.other_bytes >= 0 and now > since + WRITING
+        late = missing > 0 and request.other_bytes >= 0 and now > since + WRITE_TIMEOUT
         freed = late and self.cache.give_up_writing()
         if self.cache.make_room(missing, writing=not late) or freed:
             mx.clear_cache()
@@ -423,7 +456,9 @@ class EngineLoop:
         if running or other_bytes != request.other_bytes:
             request.other_bytes, request.admission_deadline = other_bytes, now + ADMISSION_TIMEOUT
         elif missing and now > request.admission_deadline:
-            self._fail([request], MemoryError(f"{missing} bytes are missing"))
+            logger.error("%d bytes are missing for a request, and none are freed", missing)
+            self._put(request, _no_memory())
+            self._forget(request)
         return not missing
 
     def _running(self) -> tuple[list[Request], int]:
@@ -445,16 +480,14 @@ class EngineLoop:
         self.waiting.add(-1)
         request.computed_ids = request.cached = request.stored = known
         self._put(request, request.report())
-        self.scheduler.begin(request.number, last - known, known)
-        self.scheduler.computed(request.number, 0, time.perf_counter() - started)
+        self.scheduler.begin(request.number, last - known, known, time.perf_counter() - started)
         if known == last:
             self._join([request], request.layers)
 
     def _compute(self, requests: Sequence[Request], ids: int) -> None:
         """Computes up to ``ids`` ids of a prompt, or the rest of several in one pass. What of them
-        is to be found again is stored: up to each boundary, and at least every `SPAN` ids."""
-        # Waits for the step that is being computed, so that its time does not count as the chunk's.
-        mx.eval([batch.pending for batch in self.batches])
+        is to be found again is stored: up to each boundary, and at least every `STORE_EVERY`
+        ids."""
         chunks = [request.next_chunk(ids) for request in requests]
         layers = requests[0].layers
         assert layers is not None
@@ -480,14 +513,15 @@ class EngineLoop:
         if requests[0].computed_ids == len(requests[0].prompt) - 1:
             self._join(requests, layers)
         else:
+            drop_outside_windows(layers)
             self._put(requests[0], requests[0].report())
 
     def _store(self, request: Request, layers: Layers, row: int = 0) -> None:
         """Stores what is computed of the prompt, up to each boundary; behind the last of them, if
-        it is `SPAN` ids or more."""
+        it is `STORE_EVERY` ids or more."""
         while request.boundaries and request.boundaries[0] <= request.computed_ids:
             self._store_to(request, request.boundaries.popleft(), layers, row)
-        if request.computed_ids - request.stored >= SPAN:
+        if request.computed_ids - request.stored >= STORE_EVERY:
             self._store_to(request, request.computed_ids, layers, row)
 
     def _store_to(self, request: Request, end: int, layers: Layers, row: int = 0) -> None:
@@ -518,6 +552,11 @@ class EngineLoop:
 
     def _join(self, requests: Sequence[Request], layers: Layers) -> None:
         """The requests generate from now on: all of each prompt but the last id is computed."""
+        if len(requests) == 1 and not requests[0].settings.max_tokens:  # a prompt is warmed up
+            requests[0].computed_ids = len(requests[0].prompt)
+            self._put(requests[0], requests[0].step("length"))
+            self._forget(requests[0])
+            return
         for request in requests:
             request.computed_ids = len(request.prompt)
             request.layers, request.ids = None, list(request.prompt)
@@ -542,7 +581,7 @@ class EngineLoop:
         started = time.perf_counter()
         for batch in list(self.batches):
             ended: dict[Request, Finish] = {}
-            try:
+            with self._failing_alone(batch):
                 for request, token in batch.step(self.module):
                     request.ids.append(token)
                     request.unsent_ids.append(token)
@@ -562,9 +601,24 @@ class EngineLoop:
                     batch.remove(ended)
                     for request in ended:
                         self._forget(request)
-            except Exception as error:  # noqa: BLE001 - of the model, whatever it is
-                batch.rows = []  # its caches may be broken
-                self._fail((), error)
         self.totals = replace(self.totals, steps=self.totals.steps + 1)
-        self._computed += STEP_COUNTS
+        self._computed += IDS_PER_STEP
         self.scheduler.stepped(time.perf_counter() - started)
+
+
+def _failure_of(error: Exception) -> HarmonyFailure:
+    """What clients are told of an error of the model, which is logged."""
+    if device.exhausted(error):
+        logger.error("out of memory: %s", error)
+        return _no_memory()
+    if device.gpu_failed(error):
+        logger.error("the GPU failed: %s", error)
+        problem = "the GPU ended the computation of this answer: send the request again"
+        return HostError(problem, code="gpu_error", retry_after=5)
+    logger.error("the engine failed", exc_info=error)
+    return OutputError("internal engine error during generation; see the server log")
+
+
+def _no_memory() -> HostError:
+    problem = "not enough memory for this request: try again later, or shorten the prompt"
+    return HostError(problem, code="out_of_memory", retry_after=5)

@@ -60,8 +60,9 @@ class LogitsMask:
     @property
     def choices(self) -> int:
         """The number of ids that may come next."""
-        if self._next() is not None and not self._choices:
-            self._choices = len(self._mask or ())
+        mask = self._next()
+        if mask is not None and not self._choices:
+            self._choices = len(mask)
         return self._choices
 
     def advance(self, *tokens: int) -> None:

@@ -28,20 +28,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vllm_mlx_harmony.engine.mlx_lm_compat import Layers
 
-WASTE = 0.25
+MAX_PADDING = 0.25
 """Part of a batch that may be padding."""
 
-SMALL = 2048
+FREE_PADDING = 2048
 """Padding that a batch may always have, in ids: another batch would cost more."""
 
-STEP = 256
-"""Ids by which a cache grows."""
+CACHE_STEP = 256
+"""Ids by which mlx-lm's caches grow (``KVCache.step``)."""
 
 
 def may_be_padded(lengths: Sequence[int]) -> bool:
     """Whether sequences of these lengths may be padded to the longest."""
     whole = len(lengths) * max(lengths)
-    return whole - sum(lengths) <= max(SMALL, WASTE * whole)
+    return whole - sum(lengths) <= max(FREE_PADDING, MAX_PADDING * whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +68,8 @@ class Layout:
         return cls(per_id, tuple(sorted(windows.items())))
 
     def nbytes(self, ids: int) -> int:
-        """Bytes of a sequence of so many ids."""
-        rounded = -(-ids // STEP) * STEP
+        """Bytes that the caches of a sequence of ``ids`` ids allocate."""
+        rounded = -(-ids // CACHE_STEP) * CACHE_STEP
         return rounded * self.per_id + sum(
             min(length, rounded) * nbytes for length, nbytes in self.windows
         )
@@ -83,7 +83,7 @@ class Layout:
         left = nbytes - sum(length * of_an_id for length, of_an_id in self.windows)
         if not self.per_id:
             return 0 if left < 0 else 1 << 40
-        return max(0, left) // self.per_id // STEP * STEP
+        return max(0, left) // self.per_id // CACHE_STEP * CACHE_STEP
 
 
 def layout_of(config: Mapping[str, Any]) -> Layout | None:
@@ -98,8 +98,9 @@ def layout_of(config: Mapping[str, Any]) -> Layout | None:
             "num_key_value_heads": int(heads),
             "head_dim": int(width),
         }:
-            each, whole = 4 * heads * width, layers.count("full_attention")
-            return Layout(whole * each, ((window, (len(layers) - whole) * each),))
+            layer_bytes, whole = 4 * heads * width, layers.count("full_attention")
+            windows = (window, (len(layers) - whole) * layer_bytes)
+            return Layout(whole * layer_bytes, (windows,))
     return None
 
 
@@ -112,11 +113,11 @@ class Budget:
     work: int
 
     def needed(self, ends: Iterable[int]) -> int:
-        """Bytes of requests that end with so many ids each, with a chunk's work."""
+        """Bytes that requests of these final lengths need together, with the work of one chunk."""
         sizes = [self.layout.nbytes(end) for end in ends]
         whole = sum(sizes)
         if len(sizes) > 1:
-            whole = int(whole / (1 - WASTE)) + SMALL * self.layout.per_id
+            whole = int(whole / (1 - MAX_PADDING)) + FREE_PADDING * self.layout.per_id
         return whole + self.work
 
     def free(self, other_bytes: int, ends: Iterable[int]) -> int:

@@ -71,11 +71,24 @@ def evaluate(layers: Layers) -> None:
     mx.eval([(layer.keys, layer.values) for layer in layers])
 
 
-def trim(layers: Layers, ids: int) -> None:
-    """Removes the last ``ids`` ids. The last step must have added more than that.
+def drop_outside_windows(layers: Layers) -> None:
+    """Frees what lies outside of the windows. A `RotatingKVCache` keeps all ids of a pass, with the
+    window of its first, until the next pass."""
+    for layer in layers:
+        if type(layer) is RotatingKVCache and layer.keys.shape[2] > layer.max_size:
+            last = slice(-layer.max_size, None)
+            layer.keys = mx.contiguous(layer.keys[:, :, last])
+            layer.values = mx.contiguous(layer.values[:, :, last])
+            layer._idx = layer.max_size
+    evaluate(layers)
 
-    mlx-lm does not trim a window, because it overwrites what falls out of it. But when it adds
-    several ids, it keeps all of them, with the window of the first.
+
+def trim(layers: Layers, ids: int) -> None:
+    """Removes the last ``ids`` ids. The last pass must have added more than that.
+
+    After a pass of several ids, a `RotatingKVCache` still has all of them, and the window of the
+    first, so that a complete window remains. mlx-lm's own ``trim`` refuses: after single steps, it
+    would not.
     """
     for layer in layers:
         if isinstance(layer, RotatingKVCache):

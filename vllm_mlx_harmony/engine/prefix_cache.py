@@ -8,7 +8,7 @@ A prompt takes four steps::
     match = await cache.find(ids, tenant)        # event loop: how much is cached
     match = await cache.load(match)              # event loop: read what only the disk has
     layers, cached = cache.restore(match)        # engine: layers that hold ids[:cached]
-    cache.store(ids[:end], layers, tenant)       # engine: at boundaries(), at least every SPAN ids,
+    cache.store(ids[:end], layers, tenant)       # engine: at boundaries(), every STORE_EVERY ids,
                                                  # where a prompt is cancelled, after the answer
 
 No failure of the cache fails a request: errors are logged, and cost only the reuse. The tree and
@@ -43,10 +43,10 @@ SHARED_TENANT = "*"
 """The tenant whose prompts all others may continue: prompts that the operator warmed up at start
 (`--warm-prompts`)."""
 
-SHORTEST = 32
+MIN_PIECE = 32
 """Fewest ids of a piece, as a rule: each is an array for each window, and a file."""
 
-SPAN = 2048
+STORE_EVERY = 2048
 """Ids after which a prompt is stored at the end of a chunk, wherever that is: what a server that is
 killed has computed, it finds again on disk. As long as the longest chunk, so that no pass becomes
 shorter. The windows of a piece of gpt-oss-20b take a sixteenth of the rest (docs/reuse.md), which
@@ -54,13 +54,12 @@ is why pieces are not joined later: that would write everything twice."""
 
 
 def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
-    """Positions after ``after``, ascending, at which the prompt is split; the last is before its
-    final id.
+    """Positions after ``after``, ascending, at which the prompt is split.
 
-    Behind the system and developer messages, which conversations share; before the last message of
+    After the system and developer messages, which conversations share; before the last message of
     the user, which may be edited; before the last id, so that the prompt can be repeated, and since
-    a later turn may drop the reasoning that follows (semantics A6). No piece is shorter than
-    ``SHORTEST``, except that the one after the system and developer messages may be.
+    a later turn may drop the reasoning that follows (semantics A6). A position that would make a
+    piece shorter than ``MIN_PIECE`` is left out; only the piece after the preamble may be shorter.
     """
     last, place = len(ids) - 1, -1
     messages: list[tuple[int, int]] = []  # where each begins, and the first id of its role
@@ -70,11 +69,11 @@ def boundaries(ids: Sequence[int], after: int = 0) -> list[int]:
             messages.append((place, ids[place + 1]))
     system, developer, user = (vocab.encode(role)[0] for role in ("system", "developer", "user"))
     preamble = next((place for place, role in messages if role not in (system, developer)), 0)
-    asked = max((place for place, role in messages if role == user), default=0)
+    last_user_message = max((place for place, role in messages if role == user), default=0)
     found, before = [], after
-    for place in sorted({preamble, asked}):
-        rest = 1 if place == preamble else SHORTEST
-        if before + SHORTEST <= place <= last - rest:
+    for place in sorted({preamble, last_user_message}):
+        min_after = 1 if place == preamble else MIN_PIECE
+        if before + MIN_PIECE <= place <= last - min_after:
             found.append(place)
             before = place
     return [*found, last] if last > after else found

@@ -9,36 +9,37 @@ answer gets a token. Sarathi-Serve (https://arxiv.org/abs/2403.02310) names it: 
 answers, or answers starve prompts. There, chunk and step are fused into one computation, which
 mlx-lm's models cannot do. So the two alternate, and two numbers bound what each does to the other:
 
-- *Pause.* While an answer runs, a chunk is planned to take at most ``AIM * pause`` seconds, by the
-  speed of this prompt's last chunk, or else an average of all chunks in which recent ones weigh
-  most. It may take longer if even ``CHUNK_MULTIPLE`` ids do, if no speed is known yet, or if the
-  estimate is wrong. Speed falls with the length of a chunk, since attention within it grows with
-  its square. So beyond ``FIRST_CHUNK`` ids, a chunk has at most ``GROWTH`` times as many as the
-  same prompt's chunk before it.
+- *Pause.* While an answer runs, a chunk is planned to take at most ``PAUSE_MARGIN * pause``
+  seconds, by the speed of this prompt's last chunk, or else an average of all chunks in which
+  recent ones weigh most. It may take longer if even ``CHUNK_MULTIPLE`` ids do, if no speed is known
+  yet, or if the estimate is wrong. Speed falls with the length of a chunk, since attention within
+  it grows with its square. So beyond ``FIRST_CHUNK`` ids, a chunk has at most ``GROWTH`` times as
+  many as the same prompt's chunk before it.
 - *Share.* A chunk that took ``c`` seconds is followed by steps that take
   ``c * DECODE_SHARE / (1 - DECODE_SHARE)`` seconds together. Answers get ``DECODE_SHARE`` of the
   time, and a prompt takes ``1 / (1 - DECODE_SHARE)`` times as long as it would alone. If a step
   overruns what answers were owed, the excess is credited to prompts before the next step. A new
   answer is owed its first id at once, which takes ``FIRST_STEPS``.
 
-**Chunks of a prompt alone.** Whoever arrives waits for the end of a chunk, so they should be short;
-and each reads all weights, so they should be long. On a Mac, a mixture of experts takes 1.2 times
-as long in chunks of 512 ids as in those of 2,048 (https://github.com/lmstudio-ai/lmstudio-js/issues/507);
-on a processor, no longer at all. So the first chunks of long prompts measure several lengths, and
-then the shortest counts whose ids take at most ``PRICE`` times as long as those of the fastest.
+**Chunks of a prompt alone.** A new request waits for the current chunk to end, which favours short
+chunks; every chunk reads all weights, which favours long ones. On a Mac, a mixture of experts takes
+1.2 times as long in chunks of 512 ids as in those of 2,048
+(https://github.com/lmstudio-ai/lmstudio-js/issues/507); on a processor, no longer at all. So the
+first chunks of long prompts measure several lengths, and then the shortest counts whose ids take at
+most ``MAX_SLOWDOWN`` times as long as those of the fastest.
 
-Whatever its length, a chunk takes no more than ``LONGEST`` seconds by the speed of the prompt's
-last one: attention makes each id slower than the
-one before it, and macOS ends a process whose work keeps the GPU busy for about five seconds without
-a break. Others have seen that beyond 65,000 ids (https://github.com/ml-explore/mlx/issues/3302),
-where mlx computes a layer's attention of a whole chunk in one piece; its authors leave it to their
-users to choose shorter chunks. A prompt that begins behind more than ``DEEP`` cached ids starts
-with ``FIRST_CHUNK`` ids, since its speed is not known.
+Whatever its length, a chunk takes no more than ``MAX_CHUNK_SECONDS`` seconds by the speed of the
+prompt's last one: attention makes each id slower than the one before it, and macOS ends a process
+whose work keeps the GPU busy for about five seconds without a break. Others have seen that beyond
+65,000 ids (https://github.com/ml-explore/mlx/issues/3302), where mlx computes a layer's attention
+of a whole chunk in one piece; its authors leave it to their users to choose shorter chunks. A
+prompt that begins behind more than ``LONG_PREFIX`` cached ids starts with ``FIRST_CHUNK`` ids,
+since its speed is not known.
 
 **Short prompts together.** What is left of a prompt is computed in one pass with what is left of
 others, each padded to the longest, if the pass is no longer than a chunk may be, and no more than
-``PADDED`` times as many ids as without the padding, or than ``FIRST_CHUNK``. They become rows of
-one batch, so `may_be_padded` has to permit that as well.
+``MAX_PADDING_RATIO`` times as many ids as without the padding, or than ``FIRST_CHUNK``. They become
+rows of one batch, so `may_be_padded` has to permit that as well.
 
 **Order.** The prompt with the least left to compute goes first, which minimizes the sum of all
 waits; a prompt that has begun can be overtaken between two chunks. That rule alone starves a long
@@ -48,11 +49,11 @@ takes about ``1 / OLDEST_SHARE`` times its own time at most, if no answers run a
 waits. **Tenants** take turns, chunk by chunk: the least recently served tenant is next. A tenant
 that sends ten prompts gets no more of the time than one that sends a single prompt.
 
-**Admission.** A prompt begins when it is its turn, there is memory for it (``fits``), and not too
-many others are running. The last prompt slot is reserved for single-chunk prompts: otherwise long
-prompts in all slots would block a short one until one of them is done. When there is no memory for
-the oldest prompt and it has waited for ``STARVATION_SECONDS``, no other one begins: otherwise small
-ones would take all memory that becomes free, forever.
+**Admission.** A prompt begins when it is its turn, there is memory for it (``make_room``), and not
+too many others are running. The last prompt slot is reserved for single-chunk prompts: otherwise
+long prompts in all slots would block a short one until one of them is done. When there is no memory
+for the oldest prompt and it has waited for ``STARVATION_SECONDS``, no other one begins: otherwise
+small ones would take all memory that becomes free, forever.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ STARVATION_SECONDS = 10.0
 """Seconds after which a prompt that lacks memory is no longer overtaken by later ones."""
 
 DECODE_SHARE = 0.32
-"""Fraction of the time for answers while prompts are also being computed."""
+"""Fraction of the time for answers while prompts are also being computed. An answer is promised a
+quarter of the speed that it has alone. Alternating costs time as well: with a share of a quarter,
+an answer beside a prompt of 36,000 ids had 0.195 of that speed."""
 
 OLDEST_SHARE = 0.25
 """Fraction of a tenant's prompt time that goes to its oldest prompt."""
@@ -77,33 +80,33 @@ CHUNK_MULTIPLE = 32
 
 FIRST_CHUNK = 256
 """Ids of a chunk beside an answer while no speed is known; growth never limits one to less, nor
-does ``LONGEST``: weights are read anew for each chunk."""
+does ``MAX_CHUNK_SECONDS``: weights are read anew for each chunk."""
 
 GROWTH = 1.5
 """Maximum ratio of a chunk beside an answer to the same prompt's previous one."""
 
-LONGEST = 2.5
+MAX_CHUNK_SECONDS = 2.5
 """Seconds that a chunk may take while no answer runs."""
 
-PARTS = (8, 4, 2, 1)
+CHUNK_DIVISORS = (8, 4, 2, 1)
 """Lengths of chunks that are measured, as parts of the longest; none is below ``FIRST_CHUNK``."""
 
 MEASUREMENTS = 3
 """How often each length is measured; the fastest counts."""
 
-PRICE = 1.1
+MAX_SLOWDOWN = 1.1
 """How much longer ids may take in shorter chunks than in the fastest ones."""
 
-PADDED = 1.5
+MAX_PADDING_RATIO = 1.5
 """Ids of a pass of several prompts, padding included, relative to those of the prompts."""
 
 FIRST_STEPS = 2
 """Steps to an answer's first id: steps run one ahead (`batch`)."""
 
-DEEP = 32_768
+LONG_PREFIX = 32_768
 """Ids of a cached prefix behind which a chunk is much slower than one without."""
 
-AIM = 0.8
+PAUSE_MARGIN = 0.8
 """Fraction of the pause that a chunk is planned to take; the rest is a margin."""
 
 
@@ -113,7 +116,8 @@ class BatchLimits:
 
     The smaller of ``sequences`` and ``answers`` limits prompts that have begun plus answers.
     ``prompts``: prompts that have begun. ``chunk``: ids of a prompt, while no answer runs.
-    ``chunk_beside``: the same while one does; 0 leaves it to ``pause``, in seconds.
+    ``pause``: seconds that a chunk may take while one does. ``chunk_beside``: an upper bound of its
+    ids besides; 0: none.
     """
 
     sequences: int = 256
@@ -122,6 +126,13 @@ class BatchLimits:
     chunk: int = 2048
     chunk_beside: int = 0
     pause: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The prompt of ``request`` gets its caches, with what is cached of it."""
+
+    request: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +150,7 @@ class ScheduledStep:
     """One step of all answers: an id for each, or more."""
 
 
-Decision: TypeAlias = "Chunk | ScheduledStep | None"
+Decision: TypeAlias = "Begin | Chunk | ScheduledStep | None"
 
 
 @dataclass(slots=True)
@@ -160,10 +171,10 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Tenant:
-    """``turn``: when it was served last. ``owed``: seconds that its oldest prompt is owed."""
+    """``turn``: when it was served last. ``oldest_owed``: seconds owed to its oldest prompt."""
 
     turn: int = 0
-    owed: float = 0.0
+    oldest_owed: float = 0.0
 
 
 class Scheduler:
@@ -175,7 +186,7 @@ class Scheduler:
         self._answers: set[int] = set()
         self._tenants: dict[str, _Tenant] = {}
         self._turn = 0
-        self._owed = 0.0  # seconds owed to answers; if negative, credit for prompts
+        self._answers_owed = 0.0  # seconds; if negative, credit for prompts
         self._pace = 0.0  # seconds per id: the last chunk's, averaged with all before
         self._first_steps = 0  # steps to the first id of the newest answer
         self._lengths = _Lengths(limits.chunk)
@@ -187,34 +198,39 @@ class Scheduler:
         self._tenants.setdefault(tenant, _Tenant())
         self._prompts[request] = _Prompt(request, tenant, ids, now)
 
-    def begin(self, request: int, rest: int, cached: int = 0) -> None:
-        """The prompt has its own caches from now on, with ``cached`` of its ids; ``rest`` are left
-        to compute."""
+    def begin(self, request: int, rest: int, cached: int = 0, seconds: float = 0.0) -> None:
+        """The prompt has its own caches from now on, with ``cached`` of its ids, which took
+        ``seconds``; ``rest`` ids are left to compute."""
         prompt = self._prompts[request]
         prompt.begun, prompt.rest, prompt.cached = True, rest, cached
         prompt.before = cached
+        self._charge(prompt, seconds)
 
     def computed(self, request: int, ids: int, seconds: float) -> None:
         prompt = self._prompts[request]
         if not self._answers:
             self._lengths.measured(prompt.before, ids, seconds)
+        self._charge(prompt, seconds)
+        self._turn += 1
+        self._tenants[prompt.tenant].turn = self._turn
         prompt.rest -= ids
         prompt.before += ids
-        self._turn += 1
-        tenant = self._tenants[prompt.tenant]
-        tenant.turn = self._turn
-        if prompt is self._oldest()[prompt.tenant]:
-            # The debt never goes below one chunk: an oldest prompt served for long must not pay for
-            # it later.
-            tenant.owed = max(tenant.owed - seconds, -seconds)
-        else:
-            tenant.owed += seconds * OLDEST_SHARE / (1 - OLDEST_SHARE)
+        prompt.chunk = ids
         if ids >= CHUNK_MULTIPLE:  # a shorter one says little about a longer one
             prompt.pace = seconds / ids
             self._pace = prompt.pace if not self._pace else (self._pace + prompt.pace) / 2
-        prompt.chunk = ids
+
+    def _charge(self, prompt: _Prompt, seconds: float) -> None:
+        """Owes the others their part of the time that a prompt took."""
+        tenant = self._tenants[prompt.tenant]
+        if prompt is self._oldest()[prompt.tenant]:
+            # The debt never falls below minus one chunk: an oldest prompt that was served for long
+            # must not pay for it later.
+            tenant.oldest_owed = max(tenant.oldest_owed - seconds, -seconds)
+        else:
+            tenant.oldest_owed += seconds * OLDEST_SHARE / (1 - OLDEST_SHARE)
         if self._answers:
-            self._owed += seconds * DECODE_SHARE / (1 - DECODE_SHARE)
+            self._answers_owed += seconds * DECODE_SHARE / (1 - DECODE_SHARE)
 
     def start_answer(self, request: int) -> None:
         """The prompt is computed: from now on, each step gives the request an id, or more."""
@@ -226,40 +242,43 @@ class Scheduler:
     def stepped(self, seconds: float) -> None:
         self._first_steps = max(0, self._first_steps - 1)
         credit = seconds if self._prompts else 0.0
-        self._owed = max(-credit, self._owed - seconds)
+        self._answers_owed = max(-credit, self._answers_owed - seconds)
 
     def remove(self, request: int) -> None:
         """The request has ended, or its client has gone."""
         prompt = self._prompts.pop(request, None)
         self._answers.discard(request)
         if not self._answers:
-            self._owed, self._first_steps = 0.0, 0
+            self._answers_owed, self._first_steps = 0.0, 0
         if prompt is not None:
             self._forget_tenants()
 
     # --- What to do
 
-    def next(self, now: float, fits: Callable[[int], bool] = lambda request: True) -> Decision:
-        """A chunk or a step; ``None`` when there is nothing to do now. ``fits`` says whether there
-        is memory for a prompt that has not begun; it may call ``remove``."""
-        if self._answers and (self._owed > 0 or self._first_steps):
+    def next(self, now: float, make_room: Callable[[int], bool] = lambda request: True) -> Decision:
+        """What to do now; ``None``: nothing. ``make_room`` is called for a prompt that could begin,
+        and says whether there is memory for it; it may call ``remove``."""
+        if self._answers and (self._answers_owed > 0 or self._first_steps):
             return ScheduledStep()
         limits = self.limits
         begun = sum(prompt.begun for prompt in self._prompts.values())
         free = min(limits.sequences, limits.answers) - begun - len(self._answers)
         waiting = (prompt for prompt in self._prompts.values() if not prompt.begun)
         oldest = min(waiting, key=lambda prompt: prompt.since, default=None)
-        if free > 0 and oldest is not None and now - oldest.since > STARVATION_SECONDS:
-            free = free if fits(oldest.request) else 0
+        may_begin = free > 0 and begun < limits.prompts
+        if may_begin and oldest is not None and now - oldest.since > STARVATION_SECONDS:
+            free = free if make_room(oldest.request) else 0
         for prompt in self._ranked():
             reserved = limits.prompts > 1 and prompt.rest > limits.chunk
             if prompt.begun:
-                return self._together(prompt, free > 0 and begun < limits.prompts, fits)
-            if free > 0 and begun < limits.prompts - reserved and fits(prompt.request):
-                return Chunk(prompt.request, self._length(prompt))
+                return self._together(prompt, free > 0 and may_begin, make_room)
+            if free > 0 and begun < limits.prompts - reserved and make_room(prompt.request):
+                return Begin(prompt.request)
         return ScheduledStep() if self._answers else None
 
-    def _together(self, first: _Prompt, may_begin: bool, fits: Callable[[int], bool]) -> Chunk:
+    def _together(
+        self, first: _Prompt, may_begin: bool, make_room: Callable[[int], bool]
+    ) -> Begin | Chunk:
         """The next chunk of a prompt that has begun, with others if that is all of a short one.
         Those of them that have not begun do so before."""
         length, group = self._length(first), [first]
@@ -270,8 +289,8 @@ class Scheduler:
                     continue
                 if other.begun:
                     group.append(other)
-                elif may_begin and fits(other.request):
-                    return Chunk(other.request, other.rest)
+                elif may_begin and make_room(other.request):
+                    return Begin(other.request)
             length = max(prompt.rest for prompt in group)
         return Chunk(first.request, length, tuple(prompt.request for prompt in group[1:]))
 
@@ -302,17 +321,19 @@ class Scheduler:
 
     def _oldest(self) -> dict[str, _Prompt]:
         """Each tenant's oldest prompt."""
-        prompts = sorted(
-            self._prompts.values(), key=lambda prompt: (-prompt.since, -prompt.request)
-        )
-        return {prompt.tenant: prompt for prompt in prompts}
+        oldest: dict[str, _Prompt] = {}
+        for prompt in sorted(
+            self._prompts.values(), key=lambda prompt: (prompt.since, prompt.request)
+        ):
+            oldest.setdefault(prompt.tenant, prompt)
+        return oldest
 
     def _ranked(self) -> list[_Prompt]:
         oldest = self._oldest()
 
         def rank(prompt: _Prompt) -> tuple[int, bool, int, int]:
             tenant = self._tenants[prompt.tenant]
-            by_age = tenant.owed > 0 and prompt is oldest[prompt.tenant]
+            by_age = tenant.oldest_owed > 0 and prompt is oldest[prompt.tenant]
             return tenant.turn, not by_age, prompt.rest, prompt.request
 
         return sorted(self._prompts.values(), key=rank)
@@ -331,16 +352,16 @@ class Scheduler:
         if not self._answers:
             return min(limits.chunk, self._longest(prompt))
         pace = prompt.pace or self._pace
-        length = int(limits.pause * AIM / pace) if pace else FIRST_CHUNK
+        length = int(limits.pause * PAUSE_MARGIN / pace) if pace else FIRST_CHUNK
         length = min(length, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
         most = min(limits.chunk, limits.chunk_beside or limits.chunk)
         return min(most, max(CHUNK_MULTIPLE, length))
 
     def _longest(self, prompt: _Prompt) -> int:
-        """Ids that take no more than ``LONGEST`` seconds."""
+        """Ids that take no more than ``MAX_CHUNK_SECONDS`` seconds."""
         if not prompt.pace:
-            return FIRST_CHUNK if prompt.cached > DEEP else self.limits.chunk
-        length = int(LONGEST / prompt.pace)
+            return FIRST_CHUNK if prompt.cached > LONG_PREFIX else self.limits.chunk
+        length = int(MAX_CHUNK_SECONDS / prompt.pace)
         return max(FIRST_CHUNK, length - length % CHUNK_MULTIPLE)
 
 
@@ -349,7 +370,7 @@ class _Lengths:
     ids before them cost little."""
 
     def __init__(self, longest: int) -> None:
-        shorter = [longest // part for part in PARTS]
+        shorter = [longest // part for part in CHUNK_DIVISORS]
         self._paces: dict[int, list[float]] = {
             length: [] for length in shorter if length >= min(FIRST_CHUNK, longest)
         }
@@ -370,7 +391,9 @@ class _Lengths:
         length = most
         if paces and all(paces.values()):
             fastest = min(min(measured) for measured in paces.values())
-            length = next(length for length in paces if min(paces[length]) <= PRICE * fastest)
+            length = next(
+                length for length in paces if min(paces[length]) <= MAX_SLOWDOWN * fastest
+            )
         return length if rest >= 2 * length else min(rest, most)
 
 
@@ -380,6 +403,6 @@ def _may_be_together(prompts: Sequence[_Prompt], most: int) -> bool:
     padded = len(rests) * max(rests)
     return (
         min(rests) > 0
-        and padded <= min(most, max(FIRST_CHUNK, PADDED * sum(rests)))
+        and padded <= min(most, max(FIRST_CHUNK, MAX_PADDING_RATIO * sum(rests)))
         and may_be_padded([prompt.before + prompt.rest for prompt in prompts])
     )

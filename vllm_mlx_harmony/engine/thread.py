@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-IDLE = 0.2
+POLL_SECONDS = 0.2
 """Seconds between two attempts at work that waits for something else, such as memory."""
 
 
@@ -87,7 +87,7 @@ class EngineThread:
             try:
                 self._died(error)
             except Exception:
-                logger.exception("what it was doing could not be ended")
+                logger.exception("its requests could not be ended")
         with suppress(Empty):
             while call := self._calls.get_nowait():
                 if call[1].set_running_or_notify_cancel():

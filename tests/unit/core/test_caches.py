@@ -16,10 +16,10 @@ UNBOUND = {
 }
 
 
-def test_functions_that_cache_for_all_tenants() -> None:
-    """They take no text of a client; whatever does is a ``ByteLRU`` with the tenant in its key."""
+def test_process_wide_caches_take_no_client_text() -> None:
+    """A cache of what clients write is a ``ByteLRU`` whose keys contain the tenant."""
     core = vllm_mlx_harmony.core
-    names = [one.name for one in pkgutil.walk_packages(core.__path__, core.__name__ + ".")]
+    names = [module.name for module in pkgutil.walk_packages(core.__path__, core.__name__ + ".")]
     found = {
         f"{value.__module__}.{value.__name__}"
         for name in names

@@ -1,4 +1,4 @@
-"""What one output is held to: its grammar, its budget of reasoning, and when it may end."""
+"""Constraints of one output: its grammar, its reasoning budget, and when it may end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANALYSIS = ids("<|channel|>analysis<|message|>")
 THOUGHT = ids(".")
 
 
-def consumed(spec: ConstraintSpec, *tokens: int) -> Constraint:
+def matcher_after(spec: ConstraintSpec, *tokens: int) -> Constraint:
     matcher = Constraint(spec).start()
     for token in tokens:
         matcher.mask()
@@ -29,7 +29,7 @@ def consumed(spec: ConstraintSpec, *tokens: int) -> Constraint:
 
 
 @pytest.mark.parametrize(
-    ("spec", "holds"),
+    ("spec", "expected"),
     [
         (ConstraintSpec(), False),
         (ConstraintSpec(binding=True, answering=True), False),
@@ -38,12 +38,12 @@ def consumed(spec: ConstraintSpec, *tokens: int) -> Constraint:
         (ConstraintSpec(min_tokens=1), True),
     ],
 )
-def test_whether_there_is_anything_to_hold_to(spec: ConstraintSpec, holds: bool) -> None:
-    assert bool(spec) is holds
+def test_spec_is_true_when_it_limits_anything(spec: ConstraintSpec, expected: bool) -> None:
+    assert bool(spec) is expected
     assert (Constraint(spec).start().mask() is None) is (not spec.min_tokens)
 
 
-def test_a_turn_does_not_end_before_its_least_number_of_tokens() -> None:
+def test_turn_does_not_end_before_min_tokens() -> None:
     matcher = Constraint(ConstraintSpec(min_tokens=2)).start()
     for token in ids("<|channel|>final")[:2]:
         mask = matcher.mask()
@@ -54,7 +54,7 @@ def test_a_turn_does_not_end_before_its_least_number_of_tokens() -> None:
     assert matcher.mask() is None
 
 
-def test_reasoning_that_used_its_budget_is_ended_id_by_id() -> None:
+def test_exhausted_reasoning_budget_forces_end() -> None:
     constraint = Constraint(ConstraintSpec(reasoning_tokens=2, repetitions=8))
     assert (constraint.reasoning_ended_by, constraint.reasoning_tokens) == ("", 0)
     matcher = constraint.start()
@@ -74,7 +74,7 @@ def test_reasoning_that_used_its_budget_is_ended_id_by_id() -> None:
 
 
 def compiled_grammar() -> Compiled:
-    """The grammar of a turn with one tool, which nobody has to call."""
+    """The grammar of a turn with one tool, which need not be called."""
     turn = Turn((User("Hi."),), (Tool("x", parameters={"type": "object"}),))
     grammar = grammar_of(turn, Names.of(turn), Policy.AUTO)
     assert grammar is not None
@@ -82,7 +82,7 @@ def compiled_grammar() -> Compiled:
 
 
 @pytest.mark.once
-def test_a_grammar_and_limits_hold_together() -> None:
+def test_grammar_and_limits_apply_together() -> None:
     spec = ConstraintSpec(grammar=compiled_grammar(), min_tokens=50, binding=True)
     assert spec
     constraint = Constraint(spec)
@@ -95,8 +95,8 @@ def test_a_grammar_and_limits_hold_together() -> None:
     mask = matcher.mask()
     assert mask is not None and vocab.RETURN not in mask  # not yet
     assert constraint.failure == ""
-    without = consumed(replace(spec, min_tokens=0), *output)
-    assert without.mask() is None  # it is at its end
+    unlimited = matcher_after(replace(spec, min_tokens=0), *output)
+    assert unlimited.mask() is None  # it is at its end
 
 
 TEXT = ids("Hi there, how are you?")
@@ -122,10 +122,10 @@ CUT = [*ANALYSIS, *THOUGHT, *ids("<|end|><|start|>assistant")]
         (ConstraintSpec(reasoning_tokens=1), [*ANALYSIS, *THOUGHT], TEXT, 0),  # ids are forced
     ],
 )
-def test_masks_of_a_draft_are_those_of_its_ids_one_by_one(
+def test_masks_of_draft_equal_masks_of_single_ids(
     spec: ConstraintSpec, before: list[int], draft: list[int], expected: int
 ) -> None:
-    held_to(spec, before, draft, expected)
+    check_draft(spec, before, draft, expected)
 
 
 @pytest.mark.parametrize(
@@ -140,18 +140,16 @@ def test_masks_of_a_draft_are_those_of_its_ids_one_by_one(
         ("<|channel|>analysis<|message|>Hm.<|end|>", "<|start|>assistant<|channel|>final", 4),
     ],
 )
-def test_a_draft_ends_where_the_grammar_does_not_allow_it(
-    before: str, draft: str, expected: int
-) -> None:
+def test_draft_ends_at_first_id_outside_grammar(before: str, draft: str, expected: int) -> None:
     spec = ConstraintSpec(grammar=compiled_grammar(), min_tokens=12, repetitions=8)
-    held_to(spec, ids(before), ids(draft), expected)
+    check_draft(spec, ids(before), ids(draft), expected)
 
 
-def held_to(spec: ConstraintSpec, before: list[int], draft: list[int], expected: int) -> None:
+def check_draft(spec: ConstraintSpec, before: list[int], draft: list[int], expected: int) -> None:
     def bits(mask: Mask | None) -> bytes | None:
         return None if mask is None else bytes(mask.words)
 
-    matcher = consumed(spec, *before)
+    matcher = matcher_after(spec, *before)
     masks = matcher.after(matcher.mask(), draft)
     assert len(masks) == expected
     for token, mask in zip(draft, masks, strict=False):
@@ -160,7 +158,7 @@ def held_to(spec: ConstraintSpec, before: list[int], draft: list[int], expected:
 
 
 @pytest.mark.parametrize("binding", [True, False])
-def test_id_outside_a_promised_grammar_is_a_failure(binding: bool) -> None:
+def test_id_outside_binding_grammar_is_a_failure(binding: bool) -> None:
     constraint = Constraint(ConstraintSpec(grammar=compiled_grammar(), binding=binding))
     assert constraint.failure == ""
     matcher = constraint.start()

@@ -1,6 +1,6 @@
-"""A turn in progress: what it holds is at every moment exactly the conversation.
+"""A turn in progress: at every moment, its messages are the conversation.
 
-Each mistake known from other servers has a test here or in test_parse.
+Every known mistake of other servers has a test here or in test_parse.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vllm_mlx_harmony.core.turn import (
 )
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
-ASKED = Turn((User("2+2?"),), (Tool("add"),))
-CALLS = (
+TURN = Turn((User("2+2?"),), (Tool("add"),))
+CALL_OUTPUT = (
     "<|channel|>analysis<|message|>Need add.<|end|><|start|>assistant<|channel|>commentary "
     'to=functions.add <|constrain|>json<|message|>{"a": 2}<|call|>'
 )
-ANSWERS = "<|channel|>final<|message|>It is 4.<|return|>"
+ANSWER_OUTPUT = "<|channel|>final<|message|>It is 4.<|return|>"
 RESULT = "<|start|>functions.add to=assistant<|channel|>commentary<|message|>4<|end|>"
 
 
@@ -45,46 +45,46 @@ def text_of(ids: tuple[int, ...]) -> str:
 
 
 def context() -> StreamingHarmonyContext:
-    return StreamingHarmonyContext(ASKED, INFO)
+    return StreamingHarmonyContext(TURN, INFO)
 
 
-def called() -> tuple[StreamingHarmonyContext, Call]:
-    """A context whose model has just called, and the call."""
+def context_after_call() -> tuple[StreamingHarmonyContext, Call]:
+    """A context after a call of the model, and the call."""
     turn = context()
-    turn.append_output(ids_of(CALLS))
+    turn.append_output(ids_of(CALL_OUTPUT))
     call = turn.messages[-1]
     assert isinstance(call, Call)
     return turn, call
 
 
-def test_starts_with_the_prompt() -> None:
-    turn, rendered = context(), render(ASKED)
+def test_turn_starts_with_prompt() -> None:
+    turn, rendered = context(), render(TURN)
     assert turn.start() == [Started(len(rendered.ids))]
     assert turn.render_for_completion() == rendered.ids
-    assert turn.messages == ASKED.messages
+    assert turn.messages == TURN.messages
 
 
-def test_messages_are_the_conversation_while_it_grows() -> None:
+def test_messages_grow_with_output() -> None:
     turn = context()
-    seen = []
-    for token in ids_of(CALLS):
+    snapshots = []
+    for token in ids_of(CALL_OUTPUT):
         turn.append_output([token])
-        seen.append(turn.messages[1:])
-    assert (Reasoning("Need"),) in seen
-    assert seen[-1] == (
+        snapshots.append(turn.messages[1:])
+    assert (Reasoning("Need"),) in snapshots
+    assert snapshots[-1] == (
         Reasoning("Need add."),
         Call(INFO.call_id(1), "add", '{"a": 2}'),
     )
 
 
-def test_every_delta_of_a_step_of_many_ids_survives() -> None:
-    one, many = context(), context()
-    single = [delta for token in ids_of(CALLS) for delta in one.append_output([token])]
-    assert spoken(single) == spoken(many.append_output(ids_of(CALLS)))
-    assert one.messages == many.messages
+def test_step_of_many_ids_gives_same_deltas() -> None:
+    by_id, at_once = context(), context()
+    deltas = [delta for token in ids_of(CALL_OUTPUT) for delta in by_id.append_output([token])]
+    assert join_text(deltas) == join_text(at_once.append_output(ids_of(CALL_OUTPUT)))
+    assert by_id.messages == at_once.messages
 
 
-def spoken(deltas: list[Delta]) -> list[object]:
+def join_text(deltas: list[Delta]) -> list[object]:
     """Deltas with adjacent text joined."""
     joined: list[object] = []
     for delta in deltas:
@@ -95,10 +95,10 @@ def spoken(deltas: list[Delta]) -> list[object]:
     return joined
 
 
-def test_no_ids_and_ids_behind_the_end_are_normal() -> None:
+def test_empty_output_and_ids_after_end_are_accepted() -> None:
     turn = context()
     assert turn.append_output([]) == []
-    turn.append_output(ids_of(ANSWERS + "<|start|>assistant"))
+    turn.append_output(ids_of(ANSWER_OUTPUT + "<|start|>assistant"))
     turn.append_output(ids_of("more"))
     assert turn.done
     assert turn.messages[-1] == Answer("It is 4.")
@@ -106,7 +106,7 @@ def test_no_ids_and_ids_behind_the_end_are_normal() -> None:
 
 
 def test_tool_results_are_in_conversation_and_next_prompt() -> None:
-    turn, call = called()
+    turn, call = context_after_call()
     before = turn.render_for_completion()
     turn.append_tool_output([Result(call.id, "4")])
     after = turn.render_for_completion()
@@ -115,20 +115,20 @@ def test_tool_results_are_in_conversation_and_next_prompt() -> None:
     assert text_of(after[len(before) :]) == RESULT + "<|start|>assistant"
 
 
-def test_several_tool_outputs_are_answered_once() -> None:
-    turn, call = called()
+def test_consecutive_tool_outputs_add_one_opening() -> None:
+    turn, call = context_after_call()
     before = turn.render_for_completion()
     turn.append_tool_output([Result(call.id, "4")])
     turn.append_tool_output([Result(call.id, "4")])
     assert text_of(turn.render_for_completion()[len(before) :]) == RESULT * 2 + "<|start|>assistant"
 
 
-def test_the_output_behind_a_tool_result_continues_the_turn() -> None:
-    turn, call = called()
+def test_output_after_tool_result_continues_turn() -> None:
+    turn, call = context_after_call()
     turn.append_tool_output([Result(call.id, "4")])
     prompt = turn.render_for_completion()
     assert not turn.done
-    deltas = turn.append_output(ids_of(ANSWERS))
+    deltas = turn.append_output(ids_of(ANSWER_OUTPUT))
     assert deltas == [Opened(2, Kind.ANSWER), Text("It is 4."), Closed()]
     assert turn.messages[1:] == (
         Reasoning("Need add."),
@@ -136,13 +136,13 @@ def test_the_output_behind_a_tool_result_continues_the_turn() -> None:
         Result(call.id, "4"),
         Answer("It is 4."),
     )
-    assert turn.render_for_completion() == (*prompt, *ids_of(ANSWERS))
+    assert turn.render_for_completion() == (*prompt, *ids_of(ANSWER_OUTPUT))
 
 
-def test_calls_of_one_turn_have_ids_of_their_own() -> None:
-    turn, first = called()
+def test_equal_calls_of_one_turn_have_different_ids() -> None:
+    turn, first = context_after_call()
     turn.append_tool_output([Result(first.id, "4")])
-    turn.append_output(ids_of(CALLS))
+    turn.append_output(ids_of(CALL_OUTPUT))
     second = turn.messages[-1]
     assert isinstance(second, Call)
     assert (first.name, first.arguments) == (second.name, second.arguments)
@@ -157,7 +157,7 @@ def test_calls_of_one_turn_have_ids_of_their_own() -> None:
         pytest.param("<|channel|>final<|message|>It<|return|>", "<|end|>", id="a turn that ended"),
     ],
 )
-def test_an_output_left_open_is_closed_by_what_follows(output: str, end: str) -> None:
+def test_tool_result_closes_open_output(output: str, end: str) -> None:
     turn = StreamingHarmonyContext(
         Turn((User("?"), Call("c", "add", "{}"), Result("c", "1")), (Tool("add"),)), INFO
     )
@@ -168,8 +168,8 @@ def test_an_output_left_open_is_closed_by_what_follows(output: str, end: str) ->
     assert text_of(turn.render_for_completion()[len(prompt) :]) == expected
 
 
-def test_a_result_of_no_call_changes_nothing() -> None:
-    turn, _ = called()
+def test_result_without_call_is_refused_and_changes_nothing() -> None:
+    turn, _ = context_after_call()
     before = (turn.messages, turn.render_for_completion())
     with pytest.raises(RequestError) as caught:
         turn.append_tool_output([Result("nobody", "4", where="messages[7]")])
@@ -177,19 +177,19 @@ def test_a_result_of_no_call_changes_nothing() -> None:
     assert (turn.messages, turn.render_for_completion()) == before
 
 
-def test_finish_counts_the_whole_turn() -> None:
-    turn, call = called()
+def test_finish_counts_tokens_of_whole_turn() -> None:
+    turn, call = context_after_call()
     turn.append_tool_output([Result(call.id, "4")])
-    turn.append_output(ids_of(ANSWERS))
+    turn.append_output(ids_of(ANSWER_OUTPUT))
     finished = turn.finish("stop", cached_tokens=7)[-1]
     assert isinstance(finished, Finished)
-    assert finished.usage.prompt_tokens == len(render(ASKED).ids)
+    assert finished.usage.prompt_tokens == len(render(TURN).ids)
     assert finished.usage.cached_tokens == 7
-    assert finished.usage.completion_tokens == len(ids_of(CALLS + ANSWERS))
+    assert finished.usage.completion_tokens == len(ids_of(CALL_OUTPUT + ANSWER_OUTPUT))
     assert finished.usage.reasoning_tokens == len(ids_of("Need add."))
 
 
-def test_the_prompt_that_began_the_answer_is_continued() -> None:
+def test_output_continues_prefilled_answer() -> None:
     turn = StreamingHarmonyContext(Turn((User("?"),), prefill="The answer"), INFO)
     assert turn.append_output(ids_of(" is 4.<|return|>")) == [
         Opened(0, Kind.ANSWER),
@@ -198,30 +198,32 @@ def test_the_prompt_that_began_the_answer_is_continued() -> None:
     ]
 
 
-def test_another_renderer_can_stand_in() -> None:
-    rendered = Rendered((1, 2, 3), render(ASKED).names)
-    turn = StreamingHarmonyContext(ASKED, INFO, renderer=lambda _: rendered)
+def test_custom_renderer_replaces_default() -> None:
+    rendered = Rendered((1, 2, 3), render(TURN).names)
+    turn = StreamingHarmonyContext(TURN, INFO, renderer=lambda _: rendered)
     assert turn.render_for_completion() == (1, 2, 3)
 
 
-_SPOKEN = {"reasoning": Reasoning, "preamble": Preamble, ANSWER: Answer}
+_MESSAGE_TYPES = {"reasoning": Reasoning, "preamble": Preamble, ANSWER: Answer}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_rows(row: Row) -> None:
+def test_row_gives_expected_messages(row: Row) -> None:
     tools = tuple(map(Tool, row.tools))
     limits = OutputLimits(stop=row.stop, one_call=row.one_call)
     turn = StreamingHarmonyContext(Turn((User("?"),), tools, limits=limits), INFO)
     turn.append_output(ids_of(row.output))
     turn.finish("length" if row.cut else "stop")
     assert turn.messages[1:] == tuple(
-        Call(INFO.call_id(index), *part[1:]) if part[0] == CALL else _SPOKEN[part[0]](part[1])
+        Call(INFO.call_id(index), *part[1:])
+        if part[0] == CALL
+        else _MESSAGE_TYPES[part[0]](part[1])
         for index, part in enumerate(row.expected)
     )
 
 
-def generated(row: Row, step: int) -> tuple[StreamingHarmonyContext, list[Delta]]:
-    """The turn of an engine that gives ``step`` ids at once and stops when it is done."""
+def generate(row: Row, step: int) -> tuple[StreamingHarmonyContext, list[Delta]]:
+    """The turn of an engine that emits ``step`` ids at a time, and its last deltas."""
     tools = tuple(map(Tool, row.tools))
     turn = StreamingHarmonyContext(
         Turn((User("?"),), tools, limits=OutputLimits(stop=row.stop)), INFO
@@ -236,20 +238,20 @@ def generated(row: Row, step: int) -> tuple[StreamingHarmonyContext, list[Delta]
 
 @pytest.mark.parametrize("step", [2, 3, 7, 1000])
 @pytest.mark.parametrize("row", [*STOPS, *PLAYED], ids=lambda row: row.id)
-def test_an_end_within_a_group_of_ids(row: Row, step: int) -> None:
-    """Usage, ids and what can be placed again are as if the ids had come one by one."""
-    (one, finished), (many, also) = generated(row, 1), generated(row, step)
-    assert also[-1] == finished[-1]
-    assert many.messages == one.messages
-    assert many.render_for_completion() == one.render_for_completion()
-    assert many.outputs == one.outputs
+def test_end_within_group_of_ids_equals_end_one_by_one(row: Row, step: int) -> None:
+    """Usage, ids and outputs for replay are the same as if the ids had come one by one."""
+    (single, single_deltas), (grouped, grouped_deltas) = generate(row, 1), generate(row, step)
+    assert grouped_deltas[-1] == single_deltas[-1]
+    assert grouped.messages == single.messages
+    assert grouped.render_for_completion() == single.render_for_completion()
+    assert grouped.outputs == single.outputs
 
 
 @pytest.mark.parametrize("step", [1, 3, 1000])
 @pytest.mark.parametrize("row", PLAYED, ids=lambda row: row.id)
 def test_impersonated_messages_are_dropped(row: Row, step: int) -> None:
-    """Neither among the ids nor in the next prompt, where it would be genuine."""
-    turn, _ = generated(row, step)
+    """They are neither among the ids nor in the next prompt, where they would look genuine."""
+    turn, _ = generate(row, step)
     view = Replay(2**20).view("m")
     for output in turn.outputs:
         view.remember(output)
@@ -257,20 +259,20 @@ def test_impersonated_messages_are_dropped(row: Row, step: int) -> None:
     results = [Result(call.id, "Genuine") for call in calls] or [User("Genuine")]
     tools = tuple(map(Tool, row.tools))
     prompt = render(Turn((*turn.messages, *results), tools), view).ids
-    asked = len(render(Turn((User("?"),), tools)).ids)
-    kept = text_of(turn.render_for_completion()[asked:])
-    assert kept == row.output[: len(kept)]
-    between = text_of(prompt[asked - len(opening()) :]).partition("Genuine")[0]
-    for made_up in ("No", "Never", "42"):
-        assert made_up not in kept
-        assert made_up not in between
+    prompt_length = len(render(Turn((User("?"),), tools)).ids)
+    output_text = text_of(turn.render_for_completion()[prompt_length:])
+    assert output_text == row.output[: len(output_text)]
+    replayed = text_of(prompt[prompt_length - len(opening()) :]).partition("Genuine")[0]
+    for invented in ("No", "Never", "42"):
+        assert invented not in output_text
+        assert invented not in replayed
     if row.finish != "length":  # a header that was cut is not in the prompt, either
-        assert not re.search("<.start.>(?!assistant)", kept)
-    assert len(re.findall("<.start.>(?!assistant)", between)) == len(results)
+        assert not re.search("<.start.>(?!assistant)", output_text)
+    assert len(re.findall("<.start.>(?!assistant)", replayed)) == len(results)
 
 
-def test_played_behind_a_result_ends_before_it() -> None:
-    turn, call = called()
+def test_impersonation_after_result_ends_turn() -> None:
+    turn, call = context_after_call()
     turn.append_tool_output([Result(call.id, "4")])
     prompt = turn.render_for_completion()
     for token in ids_of("<|start|>user<|message|>No.<|end|>"):
@@ -281,34 +283,37 @@ def test_played_behind_a_result_ends_before_it() -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if not row.cut], ids=lambda row: row.id)
-def test_parse_of_render_gives_the_answer_back(row: Row) -> None:
-    """Semantics D5, for every row: what was said, rendered canonically, is parsed to the same."""
+def test_rendered_messages_are_parsed_to_themselves(row: Row) -> None:
+    """Semantics D5, for every row: messages, rendered canonically, are parsed to the same."""
     tools = tuple(map(Tool, row.tools))
     turn = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     turn.append_output(ids_of(row.output))
     turn.finish("stop")
-    generated = turn.messages[1:]
+    messages = turn.messages[1:]
     prompt = render(Turn((User("?"),), tools)).ids
     again = StreamingHarmonyContext(Turn((User("?"),), tools), INFO)
     history = render(
-        Turn((User("?"), *(m for m in generated if not isinstance(m, Reasoning))), tools)
+        Turn(
+            (User("?"), *(message for message in messages if not isinstance(message, Reasoning))),
+            tools,
+        )
     ).ids
-    again.append_output(_behind(history, prompt))
-    assert list(again.messages[1:]) == _renumbered(generated)
+    again.append_output(_without_prompt(history, prompt))
+    assert list(again.messages[1:]) == _renumbered(messages)
 
 
-def _behind(history: tuple[int, ...], prompt: tuple[int, ...]) -> list[int]:
-    """What stands in ``history`` behind ``prompt``, without the next ``<|start|>assistant``."""
+def _without_prompt(history: tuple[int, ...], prompt: tuple[int, ...]) -> list[int]:
+    """The ids of ``history`` after ``prompt``, without the final ``<|start|>assistant``."""
     opening = ids_of("<|start|>assistant")
-    assert history[: len(prompt)] == prompt or history == prompt
+    assert history[: len(prompt)] == prompt
     return list(history[len(prompt) : -len(opening)])
 
 
 def _renumbered(messages: tuple[object, ...]) -> list[object]:
-    kept = [message for message in messages if not isinstance(message, Reasoning)]
+    visible = [message for message in messages if not isinstance(message, Reasoning)]
     return [
         Call(INFO.call_id(index), message.name, message.arguments)
         if isinstance(message, Call)
         else message
-        for index, message in enumerate(kept)
+        for index, message in enumerate(visible)
     ]

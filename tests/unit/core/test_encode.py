@@ -1,4 +1,4 @@
-"""Text into ids: as the library does it, in pieces that none of its steps takes long for."""
+"""Encoding: the library's ids, computed in pieces of bounded work."""
 
 from __future__ import annotations
 
@@ -21,32 +21,34 @@ from vllm_mlx_harmony.core.errors import PromptTooLong
 from vllm_mlx_harmony.core.pretokens import MAX_PIECE, MAX_SPAN, MAX_WORK, pieces
 
 
-def library(text: str) -> list[int]:
+def encode_with_library(text: str) -> list[int]:
     return vocab.encoding().encode(text, disallowed_special=())
 
 
 KINDS_OF_INTEREST = " \n\r\t/'!aAsStTrReElLvVmMdD019.,ſ\u0301ก\u0e34\x1c\x85\u3000\xa0É你ー，"
-"""Characters that the expression treats differently, and where it takes them to be alike."""
+"""Characters that the expression treats differently, and some that it treats alike."""
 
 TEXTS = st.one_of(
     st.text(st.sampled_from(KINDS_OF_INTEREST), max_size=60),
-    # A newer library knows letters that this Python does not: they are no part of the promise.
+    # Without unassigned characters: a newer library may know letters that this Python does not.
     st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=200),
 )
 
 
 @pytest.mark.nightly
 @given(text=st.text(max_size=200))
-def test_a_short_text_as_the_library(text: str) -> None:
-    assert vocab.encode(text) == library(text)
+def test_short_text_matches_library(text: str) -> None:
+    assert vocab.encode(text) == encode_with_library(text)
 
 
 @given(text=TEXTS)
 @example(text="don't  A1\r\n/\n\n  !")
-def test_every_cut_leaves_the_ids_as_they_are(text: str) -> None:
+def test_cuts_at_boundaries_do_not_change_ids(text: str) -> None:
     bounds = [0, *(boundary.end() for boundary in pretokens._BOUNDARY.finditer(text)), len(text)]
     parts = [text[a:b] for a, b in pairwise(bounds)]
-    assert [token for part in parts for token in library(part)] == library(text)
+    assert [token for part in parts for token in encode_with_library(part)] == encode_with_library(
+        text
+    )
 
 
 LONG = {
@@ -69,16 +71,16 @@ LONG = {
 
 
 @pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
-def test_a_long_text_as_the_library(text: str) -> None:
-    assert vocab.encode(text) == library(text)
+def test_long_text_matches_library(text: str) -> None:
+    assert vocab.encode(text) == encode_with_library(text)
 
 
 @pytest.mark.parametrize("text", ["a\ud83d\udc00b " * 500, "\ud83d" * 500], ids=["pairs", "halves"])
-def test_surrogates_in_a_long_text_as_the_library(text: str) -> None:
-    assert vocab.encode(text) == library(text)
+def test_surrogates_in_long_text_match_library(text: str) -> None:
+    assert vocab.encode(text) == encode_with_library(text)
 
 
-# --- How long one piece takes: by the work it is, whatever characters it is made of
+# --- The work of one piece is bounded, whatever characters it contains
 
 
 _SPACE = frozenset(map(ord, "\t\v\f\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000"))
@@ -130,12 +132,12 @@ _PRETOKEN = re.compile(
 def work(piece: str) -> int:
     kinds = piece.translate(_KINDS)
     return sum(
-        len(piece[found.start() : found.end()].encode("utf-8", "surrogatepass")) ** 2
-        for found in _PRETOKEN.finditer(kinds)
+        len(piece[match.start() : match.end()].encode("utf-8", "surrogatepass")) ** 2
+        for match in _PRETOKEN.finditer(kinds)
     )
 
 
-class Looked:
+class CountingExpression:
     """An expression that counts the characters it looks at."""
 
     def __init__(self, expression: re.Pattern[str]) -> None:
@@ -143,14 +145,14 @@ class Looked:
         self.characters = 0
 
     def search(self, text: str, start: int, end: int) -> re.Match[str] | None:
-        found = self._expression.search(text, start, end)
-        self.characters += (min(end, len(text)) if found is None else found.end()) - start
-        return found
+        match = self._expression.search(text, start, end)
+        self.characters += (min(end, len(text)) if match is None else match.end()) - start
+        return match
 
 
 def check(text: str) -> None:
-    """Whatever ``text`` is, it is linear work: in a number of pieces, each of them bounded."""
-    boundaries = Looked(pretokens._BOUNDARY)
+    """``text`` is linear work: the number of its pieces and the work of each are bounded."""
+    boundaries = CountingExpression(pretokens._BOUNDARY)
     with patch.object(pretokens, "_BOUNDARY", boundaries):
         parts = list(pieces(text))
     assert "".join(parts) == text
@@ -162,10 +164,10 @@ def check(text: str) -> None:
 
 @lru_cache
 def by_category() -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    categories: dict[str, list[str]] = {}
     for code in range(sys.maxunicode + 1):
-        found.setdefault(unicodedata.category(chr(code)), []).append(chr(code))
-    return found
+        categories.setdefault(unicodedata.category(chr(code)), []).append(chr(code))
+    return categories
 
 
 SIZE = 50_000
@@ -175,7 +177,7 @@ CATEGORIES = sorted(by_category())
 @pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("category", CATEGORIES)
-def test_long_runs_of_each_category(category: str) -> None:
+def test_long_runs_of_one_category_are_bounded_work(category: str) -> None:
     characters = by_category()[category]
     check(characters[0] * SIZE)
     check("".join(random.Random(category).choices(characters, k=SIZE)))
@@ -186,7 +188,7 @@ RUNS = (1, 2, 7, 300, MAX_SPAN - 1, MAX_SPAN, 5_000)
 
 @st.composite
 def mixed(draw: st.DrawFn, size: int, runs: Sequence[int] = RUNS) -> str:
-    """Runs of several categories, one after the other, of one character or of many."""
+    """Runs of several categories, each of one character or of many."""
     chosen = draw(st.lists(st.sampled_from(CATEGORIES), min_size=2, max_size=6, unique=True))
     lengths = draw(st.lists(st.sampled_from(runs), min_size=1, max_size=6))
     chance = random.Random(draw(st.integers(0, 2**32)))
@@ -206,17 +208,17 @@ def mixed(draw: st.DrawFn, size: int, runs: Sequence[int] = RUNS) -> str:
 @pytest.mark.once
 @settings(max_examples=examples(25))
 @given(text=mixed(SIZE))
-def test_long_runs_of_several_categories(text: str) -> None:
+def test_long_runs_of_several_categories_are_bounded_work(text: str) -> None:
     check(text)
 
 
 @settings(max_examples=examples(50))
 @given(text=mixed(10_000, runs=RUNS[:-3]))
-def test_runs_of_several_categories_as_the_library(text: str) -> None:
+def test_runs_of_several_categories_match_library(text: str) -> None:
     ids = vocab.encode(text)
     boundaries = (boundary.end() for boundary in pretokens._BOUNDARY.finditer(text))
     if max(b - a for a, b in pairwise([0, *boundaries, len(text)])) < MAX_SPAN // 2:
-        assert ids == library(text)
+        assert ids == encode_with_library(text)
     assert vocab.encoding().decode(ids) == vocab.clean(text)
 
 
@@ -241,15 +243,15 @@ ATTACKS = {
 @pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("text", ATTACKS.values(), ids=ATTACKS.keys())
-def test_no_text_is_much_work_in_one_go(text: str) -> None:
+def test_adversarial_text_is_bounded_work(text: str) -> None:
     check(text)
     ids = vocab.encode(text)
     assert vocab.encoding().decode(ids) == vocab.clean(text)
     assert not any(token in vocab.CONTROL for token in ids)
 
 
-def test_more_than_any_model_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The error has the window of the model, not the limit, and a number that is a lower bound."""
+def test_text_beyond_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the model's window, not the limit, and a lower bound of the length."""
     monkeypatch.setattr(vocab, "MAX_PROMPT_TOKENS", 10_000)
     assert len(vocab.encode(" word" * 10_000)) == 10_000
     with pytest.raises(PromptTooLong) as raised:

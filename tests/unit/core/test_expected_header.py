@@ -1,4 +1,4 @@
-"""The rest of the header that is being written: a guess from the headers that a turn may have."""
+"""Prediction of the rest of a header, from the headers that a turn may have."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ ROWS = [
 
 
 @pytest.mark.parametrize(
-    ("names", "written", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
+    ("names", "output", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
-def test_next_ids_complete_the_header(names: Names, written: str, expected: str) -> None:
+def test_predicted_ids_complete_header(names: Names, output: str, expected: str) -> None:
     header = ExpectedHeader(expected_headers(names))
-    for token in ids(written):
+    for token in ids(output):
         header.consume(token)
-    found = header.next(100)
-    assert found == ids(expected)
-    assert [header.next(most) for most in range(4)] == [found[:most] for most in range(4)]
+    predicted = header.next(100)
+    assert predicted == ids(expected)
+    assert [header.next(most) for most in range(4)] == [predicted[:most] for most in range(4)]
 
 
-def test_unexpected_headers_stop_the_prediction() -> None:
+def test_unexpected_headers_stop_prediction() -> None:
     header = ExpectedHeader(expected_headers(TOOLS))
     for token in ids(PREAMBLE * 2):
         header.consume(token)
@@ -59,7 +59,7 @@ def test_unexpected_headers_stop_the_prediction() -> None:
     assert header.next(9) == []
 
 
-def test_nothing_is_expected_within_a_prefilled_answer() -> None:
+def test_prefilled_answer_predicts_no_header() -> None:
     header = ExpectedHeader(expected_headers(TOOLS), answering=True)
     assert header.next(9) == []
     for token in ids("Hi<|end|>"):
@@ -67,7 +67,7 @@ def test_nothing_is_expected_within_a_prefilled_answer() -> None:
     assert header.next(9) == ids(BEGIN)
 
 
-def test_without_headers_nothing_is_expected() -> None:
+def test_no_headers_predict_nothing() -> None:
     header = ExpectedHeader(())
     for token in ids(f"{ANALYSIS}{BEGIN}"):
         assert header.next(9) == []

@@ -1,6 +1,6 @@
-"""What a turn may say: rows of outputs, taken or refused id by id.
+"""Grammars of turns: rows of outputs that are accepted or rejected id by id.
 
-`tests/unit/host/test_enforcement.py` draws outputs at random.
+`tests/unit/host/test_enforcement.py` generates random outputs.
 """
 
 from __future__ import annotations
@@ -61,41 +61,41 @@ ANSWER: Mapping[str, Any] = {
 TOOLS = (Tool("weather", parameters=WEATHER), Tool("weather_now"), Tool("last.one", parameters={}))
 
 
-def turn(**asked: Any) -> Turn:
-    return Turn(messages=(User("Hi."),), **asked)
+def make_turn(**fields: Any) -> Turn:
+    return Turn(messages=(User("Hi."),), **fields)
 
 
-def held_to(asked: Turn, policy: Policy = Policy.AUTO) -> Compiled:
-    grammar = grammar_of(asked, Names.of(asked), policy)
+def compile_turn(turn: Turn, policy: Policy = Policy.AUTO) -> Compiled:
+    grammar = grammar_of(turn, Names.of(turn), policy)
     assert grammar is not None
     return compile_grammar(grammar)
 
 
 # --- rows ---
 
-AUTO = turn(tools=TOOLS)
-NAMED = turn(tools=TOOLS, tool_choice=ToolChoice(required=True, names=("weather",)))
-TYPED = turn(response_format=ResponseFormat(ANSWER))
-TYPED_TOOLS = turn(tools=TOOLS, response_format=ResponseFormat(ANSWER))
+AUTO = make_turn(tools=TOOLS)
+NAMED = make_turn(tools=TOOLS, tool_choice=ToolChoice(required=True, names=("weather",)))
+TYPED = make_turn(response_format=ResponseFormat(ANSWER))
+TYPED_TOOLS = make_turn(tools=TOOLS, response_format=ResponseFormat(ANSWER))
 CHOICES = {
-    "plain": turn(),
-    "silent": turn(thinking=False),
+    "plain": make_turn(),
+    "silent": make_turn(thinking=False),
     "auto": AUTO,
-    "silent auto": turn(tools=TOOLS, thinking=False),
-    "required": turn(tools=TOOLS, tool_choice=ToolChoice(required=True)),
+    "silent auto": make_turn(tools=TOOLS, thinking=False),
+    "required": make_turn(tools=TOOLS, tool_choice=ToolChoice(required=True)),
     "named": NAMED,
-    "allowed": turn(tools=TOOLS, tool_choice=ToolChoice(names=("weather_now",))),
+    "allowed": make_turn(tools=TOOLS, tool_choice=ToolChoice(names=("weather_now",))),
     "typed": TYPED,
-    "object": turn(response_format=ResponseFormat()),
+    "object": make_turn(response_format=ResponseFormat()),
     "typed with tools": TYPED_TOOLS,
     "typed, required": replace(TYPED_TOOLS, tool_choice=ToolChoice(required=True)),
-    "built-in": turn(builtin_tools=("browser", "python")),
+    "built-in": make_turn(builtin_tools=("browser", "python")),
 }
 
 ARGS = '{"city":"Rome"}'
 THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
-SAID = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
-BLANK_THOUGHT, BLANK_SAID = THOUGHT.replace("Hm.", ""), SAID.replace("Wait.", "")
+PREAMBLE = "<|channel|>commentary<|message|>Wait.<|end|><|start|>assistant"
+BLANK_THOUGHT, BLANK_PREAMBLE = THOUGHT.replace("Hm.", ""), PREAMBLE.replace("Wait.", "")
 FINAL = "<|channel|>final<|message|>Hi.<|return|>"
 CALL = f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{ARGS}<|call|>"
 JSON = '{"title":"t","tags":["a"]}'
@@ -113,7 +113,7 @@ class Row:
     id: str
     output: str
     choices: frozenset[str]
-    """Under which all of it is taken; under any other some of it is refused."""
+    """The choices that accept all of the output; any other rejects some of it."""
 
 
 NAMES = ("functions.weather", "weather")
@@ -140,34 +140,34 @@ OUTPUTS = [
     Row("an empty answer", "<|channel|>final<|message|><|return|>", TALKERS),
     Row("thought, an answer", THOUGHT + FINAL, TALKERS & THINKERS),
     Row("thought often", THOUGHT * 3 + CALL, CALLERS & THINKERS),
-    Row("said, a call", SAID + CALL, CALLERS),
-    Row("said and thought, a call", (SAID + THOUGHT) * 2 + CALL, CALLERS & THINKERS),
-    Row("said, an answer", SAID + FINAL, TALKERS - {"silent"}),
+    Row("said, a call", PREAMBLE + CALL, CALLERS),
+    Row("said and thought, a call", (PREAMBLE + THOUGHT) * 2 + CALL, CALLERS & THINKERS),
+    Row("said, an answer", PREAMBLE + FINAL, TALKERS - {"silent"}),
     Row("typed", TYPED_FINAL, ANSWERERS),
     Row("typed, pretty", "<|channel|>final<|message|>" + '{\n  "title": "t",\n  "tags": [\n    "a"'
         "\n  ]\n}<|return|>", ANSWERERS),
     Row("typed with a type", TYPED_FINAL.replace("final", "final<|constrain|>json"), ANSWERERS),
     Row("thought, typed", THOUGHT + TYPED_FINAL, ANSWERERS & THINKERS),
-    Row("said, typed", SAID + TYPED_FINAL, TALKERS - {"silent"}),
+    Row("said, typed", PREAMBLE + TYPED_FINAL, TALKERS - {"silent"}),
     Row("other JSON", '<|channel|>final<|message|>{"x":[1,null]}<|return|>', TALKERS | {"object"}),
-    # Behind a message without words comes one with words, or the last one.
+    # A blank message is followed by one that is not blank, or by the last message.
     Row("blank thought, an answer", BLANK_THOUGHT + FINAL, TALKERS & THINKERS),
     Row("blank thoughts between others", (BLANK_THOUGHT + THOUGHT) * 3 + BLANK_THOUGHT + CALL,
         CALLERS & THINKERS),
     Row("blank thoughts, typed", (BLANK_THOUGHT + THOUGHT) * 2 + BLANK_THOUGHT + TYPED_FINAL,
         ANSWERERS & THINKERS),
     Row("white space thought", THOUGHT.replace("Hm.", " \n") + FINAL, TALKERS & THINKERS),
-    Row("said nothing, a call", BLANK_SAID + CALL, CALLERS),
-    Row("said nothing, thought, said nothing, a call", BLANK_SAID + THOUGHT + BLANK_SAID + CALL,
+    Row("said nothing, a call", BLANK_PREAMBLE + CALL, CALLERS),
+    Row("said nothing, thought, said nothing, a call",
+        BLANK_PREAMBLE + THOUGHT + BLANK_PREAMBLE + CALL, CALLERS & THINKERS),
+    Row("said nothing, thought, said, a call", BLANK_PREAMBLE + THOUGHT + PREAMBLE + CALL,
         CALLERS & THINKERS),
-    Row("said nothing, thought, said, a call", BLANK_SAID + THOUGHT + SAID + CALL,
-        CALLERS & THINKERS),
-    Row("blank thought, said, a call", BLANK_THOUGHT + SAID + CALL, CALLERS & THINKERS),
+    Row("blank thought, said, a call", BLANK_THOUGHT + PREAMBLE + CALL, CALLERS & THINKERS),
     Row("two blank thoughts", BLANK_THOUGHT * 2 + FINAL, NONE),
-    Row("said nothing twice", BLANK_SAID * 2 + CALL, NONE),
+    Row("said nothing twice", BLANK_PREAMBLE * 2 + CALL, NONE),
     Row("white space twice", THOUGHT.replace("Hm.", " ") * 2 + FINAL, NONE),
-    Row("nothing said and thought", BLANK_SAID + BLANK_THOUGHT + CALL, NONE),
-    Row("nothing thought and said", THOUGHT + BLANK_THOUGHT + BLANK_SAID + CALL, NONE),
+    Row("nothing said and thought", BLANK_PREAMBLE + BLANK_THOUGHT + CALL, NONE),
+    Row("nothing thought and said", THOUGHT + BLANK_THOUGHT + BLANK_PREAMBLE + CALL, NONE),
     Row("an answer with a lone word", FINAL.replace("final", "final json"), NONE),
     Row("JSON, and no object", "<|channel|>final<|message|>[1]<|return|>", TALKERS),
     Row("another tool", "<|channel|>commentary to=functions.weather_now<|message|>{}<|call|>",
@@ -196,20 +196,20 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize("row", OUTPUTS, ids=lambda row: row.id)
-def test_row(row: Row) -> None:
+def test_output_is_accepted_under_its_choices(row: Row) -> None:
     ids = ids_of(row.output)
-    for choice, asked in CHOICES.items():
-        matcher = held_to(asked).matcher()
-        took = [matcher.consume(token) for token in ids]
-        assert all(took) == (choice in row.choices), choice
-        assert matcher.done == all(took)
-        assert bool(matcher.error) == (not all(took))
+    for choice, turn in CHOICES.items():
+        matcher = compile_turn(turn).matcher()
+        accepted = [matcher.consume(token) for token in ids]
+        assert all(accepted) == (choice in row.choices), choice
+        assert matcher.done == all(accepted)
+        assert bool(matcher.error) == (not all(accepted))
 
 
-@pytest.mark.parametrize("output", [SAID + THOUGHT + CALL, THOUGHT + TYPED_FINAL, FINAL, CALL])
+@pytest.mark.parametrize("output", [PREAMBLE + THOUGHT + CALL, THOUGHT + TYPED_FINAL, FINAL, CALL])
 @pytest.mark.parametrize("choice", ["named", "typed", "plain"])
 def test_mask_and_consume_agree(choice: str, output: str) -> None:
-    matcher, mask = held_to(CHOICES[choice]).matcher(), Mask()
+    matcher, mask = compile_turn(CHOICES[choice]).matcher(), Mask()
     for token in ids_of(output):
         allowed = matcher.fill(mask) and token in mask
         assert matcher.consume(token) == allowed
@@ -243,9 +243,7 @@ SIMILAR = [
 @pytest.mark.once
 @pytest.mark.parametrize("first", SIMILAR)
 @pytest.mark.parametrize("builtin", [(), ("python", "browser")], ids=["", "built-in"])
-def test_call_is_constrained_by_the_schema_of_its_own_tool(
-    first: str, builtin: tuple[str, ...]
-) -> None:
+def test_call_is_constrained_by_schema_of_its_tool(first: str, builtin: tuple[str, ...]) -> None:
     chance = random.Random(first)
     for second in (*SIMILAR[:3], *chance.sample(SIMILAR, 3)):
         names = (first,) if first == second else (first, second)
@@ -253,11 +251,13 @@ def test_call_is_constrained_by_the_schema_of_its_own_tool(
             Tool(name, parameters={**WEATHER, "properties": {f"p{at}": {}}, "required": [f"p{at}"]})
             for at, name in enumerate(names)
         )
-        asked = turn(tools=tools, builtin_tools=builtin)
-        grammar = held_to(asked)
+        turn = make_turn(tools=tools, builtin_tools=builtin)
+        grammar = compile_turn(turn)
         recipients = {*SIMILAR, *(f"functions.{name}" for name in SIMILAR)}
-        recipients |= {Names.of(asked).recipient(name) for name in names}
-        recipients = {each for each in recipients if each.partition(".")[0] not in builtin}
+        recipients |= {Names.of(turn).recipient(name) for name in names}
+        recipients = {
+            candidate for candidate in recipients if candidate.partition(".")[0] not in builtin
+        }
         reached = set()
         for recipient in sorted(recipients):
             head = chance.choice((" to=", "<|channel|>analysis to="))
@@ -265,34 +265,42 @@ def test_call_is_constrained_by_the_schema_of_its_own_tool(
                 ids = ids_of(f'{head}{recipient}<|message|>{{"p{at}":1}}<|call|>')
                 matcher = grammar.matcher()
                 if all(map(matcher.consume, ids)):
-                    deltas = Parser(Names.of(asked)).feed(ids)
-                    called = [each.name for each in deltas if isinstance(each, Opened)]
+                    deltas = Parser(Names.of(turn)).feed(ids)
+                    called = [delta.name for delta in deltas if isinstance(delta, Opened)]
                     assert called == [names[at]], recipient
                     reached.add(names[at])
         assert reached == {*names}, second
 
 
-def test_off_is_no_grammar() -> None:
+def test_policy_off_gives_no_grammar() -> None:
     assert grammar_of(AUTO, Names.of(AUTO), Policy.OFF) is None
 
 
 @pytest.mark.parametrize(
     ("asked", "param", "words"),
     [
-        (turn(tool_choice=ToolChoice(required=True)), "tool_choice", "no tool"),
-        (turn(tools=TOOLS, tool_choice=ToolChoice(True), prefill="I"), "tool_choice", "begins"),
-        (turn(tools=TOOLS, tool_choice=ToolChoice(True, ("nobody",))), "tool_choice", "no tool"),
+        (make_turn(tool_choice=ToolChoice(required=True)), "tool_choice", "no tool"),
+        (
+            make_turn(tools=TOOLS, tool_choice=ToolChoice(True), prefill="I"),
+            "tool_choice",
+            "begins",
+        ),
+        (
+            make_turn(tools=TOOLS, tool_choice=ToolChoice(True, ("nobody",))),
+            "tool_choice",
+            "no tool",
+        ),
         (replace(TYPED, prefill="I think"), "messages", "beginning of the answer"),
     ],
 )
 def test_impossible_choices_are_refused(asked: Turn, param: str, words: str) -> None:
     with pytest.raises(RequestError, match=words) as raised:
-        held_to(asked)
+        compile_turn(asked)
     assert raised.value.param == param
 
 
-def test_equal_turns_share_what_is_compiled() -> None:
-    assert held_to(AUTO) is held_to(turn(tools=TOOLS))
+def test_equal_turns_share_compiled_grammar() -> None:
+    assert compile_turn(AUTO) is compile_turn(make_turn(tools=TOOLS))
 
 
 @pytest.mark.parametrize(
@@ -300,20 +308,20 @@ def test_equal_turns_share_what_is_compiled() -> None:
     [("functions.python_tool", True), ("python_tool", True), ("functions.x", False)],
 )
 @pytest.mark.parametrize("builtin", [(), ("python",)], ids=["alone", "beside the built-in"])
-def test_function_named_like_a_trained_tool_can_be_chosen(
+def test_function_named_like_trained_tool_can_be_chosen(
     recipient: str, accepted: bool, builtin: tuple[str, ...]
 ) -> None:
-    asked = turn(
+    turn = make_turn(
         tools=(Tool("python"), Tool("x")),
         builtin_tools=builtin,
         tool_choice=ToolChoice(required=True, names=("python",)),
     )
     call = f"<|channel|>commentary to={recipient} <|constrain|>json<|message|>{{}}<|call|>"
-    assert all(map(held_to(asked).matcher().consume, ids_of(call))) is accepted
+    assert all(map(compile_turn(turn).matcher().consume, ids_of(call))) is accepted
 
 
-def test_a_matcher_survives_what_it_does_not_have() -> None:
-    matcher, mask = held_to(NAMED).matcher(), Mask()
+def test_matcher_survives_rejected_id() -> None:
+    matcher, mask = compile_turn(NAMED).matcher(), Mask()
     assert not matcher.consume(vocab.RETURN)
     assert matcher.error
     assert not matcher.fill(mask)
@@ -323,8 +331,8 @@ def test_a_matcher_survives_what_it_does_not_have() -> None:
 
 def test_complete_typed_answer_can_only_end() -> None:
     for strict in (True, False):
-        typed = turn(response_format=ResponseFormat(ANSWER, strict=strict))
-        matcher, mask = held_to(typed).matcher(), Mask()
+        typed = make_turn(response_format=ResponseFormat(ANSWER, strict=strict))
+        matcher, mask = compile_turn(typed).matcher(), Mask()
         for token in ids_of('<|channel|>final<|message|>{"title":"t","tags":[]}'):
             assert matcher.consume(token)
         assert matcher.fill(mask)
@@ -335,12 +343,13 @@ def test_complete_typed_answer_can_only_end() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rest", "accepted"), [(FINAL, True), (SAID, True), (THOUGHT, False), (BLANK_THOUGHT, False)]
+    ("rest", "accepted"),
+    [(FINAL, True), (PREAMBLE, True), (THOUGHT, False), (BLANK_THOUGHT, False)],
 )
 def test_ended_reasoning_is_not_resumed(rest: str, accepted: bool) -> None:
-    """For engines that follow the grammar themselves: they begin anew with another one."""
-    asked = turn(tools=TOOLS)
-    grammar = grammar_of(asked, Names.of(asked))
+    """Engines that enforce the grammar themselves begin again with another grammar."""
+    turn = make_turn(tools=TOOLS)
+    grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
     free = compile_grammar(grammar).matcher()
     assert all(map(free.consume, ids_of(THOUGHT + rest)))
@@ -348,26 +357,26 @@ def test_ended_reasoning_is_not_resumed(rest: str, accepted: bool) -> None:
     assert all(map(matcher.consume, ids_of(rest))) is accepted
 
 
-def test_json_without_white_space() -> None:
-    """What llguidance 1.7 reads: no option that it does not know."""
-    grammar = held_to(turn(response_format=ResponseFormat(ANSWER, strict=True))).grammar
+def test_compact_json_rejects_white_space() -> None:
+    """For llguidance 1.7, which lacks the option for white space."""
+    grammar = compile_turn(make_turn(response_format=ResponseFormat(ANSWER, strict=True))).grammar
     compact = compile_grammar(replace(grammar, text=with_compact_json(grammar.text)))
     head = "<|channel|>final<|message|>"
     for text, accepted in (('{"title":"t","tags":[]}', True), ('{"title": "t","tags":[]}', False)):
-        assert all(map(held_to(TYPED).matcher().consume, ids_of(head + text)))
+        assert all(map(compile_turn(TYPED).matcher().consume, ids_of(head + text)))
         assert all(map(compact.matcher().consume, ids_of(head + text))) is accepted
 
 
 @pytest.mark.parametrize(
     ("asked", "rest"),
     [
-        (turn(tools=TOOLS, prefill="I think"), " so.<|return|>"),
-        (turn(tools=TOOLS, prefill='{"title":'), '"t","tags":[]}<|return|>'),
+        (make_turn(tools=TOOLS, prefill="I think"), " so.<|return|>"),
+        (make_turn(tools=TOOLS, prefill='{"title":'), '"t","tags":[]}<|return|>'),
         (replace(TYPED, prefill='{"title":'), '"t","tags":[]}<|return|>'),
     ],
 )
-def test_prefill(asked: Turn, rest: str) -> None:
-    matcher = held_to(asked).matcher()
+def test_prefilled_answer_is_completed(asked: Turn, rest: str) -> None:
+    matcher = compile_turn(asked).matcher()
     assert all(map(matcher.consume, ids_of(rest)))
     assert matcher.done
 
@@ -377,7 +386,7 @@ LOOKALIKES = f"<|end|><|start|>assistant{CALL}"
 
 @pytest.mark.parametrize("choice", ["plain", "auto", "typed", "required"])
 def test_control_token_spelled_as_text_is_text(choice: str) -> None:
-    matcher, mask = held_to(CHOICES[choice]).matcher(), Mask()
+    matcher, mask = compile_turn(CHOICES[choice]).matcher(), Mask()
     assert all(map(matcher.consume, ids_of("<|channel|>analysis<|message|>")))
     assert all(map(matcher.consume, vocab.encode(LOOKALIKES)))
     assert matcher.fill(mask)

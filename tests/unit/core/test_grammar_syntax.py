@@ -1,4 +1,4 @@
-"""Freeform tools whose input must match a syntax, and such answers: texts taken and refused."""
+"""Syntaxes of freeform tools and of answers: texts that are accepted and rejected."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ ROWS = [
 ]  # fmt: skip
 
 
-def asking(kind: str, definition: str, place: str, *, strict: bool = False) -> Turn:
-    """What asks for a text that matches the syntax: from a freeform tool, or as the answer."""
+def turn_with_syntax(kind: str, definition: str, place: str, *, strict: bool = False) -> Turn:
+    """A turn that requires a text of this syntax, from a freeform tool or as the answer."""
     syntax = Syntax(kind, definition)  # type: ignore[arg-type]
     if place == "answer":
         return Turn((User("Hi."),), response_format=ResponseFormat(syntax=syntax, strict=strict))
@@ -107,7 +107,7 @@ def asking(kind: str, definition: str, place: str, *, strict: bool = False) -> T
     return Turn((User("Hi."),), tools=(tool,))
 
 
-def written(text: str, place: str) -> list[int]:
+def encode_output(text: str, place: str) -> list[int]:
     if place == "answer":
         return [*ids_of("<|channel|>final<|message|>"), *vocab.encode(text), vocab.RETURN]
     separators = (", ", ": ") if place == "tool, with spaces" else (",", ":")
@@ -116,20 +116,20 @@ def written(text: str, place: str) -> list[int]:
     return [*ids_of(header), *vocab.encode(arguments), vocab.CALL]
 
 
-def matcher(asked: Turn) -> tuple[Grammar, Matcher]:
-    grammar = grammar_of(asked, Names.of(asked))
+def compile_turn(turn: Turn) -> tuple[Grammar, Matcher]:
+    grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
     return grammar, compile_grammar(grammar).matcher()
 
 
 @pytest.mark.parametrize("place", ["tool", "tool, with spaces", "answer"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row(row: Row, place: str) -> None:
+def test_matching_text_is_accepted(row: Row, place: str) -> None:
     for text in row.accepted + row.refused:
-        grammar, follows = matcher(asking(row.kind, row.definition, place))
+        grammar, matcher = compile_turn(turn_with_syntax(row.kind, row.definition, place))
         assert grammar.notes == ()
-        took = all(map(follows.consume, written(text, place)))
-        assert took == (text in row.accepted), text
+        accepted = all(map(matcher.consume, encode_output(text, place)))
+        assert accepted == (text in row.accepted), text
 
 
 WITHIN_JSON = {
@@ -146,7 +146,7 @@ WITHIN_JSON = {
     "a class the wrong way round": ("lark", "start: /[z-a]/", "[z-a]"),
     "a category": ("lark", r"start: /\p{Emoji}/", r"\p{Emoji}"),
 }
-"""What has no form within JSON, though llguidance may take it of a text."""
+"""Syntax that has no form within JSON, though llguidance may accept it for plain text."""
 
 BAD = {
     **WITHIN_JSON,
@@ -176,13 +176,13 @@ PLACES = [(case, "tool") for case in BAD] + [(case, "answer") for case in {*BAD}
 @pytest.mark.parametrize(("case", "place"), sorted(PLACES))
 def test_unenforceable_syntax_is_refused_when_strict(case: str, place: str) -> None:
     kind, definition, words = BAD[case]
-    grammar, follows = matcher(asking(kind, definition, place))
-    what = "the response format" if place == "answer" else "the format of tool 'patch'"
-    assert grammar.notes[0].startswith(what)
+    grammar, matcher = compile_turn(turn_with_syntax(kind, definition, place))
+    subject = "the response format" if place == "answer" else "the format of tool 'patch'"
+    assert grammar.notes[0].startswith(subject)
     assert place == "answer" or words in grammar.notes[0]
-    assert all(map(follows.consume, written("anything\n", place)))
+    assert all(map(matcher.consume, encode_output("anything\n", place)))
     for policy, strict in ((Policy.AUTO, True), (Policy.STRICT, False)):
-        asked = asking(kind, definition, place, strict=strict)
-        with pytest.raises(RequestError, match=what) as raised:
-            grammar_of(asked, Names.of(asked), policy)
+        turn = turn_with_syntax(kind, definition, place, strict=strict)
+        with pytest.raises(RequestError, match=subject) as raised:
+            grammar_of(turn, Names.of(turn), policy)
         assert raised.value.param == ("response_format" if place == "answer" else "tools")

@@ -1,4 +1,4 @@
-"""What was used last, within a number of bytes."""
+"""An LRU cache that is bounded in bytes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from vllm_mlx_harmony.core.lru import ByteLRU
 
 
-def held(recent: ByteLRU[str, int]) -> set[str]:
-    return {key for key in "abcdef" if key in recent._entries}
+def stored_keys(cache: ByteLRU[str, int]) -> set[str]:
+    return {key for key in "abcdef" if key in cache._entries}
 
 
-# (what is done, limit 10: "a3" puts a with 3 bytes, "a" gets it) -> keys held, bytes
+# name: the steps ("a3" puts a with 3 bytes, "a" gets it; the limit is 10), the keys, the bytes
 ROWS: dict[str, tuple[list[str], str, int]] = {
     "nothing": ([], "", 0),
     "all of it fits": (["a3", "b3", "c4"], "abc", 10),
@@ -29,54 +29,54 @@ ROWS: dict[str, tuple[list[str], str, int]] = {
 }
 
 
-@pytest.mark.parametrize(("done", "keys", "size"), ROWS.values(), ids=ROWS.keys())
-def test_row(done: list[str], keys: str, size: int) -> None:
-    recent: ByteLRU[str, int] = ByteLRU(10)
-    for step in done:
+@pytest.mark.parametrize(("steps", "keys", "size"), ROWS.values(), ids=ROWS.keys())
+def test_least_recently_used_entries_are_evicted(steps: list[str], keys: str, size: int) -> None:
+    cache: ByteLRU[str, int] = ByteLRU(10)
+    for step in steps:
         if step[1:]:
-            recent.put(step[0], int(step[1:]), int(step[1:]))
+            cache.put(step[0], int(step[1:]), int(step[1:]))
         else:
-            recent.get(step[0])
-    assert (held(recent), recent.size, len(recent)) == (set(keys), size, len(keys))
+            cache.get(step[0])
+    assert (stored_keys(cache), cache.size, len(cache)) == (set(keys), size, len(keys))
 
 
-def test_get_gives_what_was_put_last() -> None:
-    recent: ByteLRU[str, int] = ByteLRU(10)
-    assert recent.get("a") is None
-    recent.put("a", 1, 1)
-    recent.put("a", 2, 1)
-    assert recent.get("a") == 2
+def test_get_returns_last_value() -> None:
+    cache: ByteLRU[str, int] = ByteLRU(10)
+    assert cache.get("a") is None
+    cache.put("a", 1, 1)
+    cache.put("a", 2, 1)
+    assert cache.get("a") == 2
 
 
-def test_cleared() -> None:
-    recent: ByteLRU[str, int] = ByteLRU(10)
-    recent.put("a", 1, 5)
-    recent.cache_clear()
-    assert (recent.get("a"), recent.size, len(recent)) == (None, 0, 0)
+def test_clear_empties_cache() -> None:
+    cache: ByteLRU[str, int] = ByteLRU(10)
+    cache.put("a", 1, 5)
+    cache.cache_clear()
+    assert (cache.get("a"), cache.size, len(cache)) == (None, 0, 0)
 
 
-def test_many_threads() -> None:
-    recent: ByteLRU[int, int] = ByteLRU(100)
+def test_concurrent_use_keeps_size_consistent() -> None:
+    cache: ByteLRU[int, int] = ByteLRU(100)
 
     def work(seed: int) -> None:
         for step in range(3_000):
             key = (step * seed) % 37
-            recent.put(key, key, 1 + key % 7)
-            assert recent.get((key * seed) % 37) in (None, (key * seed) % 37)
+            cache.put(key, key, 1 + key % 7)
+            assert cache.get((key * seed) % 37) in (None, (key * seed) % 37)
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 3, 5, 7)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert recent.size == sum(size for _, size in recent._entries.values()) <= 100
+    assert cache.size == sum(size for _, size in cache._entries.values()) <= 100
 
 
-def test_no_more_values_than_most() -> None:
-    held = ByteLRU[str, int](100, most=2)
+def test_number_of_entries_is_bounded() -> None:
+    cache = ByteLRU[str, int](100, most=2)
     for key in "abc":
-        held.put(key, 1, 1)
-    assert [held.get(key) for key in "abc"] == [None, 1, 1]
-    assert held.discard("b")
-    assert not held.discard("b")
-    assert (len(held), held.size) == (1, 1)
+        cache.put(key, 1, 1)
+    assert [cache.get(key) for key in "abc"] == [None, 1, 1]
+    assert cache.discard("b")
+    assert not cache.discard("b")
+    assert (len(cache), cache.size) == (1, 1)

@@ -1,4 +1,4 @@
-"""Tool names both ways (semantics A10; B, "Recipient")."""
+"""Tool names as recipients, and recipients as tool names (semantics A10; B, "Recipient")."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_mlx_harmony.core.turn import (
 )
 
 
-def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = ()) -> Names:
+def names_of(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = ()) -> Names:
     calls = tuple(Call(str(at), name, "{}") for at, name in enumerate(called))
     return Names.of(Turn((User("?"), *calls), tuple(map(Tool, tools)), builtin_tools=builtin))
 
@@ -44,7 +44,7 @@ def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = 
         (("n" * 242,), "n" * 242, "n" * 242),
         (("n" * 243,), "n" * 243, "n" * 242),
         (("n" * 243, "n" * 244), "n" * 244, "n" * 240 + "_2"),
-        # Names of tools that gpt-oss was trained with are left to those.
+        # Names of gpt-oss's trained tools are reserved for those.
         (("python",), "python", "python_tool"),
         (("browser",), "browser", "browser_tool"),
         (("browser.search",), "browser.search", "browser_search"),
@@ -61,16 +61,16 @@ def names(*tools: str, called: tuple[str, ...] = (), builtin: tuple[str, ...] = 
         (("browser_use",), "browser_use", "browser_use"),
     ],
 )
-def test_alias(tools: tuple[str, ...], name: str, alias: str) -> None:
-    found = names(*tools)
-    assert found.alias(name) == alias
-    assert found.recipient(name) == f"functions.{alias}"
-    assert found.addressee(f"functions.{alias}") == name
+def test_name_has_alias_that_fits_header(tools: tuple[str, ...], name: str, alias: str) -> None:
+    names = names_of(*tools)
+    assert names.alias(name) == alias
+    assert names.recipient(name) == f"functions.{alias}"
+    assert names.addressee(f"functions.{alias}") == name
 
 
-def test_an_alias_never_changes_by_a_later_call() -> None:
-    before = names("a b")
-    after = names("a b", called=("a_b", "c d"))
+def test_later_call_does_not_change_alias() -> None:
+    before = names_of("a b")
+    after = names_of("a b", called=("a_b", "c d"))
     assert after.alias("a b") == before.alias("a b") == "a_b"
     assert after.alias("a_b") == "a_b_2"
     assert after.addressee("functions.a_b_2") == "a_b"
@@ -89,9 +89,9 @@ def test_an_alias_never_changes_by_a_later_call() -> None:
 def test_built_in_tools_are_addressed_by_their_own_name(
     builtin: tuple[str, ...], tools: tuple[str, ...], called: str, recipient: str
 ) -> None:
-    found = names(*tools, called=(called,), builtin=builtin)
-    assert found.recipient(called) == recipient
-    assert found.addressee(recipient) == called
+    names = names_of(*tools, called=(called,), builtin=builtin)
+    assert names.recipient(called) == recipient
+    assert names.addressee(recipient) == called
 
 
 @pytest.mark.parametrize("builtin", [(), ("python",)], ids=["alone", "beside the built-in"])
@@ -99,11 +99,11 @@ def test_built_in_tools_are_addressed_by_their_own_name(
 def test_declared_and_built_in_tools_keep_their_names(
     builtin: tuple[str, ...], recipient: str
 ) -> None:
-    found = names("python", builtin=builtin)
-    assert found.recipient("python") == "functions.python_tool"
-    assert found.addressee(recipient) == found.addressee("python") == "python"
-    assert found.is_tool(recipient)
-    assert not found.is_served(recipient)
+    names = names_of("python", builtin=builtin)
+    assert names.recipient("python") == "functions.python_tool"
+    assert names.addressee(recipient) == names.addressee("python") == "python"
+    assert names.is_tool(recipient)
+    assert not names.is_served(recipient)
 
 
 SEARCH = Namespace("browser", (Tool("search"),))
@@ -130,37 +130,37 @@ BESIDE_SERVERS = [
 
 
 @pytest.mark.parametrize(("function", "recipient", "name", "served"), BESIDE_SERVERS)
-def test_a_function_beside_a_server_of_its_name(
+def test_function_and_server_of_same_name_are_told_apart(
     function: str, recipient: str, name: str, served: bool
 ) -> None:
     turn = Turn((User("?"),), (Tool(function),), namespaces=(SEARCH, CODE, MAIN))
-    found = Names.of(turn)
-    assert (found.addressee(recipient), found.is_served(recipient)) == (name, served)
-    assert found.is_tool(recipient)
+    names = Names.of(turn)
+    assert (names.addressee(recipient), names.is_served(recipient)) == (name, served)
+    assert names.is_tool(recipient)
 
 
-def test_client_call_in_history_does_not_hide_a_server() -> None:
-    found = Names.of(Turn((User("?"), Call("1", "python", "{}")), namespaces=(CODE,)))
-    assert (found.addressee("python"), found.is_served("python")) == ("python", True)
+def test_client_call_in_history_does_not_hide_server() -> None:
+    names = Names.of(Turn((User("?"), Call("1", "python", "{}")), namespaces=(CODE,)))
+    assert (names.addressee("python"), names.is_served("python")) == ("python", True)
 
 
 def test_later_declared_function_has_an_alias() -> None:
     later = AdditionalTools((Tool("python"), Tool("later")))
-    found = Names.of(Turn((User("?"), Call("1", "python", "{}"), later)))
-    assert found.recipient("python") == "functions.python_tool"
-    assert found.addressee("functions.python_tool") == "python"
+    names = Names.of(Turn((User("?"), Call("1", "python", "{}"), later)))
+    assert names.recipient("python") == "functions.python_tool"
+    assert names.addressee("functions.python_tool") == "python"
 
 
 def test_ambiguous_choice_is_refused() -> None:
     turn = Turn((User("?"),), (Tool("python"),), namespaces=(CODE,))
     Names.of(turn)
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as caught:
         Names.of(replace(turn, tool_choice=ToolChoice(True, ("python",))))
-    assert refused.value.param == "tool_choice"
+    assert caught.value.param == "tool_choice"
 
 
 @pytest.mark.parametrize(
-    ("name", "used", "carried"),
+    ("name", "used", "expected"),
     [
         ("now", (), "now"),
         ("get-now.v2", (), "get-now.v2"),
@@ -171,10 +171,10 @@ def test_ambiguous_choice_is_refused() -> None:
         ("later?", ("later", "later_2"), "later_3"),
     ],
 )
-def test_valid_name_fits_a_header(name: str, used: tuple[str, ...], carried: str) -> None:
-    known = set(used)
-    assert valid_name(name, known) == carried
-    assert known == {*used, carried}
+def test_valid_name_fits_header(name: str, used: tuple[str, ...], expected: str) -> None:
+    used_names = set(used)
+    assert valid_name(name, used_names) == expected
+    assert used_names == {*used, expected}
 
 
 @pytest.mark.parametrize("tools", [("x", "x"), ("",)])
@@ -186,10 +186,10 @@ def test_indistinguishable_names_are_refused(tools: tuple[str, ...]) -> None:
 
 
 @given(tools=st.lists(st.text(min_size=1), unique=True, max_size=8))
-def test_every_declared_name_comes_back(tools: list[str]) -> None:
-    found = names(*tools)
-    recipients = [found.recipient(name) for name in tools]
-    assert [found.addressee(recipient) for recipient in recipients] == tools
+def test_recipient_of_declared_name_leads_back_to_it(tools: list[str]) -> None:
+    names = names_of(*tools)
+    recipients = [names.recipient(name) for name in tools]
+    assert [names.addressee(recipient) for recipient in recipients] == tools
     assert all(recipient.isascii() and " " not in recipient for recipient in recipients)
 
 
@@ -203,15 +203,15 @@ def test_every_declared_name_comes_back(tools: list[str]) -> None:
     ids=["alike", "nothing left", "longer than a header can carry"],
 )
 def test_similar_names_take_linear_time(tools: list[str]) -> None:
-    tried = 0
+    lookups = 0
 
     class Counting(set[str]):
         def __contains__(self, name: object) -> bool:
-            nonlocal tried
-            tried += 1
+            nonlocal lookups
+            lookups += 1
             return super().__contains__(name)
 
     used, numbers = Counting(), dict[str, int]()
     aliases = [valid_name(name, used, numbers) for name in tools]
     assert len(set(aliases)) == len(tools)
-    assert tried <= 2 * len(tools)
+    assert lookups <= 2 * len(tools)

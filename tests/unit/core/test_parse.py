@@ -28,9 +28,9 @@ def parser_of(row: Row) -> Parser:
 
 def deltas_of(parser: Parser, chunks: Chunks, *, cut: bool = False) -> list[Delta]:
     """All deltas, adjacent text joined."""
-    fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
+    parsed = [delta for chunk in chunks for delta in parser.feed(chunk)]
     joined: list[Delta] = []
-    for delta in [*fed, *parser.close("length" if cut else "stop")]:
+    for delta in [*parsed, *parser.close("length" if cut else "stop")]:
         if isinstance(delta, Text) and joined and isinstance(joined[-1], Text):
             joined[-1] = Text(joined[-1].text + delta.text)
         else:
@@ -60,7 +60,7 @@ def id_by_id(ids: list[int]) -> list[Chunks]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row(row: Row) -> None:
+def test_row_is_parsed_to_expected_messages(row: Row) -> None:
     deltas = deltas_of(parser_of(row), [ids_of(row.output)], cut=row.cut)
     finished = deltas[-1]
     assert messages_of(deltas) == row.expected
@@ -74,7 +74,9 @@ def test_row(row: Row) -> None:
     "cuts", [id_by_id, pytest.param(every_cut, marks=pytest.mark.once)], ids=["ids", "all"]
 )
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_any_chunking_gives_the_same(row: Row, cuts: Callable[[list[int]], list[Chunks]]) -> None:
+def test_chunking_does_not_change_deltas(
+    row: Row, cuts: Callable[[list[int]], list[Chunks]]
+) -> None:
     ids = ids_of(row.output)
     whole = deltas_of(parser_of(row), [ids], cut=row.cut)
     for chunks in cuts(ids):
@@ -85,7 +87,7 @@ def test_any_chunking_gives_the_same(row: Row, cuts: Callable[[list[int]], list[
 @pytest.mark.once
 @pytest.mark.parametrize("prefix", PREFIXES)
 @pytest.mark.parametrize("position", POSITIONS)
-def test_noisy_headers(position: str, prefix: str) -> None:
+def test_noisy_header_is_read(position: str, prefix: str) -> None:
     for row in noisy(position, prefix):
         ids = ids_of(row.output)
         whole = deltas_of(parser_of(row), [ids])
@@ -97,7 +99,7 @@ def test_noisy_headers(position: str, prefix: str) -> None:
             assert (row.id, deltas_of(parser_of(row), chunks)) == (row.id, whole)
 
 
-def test_every_state_is_in_the_table() -> None:
+def test_every_state_has_transitions() -> None:
     assert set(TRANSITIONS) == set(State)
 
 
@@ -115,7 +117,9 @@ EMOJI = "🧑🏽‍🚀".encode()
     ],
 )
 @pytest.mark.parametrize("header", ["<|channel|>final<|message|>", ""], ids=["body", "loose"])
-def test_utf8(header: str, body: list[bytes], cut: bool, text: str) -> None:
+def test_split_and_invalid_utf8_is_decoded(
+    header: str, body: list[bytes], cut: bool, text: str
+) -> None:
     ids = ids_of(header) + [byte_id for part in body for byte_id in raw_ids(part)]
     end = [] if cut else [vocab.RETURN]
     for chunks in every_cut(ids + end):
@@ -124,18 +128,18 @@ def test_utf8(header: str, body: list[bytes], cut: bool, text: str) -> None:
 
 
 def raw_ids(raw: bytes) -> list[int]:
-    """Ids of single bytes: how a model spells what is no UTF-8."""
-    found = {vocab.token_bytes(token): token for token in range(256)}
-    return [found[bytes([byte])] for byte in raw]
+    """Ids of single bytes: how a model spells bytes that are not UTF-8."""
+    id_of_byte = {vocab.token_bytes(token): token for token in range(256)}
+    return [id_of_byte[bytes([byte])] for byte in raw]
 
 
-def test_a_half_character_of_a_header_does_not_reach_the_body() -> None:
+def test_half_character_in_header_does_not_reach_body() -> None:
     ids = raw_ids(b"\xf0\x9f") + ids_of("<|message|>Hi.<|return|>")
     assert messages_of(deltas_of(Parser(), [ids])) == ((ANSWER, "Hi."),)
 
 
-def test_a_name_as_long_as_a_header_can_carry_is_called() -> None:
-    """And a longer one has an alias that is no longer than that (A10)."""
+def test_longest_name_that_fits_header_is_called() -> None:
+    """A longer name has an alias of at most this length (A10)."""
     name = "n" * 242
     parser = Parser(Names.of(Turn((), (Tool(name),))))
     output = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{{}}<|call|>"
@@ -155,7 +159,7 @@ CALLS = '<|channel|>commentary to=%s<|constrain|>json<|message|>{"a":1}<|call|>'
         ("<|channel|>final<|message|>Hi.<|return|>", "", ""),
     ],
 )
-def test_tokens_of_a_kind_are_body_ids(output: str, reasoning: str, calls: str) -> None:
+def test_usage_counts_body_ids_of_each_kind(output: str, reasoning: str, calls: str) -> None:
     finished = deltas_of(Parser(), [ids_of(output)])[-1]
     assert isinstance(finished, Finished)
     assert finished.usage.reasoning_tokens == len(ids_of(reasoning))
@@ -185,7 +189,7 @@ def test_tokens_of_a_kind_are_body_ids(output: str, reasoning: str, calls: str) 
         ("Hi.<|end|>", (), False),
     ],
 )
-def test_done_when_nothing_more_need_be_generated(
+def test_parser_is_done_when_no_more_ids_are_needed(
     output: str, stop: tuple[str, ...], done: bool
 ) -> None:
     parser = Parser(stop=stop)
@@ -193,7 +197,7 @@ def test_done_when_nothing_more_need_be_generated(
     assert parser.done is done
 
 
-def test_an_output_behind_another_is_the_same_turn() -> None:
+def test_resumed_parser_continues_turn() -> None:
     parser = Parser()
     first = parser.feed(ids_of('<|channel|>commentary to=x<|message|>{"a":1}<|call|>'))
     between = parser.resume()
@@ -204,13 +208,13 @@ def test_an_output_behind_another_is_the_same_turn() -> None:
     assert not parser.feed([1, 2, 3])
 
 
-def test_resuming_closes_what_was_left_open() -> None:
+def test_resume_closes_open_message() -> None:
     parser = Parser()
     parser.feed(ids_of("<|channel|>commentary to=x<|message|>{}"))
     assert parser.resume() == [Closed()]
 
 
-def test_within_a_message_that_the_prompt_began() -> None:
+def test_prefilled_answer_is_continued() -> None:
     parser = Parser(answering=True)
     deltas = deltas_of(parser, [ids_of(" and so on.<|return|>")])
     assert messages_of(deltas) == ((ANSWER, " and so on."),)
@@ -268,10 +272,10 @@ def test_invariants_hold_for_any_ids(
     whole = deltas_of(Parser(stop=stop), [ids], cut=cut)
     assert deltas_of(Parser(stop=stop), chunks, cut=cut) == whole
     assert deltas_of(Parser(stop=stop), [[token] for token in ids], cut=cut) == whole
-    well_nested(whole)
+    check_nesting(whole)
 
 
-def well_nested(deltas: list[Delta]) -> None:
+def check_nesting(deltas: list[Delta]) -> None:
     """(Opened Text* Closed)* Finished, indexes counting, nothing empty but a cut call."""
     opened: Opened | None = None
     count = 0
@@ -355,8 +359,8 @@ def reference(ids: list[int]) -> tuple[tuple[str, ...], ...]:
 
 
 @given(text=st.text(max_size=40))
-def test_no_control_token_is_ever_shown_as_such(text: str) -> None:
-    """What looks like one in a body is the text the model wrote, and comes back as that."""
+def test_spelled_control_tokens_are_text(text: str) -> None:
+    """In a body, they are text that the model wrote, and they come back as text."""
     body = CONTROL_TEXT + text
     ids = ids_of("<|channel|>final<|message|>") + body_ids(body) + [vocab.RETURN]
     shown = body.encode("utf-8", "replace").decode()
@@ -384,7 +388,7 @@ def test_no_control_token_is_ever_shown_as_such(text: str) -> None:
     ],
     ids=repr,
 )
-def test_memory_does_not_grow_with_the_output(repeated: str) -> None:
+def test_memory_does_not_grow_with_output(repeated: str) -> None:
     parser = Parser()
     chunk = ids_of(repeated) * 500
     for _ in range(3):
@@ -392,6 +396,6 @@ def test_memory_does_not_grow_with_the_output(repeated: str) -> None:
     tracemalloc.start()
     for _ in range(20):
         parser.feed(chunk)
-    grown = tracemalloc.get_traced_memory()[0]
+    allocated = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert grown < 20_000
+    assert allocated < 20_000

@@ -1,4 +1,4 @@
-"""Budgets of reasoning and reasoning in circles: ids in, what must or must not come next out."""
+"""Reasoning budgets and loops: which ids are forced or banned after an output."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ NEXT = "<|end|><|start|>assistant"
 NAMES = Names.of(Turn((), (Tool("f"),)))
 
 
-def shown(watch: ReasoningWatch, output: str) -> str:
-    """``output`` as far as it comes: where ids are forced, they stand in its place."""
+def output_of(watch: ReasoningWatch, output: str) -> str:
+    """``output`` up to the first forced id, and the forced ids."""
     ids: list[int] = []
     for token in ids_of(output):
         if watch.forced:
@@ -52,8 +52,8 @@ class Row:
     id: str
     limit: int | None
     output: str
-    shown: str
-    """All that stands there when nothing is forced any more."""
+    expected: str
+    """All ids, when none are forced any more."""
     tokens: int
 
 
@@ -98,21 +98,21 @@ ROWS = [
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row(row: Row) -> None:
+def test_budget_ends_reasoning(row: Row) -> None:
     watch = ReasoningWatch(row.limit, names=NAMES)
-    assert shown(watch, row.output) == row.shown
+    assert output_of(watch, row.output) == row.expected
     assert watch.tokens == row.tokens
-    assert watch.ended_by == ("budget" if row.shown.endswith(NEXT) else "")
+    assert watch.ended_by == ("budget" if row.expected.endswith(NEXT) else "")
     parser = Parser(NAMES)
-    parser.feed(ids_of(row.shown))
+    parser.feed(ids_of(row.expected))
     *_, finished = parser.close("length")
     assert isinstance(finished, Finished)
     assert finished.usage.reasoning_tokens == watch.tokens
 
 
-def test_no_analysis_after_the_budget() -> None:
+def test_analysis_is_banned_after_budget() -> None:
     watch = ReasoningWatch(1)
-    shown(watch, ANALYSIS + "One. Two")
+    output_of(watch, ANALYSIS + "One. Two")
     assert watch.banned == frozenset()
     watch.consume(vocab.CHANNEL)
     banned = {vocab.token_bytes(token) for token in watch.banned}
@@ -126,7 +126,7 @@ def test_no_analysis_after_the_budget() -> None:
 
 
 @pytest.mark.parametrize("before", ["", ANALYSIS + "One", ANALYSIS + "One two"])
-def test_ended_on_request(before: str) -> None:
+def test_reasoning_ends_on_request(before: str) -> None:
     """At the next end of a word, or as soon as reasoning begins."""
     watch = ReasoningWatch(repetitions=1000, names=NAMES)
     for token in ids_of(before):
@@ -135,19 +135,19 @@ def test_ended_on_request(before: str) -> None:
     watch.end()
     rest = " three, four." if before else ANALYSIS + "One"
     assert not watch.idle_for(5) or not before
-    assert shown(watch, rest) == (" three," + NEXT if before else ANALYSIS + NEXT)
+    assert output_of(watch, rest) == (" three," + NEXT if before else ANALYSIS + NEXT)
     assert watch.ended_by == "request"
 
 
-def test_an_answer_is_not_ended_on_request() -> None:
+def test_answer_is_not_ended_on_request() -> None:
     watch = ReasoningWatch(repetitions=1000)
     watch.end()
     text = "<|channel|>final<|message|>One. Two."
-    assert shown(watch, text) == text
+    assert output_of(watch, text) == text
     assert watch.ended_by == ""
 
 
-def test_channels_are_free_before() -> None:
+def test_no_channel_is_banned_before_budget() -> None:
     watch = ReasoningWatch(5)
     watch.consume(vocab.CHANNEL)
     assert watch.banned == frozenset()
@@ -162,7 +162,7 @@ def test_forced_end_restarts_after_another_id() -> None:
     assert watch.forced == () or watch.forced[0] == vocab.END
 
 
-def test_within_an_answer_that_has_begun() -> None:
+def test_prefilled_answer_is_no_reasoning() -> None:
     watch = ReasoningWatch(0, answering=True)
     for token in ids_of("assistant analysis is one. Two."):
         watch.consume(token)
@@ -170,13 +170,13 @@ def test_within_an_answer_that_has_begun() -> None:
 
 
 LINES = "Wait, the user wants the file.\nLet me think about the file again.\nI should open it.\n"
-OFTEN = 32
-"""What a server is set to."""
+REPETITIONS = 32
+"""The default of a server."""
 
 
-def looped(ids: Iterable[int], often: int = OFTEN) -> int | None:
-    """How many of the ids it took to find the loop; ``None`` where there is none."""
-    loop = Loop(often)
+def ids_until_loop(ids: Iterable[int], repetitions: int = REPETITIONS) -> int | None:
+    """The number of ids after which a loop was found, or ``None``."""
+    loop = Loop(repetitions)
     for count, token in enumerate(ids, 1):
         loop.consume(token)
         if loop.found:
@@ -220,8 +220,8 @@ TABLES = {
 @pytest.mark.parametrize("text", TABLES.values(), ids=TABLES)
 def test_tables_are_no_loops(text: str) -> None:
     ids = vocab.encode(text)
-    assert looped(ids) is None
-    watch = ReasoningWatch(repetitions=OFTEN)
+    assert ids_until_loop(ids) is None
+    watch = ReasoningWatch(repetitions=REPETITIONS)
     for token in [*ids_of(ANALYSIS), *ids]:
         watch.consume(token)
     assert (watch.forced, watch.ended_by) == ((), "")
@@ -233,9 +233,9 @@ SOURCES = sorted(Path(json.__file__).parent.parent.glob("*.py"))
 @pytest.mark.nightly
 @pytest.mark.once
 def test_source_code_is_no_loop() -> None:
-    """A file after the other: what stands in several is no loop either."""
+    """All files in a row: text that occurs in several of them is no loop, either."""
     ids = (token for path in SOURCES for token in vocab.encode(path.read_text("utf-8", "replace")))
-    assert looped(ids) is None
+    assert ids_until_loop(ids) is None
 
 
 LOOPS = {
@@ -253,40 +253,40 @@ LOOPS = {
 @pytest.mark.once
 @pytest.mark.parametrize("text", LOOPS.values(), ids=LOOPS)
 @pytest.mark.parametrize("before", ["", "Hm. ", ROW * 20 + LINES])
-def test_a_loop_ends_within_3000_tokens(text: str, before: str) -> None:
+def test_loop_ends_within_3000_tokens(text: str, before: str) -> None:
     endless = vocab.encode(text * (6_000 // len(text) * 5))
-    found = looped(vocab.encode(before) + endless)
-    assert found is not None
-    assert MIN_LOOP < found < len(vocab.encode(before)) + 3_000 - GRACE
-    output = shown(ReasoningWatch(repetitions=OFTEN), ANALYSIS + text * 3_000)
+    length = ids_until_loop(vocab.encode(before) + endless)
+    assert length is not None
+    assert MIN_LOOP < length < len(vocab.encode(before)) + 3_000 - GRACE
+    output = output_of(ReasoningWatch(repetitions=REPETITIONS), ANALYSIS + text * 3_000)
     assert len(ids_of(output)) < 3_000 + 8
 
 
 @pytest.mark.parametrize("period", [1, 9, 48, 90, 100, 580, 1000, MAX_PERIOD])
 @pytest.mark.parametrize("before", [0, 10_000])
-@pytest.mark.parametrize("often", [2, 8, OFTEN, 100])
-def test_length_of_a_loop(period: int, before: int, often: int) -> None:
-    """As often as is set, or 2,900 ids and five times; 1,500 repeated ids at least."""
+@pytest.mark.parametrize("repetitions", [2, 8, REPETITIONS, 100])
+def test_loop_is_found_after_enough_repetitions(period: int, before: int, repetitions: int) -> None:
+    """After the set repetitions, or 2,900 ids and five of them; 1,500 repeated ids at least."""
     chance = random.Random(period)
     before_loop = [chance.randrange(1000) for _ in range(before)]
     block = chance.sample(range(1000, 200_000), period)
-    enough = min(often, max(math.ceil(MAX_LOOP / period), min(often, MIN_OCCURRENCES)))
-    bounds = max(MIN_LOOP + period, min(often * period, max(MAX_LOOP, 5 * period)))
-    found = looped(before_loop + block * (enough + MIN_LOOP), often)
-    assert found is not None
-    if often >= MIN_OCCURRENCES:
-        assert found - before == bounds
-    assert found - before >= max(MIN_LOOP + period, (enough - 1) * period)
+    enough = min(repetitions, max(math.ceil(MAX_LOOP / period), min(repetitions, MIN_OCCURRENCES)))
+    bounds = max(MIN_LOOP + period, min(repetitions * period, max(MAX_LOOP, 5 * period)))
+    length = ids_until_loop(before_loop + block * (enough + MIN_LOOP), repetitions)
+    assert length is not None
+    if repetitions >= MIN_OCCURRENCES:
+        assert length - before == bounds
+    assert length - before >= max(MIN_LOOP + period, (enough - 1) * period)
 
 
-def test_short_messages_of_reasoning_are_a_loop_too() -> None:
-    watch = ReasoningWatch(repetitions=OFTEN)
-    output = shown(watch, (ANALYSIS + "Hm. What now?" + NEXT) * 900)
+def test_repeated_short_reasonings_are_a_loop() -> None:
+    watch = ReasoningWatch(repetitions=REPETITIONS)
+    output = output_of(watch, (ANALYSIS + "Hm. What now?" + NEXT) * 900)
     assert watch.ended_by == "repetition"
     assert len(ids_of(output)) < 5_000  # with their headers
 
 
-def test_text_without_repetition_is_no_loop_in_bounded_memory() -> None:
+def test_text_without_repetition_is_no_loop_and_bounded_in_memory() -> None:
     chance = random.Random(1)
     loop = Loop(3)
     for _ in range(50_000):
@@ -296,13 +296,13 @@ def test_text_without_repetition_is_no_loop_in_bounded_memory() -> None:
     assert len(loop._places) <= 2 * MAX_PERIOD
 
 
-def test_a_loop_is_ended() -> None:
-    watch = ReasoningWatch(repetitions=OFTEN)
-    output = shown(watch, ANALYSIS + LINES * 200)
+def test_loop_in_reasoning_is_ended() -> None:
+    watch = ReasoningWatch(repetitions=REPETITIONS)
+    output = output_of(watch, ANALYSIS + LINES * 200)
     assert output.endswith(NEXT)
     assert watch.ended_by == "repetition"
 
 
-def test_a_loop_in_an_answer_is_the_models_own() -> None:
-    watch = ReasoningWatch(repetitions=OFTEN)
-    assert shown(watch, "<|channel|>final<|message|>" + LINES * 200).endswith(LINES)
+def test_loop_in_answer_is_not_ended() -> None:
+    watch = ReasoningWatch(repetitions=REPETITIONS)
+    assert output_of(watch, "<|channel|>final<|message|>" + LINES * 200).endswith(LINES)

@@ -465,13 +465,13 @@ PROPERTIES: dict[str, tuple[object, str]] = {
 
 
 @pytest.mark.parametrize(("schema", "expected"), PROPERTIES.values(), ids=PROPERTIES.keys())
-def test_property(schema: object, expected: str) -> None:
+def test_property_is_printed_as_type(schema: object, expected: str) -> None:
     around = {**NODE, "x-list": [{}, {"type": "string"}]}
     assert printed_property(schema, **around) == expected
 
 
 @pytest.mark.parametrize(("schema", "_"), PROPERTIES.values(), ids=PROPERTIES.keys())
-def test_input_is_untouched(schema: object, _: str) -> None:
+def test_schema_is_not_modified(schema: object, _: str) -> None:
     whole = {**NODE, "type": "object", "properties": {"p": schema}}
     before = copy.deepcopy(whole)
     type_of(whole)
@@ -495,7 +495,7 @@ def test_required_is_printed_without_question_mark() -> None:
     ],
     ids=json.dumps,
 )
-def test_no_parameters(schema: dict[str, Any] | None) -> None:
+def test_schema_without_properties_has_no_parameters(schema: dict[str, Any] | None) -> None:
     assert parameters(Tool("t", "", schema)) is None
 
 
@@ -539,7 +539,7 @@ def test_no_parameters(schema: dict[str, Any] | None) -> None:
         ),
     ],
 )
-def test_parameters(schema: dict[str, Any], expected: str) -> None:
+def test_parameters_are_printed_as_type(schema: dict[str, Any], expected: str) -> None:
     assert printed(parameters(Tool("t", "", schema))) == expected
 
 
@@ -556,17 +556,20 @@ def test_error_of_parameters_without_object_names_the_tool(schema: Any) -> None:
     assert "'weather'" in caught.value.message
 
 
-def nested(depth: int, inner: str) -> dict[str, Any]:
-    """A schema ``depth`` levels deep, of the kind ``inner``."""
+def nested(depth: int, kind: str) -> dict[str, Any]:
+    """A schema of ``depth`` levels of this kind."""
     around = {
-        "properties": lambda it: {"type": "object", "properties": {"a": it}},
-        "items": lambda it: {"type": "array", "items": it},
-        "anyOf": lambda it: {"anyOf": [it, {"type": "null"}, {"properties": {"b": it}}]},
-        "allOf": lambda it: {"allOf": [{"properties": {"a": it}}, it], "description": "x"},
-        "default": lambda it: {"type": "object", "default": {"a": [it]}},
-        "prefixItems": lambda it: {"prefixItems": [it, it]},
-        "widened": lambda it: {"properties": {"a": it}, "anyOf": [{"properties": {"a": it}}]},
-    }[inner]
+        "properties": lambda inner: {"type": "object", "properties": {"a": inner}},
+        "items": lambda inner: {"type": "array", "items": inner},
+        "anyOf": lambda inner: {"anyOf": [inner, {"type": "null"}, {"properties": {"b": inner}}]},
+        "allOf": lambda inner: {"allOf": [{"properties": {"a": inner}}, inner], "description": "x"},
+        "default": lambda inner: {"type": "object", "default": {"a": [inner]}},
+        "prefixItems": lambda inner: {"prefixItems": [inner, inner]},
+        "widened": lambda inner: {
+            "properties": {"a": inner},
+            "anyOf": [{"properties": {"a": inner}}],
+        },
+    }[kind]
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = around(schema)
@@ -584,7 +587,7 @@ def test_deep_schemas_are_cut_not_refused(kind: str, depth: int) -> None:
     assert printed(whole).startswith("(_: ")
 
 
-def test_depth_up_to_the_limit_survives() -> None:
+def test_depth_up_to_limit_is_kept() -> None:
     whole = type_of(nested(MAX_DEPTH - 1, "properties"))
     assert printed(whole).count("a?: ") == MAX_DEPTH - 1
     assert "string" in printed(whole)
@@ -605,7 +608,7 @@ def test_many_variants_of_one_property_stay_shallow() -> None:
     assert printed(type_of({"allOf": parts})) == "(_: {\np?: 1499,\n}) => any"
 
 
-# Keywords often, so that what comes out is nearly a schema, with anything in the wrong place.
+# Mostly keywords: values that are nearly schemas, with anything in the wrong place.
 KEYWORDS = [
     "type", "enum", "const", "properties", "required", "items", "prefixItems", "anyOf", "oneOf",
     "allOf", "$ref", "$defs", "additionalProperties", "patternProperties", "description", "title",
@@ -643,8 +646,8 @@ def test_any_json_value_has_a_type(value: object) -> None:
 
 @given(JSON)
 @settings(max_examples=examples(150), deadline=None)
-def test_a_property_never_leaves_its_lines(value: object) -> None:
-    """Whatever stands in a schema: what follows it is still read as a property of its own."""
+def test_property_stays_on_its_lines(value: object) -> None:
+    """Whatever its schema contains, the next property is printed on a line of its own."""
     whole = type_of({"type": "object", "properties": {"p": value, "end": {"type": "string"}}})
     lines = printed(whole).splitlines()
     assert lines[-2:] == ["end?: string,", "}) => any"]
@@ -667,14 +670,14 @@ def test_every_line_of_a_description_is_a_comment(text: str) -> None:
         ("a\udc00é", "a\ufffdé"),
     ],
 )
-def test_clean(text: str, expected: str) -> None:
+def test_lone_surrogates_are_replaced(text: str, expected: str) -> None:
     assert clean(text) == expected
 
 
-# --- Bounds: what little text can stand for
+# --- Bounds: short schemas that stand for long texts
 
 
-def refused(*tools: Tool) -> str | None:
+def param_of_refusal(*tools: Tool) -> str | None:
     with pytest.raises(RequestError) as caught:
         render(Turn((User("?"),), tools))
     assert "too large" in caught.value.message
@@ -712,23 +715,23 @@ TOO_LARGE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.once
 @pytest.mark.parametrize("parameters", TOO_LARGE.values(), ids=TOO_LARGE.keys())
-def test_tools_that_would_be_too_large_are_refused(parameters: dict[str, Any]) -> None:
+def test_tools_with_too_large_schemas_are_refused(parameters: dict[str, Any]) -> None:
     small = Tool("a", parameters=referring({"type": "string"}, 2), where="tools[0]")
-    assert refused(small, Tool("b", parameters=parameters, where="tools[1]")) == "tools[1]"
+    assert param_of_refusal(small, Tool("b", parameters=parameters, where="tools[1]")) == "tools[1]"
 
 
-def test_all_tools_count_together() -> None:
-    one = referring(LONG_TEXT, 20)
-    tools = [Tool(f"t{at}", parameters=one, where=f"tools[{at}]") for at in range(20)]
-    assert refused(*tools) == "tools[5]"  # read and printed: each counts
+def test_sizes_of_tools_add_up() -> None:
+    schema = referring(LONG_TEXT, 20)
+    tools = [Tool(f"t{at}", parameters=schema, where=f"tools[{at}]") for at in range(20)]
+    assert param_of_refusal(*tools) == "tools[5]"  # read and printed: each counts
     render(Turn((User("?"),), tuple(tools[:5])))
 
 
-def test_tools_that_come_later_count_too() -> None:
-    """Whether or not they are remembered from another request."""
-    one = referring(LONG_TEXT, 20)
+def test_size_of_later_tools_counts() -> None:
+    """Also if they are cached from another request."""
+    schema = referring(LONG_TEXT, 20)
     later = [
-        AdditionalTools((Tool(f"t{at}", parameters=one, where=f"input[{at}].tools[0]"),))
+        AdditionalTools((Tool(f"t{at}", parameters=schema, where=f"input[{at}].tools[0]"),))
         for at in range(8)
     ]
     for _ in range(2):
@@ -739,14 +742,14 @@ def test_tools_that_come_later_count_too() -> None:
     render(Turn((User("?"), *later[:5])))
 
 
-def test_descriptions_of_tools_count_too() -> None:
+def test_size_of_descriptions_counts() -> None:
     text = "word " * 300_000
     tools = [Tool(name, text, where=f"tools.{name}") for name in "ab"]
-    assert refused(*tools) == "tools.b"
+    assert param_of_refusal(*tools) == "tools.b"
 
 
 @pytest.mark.once
-def test_many_small_schemas_count_too() -> None:
-    one = referring({"type": "string"}, 3_000)
-    tools = [Tool(f"t{at}", parameters=one, where=f"tools[{at}]") for at in range(20)]
-    assert refused(*tools) is not None
+def test_size_of_many_small_schemas_counts() -> None:
+    schema = referring({"type": "string"}, 3_000)
+    tools = [Tool(f"t{at}", parameters=schema, where=f"tools[{at}]") for at in range(20)]
+    assert param_of_refusal(*tools) is not None

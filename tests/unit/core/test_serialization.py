@@ -1,4 +1,4 @@
-"""Generated turns as bytes: they come back as they were, and damaged ones do not come back."""
+"""Generated turns as bytes: they are read back unchanged, and damaged bytes are not read."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ TURNS = {
 
 
 @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
-def test_it_comes_back_as_it_was(turn: GeneratedTurn) -> None:
+def test_turn_is_read_back_unchanged(turn: GeneratedTurn) -> None:
     assert GeneratedTurn.from_bytes(turn.to_bytes()) == turn
 
 
 @pytest.mark.parametrize("turn", TURNS.values(), ids=TURNS)
-def test_damaged_anywhere_it_does_not_come_back(turn: GeneratedTurn) -> None:
+def test_damaged_bytes_are_not_read(turn: GeneratedTurn) -> None:
     content = turn.to_bytes()
     for at in range(len(content)):
         assert GeneratedTurn.from_bytes(content[:at]) is None

@@ -1,4 +1,4 @@
-"""What is handled in one call is bounded, and what is said of it is short."""
+"""Texts that one call handles are bounded, and errors quote them briefly."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from vllm_mlx_harmony.core.turn import ResponseFormat, Tool, Turn, User
         ([["a" * 9_000_000]], f"[['{'a' * 12}...{'a' * 13}']]"),
     ],
 )
-def test_a_value_is_quoted_briefly(value: object, expected: str) -> None:
+def test_value_is_quoted_briefly(value: object, expected: str) -> None:
     assert quoted(value) == expected
 
 
-def test_an_error_is_not_as_long_as_what_it_is_about() -> None:
+def test_error_message_is_bounded() -> None:
     assert len(RequestError("a" * 10_000_000).message) < 5_000
 
 
 @pytest.mark.parametrize(
-    ("text", "soon"),
+    ("text", "expected"),
     [
         ("[" + "0," * (MAX_JSON_VALUES - 2) + "0]", True),
         ("[" + "[]," * MAX_JSON_VALUES + "0]", False),
@@ -42,30 +42,30 @@ def test_an_error_is_not_as_long_as_what_it_is_about() -> None:
         ('"' + "a" * MAX_JSON_CHARACTERS + '"', False),
     ],
 )
-def test_is_quick_to_parse(text: str, soon: bool) -> None:
-    assert text_limits.is_quick_to_parse(text) is soon
+def test_json_within_limits_is_quick_to_parse(text: str, expected: bool) -> None:
+    assert text_limits.is_quick_to_parse(text) is expected
 
 
 @pytest.mark.parametrize(
     "value", ["a" * 1_000, ["a" * 100] * 10, {"a" * 500: {"b": ["c" * 500]}}, [[], {}, None, 1.5]]
 )
-def test_characters_are_about_those_of_the_json(value: Any) -> None:
-    written = json.dumps(value, separators=(",", ":"))
-    assert len(written) / 2 - 10 <= text_limits.characters(value) <= len(written) * 2 + 10
+def test_characters_approximate_length_of_json(value: Any) -> None:
+    text = json.dumps(value, separators=(",", ":"))
+    assert len(text) / 2 - 10 <= text_limits.characters(value) <= len(text) * 2 + 10
 
 
 LONG = "a" * (MAX_JSON_CHARACTERS + 1)
-SAYS = (User("Hi"),)
+MESSAGES = (User("Hi"),)
 
-# A turn of which nobody can wait for the end of one call -> the field that is too large.
+# name: a turn that would take too long to render, and the field that is too large.
 TOO_LARGE: dict[str, tuple[Turn, str]] = {
     "what is not shown of a tool": (
-        Turn(SAYS, tools=(Tool("f", "", {"type": "object", "x": LONG}, where="tools[0]"),)),
+        Turn(MESSAGES, tools=(Tool("f", "", {"type": "object", "x": LONG}, where="tools[0]"),)),
         "tools[0]",
     ),
-    "a description": (Turn(SAYS, tools=(Tool("f", LONG, where="tools[0]"),)), "tools[0]"),
+    "a description": (Turn(MESSAGES, tools=(Tool("f", LONG, where="tools[0]"),)), "tools[0]"),
     "the schema of an answer": (
-        Turn(SAYS, response_format=ResponseFormat({"type": "object", "x": LONG})),
+        Turn(MESSAGES, response_format=ResponseFormat({"type": "object", "x": LONG})),
         "response_format",
     ),
 }
@@ -79,7 +79,7 @@ def test_large_texts_are_refused(turn: Turn, where: str) -> None:
 
 
 @pytest.mark.parametrize(("pieces", "repeated"), [(2_000, 1), (100, 20)])
-def test_more_tokens_than_any_model_takes(
+def test_prompt_beyond_limit_is_refused(
     monkeypatch: pytest.MonkeyPatch, pieces: int, repeated: int
 ) -> None:
     turn = Turn((User(f"{pieces} a\n" * pieces),) * repeated)

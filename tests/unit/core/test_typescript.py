@@ -1,4 +1,4 @@
-"""The template of tools, held against openai-harmony's own. (`test_schema` does so row by row.)"""
+"""The template of tools, compared with openai-harmony's. (`test_schema` has rows for it.)"""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=8) | st.sampl
     ["null", "a\r\nb\n\n", "\r", "\n", "<|end|>", '"']
 )
 NUMBERS = st.integers(1 - 2**63, 2**63 - 1) | st.integers(-(10**6), 10**6).map(lambda n: n / 8)
-# Of one line, as openai-harmony writes texts behind one `//` and in quotes, and not only of space.
+# One line, since openai-harmony writes a text after one `//` or in quotes; not only spaces.
 LINE = st.from_regex(r"[a-zé<|>/{} ]{0,6}[a-zé<|>]", fullmatch=True)
 NAME = st.from_regex(r"[a-zA-Z_$][\w$.@/-]{0,6}", fullmatch=True)
 VALUES = st.recursive(
@@ -33,30 +33,30 @@ NOTES: dict[str, Any] = {
 }
 
 
-def noted(*without: str, **keywords: Any) -> Any:
+def with_notes(*without: str, **keywords: Any) -> Any:
     notes = {"description": LINE, **NOTES}
     return st.fixed_dictionaries(
         keywords, optional={key: notes[key] for key in notes if key not in without}
     )
 
 
-# What openai-harmony prints whole and right: no null within null, no union in an array.
+# What openai-harmony prints completely: no null within null, no union in an array.
 SCALAR = st.sampled_from(["string", "number", "integer", "boolean"])
 ENUM = st.lists(NAME, min_size=1, max_size=3)
-ITEM = noted("description", type=SCALAR) | noted("description", type=st.just("array"))
+ITEM = with_notes("description", type=SCALAR) | with_notes("description", type=st.just("array"))
 LEAVES = (
-    noted(type=SCALAR)
-    | noted(type=SCALAR, nullable=st.booleans())
-    | noted()
-    | noted(type=st.just("dict"))
-    | noted(type=st.just("array"))
-    | noted(type=st.permutations(["string", "number", "boolean"]))
-    | noted(type=st.just("string"), enum=ENUM)
+    with_notes(type=SCALAR)
+    | with_notes(type=SCALAR, nullable=st.booleans())
+    | with_notes()
+    | with_notes(type=st.just("dict"))
+    | with_notes(type=st.just("array"))
+    | with_notes(type=st.permutations(["string", "number", "boolean"]))
+    | with_notes(type=st.just("string"), enum=ENUM)
 )
 
 
 def objects(values: Any) -> Any:
-    return noted(
+    return with_notes(
         type=st.just("object"),
         properties=st.dictionaries(NAME, values, min_size=1, max_size=3),
         required=st.lists(NAME, max_size=2),
@@ -64,16 +64,16 @@ def objects(values: Any) -> Any:
 
 
 def unions(values: Any) -> Any:
-    """Of different types; the whole is described, or the first variant."""
+    """Unions of different types; either the union or its first variant has a description."""
     return st.tuples(
-        noted("description", type=st.just("string"), enum=ENUM),
-        noted(type=st.just("boolean")),
-        noted(type=st.just("number")),
+        with_notes("description", type=st.just("string"), enum=ENUM),
+        with_notes(type=st.just("boolean")),
+        with_notes(type=st.just("number")),
         objects(values),
     ).flatmap(
         lambda variants: (
-            noted(oneOf=st.just([*variants]))
-            | noted("description", oneOf=st.permutations(variants).map(list))
+            with_notes(oneOf=st.just([*variants]))
+            | with_notes("description", oneOf=st.permutations(variants).map(list))
         )
     )
 
@@ -81,19 +81,21 @@ def unions(values: Any) -> Any:
 PROPERTIES = st.recursive(
     LEAVES,
     lambda inner: (
-        noted(type=st.just("array"), items=ITEM | objects(inner)) | objects(inner) | unions(inner)
+        with_notes(type=st.just("array"), items=ITEM | objects(inner))
+        | objects(inner)
+        | unions(inner)
     ),
     max_leaves=8,
 )
 
 
-def library(*tools: ToolDescription) -> str:
+def library_section(*tools: ToolDescription) -> str:
     content = DeveloperContent.new().with_function_tools(list(tools))
     ids = vocab.encoding().render(Message.from_role_and_content(Role.DEVELOPER, content))
     return vocab.encoding().decode_utf8(ids[ids.index(vocab.MESSAGE) + 1 : -1])
 
 
-def declared(*tools: tuple[str, str, Any]) -> str:
+def declare_tools(*tools: tuple[str, str, Any]) -> str:
     return section(
         "functions",
         [
@@ -111,10 +113,10 @@ def plain(text: str) -> str:
 @pytest.mark.once
 @given(st.lists(st.tuples(TEXT, TEXT, st.none() | objects(PROPERTIES)), min_size=1, max_size=3))
 @settings(max_examples=examples(150), deadline=None)
-def test_as_the_library(tools: list[tuple[str, str, Any]]) -> None:
-    ours = declared(*tools)
+def test_tools_match_openai_harmony(tools: list[tuple[str, str, Any]]) -> None:
+    ours = declare_tools(*tools)
     assert plain(f"# Tools\n\n{ours}") == plain(
-        library(*(ToolDescription.new(*one) for one in tools))
+        library_section(*(ToolDescription.new(*tool) for tool in tools))
     )
 
 
@@ -167,7 +169,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("schema", PLAIN.values(), ids=PLAIN)
 def test_schema_matches_openai_harmony(schema: dict[str, Any]) -> None:
-    assert f"# Tools\n\n{declared(('f', '', schema))}" == library(
+    assert f"# Tools\n\n{declare_tools(('f', '', schema))}" == library_section(
         ToolDescription.new("f", "", schema)
     )
 
@@ -192,12 +194,12 @@ DEFAULTS: dict[str, Any] = {
         ]
     },
 }
-"""Where it is in quotes and where it is not, in unions."""
+"""Defaults in unions, some of which are printed in quotes."""
 
 
 @pytest.mark.parametrize("schema", DEFAULTS.values(), ids=DEFAULTS)
-def test_defaults_in_unions_as_the_library(schema: dict[str, Any]) -> None:
-    assert f"# Tools\n\n{declared(('f', '', schema))}" == library(
+def test_defaults_in_unions_match_openai_harmony(schema: dict[str, Any]) -> None:
+    assert f"# Tools\n\n{declare_tools(('f', '', schema))}" == library_section(
         ToolDescription.new("f", "", schema)
     )
 
@@ -206,6 +208,6 @@ NUMERALS = [1e16, 123456789012345680.0, 1e21, 1.5e300, -1.5e-7, 1.25e-5, -1e-5, 
 
 
 @pytest.mark.parametrize("number", [*NUMERALS, 1e15, 0.1, 2**63 - 1])
-def test_numbers_as_the_library(number: float) -> None:
-    test = {"type": "object", "properties": {"p": {"default": number}}}
-    assert type_of(test).text() in plain(library(ToolDescription.new("t", "", test)))
+def test_numbers_match_openai_harmony(number: float) -> None:
+    schema = {"type": "object", "properties": {"p": {"default": number}}}
+    assert type_of(schema).text() in plain(library_section(ToolDescription.new("t", "", schema)))

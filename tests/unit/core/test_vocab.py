@@ -22,7 +22,7 @@ CACHED = Path("vllm-mlx-harmony") / vocab.FILE_NAME
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's cache directory of its own, empty, and a process that has loaded nothing yet."""
+    """An empty cache directory, and a process that has not loaded the vocabulary."""
     home = tmp_path / "cache"
     monkeypatch.setattr(vocab, "cache_dir", lambda: home / "vllm-mlx-harmony")
     monkeypatch.setattr(vocab, "_encoding", None)
@@ -49,7 +49,7 @@ CONTROL_TOKENS = {
 
 
 @pytest.mark.parametrize(("name", "token"), CONTROL_TOKENS.items())
-def test_control_tokens_have_the_ids_of_the_library(name: str, token: int) -> None:
+def test_control_tokens_have_ids_of_library(name: str, token: int) -> None:
     assert vocab.encoding().encode(name, allowed_special="all") == [token]
     assert token in vocab.CONTROL
     assert vocab.token_bytes(token) == b""
@@ -65,19 +65,19 @@ def test_control_tokens_have_the_ids_of_the_library(name: str, token: int) -> No
     ],
     ids=["empty", "a conversation", "no control token", "long"],
 )
-def test_names_of_control_tokens_can_stand_for_them(text: str) -> None:
+def test_spelled_control_tokens_can_be_encoded_as_control(text: str) -> None:
     whole = vocab.encoding().encode(text, allowed_special="all")
     assert vocab.encode_with_control(text) == whole
 
 
-def test_control_is_exactly_what_the_library_calls_special() -> None:
+def test_control_tokens_are_special_tokens_of_library() -> None:
     encoding = vocab.encoding()
     special = [token for token in range(vocab.SIZE) if encoding.is_special_token(token)]
     assert special == list(vocab.CONTROL)
     assert not encoding.is_special_token(vocab.SIZE)
 
 
-def test_bytes_of_every_id_are_those_of_the_official_file(official: bytes) -> None:
+def test_token_bytes_match_official_file(official: bytes) -> None:
     for line in official.splitlines():
         token, rank = line.split()
         assert vocab.token_bytes(int(rank)) == base64.b64decode(token)
@@ -99,7 +99,7 @@ def test_ids_without_text_have_no_bytes(token: int) -> None:
         "\x00\ufffd",
     ],
 )
-def test_text_is_always_ordinary_text(text: str) -> None:
+def test_text_is_encoded_without_control_tokens(text: str) -> None:
     ids = vocab.encode(text)
     assert not set(ids) & set(vocab.CONTROL)
     assert b"".join(map(vocab.token_bytes, ids)).decode() == text
@@ -110,18 +110,20 @@ def test_lone_surrogates_become_replacement_characters() -> None:
     assert b"".join(map(vocab.token_bytes, ids)).decode() == "a\ufffdb\ufffd"
 
 
-def test_loaded_once_whoever_asks(cache: Path) -> None:
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(vocab.encoding())) for _ in range(8)]
+def test_threads_share_one_encoding(cache: Path) -> None:
+    encodings: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: encodings.append(vocab.encoding())) for _ in range(8)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(found) == 8
-    assert len(set(map(id, found))) == 1
+    assert len(encodings) == 8
+    assert len(set(map(id, encodings))) == 1
 
 
-def test_rebuilt_in_the_cache_and_used_from_there(cache: Path, official: bytes) -> None:
+def test_file_is_rebuilt_in_cache_and_reused(cache: Path, official: bytes) -> None:
     vocab.encoding()
     file = cache / CACHED
     assert file.read_bytes() == official
@@ -133,9 +135,7 @@ def test_rebuilt_in_the_cache_and_used_from_there(cache: Path, official: bytes) 
 
 
 @pytest.mark.parametrize("damage", [b"", b"junk\n", None], ids=["empty", "junk", "one line short"])
-def test_a_damaged_cached_file_is_rebuilt(
-    cache: Path, official: bytes, damage: bytes | None
-) -> None:
+def test_damaged_cached_file_is_rebuilt(cache: Path, official: bytes, damage: bytes | None) -> None:
     file = cache / CACHED
     file.parent.mkdir(parents=True)
     short = official[: official.rindex(b"\n", 0, -1) + 1]  # every line of it is valid
@@ -144,7 +144,7 @@ def test_a_damaged_cached_file_is_rebuilt(
     assert file.read_bytes() == official
 
 
-def test_a_file_the_user_points_to_wins(
+def test_file_of_environment_variable_wins(
     cache: Path, tmp_path: Path, official: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / vocab.FILE_NAME).write_bytes(official)
@@ -163,7 +163,7 @@ def test_directory_without_the_file_is_ignored(
     assert (cache / CACHED).exists()
 
 
-def test_a_bad_file_the_user_points_to_is_named(
+def test_invalid_file_of_environment_variable_is_named(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / vocab.FILE_NAME).write_bytes(b"not a vocabulary")
@@ -174,7 +174,7 @@ def test_a_bad_file_the_user_points_to_is_named(
     assert dict(os.environ) == environment
 
 
-def test_the_environment_is_as_before(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_restores_environment(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = dict(os.environ)
     vocab.encoding()
     assert dict(os.environ) == environment
@@ -194,7 +194,7 @@ class _Full:
         return self._mkstemp(**where)
 
 
-def test_unwritable_cache_falls_back_to_a_temporary_one(
+def test_unwritable_cache_falls_back_to_temporary_file(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
@@ -205,18 +205,18 @@ def test_unwritable_cache_falls_back_to_a_temporary_one(
     assert list(temporary.iterdir()) == []  # it is in memory now
 
 
-def test_a_file_where_the_cache_should_be_falls_back_too(cache: Path) -> None:
+def test_file_in_place_of_cache_falls_back(cache: Path) -> None:
     cache.write_text("")
     assert vocab.encoding().name
 
 
-def test_no_home_directory_falls_back_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_home_directory_falls_back(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocab, "cache_dir", lambda: Path("~/.cache/vllm-mlx-harmony"))
     assert vocab.encoding().name
     assert not Path("~").exists()
 
 
-def test_no_room_anywhere_is_a_clear_error(
+def test_full_disk_is_a_clear_error(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path / "temporary"
@@ -243,7 +243,7 @@ def test_unreadable_file_is_not_reported_as_unwritable(
         vocab.encoding()
 
 
-def test_failed_write_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(source: str, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
@@ -254,7 +254,7 @@ def test_failed_write_leaves_nothing(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("replace", [True, False])
-def test_existing_file_is_replaced_or_stays(tmp_path: Path, replace: bool) -> None:
+def test_existing_file_is_replaced_on_request_only(tmp_path: Path, replace: bool) -> None:
     file = tmp_path / "new" / "file"
     write_atomically(file, b"one", replace=replace)
     write_atomically(file, b"other", replace=replace)
@@ -263,7 +263,7 @@ def test_existing_file_is_replaced_or_stays(tmp_path: Path, replace: bool) -> No
     assert list(file.parent.iterdir()) == [file]
 
 
-def test_shipped_file_is_the_official_one(official: bytes) -> None:
+def test_shipped_file_is_official_file(official: bytes) -> None:
     assert hashlib.sha256(official).hexdigest() == vocab.SHA256
 
 
@@ -273,12 +273,12 @@ def test_damaged_shipped_data_says_reinstall(packed: bytes) -> None:
         vocab.official_file(packed)
 
 
-def test_other_data_than_the_official_says_reinstall() -> None:
+def test_unofficial_data_says_reinstall() -> None:
     with pytest.raises(vocab.VocabularyError, match="reinstall"):
         vocab.official_file(lzma.compress(b""))
 
 
-def test_python_without_lzma_gets_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_lzma_is_reported_with_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "lzma", None)
     with pytest.raises(vocab.VocabularyError, match=vocab.BASE_VARIABLE):
         vocab.official_file()
@@ -294,7 +294,7 @@ def test_python_without_lzma_gets_a_remedy(monkeypatch: pytest.MonkeyPatch) -> N
         ("win32", {}, "/home/me/AppData/Local"),
     ],
 )
-def test_cache_directory_of_the_platform(
+def test_cache_directory_follows_platform(
     monkeypatch: pytest.MonkeyPatch, platform: str, variable: dict[str, str], directory: str
 ) -> None:
     for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
@@ -310,7 +310,7 @@ _CHILD = "from vllm_mlx_harmony.core import vocab; print(vocab.encode('hello'))"
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_many_processes_at_once(tmp_path: Path) -> None:
+def test_concurrent_processes_write_one_file(tmp_path: Path) -> None:
     environment = {
         **{name: value for name, value in os.environ.items() if name != vocab.BASE_VARIABLE},
         "HOME": str(tmp_path),

@@ -1,4 +1,4 @@
-"""Models for the engine, pieces that they compute, and disks on one directory."""
+"""Models, the pieces they compute, and disk caches on one directory."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
-    """Runs a coroutine in the loop of the module."""
+    """Runs a coroutine on the module's event loop."""
     loop = asyncio.new_event_loop()
-    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, 120))
+    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, 120))
     loop.close()
 
 
@@ -47,7 +47,7 @@ def model(tiny: Path) -> Any:
 
 @pytest.fixture(scope="session")
 def pieces(model: Any) -> list[Piece]:
-    """Pieces of ``IDS`` that end at ``PLACES``, as the model computes them."""
+    """Computes the pieces of ``IDS`` that end at ``PLACES``."""
     cache, pieces, start = model.make_cache(), [], 0
     for place in PLACES:
         model(mx.array([IDS[start:place]]), cache=cache)
@@ -57,14 +57,16 @@ def pieces(model: Any) -> list[Piece]:
 
 
 class Windows(GptOssMoeModel):  # type: ignore[misc, unused-ignore]
-    """mlx-lm's gpt-oss, but each layer has the window, or none, of ``LAYOUT``."""
+    """mlx-lm's gpt-oss with the windows of ``LAYOUT``; 0 is full attention."""
 
     LAYOUT = (128, 0, 320, 0)
 
     def __call__(self, inputs: Any, cache: Any = None, input_embeddings: Any = None) -> Any:
         x = self.embed_tokens(inputs)
-        for layer, own, window in zip(self.layers, cache, self.LAYOUT, strict=True):
-            x = layer(x, create_attention_mask(x, own, window_size=window or None), own)
+        for layer, layer_cache, window in zip(self.layers, cache, self.LAYOUT, strict=True):
+            x = layer(
+                x, create_attention_mask(x, layer_cache, window_size=window or None), layer_cache
+            )
         return self.norm(x)
 
     def make_cache(self) -> list[Any]:
@@ -73,7 +75,7 @@ class Windows(GptOssMoeModel):  # type: ignore[misc, unused-ignore]
 
 @pytest.fixture(scope="module", params=["gpt-oss", "several windows"])
 def load_random(request: pytest.FixtureRequest, tiny: Path) -> Callable[[], Any]:
-    """Loads a real architecture of random weights, on the thread that calls it."""
+    """Loads a real architecture with random weights, on the calling thread."""
 
     def load() -> Any:
         model = load_module(tiny)
@@ -93,16 +95,16 @@ def random_model(load_random: Callable[[], Any]) -> Any:
 
 @pytest.fixture
 def open_disk(tmp_path: Path) -> Iterator[Callable[..., DiskCache]]:
-    """Another process's view, as it were: a disk on the same directory."""
+    """Opens disk caches on one directory, as several processes would."""
     opened: list[DiskCache] = []
 
-    def open_one(budget: int = PLENTY, **more: Any) -> DiskCache:
+    def open_cache(budget: int = PLENTY, **more: Any) -> DiskCache:
         opened.append(DiskCache(tmp_path / "ssd", budget, **more))
         return opened[-1]
 
-    yield open_one
-    for one in opened:
-        one.close(1.0)
+    yield open_cache
+    for cache in opened:
+        cache.close(1.0)
 
 
 @pytest.fixture

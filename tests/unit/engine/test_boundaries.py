@@ -15,10 +15,10 @@ from vllm_mlx_harmony.engine.prefix_cache import boundaries
 LONG = " word" * 40
 SYSTEM = f"<|start|>system<|message|>You are ChatGPT.{LONG}<|end|>"
 DEVELOPER = f"<|start|>developer<|message|># Instructions{LONG}<|end|>"
-ASKED = f"<|start|>user<|message|>Weather?{LONG}<|end|>"
-CALLED = "<|start|>assistant<|channel|>commentary to=functions.x<|message|>{}<|call|>"
+QUESTION = f"<|start|>user<|message|>Weather?{LONG}<|end|>"
+CALL = "<|start|>assistant<|channel|>commentary to=functions.x<|message|>{}<|call|>"
 RESULT = f"<|start|>functions.x to=assistant<|channel|>commentary<|message|>{LONG}<|end|>"
-ANSWERED = f"<|start|>assistant<|channel|>final<|message|>Rain.{LONG}<|end|>"
+ANSWER = f"<|start|>assistant<|channel|>final<|message|>Rain.{LONG}<|end|>"
 OPENING = "<|start|>assistant"
 
 
@@ -26,7 +26,7 @@ HI = "<|start|>user<|message|>Hi<|end|>"
 
 
 def cuts(*parts: str, after: int = 0) -> list[str]:
-    """The pieces as text, instead of where they end."""
+    """The text of each piece."""
     prompt = ids("".join(parts))
     places = [after, *boundaries(prompt, after)]
     assert places == sorted(set(places))
@@ -37,40 +37,40 @@ def cuts(*parts: str, after: int = 0) -> list[str]:
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ((ASKED, OPENING), [ASKED + "<|start|>"]),
-        ((SYSTEM, ASKED, OPENING), [SYSTEM, ASKED + "<|start|>"]),
-        ((SYSTEM, DEVELOPER, ASKED, OPENING), [SYSTEM + DEVELOPER, ASKED + "<|start|>"]),
+        ((QUESTION, OPENING), [QUESTION + "<|start|>"]),
+        ((SYSTEM, QUESTION, OPENING), [SYSTEM, QUESTION + "<|start|>"]),
+        ((SYSTEM, DEVELOPER, QUESTION, OPENING), [SYSTEM + DEVELOPER, QUESTION + "<|start|>"]),
         (
-            (SYSTEM, ASKED, ANSWERED, ASKED, OPENING),
-            [SYSTEM, ASKED + ANSWERED, ASKED + "<|start|>"],
+            (SYSTEM, QUESTION, ANSWER, QUESTION, OPENING),
+            [SYSTEM, QUESTION + ANSWER, QUESTION + "<|start|>"],
         ),
         (
-            (SYSTEM, ASKED, CALLED, RESULT, OPENING),
-            [SYSTEM, ASKED + CALLED + RESULT + "<|start|>"],
+            (SYSTEM, QUESTION, CALL, RESULT, OPENING),
+            [SYSTEM, QUESTION + CALL + RESULT + "<|start|>"],
         ),
         # A later developer message belongs to the conversation.
-        ((SYSTEM, ASKED, DEVELOPER, OPENING), [SYSTEM, ASKED + DEVELOPER + "<|start|>"]),
-        # No piece too short to be worth it.
-        (("<|start|>system<|message|>Hi<|end|>", ASKED, OPENING), None),
+        ((SYSTEM, QUESTION, DEVELOPER, OPENING), [SYSTEM, QUESTION + DEVELOPER + "<|start|>"]),
+        # A piece too short to be worth storing is not cut off.
+        (("<|start|>system<|message|>Hi<|end|>", QUESTION, OPENING), None),
         (("<|start|>system<|message|>Hi<|end|>", HI, OPENING), None),
-        ((SYSTEM, ASKED, ANSWERED, HI, OPENING), [SYSTEM, ASKED + ANSWERED + HI + "<|start|>"]),
-        # What many conversations share is, however short the rest.
+        ((SYSTEM, QUESTION, ANSWER, HI, OPENING), [SYSTEM, QUESTION + ANSWER + HI + "<|start|>"]),
+        # A prefix shared by many conversations is, however short the rest.
         ((SYSTEM, HI, OPENING), [SYSTEM, HI + "<|start|>"]),
         ((SYSTEM, OPENING), [SYSTEM, "<|start|>"]),
         ((OPENING,), ["<|start|>"]),
     ],
 )
-def test_prompts_are_cut_where_another_may_leave_them(
+def test_prompt_is_cut_where_others_may_diverge(
     parts: tuple[str, ...], expected: list[str] | None
 ) -> None:
     whole = "".join(parts).removesuffix("assistant")
     assert cuts(*parts) == (expected or [whole])
 
 
-def test_only_what_follows_the_known_is_cut() -> None:
-    known = len(ids(SYSTEM + ASKED + CALLED))
-    pieces = cuts(SYSTEM, ASKED, CALLED, RESULT, OPENING, after=known)
+def test_known_prefix_is_not_cut() -> None:
+    prefix_length = len(ids(SYSTEM + QUESTION + CALL))
+    pieces = cuts(SYSTEM, QUESTION, CALL, RESULT, OPENING, after=prefix_length)
     assert pieces == [RESULT + "<|start|>"]
-    prompt = ids(SYSTEM + ASKED + OPENING)
+    prompt = ids(SYSTEM + QUESTION + OPENING)
     assert boundaries(prompt, after=len(prompt) - 1) == []
     assert boundaries([vocab.START], after=0) == []

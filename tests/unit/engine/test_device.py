@@ -1,4 +1,4 @@
-"""What mlx may use and what Metal keeps in memory, whatever models come and go."""
+"""Memory limits of mlx and Metal while models are loaded and unloaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("mlx.core")
 import mlx.core as mx
 
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.device import MARGIN, POOL, RELEASED, MemoryLimits, Metal, Turns
+from vllm_mlx_harmony.engine.device import MARGIN, POOL, UNWIRE_SECONDS, MemoryLimits, Metal, Turns
 from vllm_mlx_harmony.engine.memory import layout_of
 
 GB, GIB = 10**9, 1 << 30
@@ -22,7 +22,7 @@ RECOMMENDED = 100 * GB
 
 
 def gpt_oss(layers: int) -> dict[str, object]:
-    """What a configuration says of keys and values."""
+    """The fields of a config that determine the size of keys and values."""
     kinds = ["sliding_attention", "full_attention"] * (layers // 2)
     return {
         "layer_types": kinds,
@@ -35,7 +35,7 @@ def gpt_oss(layers: int) -> dict[str, object]:
 MODELS = {"20b": (12_100_000_000, gpt_oss(24)), "120b": (63_400_000_000, gpt_oss(36))}
 
 MACS = [
-    # memory, part that macOS recommends, model, ids of keys and values beside the prefix cache
+    # GiB of memory, share that macOS recommends, model, ids that fit beside the prefix cache
     (16, 2 / 3, "20b", 0),
     (24, 2 / 3, "20b", 50_000),
     (32, 2 / 3, "20b", 131_072),
@@ -50,9 +50,9 @@ MACS = [
 
 
 @pytest.mark.parametrize(("gib", "part", "model", "ids"), MACS)
-def test_limits_of_macs(gib: int, part: float, model: str, ids: int) -> None:
-    """With the defaults: a sixteenth of the memory for the prefix cache, 0.9 of what macOS
-    recommends for everything."""
+def test_memory_limits_fit_macs(gib: int, part: float, model: str, ids: int) -> None:
+    """The defaults: a sixteenth of memory for the prefix cache, 0.9 of what macOS recommends for
+    everything."""
     recommended, cache = int(gib * GIB * part), gib * GIB // 16
     weights, config = MODELS[model]
     limits = MemoryLimits.of(recommended, weights, cache, 0.9)
@@ -65,7 +65,7 @@ def test_limits_of_macs(gib: int, part: float, model: str, ids: int) -> None:
         return
     layout = layout_of(config)
     assert layout is not None
-    # The prefix cache, with what of it is evicted and not yet written, is part of what is usable.
+    # Usable memory includes the prefix cache and evicted pieces that are not written yet.
     assert weights + limits.cache + (layout.nbytes(ids) if ids else 0) <= limits.usable
     assert weights + limits.cache < limits.wired
     assert weights + layout.nbytes(131_072) <= limits.usable, "a whole context fits, if need be"
@@ -80,7 +80,7 @@ def test_cache_is_clamped_to_usable_memory() -> None:
 
 @dataclass
 class Device:
-    """Metal, as mlx shows it."""
+    """Metal as mlx exposes it."""
 
     wired: int = BEFORE[0]
     memory: int = BEFORE[1]
@@ -126,7 +126,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> Device:
         (90, 30, -90, -30),
     ],
 )
-def test_limits_follow_the_weights(metal: Device, changes: tuple[int, ...]) -> None:
+def test_limits_follow_weights(metal: Device, changes: tuple[int, ...]) -> None:
     models = Metal()
     for at, change in enumerate(changes):
         models.add_weights(change * GB, 2 * GB, 0.9)
@@ -146,11 +146,11 @@ def test_limits_follow_the_weights(metal: Device, changes: tuple[int, ...]) -> N
         (500 * GIB, RECOMMENDED),
     ],
 )
-def test_a_setting_limits_what_is_wired(metal: Device, value: int | None, wired: int) -> None:
+def test_setting_limits_wired_memory(metal: Device, value: int | None, wired: int) -> None:
     models = Metal()
     models.add_weights(10 * GB, 2 * GB, 0.9, value)
     assert metal.wired == wired
-    metal.now += RELEASED
+    metal.now += UNWIRE_SECONDS
     assert models.release() is None
     models.computing()
     assert metal.wired == wired
@@ -161,11 +161,11 @@ def test_wired_memory_is_released_after_idle_time(metal: Device) -> None:
     assert models.release() is None, "nothing is loaded"
     models.add_weights(10 * GB, 2 * GB, 0.9)
     wired = metal.wired
-    metal.now += RELEASED - 100
+    metal.now += UNWIRE_SECONDS - 100
     assert models.release() == 100
     models.computing()
-    assert models.release() == RELEASED
-    metal.now += RELEASED
+    assert models.release() == UNWIRE_SECONDS
+    metal.now += UNWIRE_SECONDS
     assert metal.wired == wired, "as long as nobody asks"
     assert models.release() is None and metal.wired == BEFORE[0]
     assert models.release() is None
@@ -173,8 +173,8 @@ def test_wired_memory_is_released_after_idle_time(metal: Device) -> None:
     for _ in range(3):
         models.computing()
     assert metal.wired == wired and metal.set == ["wired"]
-    assert models.release() == RELEASED
-    metal.now += RELEASED
+    assert models.release() == UNWIRE_SECONDS
+    metal.now += UNWIRE_SECONDS
     assert models.release() is None
     models.add_weights(5 * GB, 2 * GB, 0.9)
     assert metal.wired == wired + 5 * GB, "a model that is loaded is about to compute"
@@ -184,7 +184,7 @@ def test_wired_memory_is_released_after_idle_time(metal: Device) -> None:
     assert metal.limits == BEFORE and models.release() is None
 
 
-def test_without_metal_nothing_is_limited(metal: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_limits_are_set_without_metal(metal: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "has_metal", lambda: False)
     models = Metal()
     models.add_weights(10 * GB, 2 * GB, 0.9)
@@ -194,12 +194,12 @@ def test_without_metal_nothing_is_limited(metal: Device, monkeypatch: pytest.Mon
     assert metal.set == []
 
 
-def test_measurement_waits_for_running_work_and_is_alone() -> None:
+def test_measurement_waits_for_running_work_and_runs_alone() -> None:
     settled, order = list[str](), list[str]()
     turns = Turns(lambda: settled.append(threading.current_thread().name))
     started, go = threading.Event(), threading.Event()
 
-    def computes() -> None:
+    def compute() -> None:
         turns.compute("first")
         started.set()
         go.wait(10)
@@ -207,14 +207,14 @@ def test_measurement_waits_for_running_work_and_is_alone() -> None:
         order.append("computed")
         turns.rest("first")
 
-    def measures() -> None:
+    def measure() -> None:
         with turns.measuring():
             order.append("measures")
             time.sleep(0.05)
             order.append("has measured")
 
-    first = threading.Thread(target=computes, name="first")
-    second = threading.Thread(target=measures, name="second")
+    first = threading.Thread(target=compute, name="first")
+    second = threading.Thread(target=measure, name="second")
     first.start()
     assert started.wait(10)
     second.start()

@@ -1,4 +1,4 @@
-"""The disk below the prefix cache: what is written, found again, thrown out; what can go wrong."""
+"""The disk below the prefix cache: writing, reading, eviction, and faults."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ IDS = list(range(1000, 1600))
 PLACES = [150, 400, 600]
 
 
-def offered(pieces: list[Piece], places: list[int] = PLACES) -> Any:
-    """The last arguments of ``offer``."""
+def offer_arguments(pieces: list[Piece], places: list[int] = PLACES) -> Any:
+    """The last two arguments of ``offer``."""
     return list(zip(places, pieces, strict=False)), exported
 
 
 def write(disk: DiskCache, pieces: list[Piece], root: bytes = ROOT, ids: list[int] = IDS) -> None:
     places = PLACES[: len(pieces)]
-    disk.offer(root, pack(ids[: places[-1]]), *offered(pieces, places))
+    disk.offer(root, pack(ids[: places[-1]]), *offer_arguments(pieces, places))
     assert flushed(disk)
 
 
@@ -79,20 +79,20 @@ def reach(disk: DiskCache, root: bytes, ids: Sequence[int]) -> int:
 ALL = [(0, 150), (150, 400), (400, 600)]
 
 
-def same(one: Piece, other: Piece) -> bool:
-    return one.parts.keys() == other.parts.keys() and all(
+def same(piece: Piece, other: Piece) -> bool:
+    return piece.parts.keys() == other.parts.keys() and all(
         part.dtype == other.parts[window].dtype and mx.array_equal(part, other.parts[window])
-        for window, part in one.parts.items()
+        for window, part in piece.parts.items()
     )
 
 
 def files(disk: DiskCache) -> list[Path]:
-    """Those of the pieces, first written first."""
-    found = (disk.directory / DIRECTORY / PIECES).glob("*.safetensors")
-    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
+    """The files of pieces, oldest first."""
+    paths = (disk.directory / DIRECTORY / PIECES).glob("*.safetensors")
+    return sorted(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
-# --- What is written
+# --- Writing and reading
 
 
 def test_written_pieces_are_read_by_another_process(open_disk: Open, pieces: list[Piece]) -> None:
@@ -109,11 +109,13 @@ def test_written_pieces_are_read_by_another_process(open_disk: Open, pieces: lis
 
 
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16, mx.float32])
-def test_files_are_safetensors_of_every_type(
+def test_files_are_safetensors_of_any_dtype(
     disk: DiskCache, pieces: list[Piece], dtype: Any
 ) -> None:
-    one = pieces[0]
-    piece = Piece(one.tokens, {window: p.astype(dtype) for window, p in one.parts.items()})
+    original = pieces[0]
+    piece = Piece(
+        original.tokens, {window: part.astype(dtype) for window, part in original.parts.items()}
+    )
     mx.eval(list(piece.parts.values()))
     write(disk, [piece])
     (path,) = files(disk)
@@ -121,7 +123,7 @@ def test_files_are_safetensors_of_every_type(
     expected = {"whole": dtype, "window.128": dtype}
     assert {name: part.dtype for name, part in loaded.items()} == expected
     assert mx.array_equal(loaded["whole"], piece.parts[WHOLE])
-    assert same(imported(Loaded(0, one.tokens, path.read_bytes()), 0, one.tokens), piece)
+    assert same(imported(Loaded(0, original.tokens, path.read_bytes()), 0, original.tokens), piece)
 
 
 def test_files_are_private(disk: DiskCache, pieces: list[Piece]) -> None:
@@ -138,28 +140,26 @@ def test_files_are_private(disk: DiskCache, pieces: list[Piece]) -> None:
 @pytest.mark.parametrize(
     ("known", "expected"), [(0, ALL), (150, ALL[1:]), (200, ALL[1:]), (599, ALL[2:]), (600, [])]
 )
-def test_only_what_memory_has_not_is_read(
+def test_only_pieces_missing_from_memory_are_read(
     disk: DiskCache, pieces: list[Piece], known: int, expected: list[tuple[int, int]]
 ) -> None:
     write(disk, pieces)
     assert fetch(disk, known) == expected
     assert (disk.counters().hits, disk.counters().misses) == ((1, 0) if expected else (0, 1))
-    assert fetch(disk, ids=[7, *IDS]) == []  # it has nothing of these
+    assert fetch(disk, ids=[7, *IDS]) == []  # begins differently
     assert disk.counters().misses == (1 if expected else 2)
 
 
 @pytest.mark.parametrize("count", range(4))
-def test_no_more_is_read_than_fits_in_memory(
-    open_disk: Open, pieces: list[Piece], count: int
-) -> None:
+def test_read_pieces_fit_buffer(open_disk: Open, pieces: list[Piece], count: int) -> None:
     disk = open_disk()
     write(disk, pieces)
     sizes = [row.size for row in disk.chain([ROOT], pack((*IDS, 1)))]
     assert fetch(open_disk(buffer=sum(sizes[:count]) + 1)) == ALL[:count]
 
 
-def test_several_event_loops_read_the_same_pieces(disk: DiskCache, pieces: list[Piece]) -> None:
-    """The second asks while the first is reading."""
+def test_several_event_loops_read_same_pieces(disk: DiskCache, pieces: list[Piece]) -> None:
+    """The second starts to load while the first is reading."""
     write(disk, pieces)
     rows = disk.chain([ROOT], pack((*IDS, 1)))
     reading, may_go_on = threading.Event(), threading.Event()
@@ -174,57 +174,57 @@ def test_several_event_loops_read_the_same_pieces(disk: DiskCache, pieces: list[
 
     async def second() -> tuple[Loaded, ...]:
         assert await asyncio.to_thread(reading.wait, 5)
-        asked = asyncio.ensure_future(disk.load(rows, known))
+        task = asyncio.ensure_future(disk.load(rows, known))
         await asyncio.sleep(0)
         may_go_on.set()
-        return await asyncio.wait_for(asked, 5)
+        return await asyncio.wait_for(task, 5)
 
     with ThreadPoolExecutor(2) as threads:
-        both = threads.submit(asyncio.run, first()), threads.submit(asyncio.run, second())
-        for one in both:
-            assert [(piece.start, piece.end) for piece in one.result()] == ALL
+        futures = threads.submit(asyncio.run, first()), threads.submit(asyncio.run, second())
+        for future in futures:
+            assert [(piece.start, piece.end) for piece in future.result()] == ALL
 
 
-def test_the_last_id_is_never_known(disk: DiskCache, pieces: list[Piece]) -> None:
+def test_last_id_is_never_matched(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     assert fetch(disk, ids=IDS) == ALL[:2]
     assert (reach(disk, ROOT, IDS), reach(disk, ROOT, [*IDS, 1])) == (400, 600)
 
 
-def test_of_two_cuts_the_longer_is_found(disk: DiskCache, model: Any, pieces: list[Piece]) -> None:
+def test_longer_of_two_cuts_is_found(disk: DiskCache, model: Any, pieces: list[Piece]) -> None:
     write(disk, pieces[:1])
     longer = join(model, pieces[:2])
-    disk.offer(ROOT, pack(IDS[:400]), *offered([cut(longer, 0, 400)], [400]))
+    disk.offer(ROOT, pack(IDS[:400]), *offer_arguments([cut(longer, 0, 400)], [400]))
     assert flushed(disk)
     assert fetch(disk) == [(0, 400)]
 
 
 def test_pieces_are_written_once(open_disk: Open, pieces: list[Piece]) -> None:
     disk, other = open_disk(), open_disk()
-    for one in (disk, disk, other):
-        write(one, pieces)
+    for cache in (disk, disk, other):
+        write(cache, pieces)
     assert len(files(disk)) == 3
     assert (disk.counters().pieces_written, other.counters().pieces_written) == (3, 0)
 
 
-# --- Whose
+# --- Owners
 
 
-@pytest.mark.parametrize("seen", ["weights", "layout", "tenant"])
+@pytest.mark.parametrize("field", ["weights", "layout", "tenant"])
 def test_pieces_of_another_root_are_not_found(
-    disk: DiskCache, pieces: list[Piece], seen: str
+    disk: DiskCache, pieces: list[Piece], field: str
 ) -> None:
-    made_of = {"weights": b"w", "layout": b"l", "tenant": "alice"}
-    write(disk, pieces, identity.root(**made_of))
-    assert fetch(disk, root=identity.root(**made_of)) == ALL
-    other = {**made_of, seen: type(made_of[seen])(made_of[seen] * 2)}
+    fields = {"weights": b"w", "layout": b"l", "tenant": "alice"}
+    write(disk, pieces, identity.root(**fields))
+    assert fetch(disk, root=identity.root(**fields)) == ALL
+    other = {**fields, field: type(fields[field])(fields[field] * 2)}
     assert fetch(disk, root=identity.root(**other)) == []
 
 
-def test_pieces_of_an_earlier_digest_are_not_found_and_go_first(
+def test_pieces_of_old_digest_are_ignored_and_evicted_first(
     open_disk: Open, model: Any, pieces: list[Piece], tiny: Path
 ) -> None:
-    """The digest of earlier versions had names, sizes and times alone."""
+    """Earlier versions digested only names, sizes and times."""
     (path,) = tiny.glob("*.safetensors")
     state = path.stat()
     names = [f"{path.name} {state.st_size} {state.st_mtime_ns}".encode()]
@@ -232,14 +232,14 @@ def test_pieces_of_an_earlier_digest_are_not_found_and_go_first(
     now = identity.of_weights(str(tiny))
     assert now is not None and now != earlier
     layout = identity.of_layout("Model", windows(model) or ())
-    old, new = (identity.root(each, layout, "") for each in (earlier, now))
+    old, new = (identity.root(digest, layout, "") for digest in (earlier, now))
     disk = open_disk()
     write(disk, pieces, old)
     disk.put(b"k", TURN)
     assert flushed(disk)
-    both = disk.counters().nbytes
+    nbytes = disk.counters().nbytes
     disk.close(1.0)
-    again = open_disk(budget=both + 1000)
+    again = open_disk(budget=nbytes + 1000)
     assert fetch(again, root=new) == [] and again.find([b"k"]) == [TURN]
     write(again, pieces, new)
     assert fetch(again, root=new) == ALL and again.find([b"k"]) == [TURN]
@@ -247,44 +247,42 @@ def test_pieces_of_an_earlier_digest_are_not_found_and_go_first(
     assert again.counters().damaged == 0
 
 
-# --- How much
+# --- Budgets
 
 
-def test_ends_go_before_beginnings_and_the_least_used_first(
-    open_disk: Open, pieces: list[Piece]
-) -> None:
+def test_least_recently_used_ends_are_evicted_first(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk()
     write(disk, pieces)
-    one = disk.counters().nbytes
+    conversation = disk.counters().nbytes
     other = [*IDS[:150], *range(5000, 5450)]
-    write(disk, pieces, ids=other)  # goes on from the same beginning
-    both = disk.counters().nbytes
+    write(disk, pieces, ids=other)  # shares the first piece
+    total = disk.counters().nbytes
     assert len(files(disk)) == 5
     assert fetch(disk) == ALL and flushed(disk)  # used last
-    small = open_disk(budget=both)
-    small.offer(ROOT, pack(list(range(7000, 7150))), *offered(pieces[:1], [150]))
+    small = open_disk(budget=total)
+    small.offer(ROOT, pack(list(range(7000, 7150))), *offer_arguments(pieces[:1], [150]))
     assert flushed(small) and small.counters().evictions == 1
     assert reach(small, ROOT, [*other, 1]) == 400
-    smaller = open_disk(budget=one + 2 * pieces[0].nbytes + 2000)
-    smaller.offer(ROOT, pack(list(range(8000, 8150))), *offered(pieces[:1], [150]))
+    smaller = open_disk(budget=conversation + 2 * pieces[0].nbytes + 2000)
+    smaller.offer(ROOT, pack(list(range(8000, 8150))), *offer_arguments(pieces[:1], [150]))
     assert flushed(smaller)
-    assert fetch(smaller) == ALL  # its own beginning is the other's, too
+    assert fetch(smaller) == ALL  # its first piece is shared
     assert reach(smaller, ROOT, [*other, 1]) == 150
     assert smaller.counters().nbytes <= smaller.budget
     assert sum(map(os.path.getsize, files(smaller))) == smaller.counters().nbytes
 
 
-def test_pieces_beyond_the_budget_are_not_written(open_disk: Open, pieces: list[Piece]) -> None:
+def test_pieces_beyond_budget_are_not_written(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk(budget=pieces[0].nbytes + pieces[1].nbytes + 10_000)
     write(disk, pieces)
     assert fetch(disk) == ALL[:2]
     assert disk.counters().evictions == 0
 
 
-def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
+def test_pieces_beyond_write_buffer_are_dropped(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk(buffer=pieces[0].nbytes + pieces[1].nbytes - 1)
     with disk._changing:  # the writer waits
-        disk.offer(ROOT, pack(IDS), *offered(pieces))
+        disk.offer(ROOT, pack(IDS), *offer_arguments(pieces))
     assert flushed(disk) and disk.counters().dropped == 1
     assert fetch(disk) == ALL[:1]
     for _ in range(2):  # what was dropped is offered again
@@ -292,19 +290,19 @@ def test_no_more_waits_than_may(open_disk: Open, pieces: list[Piece]) -> None:
     assert fetch(open_disk()) == ALL
 
 
-def test_use_before_the_write_is_not_lost(open_disk: Open, pieces: list[Piece]) -> None:
-    """The keys of all uses until the first is noted go together, before what is queued later."""
+def test_use_before_write_is_recorded(open_disk: Open, pieces: list[Piece]) -> None:
+    """Uses that wait are recorded together, before jobs that were queued later."""
     disk = open_disk()
     write(disk, pieces[:1])
     with disk._changing:  # the writer waits
-        disk.offer(ROOT, pack(IDS[:150]), *offered(pieces[:1], PLACES[:1]))
-        disk.offer(ROOT, pack(IDS), *offered(pieces))
+        disk.offer(ROOT, pack(IDS[:150]), *offer_arguments(pieces[:1], PLACES[:1]))
+        disk.offer(ROOT, pack(IDS), *offer_arguments(pieces))
     assert flushed(disk)
-    assert len(disk._written) == 3  # nothing is offered a second time
+    assert len(disk._written) == 3  # no piece is offered twice
     assert fetch(disk) == ALL
 
 
-def test_turns_live_within_the_budget(open_disk: Open) -> None:
+def test_turns_stay_within_budget(open_disk: Open) -> None:
     nbytes = len(TURN.to_bytes())
     disk = open_disk(budget=10 * nbytes)
     for n in range(20):
@@ -316,7 +314,7 @@ def test_turns_live_within_the_budget(open_disk: Open) -> None:
     assert disk.counters().turns == 10 and disk.counters().nbytes == 10 * nbytes
 
 
-def test_while_an_engine_computes_it_is_written_slowly(
+def test_writes_are_throttled_while_engine_computes(
     open_disk: Open, pieces: list[Piece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slept: list[float] = []
@@ -335,7 +333,7 @@ def test_while_an_engine_computes_it_is_written_slowly(
 
 
 class Clock:
-    """The module ``time``, in which nobody sleeps but who waits for the writer."""
+    """The module ``time``, whose ``sleep`` only records the seconds."""
 
     def __init__(self, slept: list[float]) -> None:
         self._slept = slept
@@ -347,12 +345,12 @@ class Clock:
         self._slept.append(seconds)
 
 
-def test_emptied(disk: DiskCache, pieces: list[Piece]) -> None:
+def test_clear_removes_pieces_and_turns(disk: DiskCache, pieces: list[Piece]) -> None:
     write(disk, pieces)
     disk.put(b"k", TURN)
     assert flushed(disk)
     with disk.computing():
-        disk.offer(b"other", pack(IDS), *offered(pieces))
+        disk.offer(b"other", pack(IDS), *offer_arguments(pieces))
         disk.clear()
     assert flushed(disk)
     assert files(disk) == [] and fetch(disk) == [] and disk.find([b"k"]) == [None]
@@ -412,20 +410,20 @@ def test_altered_piece_is_set_aside(
     with caplog.at_level(logging.WARNING):
         assert fetch(disk) == ALL[:1]
         assert fetch(disk) == ALL[:1]
-    damaged = fault is not gone  # that may have been another process, in need of the room
+    damaged = fault is not gone  # another process may have evicted it
     assert len(caplog.records) == disk.counters().damaged == damaged
     assert bool(disk.counters().last_error) == damaged
     write(disk, pieces)
     assert fetch(disk) == ALL
 
 
-def test_piece_evicted_by_another_process_is_no_damage(
+def test_piece_evicted_by_another_process_is_not_damaged(
     open_disk: Open,
     pieces: list[Piece],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor is what it has written anew, to other files, removed with the old row."""
+    """Files that the other process writes anew are not removed with the old row."""
     disk, other = open_disk(), open_disk()
     write(disk, pieces)
     reading = disk._read
@@ -448,7 +446,7 @@ def test_piece_evicted_by_another_process_is_no_damage(
     ("code", "damaged"),
     [(errno.EACCES, False), (errno.EMFILE, False), (errno.ENOMEM, False), (errno.EIO, True)],
 )
-def test_temporarily_unreadable_file_stays(
+def test_temporarily_unreadable_file_is_kept(
     disk: DiskCache,
     pieces: list[Piece],
     code: int,
@@ -456,7 +454,7 @@ def test_temporarily_unreadable_file_stays(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As root, who may read everything, too. A block that the disk cannot read stays unreadable."""
+    """Simulated, since root may read any file. Only EIO is permanent: the block is damaged."""
     write(disk, pieces)
     (*_, unreadable), real = files(disk), os.open
 
@@ -476,13 +474,13 @@ def test_temporarily_unreadable_file_stays(
     assert fetch(disk) == ALL
 
 
-def test_each_operation_that_fails_is_logged_until_it_works(
+def test_failing_operation_is_logged_until_it_works(
     disk: DiskCache,
     pieces: list[Piece],
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A server that only reads writes no piece, which would show that the disk works again."""
+    """A successful read is logged, too: a server may never write a piece."""
     write(disk, pieces)
 
     def unreadable(*_: object) -> bytes:
@@ -507,7 +505,7 @@ def test_each_operation_that_fails_is_logged_until_it_works(
 
 
 class Broken:
-    """The files of a disk that says the same to every writer: full, or read-only."""
+    """Fails every write with one error, as a full or read-only disk does."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
         self.broken, self._real, self._code = True, os.fdopen, code
@@ -535,7 +533,7 @@ def test_failing_disk_is_logged_once_and_retried(
         for _ in range(3):
             write(disk, pieces)
             time.sleep(0.11)
-        assert fetch(disk) == ALL[:1]  # what is there is read
+        assert fetch(disk) == ALL[:1]  # existing pieces are read
         assert len(caplog.records) == 1 and os.strerror(code) in caplog.text
         assert os.strerror(code) in disk.counters().last_error
         assert len(files(disk)) == 1
@@ -545,10 +543,10 @@ def test_failing_disk_is_logged_once_and_retried(
     assert fetch(disk) == ALL
 
 
-def test_no_more_is_written_in_a_day_than_its_budget(
+def test_daily_write_budget_is_shared_by_processes(
     open_disk: Open, pieces: list[Piece], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neither by this process nor by another or a later one; what is there is read and used."""
+    """By this process, others and later ones. Existing pieces are still read."""
     disk = open_disk(per_day=pieces[0].nbytes)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -558,8 +556,8 @@ def test_no_more_is_written_in_a_day_than_its_budget(
         later = open_disk(per_day=pieces[0].nbytes)
         write(later, pieces)
     assert [record.message.count("until midnight") for record in caplog.records] == [1, 1]
-    for each in (disk, later):
-        assert fetch(each) == ALL[:1] and each.find([b"k"]) == [None] and each.counters().paused
+    for cache in (disk, later):
+        assert fetch(cache) == ALL[:1] and cache.find([b"k"]) == [None] and cache.counters().paused
     written = sum(path.stat().st_size for path in files(disk))
     assert disk.counters().written_today == disk.counters().bytes_written == written
     disk.clear()
@@ -580,32 +578,32 @@ def test_no_more_is_written_in_a_day_than_its_budget(
 
 
 def test_refused_piece_does_not_undo_uses(open_disk: Open, pieces: list[Piece]) -> None:
-    """With the daily limit reached, what is used stays the last to be evicted."""
+    """When the daily limit is reached, used pieces are still evicted last."""
     write(open_disk(), pieces[:1], root=b"used")
     disk = open_disk(per_day=1)
     write(open_disk(), pieces[:1], root=b"not used")
     with disk._changing:  # the writer waits
-        disk.offer(ROOT, pack(IDS[:150]), *offered(pieces[:1], PLACES[:1]))
+        disk.offer(ROOT, pack(IDS[:150]), *offer_arguments(pieces[:1], PLACES[:1]))
         assert reach(disk, b"used", [*IDS, 1]) == 150
-        disk.offer(b"used", pack(IDS[:150]), *offered(pieces[:1], PLACES[:1]))
+        disk.offer(b"used", pack(IDS[:150]), *offer_arguments(pieces[:1], PLACES[:1]))
     assert flushed(disk)
     assert reach(disk, ROOT, [*IDS, 1]) == 0
     small = open_disk(budget=open_disk().counters().nbytes)
     write(small, pieces[:1], root=b"new")
-    found = [reach(small, root, [*IDS, 1]) for root in (b"used", b"not used", b"new")]
-    assert found == [150, 0, 150]
+    lengths = [reach(small, root, [*IDS, 1]) for root in (b"used", b"not used", b"new")]
+    assert lengths == [150, 0, 150]
 
 
-def mounted(place: Path, options: str) -> None:
-    """A file system of its own in ``place``; where we may mount none, there is no such test."""
+def mount(place: Path, options: str) -> None:
+    """Mounts a file system of its own at ``place``; skips the test where that is not allowed."""
     place.mkdir(exist_ok=True)
     if os.geteuid() or os.system(f"mount -t tmpfs -o {options} none {place} 2>/dev/null"):
         pytest.skip("no file system can be mounted here")
 
 
-def test_a_read_only_file_system_is_no_place(tmp_path: Path, pieces: list[Piece]) -> None:
-    """At the start. One that turns so while the server runs: see above."""
-    mounted(tmp_path / "ssd", "size=16m")
+def test_read_only_file_system_is_refused(tmp_path: Path, pieces: list[Piece]) -> None:
+    """At the start. For one that becomes read-only at runtime, see above."""
+    mount(tmp_path / "ssd", "size=16m")
     try:
         disk = DiskCache(tmp_path / "ssd", PLENTY)
         write(disk, pieces[:1])
@@ -617,17 +615,17 @@ def test_a_read_only_file_system_is_no_place(tmp_path: Path, pieces: list[Piece]
         os.system(f"umount -l {tmp_path / 'ssd'}")
 
 
-def test_a_really_full_disk(
+def test_full_file_system_pauses_writes(
     tmp_path: Path, pieces: list[Piece], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file system with room for one piece, and the log of the index."""
+    """A file system with room for one piece and the log of the index."""
     small = tmp_path / "small"
-    mounted(small, "size=4m")
+    mount(small, "size=4m")
     try:
         disk = DiskCache(small, PLENTY)
         write(disk, pieces[:1])
-        left = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
-        (small / "others").write_bytes(b"x" * (left - pieces[1].nbytes // 2))
+        free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
+        (small / "others").write_bytes(b"x" * (free - pieces[1].nbytes // 2))
         with caplog.at_level(logging.WARNING):
             write(disk, pieces)
         assert len(caplog.records) == 1 and disk.counters().paused
@@ -647,7 +645,7 @@ def test_directory_removed_at_runtime_is_recreated(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ours alone is made anew. The one that was named is not: a volume may be mounted there."""
+    """Only the subdirectory is: the configured one may be a mount point."""
     monkeypatch.setattr(disks, "PAUSE", 0.1)
     write(disk, pieces)
     shutil.rmtree(disk.directory if whole else disk.directory / DIRECTORY)
@@ -659,17 +657,17 @@ def test_directory_removed_at_runtime_is_recreated(
         assert fetch(disk) == ([] if whole else ALL)
         messages = [record.message.partition(" in ")[0] for record in caplog.records]
         operations = ["reading the index", "writing"] if whole else []
-        assert messages == [f"prefix cache: {each}" for each in operations]
+        assert messages == [f"prefix cache: {operation}" for operation in operations]
         if whole:
             disk.directory.mkdir()
             write(disk, pieces)
             assert fetch(disk) == ALL and disk.directory.is_dir()
 
 
-def test_the_directory_of_pieces_is_made_anew(
+def test_removed_pieces_directory_is_recreated(
     disk: DiskCache, pieces: list[Piece], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What was in it is computed again; turns are elsewhere."""
+    """Its pieces are computed again; turns are stored elsewhere."""
     write(disk, pieces)
     disk.put(b"k", TURN)
     assert flushed(disk)
@@ -683,7 +681,7 @@ def test_the_directory_of_pieces_is_made_anew(
 
 @pytest.mark.parametrize("content", [b"not a database", b"SQLite format 3\0" + b"\xff" * 5000])
 @pytest.mark.parametrize("running", [True, False])
-def test_a_damaged_index_is_set_aside(
+def test_damaged_index_is_set_aside(
     open_disk: Open,
     pieces: list[Piece],
     content: bytes,
@@ -707,7 +705,7 @@ def test_a_damaged_index_is_set_aside(
     assert len(caplog.records) <= 2
 
 
-def test_a_later_version_is_left_alone(open_disk: Open, pieces: list[Piece]) -> None:
+def test_index_of_newer_version_is_refused(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk()
     write(disk, pieces)
     path = disk.directory / DIRECTORY / index.NAME
@@ -720,8 +718,8 @@ def test_a_later_version_is_left_alone(open_disk: Open, pieces: list[Piece]) -> 
     assert len(files(disk)) == 3
 
 
-def test_start_does_not_write_to_an_existing_index(open_disk: Open, pieces: list[Piece]) -> None:
-    """The disk may be full; here, another process is in the middle of a transaction."""
+def test_start_does_not_write_to_existing_index(open_disk: Open, pieces: list[Piece]) -> None:
+    """The disk may be too full to write. Here, another process holds a write transaction."""
     disk = open_disk()
     write(disk, pieces)
     path = disk.directory / DIRECTORY / index.NAME
@@ -734,7 +732,7 @@ def test_start_does_not_write_to_an_existing_index(open_disk: Open, pieces: list
         other.execute("ROLLBACK")
 
 
-def test_an_earlier_version_is_replaced(open_disk: Open, pieces: list[Piece]) -> None:
+def test_index_of_older_version_is_replaced(open_disk: Open, pieces: list[Piece]) -> None:
     disk = open_disk()
     write(disk, pieces)
     disk.put(b"k", TURN)
@@ -769,17 +767,17 @@ def test_old_unknown_files_are_swept(open_disk: Open, pieces: list[Piece]) -> No
     assert len(files(again)) == 4
 
 
-def test_two_processes_share_a_directory(open_disk: Open, pieces: list[Piece]) -> None:
-    """Each finds what the other wrote, and takes what the other threw out for not known."""
-    one, other = open_disk(), open_disk()
-    write(one, pieces[:2])
-    write(other, pieces)
-    assert fetch(one) == fetch(other) == ALL
-    one.clear()
-    assert fetch(other) == []
-    write(other, pieces)
-    write(other, pieces)  # by now it knows that the beginning is gone
-    assert fetch(one) == ALL
+def test_two_processes_share_directory(open_disk: Open, pieces: list[Piece]) -> None:
+    """Each finds what the other wrote, and misses what the other evicted."""
+    first, second = open_disk(), open_disk()
+    write(first, pieces[:2])
+    write(second, pieces)
+    assert fetch(first) == fetch(second) == ALL
+    first.clear()
+    assert fetch(second) == []
+    write(second, pieces)
+    write(second, pieces)  # by now it knows that the first piece is gone
+    assert fetch(first) == ALL
 
 
 # --- Turns
@@ -793,12 +791,28 @@ TURN = GeneratedTurn(
 )
 
 
-def test_turns_outlive_the_process(open_disk: Open) -> None:
+def test_turns_outlive_process(open_disk: Open) -> None:
     disk = open_disk()
     disk.put(b"key", TURN)
     assert flushed(disk)
     again = open_disk()
     assert again.find([b"key", b"other"]) == [TURN, None]
+
+
+def test_written_turn_ends_failure(
+    disk: DiskCache, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A server may write nothing but turns."""
+    monkeypatch.setattr(disks, "PAUSE", 0.0)
+    with caplog.at_level(logging.WARNING):
+        for key in (b"a", b"b"):
+            with monkeypatch.context() as patched:
+                patched.setattr(disk._index, "put", lambda *_: os.open("", os.O_RDONLY))
+                disk.put(key, TURN)
+                assert flushed(disk)
+            disk.put(key, TURN)
+            assert flushed(disk)
+    assert [" works again" in record.message for record in caplog.records] == [False, True] * 2
 
 
 def put_damaged(disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -809,10 +823,10 @@ def put_damaged(disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch) -> No
         disk.put(b"damaged", TURN)
 
 
-def test_turns_are_read_beside_what_is_being_written(
+def test_turns_are_read_while_another_process_writes(
     disk: DiskCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the event loop; another process writes, for seconds, and our writer waits for it."""
+    """``find`` runs on the event loop: it must not wait for a writer that takes seconds."""
     disk.put(b"k", TURN)
     put_damaged(disk, 0, monkeypatch)
     assert flushed(disk)
@@ -835,10 +849,10 @@ def test_turns_are_read_beside_what_is_being_written(
         ("turns", "SELECT zeroblob(slow())", {b"\0"}),
     ],
 )
-def test_turns_are_read_while_all_rows_are_read(
+def test_turns_are_read_during_full_scan(
     disk: DiskCache, query: str, slow: str, result: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the event loop; a large directory takes a second."""
+    """``find`` runs on the event loop: it must not wait for a scan that takes a second."""
     disk.put(b"k", TURN)
     assert flushed(disk)
     reading, may_end = threading.Event(), threading.Event()
@@ -851,20 +865,20 @@ def test_turns_are_read_while_all_rows_are_read(
         connection.create_function("slow", 0, wait)
     monkeypatch.setattr(index, f"_{query.upper()}", slow)
     with ThreadPoolExecutor(2) as threads:
-        found = threads.submit(getattr(disk._index, query))
+        contents = threads.submit(getattr(disk._index, query))
         assert reading.wait(5)
         try:
             assert threads.submit(disk.find, [b"k"]).result(5) == [TURN]
         finally:
             may_end.set()
-        assert found.result(5) == result
+        assert contents.result(5) == result
 
 
 @pytest.mark.parametrize("kind", ["piece", "turn"])
 def test_failed_write_is_retried_when_offered_again(
     disk: DiskCache, pieces: list[Piece], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The writer may be quicker than the thread that queues the job."""
+    """Even if the writer is quicker than the thread that queues the job."""
     put = disk._queue.put
 
     def put_and_wait(job: Any) -> None:
@@ -891,9 +905,7 @@ def test_failed_write_is_retried_when_offered_again(
 
 
 @pytest.mark.parametrize("at", [0, 5, 20, -1])
-def test_a_damaged_turn_is_dropped(
-    disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_damaged_turn_is_dropped(disk: DiskCache, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     put_damaged(disk, at, monkeypatch)
     assert flushed(disk)
     for _ in range(2):

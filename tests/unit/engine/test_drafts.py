@@ -1,4 +1,4 @@
-"""Which ids an answer may copy: values, without a model."""
+"""Which ids are drafted for an answer, without a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ ROWS = [
 @pytest.mark.parametrize(
     ("source", "answer", "expected"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
-def test_next_draft(source: list[int], answer: list[int], expected: list[int]) -> None:
+def test_draft_continues_best_match(
+    source: list[int], answer: list[int], expected: list[int]
+) -> None:
     drafts = Drafts(source)
     drafts.extend(answer)
     assert drafts.next(FREE, 15)[: len(expected)] == expected[:15]
@@ -42,7 +44,7 @@ def test_next_draft(source: list[int], answer: list[int], expected: list[int]) -
     assert drafts.next(FREE, 0) == []
 
 
-def test_a_prompt_is_entered_at_once_as_one_by_one() -> None:
+def test_prompt_is_indexed_as_single_ids() -> None:
     luck = random.Random(3)
     for length in (0, 1, 3, 4, 5, 50, 400):
         ids = [luck.randrange(1, 9) for _ in range(length)]
@@ -64,11 +66,11 @@ def test_a_prompt_is_entered_at_once_as_one_by_one() -> None:
         ((1.0, 1.1, 1.2, 1.4, 1.8), 0.5, 15, 3),
         ((1.0, 1.1, 1.2, 1.4, 1.8), 0.05, 15, 0),
         ((1.0, 1.1, 1.2, 1.4, 1.8), 1.0, 15, 15),
-        ((1.0, 2.0, 4.0, 8.0, 16.0), 0.99, 15, 0),  # as where steps cost what their ids do
+        ((1.0, 2.0, 4.0, 8.0, 16.0), 0.99, 15, 0),  # where steps cost as much as their ids
         ((1.0, 2.0, 2.0, 2.0, 2.0), 0.9, 15, 15),
     ],
 )
-def test_a_draft_is_as_long_as_pays(
+def test_draft_is_as_long_as_pays(
     seconds: tuple[float, ...], accuracy: float, most: int, expected: int
 ) -> None:
     assert Costs((1, 2, 4, 8, 16), seconds).best_draft_length(accuracy, most) == expected
@@ -94,11 +96,11 @@ def test_known_ids_are_computed_together_where_faster(
 
 
 def test_misleading_source_is_dropped() -> None:
-    """Its accuracy is known without trying."""
+    """Its accuracy is known although no draft was tried."""
     costs = Costs((1, 2, 4, 8, 16), (1.0, 1.3, 1.5, 1.9, 2.6))
     source, luck = list(range(100, 5000)), random.Random(1)
     drafts = Drafts([*WORDS, *source])
-    for _ in range(100):  # three ids as before, and then another one
+    for _ in range(100):  # three ids of the source, then another one
         at = luck.randrange(100, 4000)
         drafts.extend([*source[at : at + 3], 7 + luck.randrange(50)])
     drafts.extend(WORDS[10:13])
@@ -108,8 +110,8 @@ def test_misleading_source_is_dropped() -> None:
 
 
 @pytest.mark.once
-def test_an_id_takes_constant_time_and_memory() -> None:
-    """On what is worst: ids that are all the same, or two that alternate at random."""
+def test_time_and_memory_per_id_are_constant() -> None:
+    """In the worst cases: equal ids, or two at random."""
     luck = random.Random(2)
     for ids in ([5] * 100_000, [luck.randrange(2) for _ in range(100_000)]):
         times = []

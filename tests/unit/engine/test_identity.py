@@ -1,4 +1,4 @@
-"""Which weights, layout and tenant a piece on the disk belongs to."""
+"""The weights, layout and tenant that a piece on disk belongs to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from vllm_mlx_harmony.engine.disk import identity, index
 
 
-def test_weights_are_known_by_their_files(tiny: Path, tmp_path: Path) -> None:
+def test_digest_depends_on_weights_and_config(tiny: Path, tmp_path: Path) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")
     digests = [identity.of_weights(str(model)), identity.of_weights(str(tiny))]
     weights = next(model.glob("*.safetensors"))
@@ -33,13 +33,13 @@ def test_weights_are_known_by_their_files(tiny: Path, tmp_path: Path) -> None:
     digests.append(identity.of_weights(str(model)))
     (model / "README.md").write_text("of no matter")
     assert identity.of_weights(str(model)) == digests[-1]
-    assert digests[0] == digests[1]  # a copy that keeps its times is the same model
+    assert digests[0] == digests[1]  # a copy with the same times is the same model
     assert len(set(digests)) == len(digests) - 1 and None not in digests
     assert identity.of_weights(str(tmp_path / "nothing")) is None
 
 
-def patched(path: Path, place: int, content: bytes) -> None:
-    """Writes over a part of a file, whose size and times stay as they were."""
+def patch(path: Path, place: int, content: bytes) -> None:
+    """Overwrites part of a file, and keeps its size and times."""
     times = path.stat()
     with path.open("r+b") as file:
         file.seek(place, os.SEEK_SET if place >= 0 else os.SEEK_END)
@@ -51,7 +51,7 @@ def patched(path: Path, place: int, content: bytes) -> None:
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
-    """A file of a model directory, with a header of 300 KB in front of 3 MB of tensors."""
+    """A file in a model directory, with a header of 300 KB and 3 MB of tensors."""
     directory = tmp_path / "weights"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
@@ -62,46 +62,44 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("place", "seen"),
+    ("place", "detected"),
     [
-        (8, True),  # the header: at its beginning, inside, at its end
+        (8, True),  # the start, middle and end of the header
         (150_000, True),
         (300_009, True),
-        (1_320_000, True),  # one of the blocks in between
+        (1_320_000, True),  # one of the sampled blocks
         (-1, True),
         (-4096, True),
-        (500_000, False),  # between two of them
+        (500_000, False),  # between two sampled blocks
     ],
 )
-def test_content_counts_where_sizes_and_times_are_the_same(
-    weights: Path, place: int, seen: bool
-) -> None:
+def test_digest_depends_on_content(weights: Path, place: int, detected: bool) -> None:
     before, content = identity.of_weights(str(weights.parent)), weights.read_bytes()
     original = content[place % len(content) :][:1]
-    patched(weights, place, b"x")
-    assert (identity.of_weights(str(weights.parent)) != before) == seen
-    patched(weights, place, original)
+    patch(weights, place, b"x")
+    assert (identity.of_weights(str(weights.parent)) != before) == detected
+    patch(weights, place, original)
     assert identity.of_weights(str(weights.parent)) == before
 
 
 @pytest.mark.parametrize("name", ["model.gguf", "weights.npz"])
 @pytest.mark.parametrize("place", [0, -1])
-def test_content_of_other_formats_counts_too(weights: Path, name: str, place: int) -> None:
+def test_digest_depends_on_content_of_other_formats(weights: Path, name: str, place: int) -> None:
     path = weights.rename(weights.with_name(name))
     before = identity.of_weights(str(path.parent))
-    patched(path, place, b"x")
+    patch(path, place, b"x")
     assert identity.of_weights(str(path.parent)) != before
 
 
 @pytest.mark.parametrize("content", [b"", b"123", b"\xff" * 8, b"\xff" * 5000])
-def test_other_files_than_safetensors_have_a_digest(weights: Path, content: bytes) -> None:
+def test_malformed_safetensors_have_digest(weights: Path, content: bytes) -> None:
     weights.write_bytes(content)
-    one = identity.of_weights(str(weights.parent))
-    assert one is not None and one == identity.of_weights(str(weights.parent))
+    digest = identity.of_weights(str(weights.parent))
+    assert digest is not None and digest == identity.of_weights(str(weights.parent))
 
 
 def test_reads_of_large_weights_are_bounded(weights: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """65 GB in fifteen sparse files, one with a header that claims all of it."""
+    """65 GB in fifteen sparse files, one with a header length of 65 GB."""
     for number in range(15):
         with weights.with_name(f"model-{number}.safetensors").open("wb") as file:
             file.write(struct.pack("<Q", 65 << 30 if number == 7 else 60_000))
@@ -109,22 +107,22 @@ def test_reads_of_large_weights_are_bounded(weights: Path, monkeypatch: pytest.M
     read: list[int] = []
     real = os.pread
 
-    def counted(opened: int, size: int, place: int) -> bytes:
+    def count(opened: int, size: int, place: int) -> bytes:
         read.append(size)
         return real(opened, size, place)
 
-    monkeypatch.setattr(os, "pread", counted)
+    monkeypatch.setattr(os, "pread", count)
     assert identity.of_weights(str(weights.parent)) is not None
     assert sum(read) < 20 << 20 and len(read) < 16 * 20
 
 
-def test_links_lead_to_the_content(weights: Path, tmp_path: Path) -> None:
-    """A repository in the Hugging Face cache: links to files that are named by their content."""
+def test_links_are_followed(weights: Path, tmp_path: Path) -> None:
+    """As in the Hugging Face cache, which links to files named by their content."""
     before = identity.of_weights(str(weights.parent))
     blob = weights.rename(tmp_path / "blob")
     weights.symlink_to(blob)
     assert identity.of_weights(str(weights.parent)) == before
-    patched(blob, -1, b"x")
+    patch(blob, -1, b"x")
     assert identity.of_weights(str(weights.parent)) != before
 
 
@@ -142,12 +140,12 @@ def an_unreadable_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", [a_broken_link, a_circle, an_unreadable_file])
-def test_weights_that_cannot_be_read_have_no_digest(
+def test_unreadable_weights_have_no_digest(
     weights: Path, fault: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = weights.with_name("more.safetensors")
     fault(path)
-    if fault is an_unreadable_file and not os.geteuid():  # who may read everything
+    if fault is an_unreadable_file and not os.geteuid():  # root may read everything
         real = os.open
 
         def refusing(opened: Any, *more: Any) -> int:
@@ -166,8 +164,8 @@ def test_irregular_files_are_not_weights(weights: Path, make: Callable[[Path], N
     assert identity.of_weights(str(weights.parent)) == before
 
 
-def test_layouts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = identity.of_layout("Model", (128, 0))
+def test_layout_depends_on_model_windows_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = identity.of_layout("Model", (128, 0))
     monkeypatch.setattr(identity, "VERSION", index.VERSION + 1)
     another_format = identity.of_layout("Model", (128, 0))
     monkeypatch.undo()
@@ -175,14 +173,14 @@ def test_layouts_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     another_library = identity.of_layout("Model", (128, 0))
     monkeypatch.undo()
     others = [identity.of_layout("Model", (64, 0)), identity.of_layout("Other", (128, 0))]
-    assert len({one, another_format, another_library, *others}) == 5
+    assert len({layout, another_format, another_library, *others}) == 5
 
 
 @pytest.mark.parametrize("when", ["never", "while it is loaded", "afterwards", "unreadable"])
 def test_model_is_identified_by_its_loaded_files(
     weights: Path, when: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Other weights are downloaded to the same place: what the old ones compute is theirs."""
+    """If other weights replace them meanwhile, pieces still belong to the loaded ones."""
     directory = str(weights.parent)
     if when == "unreadable":
         a_broken_link(weights.with_name("more.safetensors"))
@@ -190,15 +188,15 @@ def test_model_is_identified_by_its_loaded_files(
 
     def load() -> str:
         if when == "while it is loaded":
-            patched(weights, -1, b"x")
+            patch(weights, -1, b"x")
         return "loaded"
 
     with caplog.at_level(logging.WARNING):
-        loaded, known = identity.load_and_identify(directory, load)
+        loaded, digest = identity.load_and_identify(directory, load)
     if when == "afterwards":
-        patched(weights, -1, b"x")
+        patch(weights, -1, b"x")
     unknown = when in {"while it is loaded", "unreadable"}
-    assert loaded == "loaded" and known == (None if unknown else before)
+    assert loaded == "loaded" and digest == (None if unknown else before)
     assert len(caplog.records) == unknown
 
 

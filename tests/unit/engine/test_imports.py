@@ -1,4 +1,4 @@
-"""What importing the engine loads, in a process of its own."""
+"""The modules that importing the engine loads, in a process of its own."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WEB = {
 )
 def test_no_web_framework_is_loaded(module: str, first: str) -> None:
     command = [sys.executable, "-c", CODE.format(module=module, first=first)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    loaded = {*ran.stdout.split()}
+    process = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {*process.stdout.split()}
     assert module in loaded
     assert not WEB & loaded

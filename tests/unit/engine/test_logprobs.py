@@ -1,4 +1,4 @@
-"""Log probabilities: those of the model itself, of every id, only where they are requested."""
+"""Log probabilities of every id, as the model computes them, and only for requests that ask."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CHANGED: dict[str, Any] = {
     "presence_penalty": 1.5,
     "logit_bias": ((1234, 30.0), (77, -100.0)),
 }
-"""What changes which ids are drawn, and not how probable they were."""
+"""Settings that change which ids are drawn, but not their log probabilities."""
 
 
 @pytest.fixture(scope="module", params=["off", "auto"])
@@ -47,14 +47,14 @@ def engine(request: pytest.FixtureRequest, tiny: Path) -> Iterator[MlxEngine]:
     engine.close()
 
 
-async def generated(engine: MlxEngine, prompt: tuple[int, ...], **changed: Any) -> list[Step]:
+async def generate(engine: MlxEngine, prompt: tuple[int, ...], **changed: Any) -> list[Step]:
     settings = GenerationSettings(**{"max_tokens": 12, "temperature": 0.0, "top_p": 1.0, **changed})
     async with aclosing(engine.generate(GenerationRequest(prompt, settings, ""))) as steps:
         return [step async for step in steps if step.progress is None]
 
 
-def of_the_model(engine: MlxEngine, prompt: tuple[int, ...], ids: tuple[int, ...]) -> Any:
-    """The log probabilities of all ids where each of ``ids`` was generated, computed at once."""
+def model_logprobs(engine: MlxEngine, prompt: tuple[int, ...], ids: tuple[int, ...]) -> Any:
+    """The log probabilities of all ids at each place of ``ids``, computed in one pass."""
 
     def scores() -> Any:
         logits = engine.loop.module(mx.array([[*prompt, *ids]]))[0, len(prompt) - 1 : -1]
@@ -64,58 +64,62 @@ def of_the_model(engine: MlxEngine, prompt: tuple[int, ...], ids: tuple[int, ...
     return engine._thread.call(scores).result()
 
 
-def check(engine: MlxEngine, prompt: tuple[int, ...], steps: list[Step], most: int) -> None:
+def assert_logprobs(
+    engine: MlxEngine, prompt: tuple[int, ...], steps: list[Step], most: int
+) -> None:
     ids = sum((step.ids for step in steps), ())
-    found = sum((step.logprobs for step in steps), ())
+    logprobs = sum((step.logprobs for step in steps), ())
     assert ids
-    assert [each.token for each in found] == [*ids]
+    assert [entry.token for entry in logprobs] == [*ids]
     assert all(len(step.ids) == len(step.logprobs) for step in steps)
-    for each, scores in zip(found, of_the_model(engine, prompt, ids), strict=True):
-        assert each.logprob == pytest.approx(scores[each.token], abs=1e-3)
-        assert len(each.top) == most == len({token for token, _ in each.top})
-        assert [score for _, score in each.top] == sorted((s for _, s in each.top), reverse=True)
+    for entry, scores in zip(logprobs, model_logprobs(engine, prompt, ids), strict=True):
+        assert entry.logprob == pytest.approx(scores[entry.token], abs=1e-3)
+        assert len(entry.top) == most == len({token for token, _ in entry.top})
+        assert [score for _, score in entry.top] == sorted((s for _, s in entry.top), reverse=True)
         likeliest = heapq.nlargest(most, scores)
-        assert [score for _, score in each.top] == pytest.approx(likeliest, abs=1e-3)
-        assert [scores[token] for token, _ in each.top] == pytest.approx(likeliest, abs=1e-3)
+        assert [score for _, score in entry.top] == pytest.approx(likeliest, abs=1e-3)
+        assert [scores[token] for token, _ in entry.top] == pytest.approx(likeliest, abs=1e-3)
 
 
 @pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("most", [0, 1, 20])
 @pytest.mark.parametrize("changed", [{}, CHANGED], ids=["greedy", "changed"])
-def test_alone(engine: MlxEngine, run: Run, most: int, changed: dict[str, Any]) -> None:
-    steps = run(generated(engine, PROMPT, top_logprobs=most, **changed))
-    check(engine, PROMPT, steps, most)
-    plain = run(generated(engine, PROMPT, **changed))
-    assert sum((each.ids for each in plain), ()) == sum((each.ids for each in steps), ())
-    assert not any(each.logprobs for each in plain)
+def test_logprobs_are_those_of_model(
+    engine: MlxEngine, run: Run, most: int, changed: dict[str, Any]
+) -> None:
+    steps = run(generate(engine, PROMPT, top_logprobs=most, **changed))
+    assert_logprobs(engine, PROMPT, steps, most)
+    plain = run(generate(engine, PROMPT, **changed))
+    assert sum((step.ids for step in plain), ()) == sum((step.ids for step in steps), ())
+    assert not any(step.logprobs for step in plain)
 
 
 @pytest.mark.nightly(sample=2)
-def test_beside_others_that_do_not_ask(engine: MlxEngine, run: Run) -> None:
+def test_mixed_batch_has_logprobs_only_where_requested(engine: MlxEngine, run: Run) -> None:
     prompts = [PROMPT[at:] for at in range(6)]
-    asked = [None, 3, None, 0, 20, None]
+    counts = [None, 3, None, 0, 20, None]
 
     async def together() -> list[list[Step]]:
-        coming = (
-            generated(engine, prompt, top_logprobs=most, max_tokens=6 + 3 * at)
-            for at, (prompt, most) in enumerate(zip(prompts, asked, strict=True))
+        answers = (
+            generate(engine, prompt, top_logprobs=most, max_tokens=6 + 3 * at)
+            for at, (prompt, most) in enumerate(zip(prompts, counts, strict=True))
         )
-        return await asyncio.gather(*coming)
+        return await asyncio.gather(*answers)
 
-    for prompt, most, steps in zip(prompts, asked, run(together()), strict=True):
+    for prompt, most, steps in zip(prompts, counts, run(together()), strict=True):
         if most is None:
             assert not any(step.logprobs for step in steps)
         else:
-            check(engine, prompt, steps, most)
+            assert_logprobs(engine, prompt, steps, most)
 
 
-def test_several_ids_in_a_step_keep_theirs(tiny: Path, run: Run) -> None:
+def test_each_id_of_step_keeps_its_logprobs(tiny: Path, run: Run) -> None:
     engine = MlxEngine(str(tiny), Options(interval=5))
     engine.load(loading(partial(load_module, tiny)))
     try:
-        steps = run(generated(engine, PROMPT, top_logprobs=2))
+        steps = run(generate(engine, PROMPT, top_logprobs=2))
         assert max(len(step.ids) for step in steps) > 1
-        check(engine, PROMPT, steps, 2)
+        assert_logprobs(engine, PROMPT, steps, 2)
     finally:
         engine.close()
 
@@ -125,18 +129,18 @@ def test_requests_without_logprobs_compute_none(
 ) -> None:
     calls: list[int] = []
 
-    def counted(logits: Any, drawn: Any, most: int) -> Any:
+    def count(logits: Any, drawn: Any, most: int) -> Any:
         calls.append(len(drawn))
         return log_probabilities(logits, drawn, most)
 
-    monkeypatch.setattr(batch, "log_probabilities", counted)
-    run(generated(engine, PROMPT))
+    monkeypatch.setattr(batch, "log_probabilities", count)
+    run(generate(engine, PROMPT))
     assert not calls
-    run(generated(engine, PROMPT, top_logprobs=1))
+    run(generate(engine, PROMPT, top_logprobs=1))
     assert {*calls} == {1}
 
 
-def test_impossible_id_has_a_finite_log_probability() -> None:
+def test_impossible_id_has_finite_log_probability() -> None:
     logits = mx.array([[0.0, -mx.inf, 1.0, -1e30]])
     own, ids, scores = log_probabilities(logits, mx.array([1]), 3)
     assert own.tolist() == [LOWEST_LOGPROB]
@@ -148,7 +152,7 @@ def test_impossible_id_has_a_finite_log_probability() -> None:
 def test_reading_scores_waits_for_no_step(
     engine: MlxEngine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read was given to the device before the next step, which other rows are part of."""
+    """Scores that are read were submitted before the next step, which has other rows, too."""
     submitted: set[int] = set()
     kept: list[Any] = []  # so that no other array gets the same id
     read: list[bool] = []
@@ -167,8 +171,8 @@ def test_reading_scores_waits_for_no_step(
     monkeypatch.setattr(Request, "take_logprob", take_logprob)
 
     async def together() -> None:
-        asked = (generated(engine, PROMPT[:length], top_logprobs=2) for length in (140, 150))
-        await asyncio.gather(*asked, generated(engine, PROMPT))
+        answers = (generate(engine, PROMPT[:length], top_logprobs=2) for length in (140, 150))
+        await asyncio.gather(*answers, generate(engine, PROMPT))
 
     run(together())
     assert read and all(read)

@@ -1,4 +1,4 @@
-"""How much memory requests take to their end: arithmetic, by rows."""
+"""The memory that requests take up to their end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from vllm_mlx_harmony.engine.memory import (
-    SMALL,
-    STEP,
-    WASTE,
+    CACHE_STEP,
+    FREE_PADDING,
+    MAX_PADDING,
     Budget,
     Layout,
     layout_of,
@@ -17,7 +17,7 @@ from vllm_mlx_harmony.engine.memory import (
 )
 
 GPT_OSS = Layout(per_id=12 * 2 * 8 * 64 * 2, windows=((128, 12 * 2 * 8 * 64 * 2),))
-"""gpt-oss-20b: 24 layers, every second of them a window; 8 heads, 64 wide, two bytes an element."""
+"""gpt-oss-20b: 24 layers, every other one with a window; 8 heads of 64 elements of two bytes."""
 
 GIB = 1 << 30
 
@@ -36,18 +36,18 @@ GIB = 1 << 30
         (GPT_OSS, 131_072, 131_072 * 24_576 + 128 * 24_576),
     ],
 )
-def test_bytes_of_a_sequence(layout: Layout, ids: int, expected: int) -> None:
+def test_sequence_takes_expected_bytes(layout: Layout, ids: int, expected: int) -> None:
     assert layout.nbytes(ids) == expected
 
 
 @pytest.mark.parametrize("nbytes", [0, 10**6, 10**8, GIB, 3 * GIB + 12_345])
-def test_the_longest_sequence_fits_and_no_longer_one(nbytes: int) -> None:
+def test_longest_sequence_just_fits(nbytes: int) -> None:
     longest = GPT_OSS.longest(nbytes)
     assert not longest or GPT_OSS.nbytes(longest) <= nbytes
-    assert GPT_OSS.nbytes(longest + STEP) > nbytes or longest == 0
+    assert GPT_OSS.nbytes(longest + CACHE_STEP) > nbytes or longest == 0
 
 
-def test_a_configuration_says_what_a_model_takes() -> None:
+def test_layout_is_read_from_config() -> None:
     config: dict[str, object] = {
         "layer_types": ["sliding_attention", "full_attention"] * 12,
         "sliding_window": 128,
@@ -59,7 +59,7 @@ def test_a_configuration_says_what_a_model_takes() -> None:
         assert layout_of({key: config[key] for key in config if key != name}) is None
 
 
-def test_without_layers_that_keep_all_length_costs_nothing() -> None:
+def test_windows_alone_do_not_limit_length() -> None:
     layout = Layout(windows=((128, 100),))
     assert layout.longest(128 * 100) > 1 << 30
     assert layout.longest(128 * 100 - 1) == 0
@@ -80,16 +80,16 @@ ROWS: list[tuple[int, Sequence[int], bool]] = [
 
 
 @pytest.mark.parametrize(("others", "ends", "fits"), ROWS)
-def test_missing_bytes(others: int, ends: Sequence[int], fits: bool) -> None:
+def test_missing_bytes_are_computed(others: int, ends: Sequence[int], fits: bool) -> None:
     missing = BUDGET.missing(others, ends)
     assert (missing == 0) == fits
     assert BUDGET.missing(others - missing, ends) == 0
 
 
-def test_the_longest_request_that_fits_is_one_that_fits() -> None:
+def test_longest_request_just_fits() -> None:
     longest = BUDGET.longest(12 * GIB)
     assert BUDGET.missing(12 * GIB, [longest]) == 0
-    assert BUDGET.missing(12 * GIB, [longest + STEP]) > 0
+    assert BUDGET.missing(12 * GIB, [longest + CACHE_STEP]) > 0
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_the_longest_request_that_fits_is_one_that_fits() -> None:
     [
         ((5,), True),
         ((5, 5), True),
-        ((5, SMALL), True),
+        ((5, FREE_PADDING), True),
         ((5, 100_000), False),
         ((80_000, 100_000), True),
         ((40_000, 100_000), False),
@@ -105,9 +105,9 @@ def test_the_longest_request_that_fits_is_one_that_fits() -> None:
         ((100_000,) + (5,) * 7, False),
     ],
 )
-def test_lengths_that_may_be_padded(lengths: Sequence[int], allowed: bool) -> None:
+def test_similar_or_short_lengths_may_be_padded(lengths: Sequence[int], allowed: bool) -> None:
     assert may_be_padded(lengths) == allowed
     if allowed:
         padded = len(lengths) * max(lengths) * BUDGET.layout.per_id
         assert padded <= BUDGET.needed(lengths) - BUDGET.work
-    assert WASTE < 1
+    assert MAX_PADDING < 1

@@ -1,4 +1,4 @@
-"""The engine by itself: the ids that mlx-lm generates, whatever runs beside them."""
+"""The engine by itself: answers equal those of mlx-lm, whatever runs beside them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.importorskip("mlx.core")
 
 import mlx.core as mx
 from engine_models import answer, flushed, load_module, loading, of_mlx_lm, opened, steps, words
-from mlx_lm.models.cache import BatchKVCache, KVCache
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.core import vocab
@@ -55,18 +55,18 @@ def ids(text: str) -> tuple[int, ...]:
     return tuple(vocab.encoding().encode(text, allowed_special="all"))
 
 
-def prompt(text: str) -> tuple[int, ...]:
+def prompt_of(text: str) -> tuple[int, ...]:
     return ids(f"<|start|>user<|message|>{text}<|end|><|start|>assistant")
 
 
 def limit(engine: MlxEngine, nbytes: int) -> None:
-    """Lets the engine, whose thread has nothing to do, use so many bytes."""
+    """Limits the memory of an idle engine to ``nbytes``."""
     engine.loop.budget = replace(engine.loop.budget, limit=nbytes)
     engine.loop.publish()
 
 
 def rows(engine: MlxEngine) -> int:
-    """How many answers are generated."""
+    """How many answers are being generated."""
     return sum(len(batch.rows) for batch in engine.loop.batches)
 
 
@@ -75,18 +75,18 @@ LENGTHS = [1, 2, 5, 127, 128, 129, 300, 700]
 
 @pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_alone_it_generates_what_mlx_lm_does(tiny_engine: MlxEngine, run: Run, length: int) -> None:
-    asked = words(length, length)
-    expected = of_mlx_lm(tiny_engine, asked)
-    found = run(steps(tiny_engine, asked))
-    assert sum((step.ids for step in found), ()) == expected
-    assert found[-1].finish in ("stop", "length")
-    assert all(step.finish is None for step in found[:-1])
+def test_answer_equals_mlx_lm(tiny_engine: MlxEngine, run: Run, length: int) -> None:
+    prompt = words(length, length)
+    expected = of_mlx_lm(tiny_engine, prompt)
+    generated = run(steps(tiny_engine, prompt))
+    assert sum((step.ids for step in generated), ()) == expected
+    assert generated[-1].finish in ("stop", "length")
+    assert all(step.finish is None for step in generated[:-1])
 
 
-def test_together_each_is_what_it_is_alone(tiny_engine: MlxEngine, run: Run) -> None:
+def test_concurrent_answers_equal_separate_ones(tiny_engine: MlxEngine, run: Run) -> None:
     prompts = [words(seed, length) for seed, length in enumerate(LENGTHS * 2)]
-    expected = [of_mlx_lm(tiny_engine, each) for each in prompts]
+    expected = [of_mlx_lm(tiny_engine, prompt) for prompt in prompts]
 
     async def together() -> list[tuple[int, ...]]:
         async def later(at: int) -> tuple[int, ...]:
@@ -100,22 +100,22 @@ def test_together_each_is_what_it_is_alone(tiny_engine: MlxEngine, run: Run) -> 
 
 @pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
-def test_prompts_may_be_cut_anywhere(tiny: Path, run: Run, chunk: int) -> None:
+def test_chunk_size_does_not_change_answers(tiny: Path, run: Run, chunk: int) -> None:
     engine = opened(tiny, limits=BatchLimits(chunk=chunk))
     try:
         for length in (2, 129, 300):
-            asked = words(length, length)
-            assert run(answer(engine, asked)) == of_mlx_lm(engine, asked)
+            prompt = words(length, length)
+            assert run(answer(engine, prompt)) == of_mlx_lm(engine, prompt)
     finally:
         engine.close()
 
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: Run) -> None:
-    """Padding would take the memory of the long one twice."""
+def test_long_and_short_prompts_use_separate_batches(tiny_engine: MlxEngine, run: Run) -> None:
+    """Padding would double the memory of the long one."""
     long, short = words(1, 3500), words(2, 5)
-    expected = [of_mlx_lm(tiny_engine, each, most) for each, most in ((long, 60), (short, 20))]
+    expected = [of_mlx_lm(tiny_engine, prompt, most) for prompt, most in ((long, 60), (short, 20))]
 
     async def together() -> Any:
         batches = []
@@ -123,25 +123,25 @@ def test_long_and_short_ones_do_not_share_a_batch(tiny_engine: MlxEngine, run: R
         async def short_one() -> tuple[int, ...]:
             while not rows(tiny_engine):
                 await asyncio.sleep(0.001)
-            found = ()
+            generated = ()
             settings = GenerationSettings(max_tokens=20, temperature=0.0, top_p=1.0)
             async with aclosing(
                 tiny_engine.generate(GenerationRequest(short, settings, ""))
-            ) as coming:
-                async for step in coming:
-                    found += step.ids
+            ) as stream:
+                async for step in stream:
+                    generated += step.ids
                     batches.append(len(tiny_engine.loop.batches))
-            return found
+            return generated
 
-        both = await asyncio.gather(answer(tiny_engine, long, max_tokens=60), short_one())
-        return both, max(batches)
+        answers = await asyncio.gather(answer(tiny_engine, long, max_tokens=60), short_one())
+        return answers, max(batches)
 
-    found, batches = run(together())
-    assert found == expected
+    answers, batches = run(together())
+    assert answers == expected
     assert batches == 2
 
 
-# --- On scripts: how requests end.
+# --- How requests end, with scripted answers.
 
 SCRIPTS = [
     Script("answer", "<|channel|>final<|message|>Hi.<|return|>"),
@@ -160,53 +160,98 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlxEngine]:
 
 
 def idle(engine: MlxEngine) -> bool:
-    """Whether nothing of any request is left."""
+    """Whether the engine holds nothing of any request."""
 
-    def left() -> bool:
+    def is_idle() -> bool:
         scheduler = engine.loop.scheduler
         return not (
             engine.loop.requests or engine.loop.batches or scheduler._prompts or scheduler._answers
         )
 
-    return engine._thread.call(left).result()
+    return engine._thread.call(is_idle).result()
 
 
 @pytest.mark.parametrize("script", SCRIPTS[:4], ids=lambda script: script.pattern)
 def test_answer_ends_with_its_end_token(scripted: MlxEngine, run: Run, script: Script) -> None:
-    found = run(steps(scripted, prompt(script.pattern), max_tokens=500))
-    assert sum((step.ids for step in found), ()) == ids(script.completion)
-    assert [step.finish for step in found][-1] == "stop"
+    generated = run(steps(scripted, prompt_of(script.pattern), max_tokens=500))
+    assert sum((step.ids for step in generated), ()) == ids(script.completion)
+    assert [step.finish for step in generated][-1] == "stop"
     assert idle(scripted)
 
 
-def test_an_answer_is_no_longer_than_its_limit(scripted: MlxEngine, run: Run) -> None:
+def test_answer_stops_at_max_tokens(scripted: MlxEngine, run: Run) -> None:
     for most in (1, 2, 10):
-        found = run(steps(scripted, prompt("count"), max_tokens=most))
-        assert sum((step.ids for step in found), ()) == ids(COUNT)[:most]
-        assert found[-1].finish == "length"
+        generated = run(steps(scripted, prompt_of("count"), max_tokens=most))
+        assert sum((step.ids for step in generated), ()) == ids(COUNT)[:most]
+        assert generated[-1].finish == "length"
 
 
-def test_a_limit_of_none_computes_the_prompt(scripted: MlxEngine, run: Run) -> None:
-    assert run(steps(scripted, prompt("count"), max_tokens=0)) == [Step((), "length")]
+def test_max_tokens_of_zero_computes_prompt(scripted: MlxEngine, run: Run) -> None:
+    assert run(steps(scripted, prompt_of("count"), max_tokens=0)) == [Step((), "length")]
     assert idle(scripted)
 
 
-def test_closing_an_answer_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
-    async def closed(read: int) -> None:
+def test_closing_stream_frees_engine(scripted: MlxEngine, run: Run) -> None:
+    async def close_after(read: int) -> None:
         settings = GenerationSettings(max_tokens=500, temperature=0.0, top_p=1.0)
-        coming = scripted.generate(GenerationRequest(prompt("slow"), settings, ""))
+        stream = scripted.generate(GenerationRequest(prompt_of("slow"), settings, ""))
         for _ in range(read):
-            await anext(coming)
-        await coming.aclose()
+            await anext(stream)
+        await stream.aclose()
         assert idle(scripted)
 
     for read in (0, 1, 5):
-        run(closed(read))
+        run(close_after(read))
 
 
-def test_cancellation_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
-    async def cancelled(seconds: float) -> None:
-        task = asyncio.ensure_future(answer(scripted, prompt("slow"), max_tokens=500))
+def test_warmed_up_prompt_joins_no_batch(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caches of the batch would be copied twice for a row that makes no step."""
+    engine = opened(tiny)
+
+    async def warm_up_beside_answer() -> list[Step]:
+        task = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
+        while not rows(engine):
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(Batch, "join", None)
+        found = await steps(engine, words(2, 50), max_tokens=0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return found
+
+    try:
+        assert run(warm_up_beside_answer()) == [Step((), "length")]
+        assert idle(engine) and engine.healthy
+    finally:
+        engine.close()
+
+
+def test_prompt_holds_no_more_than_windows_between_chunks(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass of 200 ids leaves 327 in a window of 128, which the budget does not count."""
+    engine = opened(tiny, limits=BatchLimits(chunk=200))
+    choose, held = engine.loop.scheduler.next, set[int]()
+
+    def watched(*arguments: Any) -> Any:
+        for request in engine.loop.requests.values():
+            for layer in request.layers or ():
+                if isinstance(layer, RotatingKVCache) and layer.keys is not None:
+                    held.add(layer.keys.shape[2])
+        return choose(*arguments)
+
+    monkeypatch.setattr(engine.loop.scheduler, "next", watched)
+    try:
+        assert run(answer(engine, words(1, 700))) == of_mlx_lm(engine, words(1, 700))
+        assert held == {128}
+    finally:
+        engine.close()
+
+
+def test_cancellation_frees_engine(scripted: MlxEngine, run: Run) -> None:
+    async def cancel_after(seconds: float) -> None:
+        task = asyncio.ensure_future(answer(scripted, prompt_of("slow"), max_tokens=500))
         await asyncio.sleep(seconds)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -214,21 +259,21 @@ def test_cancellation_frees_the_engine(scripted: MlxEngine, run: Run) -> None:
         assert idle(scripted)
 
     for seconds in (0.0, 0.01, 0.1):
-        run(cancelled(seconds))
+        run(cancel_after(seconds))
 
 
-def test_an_error_of_the_model_ends_what_was_computed_together(
-    scripted: MlxEngine, run: Run
-) -> None:
+def test_model_error_ends_its_batch(scripted: MlxEngine, run: Run) -> None:
     async def together() -> list[Any]:
-        asked = (answer(scripted, prompt(each), max_tokens=500) for each in ("failing", "slow"))
-        return await asyncio.gather(*asked, return_exceptions=True)
+        answers = (
+            answer(scripted, prompt_of(pattern), max_tokens=500) for pattern in ("failing", "slow")
+        )
+        return await asyncio.gather(*answers, return_exceptions=True)
 
     failed, beside = run(together())
     assert isinstance(failed, OutputError) and failed.status == 500
     assert isinstance(beside, OutputError) or beside == ids(COUNT)
     assert idle(scripted)
-    assert run(answer(scripted, prompt("answer"))) == ids(SCRIPTS[0].completion), "it goes on"
+    assert run(answer(scripted, prompt_of("answer"))) == ids(SCRIPTS[0].completion), "it goes on"
     assert scripted.healthy
 
 
@@ -242,7 +287,7 @@ def test_an_error_of_the_model_ends_what_was_computed_together(
     ],
 )
 @pytest.mark.parametrize("when", ["prompt", "answer"])
-def test_failure_of_the_device_ends_a_request_and_not_the_engine(
+def test_device_failure_ends_request_and_not_engine(
     tiny: Path, run: Run, when: str, problem: str, code: str
 ) -> None:
     engine = opened(tiny)
@@ -268,25 +313,96 @@ def test_failure_of_the_device_ends_a_request_and_not_the_engine(
         engine.close()
 
 
-def test_failure_at_the_end_of_an_answer_ends_its_batch(
+TIMEOUT = RuntimeError("[METAL] Command buffer execution failed: Caused GPU Timeout Error")
+
+
+def test_failed_step_ahead_ends_answers_and_not_next_prompt(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error of a step surfaces when its result is read: before the chunk of a prompt."""
+    engine = opened(tiny, speculate="off")
+    evaluate, failing = mx.eval, [False]
+
+    def failing_once(*arrays: Any) -> None:
+        if failing[0] and len(arrays) == 1 and isinstance(arrays[0], mx.array):
+            failing[0] = False
+            raise TIMEOUT
+        evaluate(*arrays)
+
+    monkeypatch.setattr(mx, "eval", failing_once)
+
+    async def answer_both() -> list[Any]:
+        first = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
+        while not rows(engine):
+            await asyncio.sleep(0.001)
+        failing[0] = True
+        return await asyncio.gather(first, answer(engine, words(2, 50)), return_exceptions=True)
+
+    try:
+        failed, beside = run(answer_both())
+        assert isinstance(failed, HostError) and failed.code == "gpu_error"
+        assert beside == of_mlx_lm(engine, words(2, 50))
+        assert idle(engine) and engine.healthy
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("when", ["the engine rests", "another model is measured"])
+def test_failed_step_ahead_does_not_end_engine(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    engine = opened(tiny, speculate="off")
+    failing = [True]
+
+    def settle() -> None:
+        if failing and failing.pop():
+            raise TIMEOUT
+
+    monkeypatch.setattr(device.turns, "_settle", settle)
+
+    async def answer_while_measured() -> Any:
+        task = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
+        while not rows(engine):
+            await asyncio.sleep(0.001)
+        with ThreadPoolExecutor(1) as pool:
+            await asyncio.get_running_loop().run_in_executor(pool, measure)
+        return await asyncio.gather(task, return_exceptions=True)
+
+    def measure() -> None:
+        with device.turns.measuring():
+            pass
+
+    try:
+        if when == "the engine rests":
+            assert run(answer(engine, words(1, 50))) == of_mlx_lm(engine, words(1, 50))
+        else:
+            (failed,) = run(answer_while_measured())
+            assert isinstance(failed, HostError) and failed.code == "gpu_error"
+        assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
+        assert not failing and engine.healthy
+    finally:
+        engine.close()
+
+
+def test_failure_at_end_of_answer_ends_its_batch(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = opened(tiny)
     remove, broken = Batch.remove, [True]
 
-    def full(batch: Batch, gone: Any) -> None:
+    def remove_once_failing(batch: Batch, rows_to_remove: Any) -> None:
         if broken and broken.pop():
             raise RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
-        remove(batch, gone)
+        remove(batch, rows_to_remove)
 
-    monkeypatch.setattr(Batch, "remove", full)
+    monkeypatch.setattr(Batch, "remove", remove_once_failing)
 
-    async def both() -> list[Any]:
-        asked = (answer(engine, words(n, 50), max_tokens=10 + 200 * n) for n in range(2))
-        return await asyncio.gather(*asked, return_exceptions=True)
+    async def answer_both() -> list[Any]:
+        answers = (answer(engine, words(n, 50), max_tokens=10 + 200 * n) for n in range(2))
+        return await asyncio.gather(*answers, return_exceptions=True)
 
     try:
-        first, second = run(both())
+        first, second = run(answer_both())
         assert first == of_mlx_lm(engine, words(0, 50), 10)
         assert isinstance(second, HostError) and second.code == "out_of_memory"
         assert idle(engine) and engine.healthy
@@ -302,23 +418,23 @@ OUT_OF_MEMORY = RuntimeError("[malloc] Unable to allocate 123456789 bytes.")
 def test_failed_batch_change_ends_only_its_answers(
     tiny: Path, run: Run, change: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some layers have another row by then and others do not: it could only generate nonsense."""
+    """Only some layers have changed by then: answers of the batch would be nonsense."""
     kind = KVCache if change == "merge" else BatchKVCache
     original, calls, failing = getattr(kind, change), [0], [False]
 
-    def broken(*given: Any) -> Any:
+    def broken(*args: Any) -> Any:
         calls[0] += failing[0]
-        if calls[0] == 2:  # the first layer is done
+        if calls[0] == 2:  # the first layer has changed
             raise OUT_OF_MEMORY
-        return original(*given)
+        return original(*args)
 
     monkeypatch.setattr(kind, change, staticmethod(broken) if change == "merge" else broken)
     engine = opened(tiny)
 
     async def together() -> list[Any]:
-        """Answers of 60 and more ids, and one more that comes or goes when they run."""
+        """Long answers, and one that joins or leaves while they run."""
         running = 1 if change in ("merge", "extract") else 2
-        asked = [
+        tasks = [
             asyncio.ensure_future(answer(engine, words(n, 20 + n), max_tokens=10_000))
             for n in range(running)
         ]
@@ -331,13 +447,13 @@ def test_failed_batch_change_ends_only_its_answers(
                 await asyncio.sleep(0.001)
             failing[0] = True
             more.cancel()
-        return await asyncio.gather(*asked, more, return_exceptions=True)
+        return await asyncio.gather(*tasks, more, return_exceptions=True)
 
     try:
-        ended = run(together())
+        results = run(together())
         assert calls[0] >= 2
-        for each in ended:
-            assert isinstance(each, (HostError, asyncio.CancelledError)), each
+        for result in results:
+            assert isinstance(result, (HostError, asyncio.CancelledError)), result
         failing[0] = False
         assert idle(engine) and engine.healthy
         assert run(answer(engine, words(3, 50))) == of_mlx_lm(engine, words(3, 50))
@@ -345,37 +461,41 @@ def test_failed_batch_change_ends_only_its_answers(
         engine.close()
 
 
-def test_request_posted_to_a_dying_thread_fails(tiny: Path, run: Run) -> None:
-    """Its call waits while the thread dies."""
+def test_request_to_dying_thread_fails(tiny: Path, run: Run) -> None:
+    """The call is posted before the thread dies."""
     engine = opened(tiny)
-    held = threading.Event()
+    dying, may_die = threading.Event(), threading.Event()
 
-    def dies(*_: Any) -> None:
-        held.wait(10)
+    def die(*_: Any) -> None:
+        dying.set()
+        may_die.wait(60)
         raise AssertionError("a bug")
 
-    async def asking() -> Any:
-        engine.loop.scheduler.next = dies  # type: ignore[method-assign, assignment]
+    async def send() -> Any:
+        engine.loop.scheduler.next = die  # type: ignore[method-assign, assignment]
         engine._thread.call(bool)
-        asked = asyncio.ensure_future(answer(engine, words(3, 50)))
-        await asyncio.sleep(0.05)
-        held.set()
+        await asyncio.to_thread(dying.wait, 60)
+        task = asyncio.ensure_future(answer(engine, words(3, 50)))
+        while engine._thread._calls.qsize() < 2:  # `arrive` and `admit`
+            await asyncio.sleep(0.001)
+        may_die.set()
         with pytest.raises(HostError) as error:
-            await asyncio.wait_for(asked, 60)
+            await asyncio.wait_for(task, 60)
         return error.value
 
-    assert run(asking()).status == 503
+    assert run(send()).status == 503
     assert not engine.loop.requests
     engine.close()
     assert not engine.loaded, "what a dead thread leaves is freed"
 
 
-def test_too_many_that_wait_are_rejected_before_anything_is_sent(tiny: Path, run: Run) -> None:
-    """By the call itself, so that a stream gets a status of its own."""
+def test_request_beyond_queue_limit_is_rejected(tiny: Path, run: Run) -> None:
+    """By ``generate`` itself, before a stream has sent its status."""
     engine = opened(tiny, limits=BatchLimits(answers=1), queue=2)
 
     async def test() -> None:
-        running = engine.generate(GenerationRequest(words(1, 20), GREEDY, ""))
+        endless = replace(GREEDY, max_tokens=10_000)
+        running = engine.generate(GenerationRequest(words(1, 20), endless, ""))
         while not (await anext(running)).ids:
             pass
         waiting = [asyncio.ensure_future(answer(engine, words(n, 20))) for n in range(2)]
@@ -383,9 +503,11 @@ def test_too_many_that_wait_are_rejected_before_anything_is_sent(tiny: Path, run
         with pytest.raises(HostError) as error:
             engine.generate(GenerationRequest(words(1, 20), GREEDY, ""))
         assert (error.value.status, error.value.code) == (503, "queue_full")
-        assert [each.place for each in engine.status()] != [0, 0, 0]
-        waiting.pop().cancel()  # whoever goes frees a place
-        await asyncio.sleep(0.1)
+        while [status.place for status in engine.status()] != [0, 1, 2]:
+            await asyncio.sleep(0.001)
+        waiting.pop().cancel()  # cancellation frees a place
+        while engine.loop.waiting.count == 2:
+            await asyncio.sleep(0.001)
         waiting.append(asyncio.ensure_future(answer(engine, words(2, 20))))
         await running.aclose()
         assert all(await asyncio.gather(*waiting))
@@ -418,45 +540,44 @@ def test_dead_thread_ends_all_requests(
     engine.close()
 
 
-def test_closed_it_ends_all_requests(tiny: Path, run: Run) -> None:
+def test_close_ends_all_requests(tiny: Path, run: Run) -> None:
     engine = opened(tiny)
 
-    async def closed() -> list[Any]:
-        asked = [asyncio.ensure_future(answer(engine, words(3, 50), max_tokens=10_000))] * 1
-        await asyncio.sleep(0.2)
+    async def close_while_answering() -> list[Any]:
+        task = asyncio.ensure_future(answer(engine, words(3, 50), max_tokens=10_000))
+        while not rows(engine):
+            await asyncio.sleep(0.001)
         await asyncio.to_thread(engine.close)
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return await asyncio.gather(task, return_exceptions=True)
 
-    (ended,) = run(closed())
-    assert isinstance(ended, HostError) and ended.status == 503
+    (result,) = run(close_while_answering())
+    assert isinstance(result, HostError) and result.status == 503
     assert not engine.loaded
     with pytest.raises(HostError):
         run(answer(engine, words(3, 50)))
 
 
-def test_closed_it_ends_the_streams_of_its_thread(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """If they are left to mlx 0.32, the process sometimes aborts when it exits."""
-    ended = list[str]()
+def test_close_clears_streams_of_engine_thread(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If mlx 0.32 clears them itself, the process sometimes aborts at exit."""
+    threads = list[str]()
     monkeypatch.setattr(
-        mx, "clear_streams", lambda: ended.append(threading.current_thread().name), raising=False
+        mx, "clear_streams", lambda: threads.append(threading.current_thread().name), raising=False
     )
     opened(tiny).close()
-    assert ended == [f"engine of {tiny}"]
+    assert threads == [f"engine of {tiny}"]
 
 
 def test_two_engines_run_side_by_side(tiny: Path, scripted: MlxEngine, run: Run) -> None:
     other = opened(tiny)
     try:
-        asked = words(5, 200)
+        prompt = words(5, 200)
 
-        async def both() -> list[tuple[int, ...]]:
+        async def answer_both() -> list[tuple[int, ...]]:
             return await asyncio.gather(
-                answer(other, asked), answer(scripted, prompt("count"), max_tokens=500)
+                answer(other, prompt), answer(scripted, prompt_of("count"), max_tokens=500)
             )
 
-        assert run(both()) == [of_mlx_lm(other, asked), ids(COUNT)]
+        assert run(answer_both()) == [of_mlx_lm(other, prompt), ids(COUNT)]
     finally:
         other.close()
 
@@ -465,18 +586,20 @@ def test_two_engines_run_side_by_side(tiny: Path, scripted: MlxEngine, run: Run)
 
 
 async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
-    """Requests to an engine with 2 ``answers`` and 3 ``sequences``: tasks by their states."""
+    """Starts a request in each state, on an engine with ``answers=2``: tasks by state."""
 
-    async def asked(length: int, seed: int) -> tuple[int, ...]:
+    async def send(length: int, seed: int) -> tuple[int, ...]:
         return await answer(engine, words(seed, length), max_tokens=20_000)
 
-    tasks = {"decode": asyncio.ensure_future(asked(20, 1))}
+    tasks = {"decode": asyncio.ensure_future(send(20, 1))}
     while not rows(engine):
         await asyncio.sleep(0.001)
-    tasks["prefill"] = asyncio.ensure_future(asked(30_000, 2))
-    while not any(each.computed_ids > 0 and not each.ids for each in engine.loop.requests.values()):
+    tasks["prefill"] = asyncio.ensure_future(send(30_000, 2))
+    while not any(
+        request.computed_ids > 0 and not request.ids for request in engine.loop.requests.values()
+    ):
         await asyncio.sleep(0.001)
-    tasks["waiting"] = asyncio.ensure_future(asked(30_000, 3))
+    tasks["waiting"] = asyncio.ensure_future(send(30_000, 3))
     while len(engine.loop.scheduler.order()) < 2:
         await asyncio.sleep(0.001)
     return tasks
@@ -490,7 +613,7 @@ def crowded(tiny: Path) -> Iterator[MlxEngine]:
 
 
 @pytest.mark.parametrize("state", ["decode", "prefill", "waiting"])
-def test_a_client_may_go_in_any_state(crowded: MlxEngine, run: Run, state: str) -> None:
+def test_request_can_be_cancelled_in_any_state(crowded: MlxEngine, run: Run, state: str) -> None:
     async def test() -> None:
         tasks = await in_every_state(crowded)
         others = sorted(set(tasks) - {state})
@@ -509,7 +632,7 @@ def test_a_client_may_go_in_any_state(crowded: MlxEngine, run: Run, state: str) 
     assert run(answer(crowded, words(3, 50))) == of_mlx_lm(crowded, words(3, 50))
 
 
-def test_unloaded_under_load_it_ends_requests_in_all_states(crowded: MlxEngine, run: Run) -> None:
+def test_close_ends_requests_in_any_state(crowded: MlxEngine, run: Run) -> None:
     async def test() -> None:
         tasks = await in_every_state(crowded)
         await asyncio.to_thread(crowded.close)
@@ -526,21 +649,21 @@ def test_unloaded_under_load_it_ends_requests_in_all_states(crowded: MlxEngine, 
 
 
 class Watched:
-    """A model, and how it is called: rows, and ids of each, and whether answers run beside."""
+    """A model that records its calls: rows, ids, and whether answers run beside a chunk."""
 
     def __init__(self, engine: MlxEngine) -> None:
         self.engine, self.model = engine, engine.loop.module
         self.make_cache = engine.loop.module.make_cache
         self.chunks: list[tuple[bool, int]] = []
         self.rows: list[int] = []
-        self.begun: list[int] = []
+        self.prefilling: list[int] = []
         self.running: list[int] = []
 
     def __call__(self, ids: Any, cache: Any) -> Any:
         requests = list(self.engine.loop.requests.values())
         answers = rows(self.engine)
-        prompts = sum(each.prefill_start > 0 and not each.ids for each in requests)
-        self.begun.append(prompts)
+        prompts = sum(request.prefill_start > 0 and not request.ids for request in requests)
+        self.prefilling.append(prompts)
         self.running.append(prompts + answers)
         if ids.shape[1] > 1:
             self.chunks.append((answers > 0, ids.shape[1]))
@@ -558,26 +681,26 @@ class Watched:
         BatchLimits(prompts=1),
         BatchLimits(answers=2),
         BatchLimits(chunk=64),
-        BatchLimits(prompts=2, chunk_beside=32),  # so that some are computed beside answers
+        BatchLimits(prompts=2, chunk_beside=32),  # so that some chunks run beside answers
         BatchLimits(sequences=3, prompts=2, answers=2, chunk=96, chunk_beside=48),
     ],
     ids=["sequences", "prompts", "answers", "chunk", "chunk beside", "all"],
 )
-def test_limits_are_kept(tiny: Path, run: Run, limits: BatchLimits) -> None:
-    """As ``--max-num-seqs``, ``--prefill-batch-size``, ``--completion-batch-size``,
-    ``--prefill-step-size`` and ``--chunked-prefill-tokens`` set them."""
+def test_batch_limits_are_kept(tiny: Path, run: Run, limits: BatchLimits) -> None:
+    """Those of ``--max-num-seqs``, ``--prefill-batch-size``, ``--completion-batch-size``,
+    ``--prefill-step-size`` and ``--chunked-prefill-tokens``."""
     engine = opened(tiny, limits=limits, queue=4)
     expected = [of_mlx_lm(engine, words(seed, 200 + seed), 25) for seed in range(4)]
     watched = engine.loop.module = Watched(engine)
 
     async def together() -> list[tuple[int, ...]]:
-        asked = (answer(engine, words(seed, 200 + seed), max_tokens=25) for seed in range(4))
-        return await asyncio.gather(*asked)
+        answers = (answer(engine, words(seed, 200 + seed), max_tokens=25) for seed in range(4))
+        return await asyncio.gather(*answers)
 
     try:
         assert run(together()) == expected
         assert max(watched.running) <= limits.sequences
-        assert max(watched.begun) <= limits.prompts
+        assert max(watched.prefilling) <= limits.prompts
         assert max(watched.rows) <= limits.answers
         assert max(ids for _, ids in watched.chunks) <= limits.chunk
         if limits.chunk_beside:
@@ -594,30 +717,32 @@ def test_request_waits_until_memory_is_free(tiny: Path, run: Run) -> None:
     engine = opened(tiny)
     try:
         budget = engine.budget
-        one = budget.layout.nbytes(1000 + 40)
-        room = device.used() + budget.work + int(one * 1.5)
+        nbytes = budget.layout.nbytes(1000 + 40)
+        room = device.used() + budget.work + int(nbytes * 1.5)
         limit(engine, room)
         most = 0
 
-        async def watched() -> list[tuple[int, ...]]:
+        async def watch() -> list[tuple[int, ...]]:
             nonlocal most
-            asked = [asyncio.ensure_future(answer(engine, words(seed, 1000))) for seed in range(3)]
-            while not all(each.done() for each in asked):
+            tasks = [asyncio.ensure_future(answer(engine, words(seed, 1000))) for seed in range(3)]
+            while not all(task.done() for task in tasks):
                 await asyncio.sleep(0.001)
                 most = max(
                     most,
-                    sum(each.prefill_start > 0 for each in list(engine.loop.requests.values())),
+                    sum(
+                        request.prefill_start > 0 for request in list(engine.loop.requests.values())
+                    ),
                 )
-            return [each.result() for each in asked]
+            return [task.result() for task in tasks]
 
-        found = run(watched())
+        answers = run(watch())
         assert most == 1
-        assert found == [of_mlx_lm(engine, words(seed, 1000)) for seed in range(3)]
+        assert answers == [of_mlx_lm(engine, words(seed, 1000)) for seed in range(3)]
     finally:
         engine.close()
 
 
-def test_the_context_is_as_long_as_memory_allows(tiny: Path) -> None:
+def test_context_length_is_bounded_by_memory(tiny: Path) -> None:
     engine = opened(tiny)
     try:
         assert engine.context_length == 131_072
@@ -641,7 +766,7 @@ def test_model_without_room_for_prompts_is_not_loaded(
 
 
 @pytest.mark.parametrize("weights", [1, 3, 10**9])
-def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weights: int) -> None:
+def test_loaded_models_shorten_context_of_others(tiny: Path, weights: int) -> None:
     before = device.weights()
     first = opened(tiny)
     second = opened(tiny)
@@ -662,30 +787,30 @@ def test_other_models_shorten_the_context_while_they_are_loaded(tiny: Path, weig
 
 
 @pytest.mark.nightly
-def test_a_model_is_measured_as_if_it_were_alone(
+def test_model_is_measured_while_others_pause(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another one that computes neither adds to its work nor to the costs of its steps, and goes on
-    afterwards with the same ids."""
+    """A model that computes adds neither to the measured work nor to the costs of steps, and then
+    continues with the same ids."""
     first = opened(tiny, speculate="auto")
-    alone, steps_of = first.budget.work, first.loop
-    measured = EngineLoop._measure
-    seen: list[tuple[int, int]] = []
+    alone, first_loop = first.budget.work, first.loop
+    measure = EngineLoop._measure
+    step_counts: list[tuple[int, int]] = []
 
-    def observed(loop: EngineLoop, module: Any) -> None:
-        before, used = steps_of.totals.steps, device.used()
-        time.sleep(0.2)  # the other one would compute some steps
+    def observe(loop: EngineLoop, module: Any) -> None:
+        before, used = first_loop.totals.steps, device.used()
+        time.sleep(0.2)  # time for the other model to compute some steps
         assert device.used() == used
-        measured(loop, module)
-        seen.append((before, steps_of.totals.steps))
+        measure(loop, module)
+        step_counts.append((before, first_loop.totals.steps))
 
-    monkeypatch.setattr(EngineLoop, "_measure", observed)
-    asked = words(5, 1500)
-    expected = run(answer(first, asked))
+    monkeypatch.setattr(EngineLoop, "_measure", observe)
+    prompt = words(5, 1500)
+    expected = run(answer(first, prompt))
     loads: list[int] = []
 
     async def together() -> tuple[int, ...]:
-        task = asyncio.ensure_future(answer(first, (*asked[:-1], 7), max_tokens=4000))
+        task = asyncio.ensure_future(answer(first, (*prompt[:-1], 7), max_tokens=4000))
         while not rows(first):
             await asyncio.sleep(0.005)
         for _ in range(2):
@@ -696,13 +821,13 @@ def test_a_model_is_measured_as_if_it_were_alone(
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
-        return await answer(first, asked)
+        return await answer(first, prompt)
 
     try:
         assert run(together()) == expected
-        # mlx frees what it has used sooner or later on a CPU; another model would be tenfold.
+        # On a CPU, mlx frees memory late, so the figures vary; another model would be tenfold.
         assert all(alone / 2 < load < 2 * alone for load in loads), (alone, loads)
-        assert len(seen) == 2 and all(before == after for before, after in seen)
+        assert len(step_counts) == 2 and all(before == after for before, after in step_counts)
     finally:
         first.close()
     assert not device.turns._computing
@@ -711,11 +836,11 @@ def test_a_model_is_measured_as_if_it_were_alone(
 def test_wired_memory_is_released_while_idle(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It asks as often as the device says, until nothing is wired, and again after a request."""
-    asked, computed, answers = list[str](), list[str](), [0.01, 0.01, None, 0.01, None]
+    """The engine polls as the device says until nothing is wired, and again after a request."""
+    callers, computed, answers = list[str](), list[str](), [0.01, 0.01, None, 0.01, None]
 
     def release() -> float | None:
-        asked.append(threading.current_thread().name)
+        callers.append(threading.current_thread().name)
         return answers.pop(0) if answers else None
 
     monkeypatch.setattr(device, "release", release)
@@ -724,22 +849,22 @@ def test_wired_memory_is_released_while_idle(
 
     def wait(count: int) -> None:
         deadline = time.monotonic() + 30
-        while len(asked) < count and time.monotonic() < deadline:
+        while len(callers) < count and time.monotonic() < deadline:
             time.sleep(0.01)
 
     try:
         wait(3)
-        assert len(asked) == 3 and not computed
+        assert len(callers) == 3 and not computed
         run(answer(engine, words(1, 20)))
         wait(5)
-        assert len(asked) == 5 and len(computed) >= 40
-        assert set(asked) == {engine._thread._thread.name}
+        assert len(callers) == 5 and len(computed) >= 40
+        assert set(callers) == {engine._thread._thread.name}
     finally:
         engine.close()
 
 
 def waiting_for_memory(engine: MlxEngine, missing: int, since: float) -> Request:
-    """A request for which ``missing`` bytes are missing; it arrived ``since`` seconds ago."""
+    """A request that lacks ``missing`` bytes and arrived ``since`` seconds ago."""
     request = Request(99, words(1, 200), GREEDY, "", Sampler(GREEDY), time.perf_counter() - since)
     engine.loop.requests[99] = request
     engine.loop.scheduler.add(99, 199, "", request.arrival_time)
@@ -749,10 +874,10 @@ def waiting_for_memory(engine: MlxEngine, missing: int, since: float) -> Request
     return request
 
 
-def test_a_prompt_without_memory_waits_from_its_first_attempt(
+def test_admission_timeout_starts_at_first_attempt(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long ago it arrived; and as long as memory is used and freed."""
+    """Not when the request arrives; it restarts whenever the memory in use changes."""
     used = [10**6]
 
     async def test() -> None:
@@ -760,12 +885,12 @@ def test_a_prompt_without_memory_waits_from_its_first_attempt(
         monkeypatch.setattr(device, "used", lambda: used[0])
         try:
             request = waiting_for_memory(engine, 1, 1000.0)
-            assert not engine.loop._fits(99) and 99 in engine.loop.requests
+            assert not engine.loop._make_room(99) and 99 in engine.loop.requests
             monkeypatch.setattr("vllm_mlx_harmony.engine.loop.ADMISSION_TIMEOUT", -1.0)
             for change in (1, 2):
                 used[0] += change
-                assert not engine.loop._fits(99) and 99 in engine.loop.requests
-            assert not engine.loop._fits(99) and 99 not in engine.loop.requests
+                assert not engine.loop._make_room(99) and 99 in engine.loop.requests
+            assert not engine.loop._make_room(99) and 99 not in engine.loop.requests
             engine.loop._deliver()
             with pytest.raises(HostError) as error:
                 await request.next()
@@ -776,103 +901,128 @@ def test_a_prompt_without_memory_waits_from_its_first_attempt(
     run(test())
 
 
+def test_request_that_finds_no_memory_leaves_prefix_cache(
+    tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evicting all of it would not have made enough room."""
+    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.ADMISSION_TIMEOUT", -1.0)
+
+    async def test() -> None:
+        engine = opened(tiny, cache=reusing())
+        try:
+            await answer(engine, words(1, 300), max_tokens=2)
+            nbytes = engine.cache.status().nbytes
+            request = waiting_for_memory(engine, 10**9, 0.0)
+            engine._thread.call(lambda: None)  # it looks for work, and for memory
+            with pytest.raises(HostError):
+                await request.next()
+            assert engine.cache.status().nbytes == nbytes > 0
+        finally:
+            engine.close()
+
+    run(test())
+
+
 @pytest.mark.parametrize(("missing", "evicted"), [(1, True), (10**9, False)])
-def test_the_prefix_cache_is_evicted_only_if_that_makes_the_room(
+def test_prefix_cache_is_evicted_only_if_that_makes_room(
     tiny: Path, run: Run, missing: int, evicted: bool
 ) -> None:
     async def test() -> None:
         engine = opened(tiny, cache=reusing())
         try:
             await answer(engine, words(1, 300), max_tokens=2)
-            held = engine.cache.status().nbytes
+            nbytes = engine.cache.status().nbytes
             waiting_for_memory(engine, missing, 0.0)
-            assert held and engine._thread.call(partial(engine.loop._fits, 99)).result() == evicted
-            assert (engine.cache.status().nbytes < held) == evicted
+            assert (
+                nbytes
+                and engine._thread.call(partial(engine.loop._make_room, 99)).result() == evicted
+            )
+            assert (engine.cache.status().nbytes < nbytes) == evicted
         finally:
             engine.close()
 
     run(test())
 
 
-def test_no_more_is_evicted_while_what_was_is_being_written(
+def test_eviction_waits_for_pending_writes(
     tiny: Path, run: Run, open_disk: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk, held, write = open_disk(), threading.Event(), DiskCache._write
+    disk, may_write, write = open_disk(), threading.Event(), DiskCache._write
 
-    def slow(*given: Any) -> None:
-        held.wait(60)
-        write(*given)
+    def write_slowly(*args: Any) -> None:
+        may_write.wait(60)
+        write(*args)
 
-    monkeypatch.setattr(DiskCache, "_write", slow)
-    cached = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
+    monkeypatch.setattr(DiskCache, "_write", write_slowly)
+    new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
 
     async def test() -> None:
-        engine = opened(tiny, cache=cached)
+        engine = opened(tiny, cache=new_cache)
         try:
             for seed in range(5):
                 await answer(engine, words(seed, 300), max_tokens=2)
             waiting_for_memory(engine, 1, 0.0)
-            fits = partial(engine._thread.call, partial(engine.loop._fits, 99))
+            fits = partial(engine._thread.call, partial(engine.loop._make_room, 99))
             for _ in range(5):
                 assert not fits().result()
                 assert engine.cache.status().evictions == 1
                 assert disk.evicted > 0
 
             def written() -> bool:
-                held.set()
-                return flushed(disk, 60) and engine.loop._fits(99)
+                may_write.set()
+                return flushed(disk, 60) and engine.loop._make_room(99)
 
-            # In one call: the engine would begin the request as soon as there is memory.
+            # In one call, since the engine begins the request as soon as there is memory.
             assert engine._thread.call(written).result()
             assert engine.cache.status().evictions == 1 and disk.evicted == 0
         finally:
-            held.set()
+            may_write.set()
             engine.close()
 
     run(test())
 
 
 class Owned(dict[int, Request]):
-    """Requests by their numbers, and ``readers``: the threads that looked at them."""
+    """Requests by number; records the threads that access them as ``readers``."""
 
     readers: set[str]
 
-    def seen(self) -> None:
+    def record(self) -> None:
         self.readers.add(threading.current_thread().name)
 
     def __iter__(self) -> Iterator[int]:
-        self.seen()
+        self.record()
         return super().__iter__()
 
     def __len__(self) -> int:
-        self.seen()
+        self.record()
         return super().__len__()
 
     def __getitem__(self, key: int) -> Request:
-        self.seen()
+        self.record()
         return super().__getitem__(key)
 
     def __setitem__(self, key: int, value: Request) -> None:
-        self.seen()
+        self.record()
         super().__setitem__(key, value)
 
     def values(self) -> Any:
-        self.seen()
+        self.record()
         return super().values()
 
-    def pop(self, *given: Any) -> Any:
-        self.seen()
-        return super().pop(*given)
+    def pop(self, *args: Any) -> Any:
+        self.record()
+        return super().pop(*args)
 
 
-def test_requests_belong_to_the_thread(tiny: Path, run: Run) -> None:
+def test_requests_are_accessed_only_on_engine_thread(tiny: Path, run: Run) -> None:
     engine = opened(tiny)
     owned = engine.loop.requests = Owned()
     owned.readers = set()
 
     async def test() -> None:
         task = asyncio.ensure_future(answer(engine, words(1, 600), max_tokens=5000))
-        while not any(each.generated for each in engine.status()):
+        while not any(status.generated for status in engine.status()):
             await asyncio.sleep(0.001)
         await answer(engine, words(2, 50), max_tokens=5)
         assert engine.context_length and engine.totals.requests == 1
@@ -890,13 +1040,13 @@ def test_requests_belong_to_the_thread(tiny: Path, run: Run) -> None:
 def test_longer_waiting_prompts_are_not_checked_again(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """256 prompts that wait beside an answer would slow each of its steps down."""
-    counted = [0]
+    """Otherwise, 256 waiting prompts would slow down each step of an answer."""
+    calls = [0]
     missing = Budget.missing
 
-    def count(*given: Any) -> int:
-        counted[0] += 1
-        return missing(*given)
+    def count(*args: Any) -> int:
+        calls[0] += 1
+        return missing(*args)
 
     async def test() -> None:
         engine = opened(tiny)
@@ -916,12 +1066,12 @@ def test_longer_waiting_prompts_are_not_checked_again(
             ]
             while len(engine.loop.scheduler.order()) < len(waiting):
                 await anext(running)
-            counted[0], before = 0, engine.loop.totals.steps
+            calls[0], before = 0, engine.loop.totals.steps
             while engine.loop.totals.steps < before + 20:
                 await anext(running)
-            assert 20 <= counted[0] <= 3 * (engine.loop.totals.steps - before)
-            for each in waiting:
-                each.cancel()
+            assert 20 <= calls[0] <= 3 * (engine.loop.totals.steps - before)
+            for task in waiting:
+                task.cancel()
             await running.aclose()
             await asyncio.gather(*waiting, return_exceptions=True)
             assert idle(engine)
@@ -931,7 +1081,7 @@ def test_longer_waiting_prompts_are_not_checked_again(
     run(test())
 
 
-def test_cancellation_frees_the_engine_without_a_cache(
+def test_cancellation_frees_engine_when_storing_fails(
     crowded: MlxEngine, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: Any) -> None:
@@ -948,41 +1098,41 @@ def test_cancellation_frees_the_engine_without_a_cache(
     run(test())
 
 
-def test_answer_may_end_while_its_event_loop_closes(
+def test_answer_on_closed_event_loop_does_not_stop_others(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those beside it continue. In the last step here, it gets two ids."""
+    """Here, the answer gets two ids in its last step."""
     engine = opened(tiny)
-    asked, beside = words(1, 50), words(2, 50)
+    prompt, beside = words(1, 50), words(2, 50)
     expected = of_mlx_lm(engine, beside)
-    gone, step = asyncio.new_event_loop(), Batch.step
-    gone.close()
-    held: list[Any] = []
+    closed_loop, step = asyncio.new_event_loop(), Batch.step
+    closed_loop.close()
+    delayed: list[Any] = []
 
-    def late(batch: Batch, model: Any) -> list[Any]:
-        found = []
+    def step_late(batch: Batch, model: Any) -> list[Any]:
+        pairs = []
         for request, token in step(batch, model):
-            if request.prompt == asked and request.generated + len(held) == 8:
-                held.append((request, token))
-                request.loop = gone
+            if request.prompt == prompt and request.generated + len(delayed) == 8:
+                delayed.append((request, token))
+                request.loop = closed_loop
             else:
-                found += (
-                    [*held, (request, token)] if request.prompt == asked else [(request, token)]
+                pairs += (
+                    [*delayed, (request, token)] if request.prompt == prompt else [(request, token)]
                 )
-        return found
+        return pairs
 
-    monkeypatch.setattr(Batch, "step", late)
+    monkeypatch.setattr(Batch, "step", step_late)
 
-    async def both() -> Any:
-        first = asyncio.ensure_future(answer(engine, asked, max_tokens=10))
+    async def answer_both() -> Any:
+        first = asyncio.ensure_future(answer(engine, prompt, max_tokens=10))
         try:
             return await answer(engine, beside)
         finally:
             first.cancel()
 
     try:
-        assert run(both()) == expected
-        assert held and idle(engine)
+        assert run(answer_both()) == expected
+        assert delayed and idle(engine)
     finally:
         engine.close()
 
@@ -1003,9 +1153,9 @@ def test_reused_layers_equal_computed_ones(tiny: Path, run: Run) -> None:
         history = start + sum((step.ids for step in first), ())
         again = history + words(2, 150)
         assert run(engine.reusable_tokens(again, "")) >= len(start)
-        found = run(steps(engine, again))
-        assert found[0].cached_tokens >= len(start)
-        assert sum((step.ids for step in found), ()) == of_mlx_lm(engine, again)
+        generated = run(steps(engine, again))
+        assert generated[0].cached_tokens >= len(start)
+        assert sum((step.ids for step in generated), ()) == of_mlx_lm(engine, again)
         assert run(engine.reusable_tokens(again, "another")) == 0
         repeated = run(steps(engine, start))
         assert repeated[0].cached_tokens == len(start) - 1
@@ -1014,28 +1164,28 @@ def test_reused_layers_equal_computed_ones(tiny: Path, run: Run) -> None:
         engine.close()
 
 
-def test_rows_of_a_batch_are_reused_too(tiny: Path, run: Run) -> None:
+def test_rows_of_batch_are_reused(tiny: Path, run: Run) -> None:
     engine = opened(tiny, cache=reusing())
     prompts = [words(seed, 100 + 40 * seed) for seed in range(4)]
 
-    async def asked(prompts: list[tuple[int, ...]]) -> list[list[Step]]:
-        return list(await asyncio.gather(*(steps(engine, each) for each in prompts)))
+    async def answer_all(prompts: list[tuple[int, ...]]) -> list[list[Step]]:
+        return list(await asyncio.gather(*(steps(engine, prompt) for prompt in prompts)))
 
     try:
-        first = run(asked(prompts))
+        first = run(answer_all(prompts))
         again = [
-            prompt + sum((step.ids for step in found), ()) + words(9, 60)
-            for prompt, found in zip(prompts, first, strict=True)
+            prompt + sum((step.ids for step in generated), ()) + words(9, 60)
+            for prompt, generated in zip(prompts, first, strict=True)
         ]
-        for prompt, before, found in zip(again, prompts, run(asked(again)), strict=True):
-            assert found[0].cached_tokens >= len(before)
-            assert sum((step.ids for step in found), ()) == of_mlx_lm(engine, prompt)
+        for prompt, before, generated in zip(again, prompts, run(answer_all(again)), strict=True):
+            assert generated[0].cached_tokens >= len(before)
+            assert sum((step.ids for step in generated), ()) == of_mlx_lm(engine, prompt)
     finally:
         engine.close()
 
 
 @pytest.mark.once
-def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
+def test_prefix_cache_gives_way_to_request(tiny: Path, run: Run) -> None:
     engine = opened(tiny, cache=reusing())
     try:
         run(answer(engine, words(1, 2000), max_tokens=2))
@@ -1049,18 +1199,18 @@ def test_the_prefix_cache_gives_way_to_a_request(tiny: Path, run: Run) -> None:
         engine.close()
 
 
-# --- A prompt that is cancelled (semantics E2).
+# --- Cancelled prompts (semantics E2).
 
 CHUNK = 64
 
 
-async def cancelled(engine: MlxEngine, asked: tuple[int, ...], chunks: int) -> int:
-    """Closes a request once that many chunks of its prompt are computed; returns how many ids were
-    reported as computed."""
+async def cancel_prompt(engine: MlxEngine, prompt: tuple[int, ...], chunks: int) -> int:
+    """Closes a request after so many chunks of its prompt; returns how many ids were reported as
+    computed."""
     settings = replace(GREEDY, max_tokens=8)
     computed = 0
-    async with aclosing(engine.generate(GenerationRequest(asked, settings, ""))) as coming:
-        async for step in coming:
+    async with aclosing(engine.generate(GenerationRequest(prompt, settings, ""))) as stream:
+        async for step in stream:
             if step.progress is not None and not step.progress.place:
                 computed = step.progress.processed
             if computed >= chunks * CHUNK:
@@ -1070,40 +1220,42 @@ async def cancelled(engine: MlxEngine, asked: tuple[int, ...], chunks: int) -> i
 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8, 9])
-def test_cancelled_prompt_continues_where_it_was(
+def test_cancelled_prompt_is_resumed(
     tiny: Path, run: Run, chunks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same one, and one that differs behind that place."""
-    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.SPAN", CHUNK)  # as with the real numbers
-    asked = words(7, 10 * CHUNK)
+    """So is another prompt that differs only behind that place."""
+    monkeypatch.setattr(
+        "vllm_mlx_harmony.engine.loop.STORE_EVERY", CHUNK
+    )  # as many ids as a chunk, as in production
+    cancelled_prompt = words(7, 10 * CHUNK)
     engine = opened(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK))
     try:
-        computed = run(cancelled(engine, asked, chunks))
-        for prompt in (asked[: 9 * CHUNK + 2] + words(8, 40), asked):
-            found = run(steps(engine, prompt, max_tokens=8))
-            assert found[0].cached_tokens >= min(computed, 9 * CHUNK)
-            assert sum((step.ids for step in found), ()) == of_mlx_lm(engine, prompt, 8)
+        computed = run(cancel_prompt(engine, cancelled_prompt, chunks))
+        for prompt in (cancelled_prompt[: 9 * CHUNK + 2] + words(8, 40), cancelled_prompt):
+            generated = run(steps(engine, prompt, max_tokens=8))
+            assert generated[0].cached_tokens >= min(computed, 9 * CHUNK)
+            assert sum((step.ids for step in generated), ()) == of_mlx_lm(engine, prompt, 8)
     finally:
         engine.close()
 
 
 def test_repeatedly_cancelled_prompt_is_computed_once(tiny: Path, run: Run) -> None:
-    asked = words(9, 12 * CHUNK + 5)
+    prompt = words(9, 12 * CHUNK + 5)
     engine = opened(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK), speculate="off")
     passes: list[int] = []
     module = engine.loop.module
 
-    def counted(inputs: mx.array, cache: Any) -> mx.array:
+    def count_pass(inputs: mx.array, cache: Any) -> mx.array:
         passes.append(inputs.shape[1])
         return module(inputs, cache=cache)
 
     try:
-        expected = of_mlx_lm(engine, asked, 8)
-        engine.loop.module = counted
+        expected = of_mlx_lm(engine, prompt, 8)
+        engine.loop.module = count_pass
         for chunks in range(2, 12, 2):
-            run(cancelled(engine, asked, chunks))
-        assert run(answer(engine, asked, max_tokens=8)) == expected
-        assert sum(length for length in passes if length > 1) == len(asked) - 1
+            run(cancel_prompt(engine, prompt, chunks))
+        assert run(answer(engine, prompt, max_tokens=8)) == expected
+        assert sum(length for length in passes if length > 1) == len(prompt) - 1
     finally:
         engine.close()
 
@@ -1111,103 +1263,101 @@ def test_repeatedly_cancelled_prompt_is_computed_once(tiny: Path, run: Run) -> N
 def test_prompt_of_killed_server_is_on_disk(
     tiny: Path, open_disk: Callable[..., DiskCache], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.SPAN", 2 * CHUNK)
-    asked, disk = words(10, 12 * CHUNK), open_disk()
+    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.STORE_EVERY", 2 * CHUNK)
+    prompt, disk = words(10, 12 * CHUNK), open_disk()
 
-    def cached(model: Any) -> PrefixCache:
+    def new_cache(model: Any) -> PrefixCache:
         return PrefixCache(model, PrefixTree(1 << 30), disk, b"weights")
 
-    async def on_disk(engine: MlxEngine) -> int:
-        """What a process that starts now would find, while the prompt is computed."""
+    async def find_on_disk(engine: MlxEngine) -> int:
+        """How many ids another process would find while the prompt is computed."""
         settings = replace(GREEDY, max_tokens=8)
-        async with aclosing(engine.generate(GenerationRequest(asked, settings, ""))) as coming:
-            async for step in coming:
+        async with aclosing(engine.generate(GenerationRequest(prompt, settings, ""))) as stream:
+            async for step in stream:
                 if step.progress is not None and step.progress.processed >= 7 * CHUNK:
                     break
             await asyncio.to_thread(flushed, disk)
             other = PrefixCache(engine.loop.module, PrefixTree(1 << 30), open_disk(), b"weights")
-            return (await other.find(asked, "")).cached
+            return (await other.find(prompt, "")).cached
 
-    engine = opened(tiny, cache=cached, limits=BatchLimits(chunk=CHUNK))
+    engine = opened(tiny, cache=new_cache, limits=BatchLimits(chunk=CHUNK))
     try:
-        assert run(on_disk(engine)) >= 6 * CHUNK
+        assert run(find_on_disk(engine)) >= 6 * CHUNK
     finally:
         engine.close()
 
 
-def test_requests_of_two_event_loops_reuse_what_is_on_disk(
+def test_requests_of_two_event_loops_reuse_disk(
     tiny: Path, open_disk: Callable[..., DiskCache], run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each asks while the other's prompt is read."""
-    asked = [words(seed, 500) for seed in range(4)]
+    """Each looks its prompts up while the other's are read."""
+    prompts = [words(seed, 500) for seed in range(4)]
 
-    def with_disk() -> MlxEngine:
+    def open_engine() -> MlxEngine:
         disk = open_disk()
         return opened(tiny, cache=lambda model: PrefixCache(model, tree(), disk, b"weights"))
 
     def tree() -> PrefixTree[Any]:
         return PrefixTree(1 << 30)
 
-    first = with_disk()
-    expected = [run(answer(first, each, max_tokens=8)) for each in asked]
+    first = open_engine()
+    expected = [run(answer(first, prompt, max_tokens=8)) for prompt in prompts]
     assert first.cache._disk is not None and flushed(first.cache._disk)
     first.close()
-    second, load = with_disk(), DiskCache._load
-    both = threading.Barrier(2)
+    second, load = open_engine(), DiskCache._load
+    barrier = threading.Barrier(2)
 
-    async def two(prompts: list[tuple[int, ...]]) -> list[list[Step]]:
-        both.wait(10)
-        return await asyncio.gather(*(steps(second, each, max_tokens=8) for each in prompts))
+    async def answer_two(pair: list[tuple[int, ...]]) -> list[list[Step]]:
+        barrier.wait(10)
+        return await asyncio.gather(*(steps(second, prompt, max_tokens=8) for prompt in pair))
 
-    def slowly(*given: Any) -> Any:
+    def load_slowly(*args: Any) -> Any:
         time.sleep(0.05)
-        return load(*given)
+        return load(*args)
 
-    monkeypatch.setattr(DiskCache, "_load", slowly)
+    monkeypatch.setattr(DiskCache, "_load", load_slowly)
     try:
         with ThreadPoolExecutor(2) as threads:
-            loops = [threads.submit(asyncio.run, two(asked[at : at + 2])) for at in (0, 2)]
-            found = [each for loop in loops for each in loop.result(60)]
-        assert [sum((step.ids for step in each), ()) for each in found] == expected
-        assert [each[-1].cached_tokens for each in found] == [499] * 4
+            loops = [threads.submit(asyncio.run, answer_two(prompts[at : at + 2])) for at in (0, 2)]
+            results = [result for loop in loops for result in loop.result(60)]
+        assert [sum((step.ids for step in result), ()) for result in results] == expected
+        assert [result[-1].cached_tokens for result in results] == [499] * 4
     finally:
         second.close()
 
 
-# --- What is stored is within the limit, too.
+# --- The memory of stored prompts.
 
 
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("tree", [0, 200_000, 1 << 30])
-def test_memory_in_use_is_within_the_limit_after_every_step(
-    tiny: Path, run: Run, tree: int
-) -> None:
-    """Of prompts that just fit, whatever the prefix cache may hold; and nothing of them is lost."""
+def test_memory_stays_within_limit_after_every_step(tiny: Path, run: Run, tree: int) -> None:
+    """With prompts that just fit, whatever the size of the prefix cache; answers are the same."""
     engine = opened(tiny, cache=reusing(tree), limits=BatchLimits(chunk=256), speculate="off")
     prompts = [words(seed, 1500) for seed in range(4)]
     used: list[int] = []
     work = engine.loop.work
 
-    def watched() -> float | None:
+    def work_and_measure() -> float | None:
         wait = work()
         used.append(device.used())
         return wait
 
     try:
-        expected = [of_mlx_lm(engine, asked, 6) for asked in prompts]
+        expected = [of_mlx_lm(engine, prompt, 6) for prompt in prompts]
         budget = engine.budget
         room = device.used() + budget.work + budget.layout.nbytes(1506)
         limit(engine, room)
-        engine._thread._work = watched
-        for asked, answered in zip(prompts, expected, strict=True):
-            assert run(answer(engine, asked, max_tokens=6)) == answered
+        engine._thread._work = work_and_measure
+        for prompt, expected_answer in zip(prompts, expected, strict=True):
+            assert run(answer(engine, prompt, max_tokens=6)) == expected_answer
         assert max(used) <= room
     finally:
         engine.close()
 
 
-def test_prompts_are_stored_in_what_is_left(tiny: Path, run: Run) -> None:
-    """With room for two: the least recently used gives way to the last."""
+def test_prompts_are_stored_in_remaining_memory(tiny: Path, run: Run) -> None:
+    """There is room for two: the least recently used is evicted."""
     engine = opened(tiny, cache=reusing(), speculate="off")
     prompts = [words(seed, 1000) for seed in range(3)]
     try:
@@ -1215,49 +1365,49 @@ def test_prompts_are_stored_in_what_is_left(tiny: Path, run: Run) -> None:
         piece = budget.layout.piece(1006)
         room = device.used() + budget.work + budget.layout.nbytes(1006) + 5 * piece // 2
         limit(engine, room)
-        for asked in prompts:
-            run(answer(engine, asked, max_tokens=6))
+        for prompt in prompts:
+            run(answer(engine, prompt, max_tokens=6))
         assert run(engine.reusable_tokens(prompts[2], "")) == 999
         assert run(engine.reusable_tokens(prompts[0], "")) == 0
     finally:
         engine.close()
 
 
-def test_caches_of_a_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
-    """mlx-lm's are copied each time they have grown by 256 tokens."""
+def test_caches_of_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
+    """mlx-lm copies its caches every 256 tokens."""
     engine = opened(tiny, limits=BatchLimits(chunk=256), speculate="off")
-    asked = words(3, 2000)
+    prompt = words(3, 2000)
     sizes: set[tuple[int, ...]] = set()
     model = engine.loop.module
 
-    def watched(ids: Any, cache: Any) -> Any:
+    def record_sizes(ids: Any, cache: Any) -> Any:
         logits = model(ids, cache=cache)
-        sizes.add(tuple(each.keys.shape[2] for each in cache if type(each) is KVCache))
+        sizes.add(tuple(layer.keys.shape[2] for layer in cache if type(layer) is KVCache))
         return logits
 
     try:
-        expected = of_mlx_lm(engine, asked, 6)
-        engine.loop.module = watched
-        assert run(answer(engine, asked, max_tokens=6)) == expected
+        expected = of_mlx_lm(engine, prompt, 6)
+        engine.loop.module = record_sizes
+        assert run(answer(engine, prompt, max_tokens=6)) == expected
         assert len(sizes) == 1 and set(*sizes) == {2006}
     finally:
         engine.close()
 
 
-def test_slow_disk_does_not_keep_memory_from_a_prompt(
+def test_slow_disk_does_not_block_prompt(
     tiny: Path, run: Run, open_disk: Callable[..., DiskCache], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Evicted pieces wait to be written; after a while, that is given up."""
-    disk, held, write = open_disk(), threading.Event(), DiskCache._write
+    """Evicted pieces that wait too long to be written are dropped."""
+    disk, may_write, write = open_disk(), threading.Event(), DiskCache._write
 
-    def slow(*given: Any) -> None:
-        held.wait(60)
-        write(*given)
+    def write_slowly(*args: Any) -> None:
+        may_write.wait(60)
+        write(*args)
 
-    monkeypatch.setattr(DiskCache, "_write", slow)
-    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.WRITING", 0.2)
-    cached = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
-    engine = opened(tiny, cache=cached, speculate="off")
+    monkeypatch.setattr(DiskCache, "_write", write_slowly)
+    monkeypatch.setattr("vllm_mlx_harmony.engine.loop.WRITE_TIMEOUT", 0.2)
+    new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
+    engine = opened(tiny, cache=new_cache, speculate="off")
     try:
         for seed in range(4):
             run(answer(engine, words(seed, 600), max_tokens=2))
@@ -1268,14 +1418,14 @@ def test_slow_disk_does_not_keep_memory_from_a_prompt(
         expected = of_mlx_lm(engine, long, 2)
         assert run(answer(engine, long, max_tokens=2)) == expected
         assert disk.counters().dropped > 0
-        held.set()
+        may_write.set()
         assert flushed(disk, 60) and disk.evicted == 0
     finally:
-        held.set()
+        may_write.set()
         engine.close()
 
 
-def test_pool_is_empty_when_nothing_runs(tiny: Path, run: Run) -> None:
+def test_memory_pool_is_empty_when_idle(tiny: Path, run: Run) -> None:
     engine = opened(tiny, speculate="off")
     try:
         run(answer(engine, words(1, 1500), max_tokens=4))

@@ -20,8 +20,8 @@ from vllm_mlx_harmony.engine.mlx_lm_names import NAMES
 from vllm_mlx_harmony.required_names import check
 from vllm_mlx_harmony.standin import Script
 
-ASKS = metadata.version("mlx-lm").split(".")[:2] >= ["0", "32"]
-"""Whether mlx-lm runs code of a model's directory only on demand."""
+ASKS_FOR_TRUST = metadata.version("mlx-lm").split(".")[:2] >= ["0", "32"]
+"""Whether mlx-lm runs code from a model directory only with ``trust_remote_code``."""
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +29,13 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write(tmp_path_factory.mktemp("scripted"), [Script("", "Hello.")])
 
 
-def test_all_names_are_there() -> None:
+def test_required_names_exist() -> None:
     check(NAMES)
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_code_of_the_directory_runs_as_mlx_lm_permits(scripted: Path, trusted: bool) -> None:
-    if ASKS and not trusted:
+def test_model_code_runs_only_if_trusted(scripted: Path, trusted: bool) -> None:
+    if ASKS_FOR_TRUST and not trusted:
         with pytest.raises(ValueError, match="trust_remote_code"):
             load_model(scripted)
         return
@@ -53,7 +53,7 @@ def test_weights_alone_need_no_trust(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["standin_model.py", "standin_cursor.py"])
-def test_a_stand_in_is_known_by_its_code(scripted: Path, tiny: Path, name: str) -> None:
+def test_standin_is_recognized_by_its_code(scripted: Path, tiny: Path, name: str) -> None:
     assert standin.is_standin(scripted) and not standin.is_standin(tiny)
     code = (scripted / name).read_bytes()
     (scripted / name).write_bytes(code + b"# other\n")
@@ -62,12 +62,12 @@ def test_a_stand_in_is_known_by_its_code(scripted: Path, tiny: Path, name: str) 
     assert standin.is_standin(scripted)
 
 
-def test_a_progress_bar_shows_how_much_is_read(
+def test_progress_bar_shows_loading(
     tiny: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`launch` looks for it in the log of a server that starts."""
+    """`launch` looks for it in the log of a starting server."""
     monkeypatch.setattr(mlx_lm_compat, "AT_ONCE", 1)
     monkeypatch.setattr(mlx_lm_compat, "tqdm", partial(tqdm, mininterval=0.0))
     load_model(tiny)
-    shown = [int(done) for done in BAR.findall(capsys.readouterr().err.encode())]
+    shown = [int(percent) for percent in BAR.findall(capsys.readouterr().err.encode())]
     assert shown == sorted(shown) and shown[0] == 0 and shown[-1] == 100 and len(set(shown)) > 2

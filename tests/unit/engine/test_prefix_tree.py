@@ -1,4 +1,4 @@
-"""What is known of sequences: found again, for its owner alone, never above the budget."""
+"""The tree of cached prefixes: matches, owners, eviction, and the budget."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLENTY = 1_000_000
 
 @dataclass(eq=False)
 class Piece:
-    """Held for the ids from ``start`` to ``end``; ten bytes each."""
+    """Stands for the ids from ``start`` to ``end``, with ten bytes each."""
 
     sequence: tuple[int, ...]
     start: int
@@ -37,16 +37,16 @@ def add(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> bool:
 
 
 def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:
-    """Length of the cached prefix, checked to be what was put in, piece after piece."""
+    """Length of the cached prefix; checks that its pieces are those that were added."""
     sequence = tuple(ids)
-    known, pieces = tree.find([owner], pack(sequence))
+    length, pieces = tree.find([owner], pack(sequence))
     at = 0
     for piece in pieces:
         assert piece.start == at and piece.sequence[: piece.end] == sequence[: piece.end]
         at = piece.end
-    assert at == known
-    assert tree.match_length([owner], pack(sequence)) == known
-    return known
+    assert at == length
+    assert tree.match_length([owner], pack(sequence)) == length
+    return length
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:
     [
         ([], [1, 2, 3], 0),
         ([[1, 2, 3]], [1, 2, 3, 4], 3),
-        ([[1, 2, 3]], [1, 2, 3], 0),  # something must be left to compute
+        ([[1, 2, 3]], [1, 2, 3], 0),  # at least one id must be computed
         ([[1, 2], [1, 2, 3]], [1, 2, 3], 2),
-        ([[1, 2, 3]], [1, 2, 9, 9], 0),  # the middle of a piece is no place to go on from
+        ([[1, 2, 3]], [1, 2, 9, 9], 0),  # no match ends inside a piece
         ([[1, 2], [1, 2, 3, 4]], [1, 2, 9, 9], 2),
         ([[1, 2], [1, 2, 3, 4]], [1, 2, 3, 4, 5], 4),
-        ([[1, 2, 3, 4], [1, 2]], [1, 2, 3, 4, 5], 4),  # put in the other way round
+        ([[1, 2, 3, 4], [1, 2]], [1, 2, 3, 4, 5], 4),  # added in the other order
         ([[1, 2, 3, 4], [1, 2]], [1, 2, 9], 2),
         ([[1], [1, 2], [1, 2, 3], [1, 9]], [1, 9, 9], 2),
         ([[1, 2, 3]], [2, 3, 4], 0),
@@ -67,7 +67,7 @@ def find(tree: PrefixTree[Piece], ids: Any, owner: object = "me") -> int:
         ([[201_088, 0, 7]], [201_088, 0, 7, 7], 3),
     ],
 )
-def test_longest_known_beginning_is_found(
+def test_longest_known_prefix_is_found(
     known: list[list[int]], asked: list[int], expected: int
 ) -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
@@ -75,7 +75,7 @@ def test_longest_known_beginning_is_found(
     assert find(tree, asked) == expected
 
 
-def test_a_piece_is_held_once_however_many_sequences_share_it() -> None:
+def test_shared_piece_is_held_once() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     system = range(100)
     add(tree, system)
@@ -86,7 +86,7 @@ def test_a_piece_is_held_once_however_many_sequences_share_it() -> None:
     assert tree.counters().segments == 9
 
 
-def test_owners_never_meet() -> None:
+def test_owners_are_isolated() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     add(tree, [1, 2, 3], owner=("model", "alice"))
     assert find(tree, [1, 2, 3, 4], owner=("model", "bob")) == 0
@@ -99,23 +99,26 @@ def test_shared_segments_are_found_by_all_owners() -> None:
     add(tree, [1, 2], owner="all")
     add(tree, [1, 2, 3, 4], owner="all")
     add(tree, [1, 2, 3], owner="alice")
-    asked = pack([1, 2, 3, 4, 5])
-    assert tree.match_length(["alice", "all"], asked) == 4
-    assert (tree.match_length(["alice"], asked), tree.match_length(["bob", "alice"], asked)) == (
+    sequence = pack([1, 2, 3, 4, 5])
+    assert tree.match_length(["alice", "all"], sequence) == 4
+    assert (
+        tree.match_length(["alice"], sequence),
+        tree.match_length(["bob", "alice"], sequence),
+    ) == (
         3,
         3,
     )
-    assert tree.find(["bob", "all"], asked) == tree.find(["all"], asked)
-    assert tree.find(["alice", "all"], pack([1, 2, 3, 9]))[0] == 3  # its own is longer
+    assert tree.find(["bob", "all"], sequence) == tree.find(["all"], sequence)
+    assert tree.find(["alice", "all"], pack([1, 2, 3, 9]))[0] == 3  # alice's own is longer
     held = tree.counters().nbytes
     longer = [1, 2, 3, 4, 5, 6]
     cut = tree.add(["bob", "all"], pack(longer), lambda *part: Piece(tuple(longer), *part))
     assert [(end, piece.start) for end, piece in cut] == [(2, 0), (4, 2), (6, 4)]
-    assert tree.counters().nbytes == held + 20  # what it continues is not held again
-    asked = pack([*longer, 7])
-    assert tree.match_length(["bob", "all"], asked) == 6
-    assert [tree.match_length([name, "all"], asked) for name in ("alice", "carol")] == [4, 4]
-    assert tree.match_length(["bob"], asked) == 0
+    assert tree.counters().nbytes == held + 20  # the shared prefix is not held again
+    sequence = pack([*longer, 7])
+    assert tree.match_length(["bob", "all"], sequence) == 6
+    assert [tree.match_length([name, "all"], sequence) for name in ("alice", "carol")] == [4, 4]
+    assert tree.match_length(["bob"], sequence) == 0
     assert tree.add(["carol", "all"], pack([1, 2, 3, 4]), lambda *_: pytest.fail("is known"))
 
 
@@ -133,17 +136,19 @@ def test_orphaned_continuation_is_evicted_in_turn() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "left"), [(0, 3), (1, 2), (10, 2), (11, 1), (30, 0), (10_000, 0)]
+    ("nbytes", "remaining"), [(0, 3), (1, 2), (10, 2), (11, 1), (30, 0), (10_000, 0)]
 )
-def test_room_is_made_for_others(wanted: int, left: int) -> None:
-    """Least recently used first, no more than need be."""
+def test_evict_frees_no_more_than_needed(nbytes: int, remaining: int) -> None:
+    """Evicts the least recently used first, and no more than needed."""
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     for first in (1, 2, 3):
         add(tree, [first])
     assert find(tree, [1, 9]) == 1  # now [2] is the oldest
-    assert tree.evict(wanted) == 10 * (3 - left)
-    assert tree.counters().nbytes == 10 * left and tree.counters().evictions == 3 - left
-    assert [find(tree, [first, 9]) for first in (2, 3, 1)] == [0] * (3 - left) + [1] * left
+    assert tree.evict(nbytes) == 10 * (3 - remaining)
+    assert tree.counters().nbytes == 10 * remaining and tree.counters().evictions == 3 - remaining
+    assert [find(tree, [first, 9]) for first in (2, 3, 1)] == [0] * (3 - remaining) + [
+        1
+    ] * remaining
 
 
 def test_least_recently_used_leaf_is_evicted_first() -> None:
@@ -158,7 +163,7 @@ def test_least_recently_used_leaf_is_evicted_first() -> None:
     assert tree.counters().evictions == 1
 
 
-def test_a_look_counts_for_nothing() -> None:
+def test_match_length_does_not_count_as_use() -> None:
     tree: PrefixTree[Piece] = PrefixTree(20)
     add(tree, [1])
     add(tree, [2])
@@ -170,7 +175,7 @@ def test_a_look_counts_for_nothing() -> None:
     assert [tree.match_length(["me"], pack([first, 9])) for first in (1, 2, 3)] == [0, 1, 1]
 
 
-def test_budget_of_one_entry_keeps_the_last_one() -> None:
+def test_budget_of_one_entry_keeps_last() -> None:
     tree: PrefixTree[Piece] = PrefixTree(30)
     for first in range(5):
         assert add(tree, [first, 0, 0])
@@ -184,29 +189,29 @@ def test_oversized_piece_evicts_nothing() -> None:
     add(tree, [1, 1])
     add(tree, [2, 2])
     assert not add(tree, range(9))
-    assert not add(tree, [1, 1, *range(9)])  # nor does it together with its beginning
+    assert not add(tree, [1, 1, *range(9)])  # nor one that continues [1, 1]
     assert [find(tree, [1, 1, 0]), find(tree, [2, 2, 0])] == [2, 2]
     assert tree.counters().refused == 2 and tree.counters().evictions == 0
 
 
-def test_no_budget_holds_nothing() -> None:
+def test_zero_budget_holds_nothing() -> None:
     tree: PrefixTree[Piece] = PrefixTree(0)
     assert not add(tree, [1])
     assert find(tree, [1, 2]) == 0
 
 
-def test_thrown_out_while_in_use_stays_whole() -> None:
+def test_piece_evicted_while_in_use_stays_whole() -> None:
     tree: PrefixTree[Piece] = PrefixTree(30)
     add(tree, [1, 2])
-    known, pieces = tree.find(["me"], pack([1, 2, 3]))
+    length, pieces = tree.find(["me"], pack([1, 2, 3]))
     add(tree, [7, 8, 9])
     assert find(tree, [1, 2, 3]) == 0
-    assert known == 2 and pieces[0].sequence == (1, 2)
-    assert add(tree, [1, 2, 3])  # and what continued it is remembered from its beginning
+    assert length == 2 and pieces[0].sequence == (1, 2)
+    assert add(tree, [1, 2, 3])  # with its prefix, which was evicted
     assert find(tree, [1, 2, 3, 4]) == 3
 
 
-def test_prefix_evicted_during_a_cut_is_cut_again() -> None:
+def test_prefix_evicted_during_cut_is_cut_again() -> None:
     tree: PrefixTree[Piece] = PrefixTree(40)
     add(tree, [1, 2])
     cuts: list[tuple[int, int]] = []
@@ -214,7 +219,7 @@ def test_prefix_evicted_during_a_cut_is_cut_again() -> None:
     def cut(start: int, end: int) -> Piece:
         cuts.append((start, end))
         if len(cuts) == 1:
-            add(tree, [5, 6, 7, 8])  # somebody else's; [1, 2] is out
+            add(tree, [5, 6, 7, 8])  # of another request; evicts [1, 2]
         return Piece((1, 2, 3, 4), start, end)
 
     assert tree.add(["me"], pack([1, 2, 3, 4]), cut)
@@ -240,7 +245,7 @@ def test_forgotten_owners_leave_nothing() -> None:
     add(tree, [1, 2, 3], owner=("a", 2))
     add(tree, [1, 2], owner=("b", 1))
     pieces = [weakref.ref(piece) for piece in tree.find([("a", 1)], pack([1, 2, 3]))[1]]
-    gc.disable()  # buffers of gigabytes do not wait for a collector
+    gc.disable()  # gigabytes must not wait for the garbage collector
     tree.forget(lambda owner: isinstance(owner, tuple) and owner[0] == "a")
     gc.enable()
     assert [piece() for piece in pieces] == [None]
@@ -251,7 +256,7 @@ def test_forgotten_owners_leave_nothing() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.once
-def test_deep_conversations_need_no_stack() -> None:
+def test_deep_conversations_do_not_recurse() -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
     deep = sys.getrecursionlimit() + 100
     for length in range(1, deep):
@@ -259,7 +264,7 @@ def test_deep_conversations_need_no_stack() -> None:
     assert find(tree, range(deep)) == deep - 1
 
 
-def test_200_conversations_stay_flat() -> None:
+def test_memory_of_200_conversations_stays_within_budget() -> None:
     tree: PrefixTree[Piece] = PrefixTree(2_000)
     for person in range(200):
         for turn in range(1, 5):
@@ -270,7 +275,7 @@ def test_200_conversations_stay_flat() -> None:
     assert len(tree._root.children) <= 7
 
 
-def test_many_threads_at_once() -> None:
+def test_concurrent_access_stays_consistent() -> None:
     tree: PrefixTree[Piece] = PrefixTree(600)
     failures: list[BaseException] = []
 
@@ -293,7 +298,7 @@ def test_many_threads_at_once() -> None:
 
 
 def unique(tree: PrefixTree[Piece]) -> int:
-    """Bytes of all that is held, from the nodes themselves."""
+    """Bytes held, counted from the nodes themselves."""
     values = {id(node.value): node.value for node in tree._order}
     return sum(value.nbytes for value in values.values() if value is not None)
 
@@ -302,19 +307,19 @@ SEQUENCES = st.lists(st.integers(0, 2), min_size=1, max_size=7)
 
 
 @given(st.lists(SEQUENCES, max_size=25), SEQUENCES)
-def test_found_is_what_comparing_all_finds(known: list[list[int]], asked: list[int]) -> None:
+def test_match_equals_brute_force(stored: list[list[int]], query: list[int]) -> None:
     tree: PrefixTree[Piece] = PrefixTree(PLENTY)
-    for ids in known:
+    for ids in stored:
         add(tree, ids)
-    shared = [len(ids) for ids in known if asked[: len(ids)] == ids and len(ids) < len(asked)]
-    assert find(tree, asked) == max(shared, default=0)
+    shared = [len(ids) for ids in stored if query[: len(ids)] == ids and len(ids) < len(query)]
+    assert find(tree, query) == max(shared, default=0)
 
 
 @given(
     st.integers(0, 150),
     st.lists(st.tuples(st.integers(0, 1), SEQUENCES, st.booleans()), max_size=40),
 )
-def test_never_above_the_budget(budget: int, steps: list[tuple[int, list[int], bool]]) -> None:
+def test_memory_never_exceeds_budget(budget: int, steps: list[tuple[int, list[int], bool]]) -> None:
     tree: PrefixTree[Piece] = PrefixTree(budget)
     for owner, ids, sharing in steps:
         if sharing:

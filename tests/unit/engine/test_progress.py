@@ -1,4 +1,4 @@
-"""How far prompts are: what an engine reports of them, to their requests and as its status."""
+"""Progress of prompts, as reported to their requests and in the engine's status."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PLENTY = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _reports_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop_module, "REPORTED", 0.0)
+    monkeypatch.setattr(loop_module, "REPORT_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def engine(tiny: Path) -> Iterator[MlxEngine]:
         return PrefixCache(model, PrefixTree(PLENTY))
 
     options = Options(BatchLimits(chunk=CHUNK, prompts=1), speculate="off")  # answers take a while
-    made = MlxEngine(str(tiny), options)
-    made.load(loading(partial(load_module, tiny), cache))
-    yield made
-    made.close()
+    engine = MlxEngine(str(tiny), options)
+    engine.load(loading(partial(load_module, tiny), cache))
+    yield engine
+    engine.close()
 
 
 def words(seed: int, length: int) -> tuple[int, ...]:
@@ -56,10 +56,10 @@ def words(seed: int, length: int) -> tuple[int, ...]:
 
 
 async def reports(
-    engine: MlxEngine, prompt: tuple[int, ...], most: int = 3, seen: Callable[[], None] = int
+    engine: MlxEngine, prompt: tuple[int, ...], most: int = 3, on_report: Callable[[], None] = int
 ) -> list[Progress]:
-    """What is reported of a prompt; ``seen`` is called at each report."""
-    found, generated = [], 0
+    """The reports of a prompt; calls ``on_report`` after each."""
+    progress, generated = [], 0
     settings = GenerationSettings(max_tokens=most, temperature=0.0, top_p=1.0)
     async with aclosing(engine.generate(GenerationRequest(prompt, settings, ""))) as steps:
         async for step in steps:
@@ -67,67 +67,69 @@ async def reports(
                 generated += len(step.ids)
                 continue
             assert not step.ids and not generated and step.finish is None
-            found.append(step.progress)
-            seen()
-    return found
+            progress.append(step.progress)
+            on_report()
+    return progress
 
 
 @pytest.mark.parametrize("length", [1, 2, 100, 500, 1000])
-def test_a_prompt_is_reported_from_its_beginning_to_its_end(
-    engine: MlxEngine, run: Run, length: int
-) -> None:
-    """As llama.cpp reports it: the first has what is cached, the last all of it."""
-    found = [each for each in run(reports(engine, words(length, length))) if not each.place]
-    assert found[0].processed == found[0].cached == 0
-    assert found[-1].processed == length
-    assert {each.total for each in found} == {length}
-    assert {each.cached for each in found} == {0}
-    assert all(a.processed <= b.processed for a, b in pairwise(found))
-    assert all(a.seconds <= b.seconds for a, b in pairwise(found))
-    assert len({each.processed for each in found}) > length // CHUNK
+def test_prompt_is_reported_from_start_to_end(engine: MlxEngine, run: Run, length: int) -> None:
+    """As in llama.cpp, the first report has the cached ids, and the last has all."""
+    progress = [
+        report for report in run(reports(engine, words(length, length))) if not report.place
+    ]
+    assert progress[0].processed == progress[0].cached == 0
+    assert progress[-1].processed == length
+    assert {report.total for report in progress} == {length}
+    assert {report.cached for report in progress} == {0}
+    assert all(a.processed <= b.processed for a, b in pairwise(progress))
+    assert all(a.seconds <= b.seconds for a, b in pairwise(progress))
+    assert len({report.processed for report in progress}) > length // CHUNK
 
 
 def test_cached_tokens_count_as_processed(engine: MlxEngine, run: Run) -> None:
     prompt = words(1, 600)
     run(reports(engine, prompt))
-    found = run(reports(engine, (*prompt, *words(2, 300))))
-    assert found[0].processed == found[0].cached
-    assert {each.cached for each in found} == {found[-1].cached} and found[-1].cached >= 512
-    assert found[-1].processed == found[-1].total == 900
+    progress = run(reports(engine, (*prompt, *words(2, 300))))
+    assert progress[0].processed == progress[0].cached
+    assert {report.cached for report in progress} == {progress[-1].cached} and progress[
+        -1
+    ].cached >= 512
+    assert progress[-1].processed == progress[-1].total == 900
 
 
 def test_waiting_prompt_reports_its_place(engine: MlxEngine, run: Run) -> None:
-    async def three() -> list[list[Progress]]:
+    async def report_three() -> list[list[Progress]]:
         prompts = (words(seed, length) for seed, length in ((1, 900), (2, 1000), (3, 1100)))
         return await asyncio.gather(*(reports(engine, prompt) for prompt in prompts))
 
-    first, second, third = run(three())
-    assert {each.place for each in third} >= {0, 2}
-    assert all(each.processed == 0 for each in third if each.place)
-    places = [each.place for each in second]
+    first, second, third = run(report_three())
+    assert {report.place for report in third} >= {0, 2}
+    assert all(report.processed == 0 for report in third if report.place)
+    places = [report.place for report in second]
     assert places == sorted(places, reverse=True) and {*places} <= {0, 1, 2, 3}
-    assert [each.processed for each in (first[-1], second[-1], third[-1])] == [900, 1000, 1100]
+    assert [report.processed for report in (first[-1], second[-1], third[-1])] == [900, 1000, 1100]
 
 
-def test_the_status_has_every_request(engine: MlxEngine, run: Run) -> None:
-    """The one that generates first, then the one that is computed, then those that wait."""
-    seen: list[list[RequestStatus]] = []
+def test_status_lists_requests_in_order(engine: MlxEngine, run: Run) -> None:
+    """The generating request, then the one being computed, then those that wait."""
+    snapshots: list[list[RequestStatus]] = []
 
-    async def all_of_them() -> None:
+    async def run_all() -> None:
         answer = asyncio.ensure_future(reports(engine, words(1, 50), most=3000))
-        while not any(each.generated for each in engine.status()):
+        while not any(status.generated for status in engine.status()):
             await asyncio.sleep(0.01)
-        look = partial(lambda: seen.append(engine.status()))
+        look = partial(lambda: snapshots.append(engine.status()))
         await asyncio.gather(*(reports(engine, words(n, 900 + n), 1, look) for n in (2, 3, 4)))
         answer.cancel()
         await asyncio.wait({answer})
 
-    run(all_of_them())
+    run(run_all())
     full = next(
-        each
-        for each in reversed(seen)
-        if [one.state for one in each] == ["generating", "computing", "waiting"]
-        and each[1].computed > CHUNK
+        snapshot
+        for snapshot in reversed(snapshots)
+        if [status.state for status in snapshot] == ["generating", "computing", "waiting"]
+        and snapshot[1].computed > CHUNK
     )
     generating, computing, waiting = full
     assert (generating.place, computing.place, waiting.place) == (0, 1, 2)
@@ -140,11 +142,11 @@ def test_the_status_has_every_request(engine: MlxEngine, run: Run) -> None:
     assert engine.status() == []
 
 
-def test_no_estimate_without_a_speed(engine: MlxEngine, run: Run) -> None:
-    seen: list[RequestStatus] = []
+def test_no_estimate_without_speed(engine: MlxEngine, run: Run) -> None:
+    statuses: list[RequestStatus] = []
 
     async def first() -> None:
-        await reports(engine, words(1, 900), seen=lambda: seen.extend(engine.status()))
+        await reports(engine, words(1, 900), on_report=lambda: statuses.extend(engine.status()))
 
     run(first())
-    assert seen[0].expected is None or seen[0].computed >= CHUNK
+    assert statuses[0].expected is None or statuses[0].computed >= CHUNK

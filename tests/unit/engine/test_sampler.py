@@ -1,4 +1,4 @@
-"""How ids are drawn: on logits alone, without an engine."""
+"""How ids are drawn from logits, without an engine."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ def settings(**changed: Any) -> GenerationSettings:
     return GenerationSettings(**{"max_tokens": 100, "temperature": 1.0, "top_p": 1.0, **changed})
 
 
-def samplers(*given: GenerationSettings) -> list[Sampler]:
-    return [Sampler(each) for each in given]
+def samplers(*rows: GenerationSettings) -> list[Sampler]:
+    return [Sampler(row) for row in rows]
 
 
-def drawn(together: Sequence[Sampler], logits: Any, last: Sequence[int] | None = None) -> list[int]:
+def draw_ids(
+    together: Sequence[Sampler], logits: Any, last: Sequence[int] | None = None
+) -> list[int]:
     before = last or [vocab.MESSAGE] * len(together)
-    found: list[int] = draw(together, mx.array(before, dtype=mx.uint32), logits).tolist()
-    return found
+    ids: list[int] = draw(together, mx.array(before, dtype=mx.uint32), logits).tolist()
+    return ids
 
 
 def noise(seed: int, rows: int, columns: int, scale: float = 3.0) -> Any:
@@ -42,11 +44,11 @@ def noise(seed: int, rows: int, columns: int, scale: float = 3.0) -> Any:
 
 
 def test_bias_of_unknown_id_is_ignored() -> None:
-    """mlx would write it into the memory behind the logits."""
-    (one,) = samplers(settings(temperature=0.0, logit_bias=((2, 5.0), (VOCAB_SIZE - 1, 100.0))))
+    """mlx would write beyond the end of the logits."""
+    (sampler,) = samplers(settings(temperature=0.0, logit_bias=((2, 5.0), (VOCAB_SIZE - 1, 100.0))))
     (other,) = samplers(settings(temperature=0.0, logit_bias=((VOCAB_SIZE - 1, 100.0),)))
     logits = mx.zeros((1, 8))
-    assert one.biased(logits).tolist() == [[0.0, 0.0, 5.0, *[0.0] * 5]]
+    assert sampler.biased(logits).tolist() == [[0.0, 0.0, 5.0, *[0.0] * 5]]
     assert other.biased(logits).tolist() == [[0.0] * 8]
 
 
@@ -56,27 +58,27 @@ def test_bias_of_unknown_id_is_ignored() -> None:
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("top_p", [0.9, 0.49, 0.1, 0.01, EPSILON])
-def test_small_top_p_keeps_the_likeliest_id_in_any_dtype(kind: str, top_p: float) -> None:
-    half = mx.log(mx.array(float(VOCAB_SIZE)))  # of all the probability
+def test_small_top_p_keeps_likeliest_id_in_any_dtype(kind: str, top_p: float) -> None:
+    half = mx.log(mx.array(float(VOCAB_SIZE)))  # of the probability
     logits = mx.where(mx.arange(VOCAB_SIZE) == 17, half, 0.0)[None].astype(getattr(mx, kind))
-    (one,) = samplers(settings(top_p=top_p))
-    found = {drawn([one], logits)[0] for _ in range(8)}
-    assert found == {17} if top_p < 0.5 else found
+    (sampler,) = samplers(settings(top_p=top_p))
+    ids = {draw_ids([sampler], logits)[0] for _ in range(8)}
+    assert ids == {17} if top_p < 0.5 else 17 in ids
 
 
 def expected_ids(logits: list[float], wanted: GenerationSettings) -> set[int]:
-    """By definition, in double precision; of equal logits all or none."""
+    """By definition, in double precision; all or none of equal logits."""
     top = max(logits)
-    weights = [math.exp(each - top) for each in logits]
+    weights = [math.exp(logit - top) for logit in logits]
     total = math.fsum(weights)
 
-    def kept(row: int) -> bool:
-        above = [each for each in weights if each > weights[row]]
+    def is_kept(row: int) -> bool:
+        above = [weight for weight in weights if weight > weights[row]]
         by_mass = wanted.top_p == 1 or math.fsum(above) < wanted.top_p * total
         by_rank = not wanted.top_k or len(above) < wanted.top_k
         return by_mass and by_rank and weights[row] >= wanted.min_p
 
-    return {row for row in range(len(logits)) if kept(row)}
+    return {row for row in range(len(logits)) if is_kept(row)}
 
 
 FILTERS = [
@@ -89,7 +91,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("changed", FILTERS, ids=str)
-def test_filters_leave_what_their_definition_says(changed: dict[str, Any]) -> None:
+def test_filters_match_their_definitions(changed: dict[str, Any]) -> None:
     together = samplers(*[settings(**changed)] * 6)
     logits = noise(1, 6, 300)
     allowed = module._allowed(together, logits).tolist()
@@ -98,13 +100,13 @@ def test_filters_leave_what_their_definition_says(changed: dict[str, Any]) -> No
         assert kept == expected_ids(row, together[0].settings)
 
 
-def test_equal_ids_stay_or_go_together() -> None:
+def test_ids_of_equal_logits_stay_together() -> None:
     logits = mx.array([[0.0, 1.0, 1.0, 1.0, 0.0]])
     (two,) = samplers(settings(top_k=2))
     assert module._allowed([two], logits).tolist() == [[False, True, True, True, False]]
 
 
-def test_top_p_over_a_whole_vocabulary_of_equals_keeps_all() -> None:
+def test_top_p_keeps_whole_uniform_vocabulary() -> None:
     (most,) = samplers(settings(top_p=0.999_999))
     assert module._allowed([most], mx.zeros((1, VOCAB_SIZE))).all().item()
 
@@ -113,34 +115,34 @@ def test_top_p_over_a_whole_vocabulary_of_equals_keeps_all() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_ids_come_as_often_as_their_probability(temperature: float) -> None:
+def test_ids_are_drawn_by_probability(temperature: float) -> None:
     logits = [0.0, 1.0, 2.0, -1.0, 0.5]
     rows, steps = 500, 20
     together = samplers(*(settings(temperature=temperature, seed=seed) for seed in range(rows)))
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for _ in range(steps):
-        found.update(drawn(together, mx.array([logits] * rows)))
-    total = math.fsum(math.exp(each / temperature) for each in logits)
-    for at, each in enumerate(logits):
-        share = math.exp(each / temperature) / total
+        counts.update(draw_ids(together, mx.array([logits] * rows)))
+    total = math.fsum(math.exp(logit / temperature) for logit in logits)
+    for at, logit in enumerate(logits):
+        share = math.exp(logit / temperature) / total
         deviation = math.sqrt(share * (1 - share) / (rows * steps))
-        assert abs(found[at] / (rows * steps) - share) < 4 * deviation
+        assert abs(counts[at] / (rows * steps) - share) < 4 * deviation
 
 
 SEEDS = [0, 1, 7, -1, -(2**63), 2**63 - 1]
 
 
-def test_seeds_give_different_draws_and_each_the_same_again() -> None:
+def test_seeds_give_distinct_reproducible_draws() -> None:
     logits = mx.zeros((1, VOCAB_SIZE))
 
     def sequence(seed: int | None) -> tuple[int, ...]:
-        (one,) = samplers(settings(seed=seed))
-        return tuple(drawn([one], logits)[0] for _ in range(6))
+        (sampler,) = samplers(settings(seed=seed))
+        return tuple(draw_ids([sampler], logits)[0] for _ in range(6))
 
     sequences = [sequence(seed) for seed in SEEDS]
     assert sequences == [sequence(seed) for seed in SEEDS]
     assert len({*sequences, sequence(None), sequence(None)}) == len(SEEDS) + 2
-    assert all(len({*each}) == 6 for each in sequences)
+    assert all(len({*ids}) == 6 for ids in sequences)
 
 
 MIXED = [
@@ -157,25 +159,27 @@ MIXED = [
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_other_rows_do_not_change_a_sequence(kind: str) -> None:
+def test_other_rows_do_not_change_draws(kind: str) -> None:
     logits = noise(4, len(MIXED), 2000).astype(getattr(mx, kind))
+    logits[5] = logits[0]
     together = samplers(*MIXED)
     alone = samplers(*MIXED)
     last = [vocab.MESSAGE] * len(MIXED)
     single = list(last)
     for _ in range(5):
-        last = drawn(together, logits, last)
+        last = draw_ids(together, logits, last)
         single = [
-            drawn([one], logits[row : row + 1], [single[row]])[0] for row, one in enumerate(alone)
+            draw_ids([sampler], logits[row : row + 1], [single[row]])[0]
+            for row, sampler in enumerate(alone)
         ]
         assert last == single
-    assert last[0] == last[5] or logits[0].tolist() != logits[5].tolist()
+        assert last[0] == last[5]
     assert last[7] == 9
 
 
 # --- Penalties.
 
-SAID = [
+GENERATED = [
     *(vocab.CHANNEL, 17, vocab.MESSAGE, 5, 6, 5, 17, *([7] * 40), vocab.END),
     *(vocab.START, 8, vocab.CHANNEL, 17, vocab.MESSAGE, 9, 5, vocab.RETURN),
 ]
@@ -189,7 +193,7 @@ PENALTIES = [
 
 
 def penalised(logits: list[float], generated: list[int], wanted: GenerationSettings) -> list[float]:
-    """By definition: over all text said, nothing while a header is written."""
+    """By definition: over all text of the answer, and not in headers."""
     counts: Counter[int] = Counter()
     in_text = False
     for token in generated:
@@ -208,39 +212,39 @@ def penalised(logits: list[float], generated: list[int], wanted: GenerationSetti
 
 
 @pytest.mark.parametrize("changed", PENALTIES, ids=str)
-def test_penalties_count_the_whole_text_but_no_control_ids(
+def test_penalties_count_text_without_control_ids(
     changed: dict[str, float],
 ) -> None:
-    (one,) = samplers(settings(**changed))
+    (sampler,) = samplers(settings(**changed))
     logits = noise(5, 1, VOCAB_SIZE)
     before, row = logits[0].tolist(), vocab.START
-    for place, token in enumerate(SAID):
+    for place, token in enumerate(GENERATED):
         last = mx.array([row], dtype=mx.uint32)
-        one.count(last, VOCAB_SIZE)
-        found = one.biased(logits)
-        expected = penalised(before, SAID[:place], one.settings)
-        assert mx.allclose(found[0], mx.array(expected), atol=1e-5).item(), place
+        sampler.count(last, VOCAB_SIZE)
+        biased = sampler.biased(logits)
+        expected = penalised(before, GENERATED[:place], sampler.settings)
+        assert mx.allclose(biased[0], mx.array(expected), atol=1e-5).item(), place
         row = token
 
 
-def test_continued_answer_begins_with_text() -> None:
-    goes_on = Sampler(settings(presence_penalty=2.0), [vocab.START, 8, vocab.MESSAGE, 30])
+def test_continued_answer_starts_in_text() -> None:
+    continued = Sampler(settings(presence_penalty=2.0), [vocab.START, 8, vocab.MESSAGE, 30])
     logits = mx.zeros((1, 100))
     for token in (30, 40, 41):
-        goes_on.count(mx.array([token], dtype=mx.uint32), 100)
-        found = goes_on.biased(logits)
-        assert found[0, 30].item() == 0
-    assert (found[0, 40].item(), found[0, 41].item(), found[0, 42].item()) == (-2.0, -2.0, 0.0)
+        continued.count(mx.array([token], dtype=mx.uint32), 100)
+        biased = continued.biased(logits)
+        assert biased[0, 30].item() == 0
+    assert (biased[0, 40].item(), biased[0, 41].item(), biased[0, 42].item()) == (-2.0, -2.0, 0.0)
 
 
-def test_plain_prompt_begins_with_text() -> None:
-    """`/v1/completions` sends one without control ids."""
+def test_plain_prompt_starts_in_text() -> None:
+    """`/v1/completions` sends prompts without control ids."""
     plain = Sampler(settings(repetition_penalty=2.0), [30, 31])
     logits = mx.ones((1, 100))
     for token in (31, 40):
         plain.count(mx.array([token], dtype=mx.uint32), 100)
-        found = plain.biased(logits)
-    assert (found[0, 31].item(), found[0, 40].item(), found[0, 41].item()) == (1.0, 0.5, 1.0)
+        biased = plain.biased(logits)
+    assert (biased[0, 31].item(), biased[0, 40].item(), biased[0, 41].item()) == (1.0, 0.5, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -261,22 +265,24 @@ def test_plain_prompt_begins_with_text() -> None:
     ],
     ids=str,
 )
-def test_extreme_settings_leave_numbers(changed: dict[str, Any], expected: set[int] | None) -> None:
-    """And an id that the model has: index 0 is what is drawn of logits that are no numbers."""
-    one = Sampler(settings(**changed), [30])
+def test_extreme_settings_give_finite_logits(
+    changed: dict[str, Any], expected: set[int] | None
+) -> None:
+    """And draw a plausible id; from logits that are NaN, index 0 is drawn."""
+    sampler = Sampler(settings(**changed), [30])
     logits = mx.where(mx.arange(100) == 17, 5.0, mx.arange(100) / 100 - 0.5)[None]
     for _ in range(2):
-        one.count(mx.array([17], dtype=mx.uint32), 100)
-    assert mx.isfinite(one.biased(logits)).all().item()
-    found = {drawn([one], logits, [17])[0] for _ in range(20)}
-    assert found <= expected if expected else len(found) > 1
+        sampler.count(mx.array([17], dtype=mx.uint32), 100)
+    assert mx.isfinite(sampler.biased(logits)).all().item()
+    ids = {draw_ids([sampler], logits, [17])[0] for _ in range(20)}
+    assert ids <= expected if expected else len(ids) > 1
 
 
 # --- Constraints.
 
 
 class Ascending:
-    """Lets through the ids behind the last one; says what it was asked."""
+    """Allows only ids above the last one, and records its calls."""
 
     def __init__(self) -> None:
         self.seen: list[int | None] = []
@@ -295,7 +301,7 @@ def test_constraint_gets_each_sampled_id_once(temperature: float) -> None:
     logits = noise(6, 2, 4000).astype(mx.bfloat16)
     last, generated = [vocab.START, vocab.START], []
     for _ in range(5):
-        last = drawn([bound, free], logits, last)
+        last = draw_ids([bound, free], logits, last)
         generated.append(last[0])
         assert last[1] == mx.argmax(logits[1]).item()
     assert generated == sorted(set(generated))

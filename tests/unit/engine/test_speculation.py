@@ -1,4 +1,4 @@
-"""Several ids in one step: the same answers, id by id, as with one."""
+"""Steps of several ids give the same answers as steps of one."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSett
 
 SIZE = 64
 CHEAP = Costs((1, 2, 4, 8, 16), (1.0, 1.01, 1.02, 1.03, 1.04))
-"""Of a device on which drafts always pay."""
+"""A device on which drafts always pay."""
 
 SLOW = Costs((1, 2, 4), (1.0, 4.0, 16.0))
-"""Of a device on which nothing pays."""
+"""A device on which no draft pays."""
 
 
 class Recall:
-    """A model whose caches hold ids, and whose logits are exact: a table's row for the sums of what
-    each layer sees. Its likeliest id is mostly the one that comes next in a cycle of eight."""
+    """A model whose caches hold ids and whose logits are exact: the row of a table for the sums of
+    the ids that each layer sees. Its likeliest id is mostly the next in a cycle of eight."""
 
     def __init__(self) -> None:
         scale = mx.random.normal((1009, SIZE), key=mx.random.key(5))
@@ -83,7 +83,7 @@ MODEL = Recall()
 
 
 class Guess:
-    """As `ExpectedHeader`: one of ``guesses`` is expected after 18, as long as it is right."""
+    """Like `ExpectedHeader`: after 18, expects one of ``guesses`` until it is wrong."""
 
     def __init__(self, *guesses: list[int]) -> None:
         self.guesses = itertools.cycle(guesses or [[]])
@@ -100,8 +100,8 @@ class Guess:
 
 
 class Forcing:
-    """As `Constraint`: after each id that divides by 5 come 3 and 4, and ``forbidden`` ids
-    never come."""
+    """Like `Constraint`: 3 and 4 follow each multiple of 5, and ``forbidden`` ids are never
+    allowed."""
 
     def __init__(self, forbidden: Sequence[int] = (9,), *guesses: list[int]) -> None:
         self.error = ""
@@ -132,14 +132,14 @@ class Forcing:
         return mask
 
     def after(self, allowed: Any, draft: Sequence[int]) -> list[Any]:
-        other, found = Forcing(self.forbidden), []
+        other, masks = Forcing(self.forbidden), []
         other.queue = self.queue
         for token in draft:
             if token not in allowed:
                 break
             other.consume(token)
-            found.append(allowed := other.mask())
-        return found
+            masks.append(allowed := other.mask())
+        return masks
 
 
 def row(
@@ -165,7 +165,7 @@ def row(
 
 
 def ids_of(batch: Batch, settings: GenerationSettings) -> tuple[list[int], int]:
-    """The answer, and its steps."""
+    """The answer and its number of steps."""
     (request,) = batch.rows
     steps = 0
     while request.generated < settings.max_tokens:
@@ -192,10 +192,10 @@ LENGTHS = [1, 2, 60, 112, 126, 127, 128, 129, 145, 300]
 @pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
 @pytest.mark.parametrize("changed", SETTINGS, ids=str)
-def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> None:
+def test_drafts_do_not_change_answers(changed: dict[str, Any], held: bool) -> None:
     luck = random.Random(str(changed))
     steps = ids = accepted = rejected = 0
-    # Windows matter to all settings alike.
+    # All settings use windows alike, so a few lengths suffice for the others.
     for length in LENGTHS if changed in SETTINGS[:2] else LENGTHS[::3]:
         settings = GenerationSettings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
         cycle = [16, 17, 18, 19, 20, 21, 22, 23, luck.randrange(SIZE)]
@@ -203,10 +203,10 @@ def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> N
         expected, _ = ids_of(row(prompt, settings, None, held=held), settings)
         for costs in (CHEAP, UNKNOWN, SLOW):
             batch = row(prompt, settings, costs, held=held)
-            found, took = ids_of(batch, settings)
-            assert found == expected, (length, costs)
+            output, took = ids_of(batch, settings)
+            assert output == expected, (length, costs)
             if costs is CHEAP:
-                steps, ids = steps + took, ids + len(found)
+                steps, ids = steps + took, ids + len(output)
                 accepted += batch.rows[0].accepted
                 rejected += batch.rows[0].rejected
     assert min(accepted, rejected) > 10
@@ -215,7 +215,7 @@ def test_answers_are_the_same_id_by_id(changed: dict[str, Any], held: bool) -> N
 
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("changed", SETTINGS, ids=str)
-def test_answers_are_the_same_whatever_header_is_expected(changed: dict[str, Any]) -> None:
+def test_expected_headers_do_not_change_answers(changed: dict[str, Any]) -> None:
     guesses = ([19, 20, 3, 4], [19, 20, 21], [19, 63], [62], [9, 9])
     steps = ids = copied = 0
     for length in (1, 60, 127, 140):
@@ -226,48 +226,48 @@ def test_answers_are_the_same_whatever_header_is_expected(changed: dict[str, Any
             batch = row(prompt, settings, costs, held=True, guesses=guesses)
             (request,) = batch.rows
             request.drafts = None
-            found, took = ids_of(batch, settings)
-            assert found == expected, (length, costs)
-            assert request.accepted == request.rejected == 0  # those count copies
+            output, took = ids_of(batch, settings)
+            assert output == expected, (length, costs)
+            assert request.accepted == request.rejected == 0  # these count copies only
             if costs is SLOW:
                 assert Origin.COPIED not in request.origins
             else:
-                steps, ids = steps + took, ids + len(found)
+                steps, ids = steps + took, ids + len(output)
                 copied += request.origins.count(Origin.COPIED)
     assert copied >= 5 and steps < ids - copied
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["free", "held"])
 @pytest.mark.parametrize("changed", SETTINGS[:2], ids=str)
-def test_each_id_has_its_origin(changed: dict[str, Any], held: bool) -> None:
-    """Forced and masked ids are found by computing the answer once more, without a mask."""
+def test_origin_of_each_id_is_reported(changed: dict[str, Any], held: bool) -> None:
+    """Expected origins come from logits of the whole answer, without a mask."""
     counts: Counter[str] = Counter()
     for seed in range(2):
         settings = GenerationSettings(**{"max_tokens": 80, "top_p": 1.0, "seed": seed, **changed})
-        asked = replace(settings, origins=True)
+        with_origins = replace(settings, origins=True)
         prompt = [vocab.MESSAGE, *range(16, 24)] * 6
         for costs in (None, CHEAP, UNKNOWN):
             expected, _ = ids_of(row(prompt, settings, costs, held=held, forbidden=(18,)), settings)
-            batch = row(prompt, asked, costs, held=held, forbidden=(18,))
-            found, _ = ids_of(batch, asked)
+            batch = row(prompt, with_origins, costs, held=held, forbidden=(18,))
+            output, _ = ids_of(batch, with_origins)
             (request,) = batch.rows
-            assert found == expected  # reporting changes nothing
-            assert len(request.origins) == len(found)
-            logits = MODEL(mx.array([[*prompt, *found]]), cache=MODEL.make_cache())[0]
+            assert output == expected  # reporting changes nothing
+            assert len(request.origins) == len(output)
+            logits = MODEL(mx.array([[*prompt, *output]]), cache=MODEL.make_cache())[0]
             likeliest = mx.argmax(logits, axis=-1).tolist()[len(prompt) - 1 : -1]
-            forcing, right = Forcing((18,)), "" if held else "." * len(found)
-            for token, first in zip(found, likeliest if held else [], strict=held):
+            forcing, right = Forcing((18,)), "" if held else "." * len(output)
+            for token, first in zip(output, likeliest if held else [], strict=held):
                 right += "f" if forcing.queue else "m" if first == 18 else "."
                 forcing.consume(token)
             pairs = list(zip(request.origins, right, strict=True))
-            differ = {each for each in pairs if each[0] != each[1]}
+            differ = {pair for pair in pairs if pair[0] != pair[1]}
             assert differ <= {("c", "."), ("c", "m")}, pairs
             assert request.origins.count("c") == request.accepted
             counts.update(request.origins)
     assert set(counts) == set(".mfc" if held else ".c") and min(counts.values()) >= 5, counts
 
 
-# --- Through the engine: cancelled, beside others, and cached behind a draft.
+# --- Through the engine: cancellation, batches, and caches of drafted answers.
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 PROMPT = tuple([1, *range(16, 24)] * 20)
@@ -275,7 +275,7 @@ PROMPT = tuple([1, *range(16, 24)] * 20)
 
 @pytest.fixture(scope="module")
 def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
-    """One that speculates, where any draft is cheap, and one that does not."""
+    """One that speculates, on which any draft is cheap, and one that does not."""
 
     def opened(**options: Any) -> MlxEngine:
         cache = lambda model: PrefixCache(model, PrefixTree(1 << 30))  # noqa: E731
@@ -292,25 +292,25 @@ def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
 
 async def answer(engine: MlxEngine, prompt: Sequence[int], **changed: Any) -> tuple[int, ...]:
     settings = GenerationSettings(**{"max_tokens": 90, "temperature": 0.7, "top_p": 0.9, **changed})
-    found: tuple[int, ...] = ()
+    ids: tuple[int, ...] = ()
     async with aclosing(engine.generate(GenerationRequest(tuple(prompt), settings, ""))) as steps:
         async for step in steps:
-            found += step.ids
-    return found
+            ids += step.ids
+    return ids
 
 
-def test_answers_that_come_and_go_are_the_same(
+def test_drafts_do_not_change_answers_of_changing_batches(
     engines: tuple[MlxEngine, MlxEngine], run: Run
 ) -> None:
-    """Each of them is alone for a while, and beside others; some are given up in between."""
+    """Each runs alone for a while and beside others; some are cancelled."""
 
-    async def asked(engine: MlxEngine) -> list[Any]:
+    async def answer_all(engine: MlxEngine) -> list[Any]:
         async def later(at: int) -> tuple[int, ...] | None:
             await asyncio.sleep(0.02 * at)
-            asking = answer(engine, PROMPT[at:], seed=at, max_tokens=40 + 60 * (at % 3))
+            generating = answer(engine, PROMPT[at:], seed=at, max_tokens=40 + 60 * (at % 3))
             if at % 4 != 3:
-                return await asking
-            task = asyncio.ensure_future(asking)
+                return await generating
+            task = asyncio.ensure_future(generating)
             await asyncio.sleep(0.01)
             task.cancel()
             return None
@@ -318,34 +318,34 @@ def test_answers_that_come_and_go_are_the_same(
         return await asyncio.gather(*map(later, range(8)))
 
     wide, narrow = engines
-    assert run(asked(wide)) == run(asked(narrow))
+    assert run(answer_all(wide)) == run(answer_all(narrow))
     assert max(wide.loop.module.sizes) > 1  # type: ignore[union-attr]
     assert not wide.loop.requests
 
 
-def test_an_answer_is_cancelled_while_it_drafts(
+def test_cancellation_while_drafting_frees_engine(
     engines: tuple[MlxEngine, MlxEngine], run: Run
 ) -> None:
     wide, narrow = engines
     settings = GenerationSettings(max_tokens=10_000, temperature=0.7, top_p=0.9, seed=4)
     totals = wide.totals.drafts_accepted
 
-    async def cancelled() -> int:
+    async def cancel() -> int:
         async with aclosing(wide.generate(GenerationRequest(PROMPT, settings, ""))) as steps:
             async for step in steps:
                 if step.accepted > 50:
                     break
         return step.accepted
 
-    accepted = run(cancelled())
+    accepted = run(cancel())
     assert not wide.loop.requests and wide.totals.drafts_accepted - totals >= accepted
     assert run(answer(wide, PROMPT, seed=4)) == run(answer(narrow, PROMPT, seed=4))
 
 
-async def counted(
+async def answer_counting_drafts(
     engine: MlxEngine, settings: GenerationSettings
 ) -> tuple[tuple[int, ...], int, int]:
-    """The answer to a prompt without repetitions, and how many drafts were right and wrong."""
+    """The answer to a prompt without repetitions, and its accepted and rejected drafts."""
     ids: tuple[int, ...] = ()
     async with aclosing(
         engine.generate(GenerationRequest(tuple(range(40)), settings, ""))
@@ -355,24 +355,24 @@ async def counted(
     return ids, step.accepted, step.rejected
 
 
-def test_a_prediction_is_a_place_to_look_up(engines: tuple[MlxEngine, MlxEngine], run: Run) -> None:
-    """Whether it is right or wrong, the answer is the same."""
+def test_prediction_is_source_of_drafts(engines: tuple[MlxEngine, MlxEngine], run: Run) -> None:
+    """The answer is the same whether the prediction is right or wrong."""
     wide, narrow = engines
     settings = GenerationSettings(max_tokens=60, temperature=4.0, top_p=1.0, seed=1)
-    ids, *none = run(counted(narrow, settings))
+    ids, *none = run(answer_counting_drafts(narrow, settings))
     assert none == [0, 0] and len(set(ids)) > 30
     totals = wide.totals.drafts_accepted
-    right = run(counted(wide, replace(settings, prediction=ids)))
+    right = run(answer_counting_drafts(wide, replace(settings, prediction=ids)))
     assert right[0] == ids and 45 < right[1] < 60
     assert wide.totals.drafts_accepted - totals == right[1]
     wrong = [*ids[:20], *ids[40:]]
-    assert run(counted(wide, replace(settings, prediction=tuple(wrong))))[0] == ids
+    assert run(answer_counting_drafts(wide, replace(settings, prediction=tuple(wrong))))[0] == ids
 
 
-def test_a_drafted_answer_is_on_disk_as_any_other(
+def test_drafted_answer_is_reused_from_disk(
     run: Run, engines: tuple[MlxEngine, MlxEngine], open_disk: Callable[..., DiskCache]
 ) -> None:
-    """The next process continues it as an engine does that has computed all of it itself."""
+    """Another process continues it as if it had computed the answer itself."""
     ids: tuple[int, ...] = ()
     for speculate in ("auto", "off"):
         disk = open_disk()
@@ -389,19 +389,19 @@ def test_a_drafted_answer_is_on_disk_as_any_other(
                 flushed(disk, 60.0)
                 continue
             assert run(engine.reusable_tokens([*ids, 7], "")) == len(ids)
-            found = run(answer(engine, [*ids, 7, 16], seed=2))
+            continued = run(answer(engine, [*ids, 7, 16], seed=2))
         finally:
             engine.close()
             disk.close(60.0)
-    assert found == run(answer(engines[1], [*ids, 7, 16], seed=2))
+    assert continued == run(answer(engines[1], [*ids, 7, 16], seed=2))
 
 
-def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
+def test_close_while_drafting_ends_stream(run: Run) -> None:
     engine = MlxEngine("recall", Options(speculate="auto"))
     engine.load(loading(Recall))
     engine.loop.costs = CHEAP
 
-    async def asked() -> None:
+    async def close_while_drafting() -> None:
         settings = GenerationSettings(max_tokens=100_000, temperature=0.7, top_p=0.9)
         async with aclosing(engine.generate(GenerationRequest(PROMPT, settings, ""))) as steps:
             async for step in steps:
@@ -413,18 +413,18 @@ def test_an_engine_is_unloaded_while_it_drafts(run: Run) -> None:
                     pass
             await closing
 
-    run(asked())
+    run(close_while_drafting())
     assert not engine.loaded and not engine.loop.requests
 
 
 def test_drafted_answer_is_cached_correctly(engines: tuple[MlxEngine, MlxEngine], run: Run) -> None:
-    """Its pieces hold what was right of a draft, and nothing of what was not."""
+    """Its pieces hold accepted ids of a draft, and no rejected ones."""
     wide, narrow = engines
     prompt = [5, *PROMPT]
     for turn in range(6):
-        found = run(answer(wide, prompt, seed=turn, max_tokens=30 + turn))
-        assert found == run(answer(narrow, prompt, seed=turn, max_tokens=30 + turn))
-        history = [*prompt, *found]
+        output = run(answer(wide, prompt, seed=turn, max_tokens=30 + turn))
+        assert output == run(answer(narrow, prompt, seed=turn, max_tokens=30 + turn))
+        history = [*prompt, *output]
         assert run(wide.reusable_tokens([*history, 7], "")) == len(history)
         prompt = [*history, 7, *range(16, 20)]
 
@@ -435,31 +435,31 @@ def test_drafted_answer_is_cached_correctly(engines: tuple[MlxEngine, MlxEngine]
 @pytest.mark.nightly(sample=3)
 @pytest.mark.once
 @pytest.mark.parametrize("tried", [0, 2, 4])
-def test_drafts_leave_the_distribution_as_it_is(tried: int) -> None:
-    """Chi-squared over 200,000 ids, of which ``tried`` is drafted at each place."""
+def test_drafts_do_not_change_distribution(tried: int) -> None:
+    """Chi-squared over 200,000 ids, with ``tried`` drafted at each place."""
     logits, places = [0.0, 1.0, 2.0, -1.0, 0.5], 4
     samplers = [Sampler(GenerationSettings(1, 0.9, 1.0, seed=seed)) for seed in range(500)]
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     rows = mx.array([logits] * places)
-    while found.total() < 200_000:
+    while counts.total() < 200_000:
         keys, parts = [], []
-        for each in samplers:
-            keys += [each.key() for _ in range(places)]
-            parts += [each] * places
+        for sampler in samplers:
+            keys += [sampler.key() for _ in range(places)]
+            parts += [sampler] * places
         drawn = sampling._drawn(parts, mx.concatenate([rows] * len(samplers)), keys)
         for ids in drawn.reshape(-1, places).tolist():
             right = sampling.accepted([tried] * (places - 1), ids)
-            found.update(ids[: right + 1])
-    total = math.fsum(math.exp(each / 0.9) for each in logits)
-    shares = [found.total() * math.exp(each / 0.9) / total for each in logits]
-    squared = sum((found[at] - share) ** 2 / share for at, share in enumerate(shares))
+            counts.update(ids[: right + 1])
+    total = math.fsum(math.exp(logit / 0.9) for logit in logits)
+    shares = [counts.total() * math.exp(logit / 0.9) / total for logit in logits]
+    squared = sum((counts[at] - share) ** 2 / share for at, share in enumerate(shares))
     assert squared < 18.5  # four degrees of freedom: one in a thousand is above
 
 
 # --- Costs.
 
 
-def test_costs_are_measured_without_a_trace() -> None:
+def test_step_costs_are_measured() -> None:
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
     costs = measure_step_costs(MODEL, layers)
@@ -467,7 +467,7 @@ def test_costs_are_measured_without_a_trace() -> None:
     assert all(a <= b for a, b in zip(costs.seconds, costs.seconds[1:], strict=False))
 
 
-def test_a_slow_device_does_not_measure_for_long() -> None:
+def test_slow_device_measures_only_single_ids() -> None:
     now = itertools.count()
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
@@ -478,7 +478,7 @@ def test_a_slow_device_does_not_measure_for_long() -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "ids"),
+    ("milliseconds", "ids"),
     [
         ({1: 1.0, 2: 1.2, 3: 1.4, 4: 1.5, 8: 2.0, 16: 3.0}, (1, 2, 3, 4, 8, 16)),
         ({1: 1.0, 2: 2.5, 3: 2.8, 4: 3.0, 8: 8.5, 16: 9.0}, (1, 2, 3, 4, 8, 16)),
@@ -487,26 +487,26 @@ def test_a_slow_device_does_not_measure_for_long() -> None:
     ],
     ids=["cheap", "in part", "not", "not later"],
 )
-def test_wide_steps_that_do_not_pay_are_measured_less(
-    each: dict[int, float], ids: tuple[int, ...]
+def test_measuring_stops_where_wide_steps_do_not_pay(
+    milliseconds: dict[int, float], ids: tuple[int, ...]
 ) -> None:
     now = 0.0
 
     def model(inputs: mx.array, cache: Any) -> mx.array:
         nonlocal now
-        now += each[inputs.shape[1]] / 1000
+        now += milliseconds[inputs.shape[1]] / 1000
         return MODEL(inputs, cache)
 
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
     costs = measure_step_costs(model, layers, lambda: now)
     assert costs.ids == ids
-    assert [round(1000 * one, 6) for one in costs.seconds][:2] == [1.0, each[2]]
+    assert [round(1000 * seconds, 6) for seconds in costs.seconds][:2] == [1.0, milliseconds[2]]
 
 
-def test_a_step_of_one_id_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device computes behind Python's back: the first wait, for an id that was there before, took
-    no time at all, so a step of one id seemed to be free, and no draft ever paid."""
+def test_step_of_one_id_is_measured_to_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices compute asynchronously, and waiting for an id that is already there takes no time: a
+    step of one id would seem to be free, and no draft would ever pay."""
     now, computing = 0.0, list[int]()
 
     def wait(array: mx.array) -> None:
@@ -531,7 +531,7 @@ def test_a_step_of_one_id_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
     costs = measure_step_costs(model, layers, lambda: now)
-    assert [round(1000 * one, 6) for one in costs.seconds] == [11.0, *[13.2] * 5]
+    assert [round(1000 * seconds, 6) for seconds in costs.seconds] == [11.0, *[13.2] * 5]
 
 
 @pytest.mark.parametrize(
@@ -543,43 +543,43 @@ def test_a_step_of_one_id_is_measured_to_its_end(monkeypatch: pytest.MonkeyPatch
     ],
     ids=["wide steps are slow behind many ids", "fewer were measured there", "or here"],
 )
-def test_a_draft_has_to_pay_at_both_depths(
+def test_draft_must_pay_at_both_depths(
     shallow: tuple[float, ...], deep: tuple[float, ...], expected: tuple[float, ...]
 ) -> None:
-    one, other = (Costs(WIDTHS[: len(each)], each) for each in (shallow, deep))
-    found = step_costs.worse(one, other)
-    assert found == Costs(WIDTHS[: len(expected)], pytest.approx(expected))
+    first, second = (Costs(WIDTHS[: len(seconds)], seconds) for seconds in (shallow, deep))
+    worse = step_costs.worse(first, second)
+    assert worse == Costs(WIDTHS[: len(expected)], pytest.approx(expected))
 
 
-def test_steps_are_measured_behind_few_ids_and_behind_many() -> None:
+def test_steps_are_measured_at_both_depths() -> None:
     now, offsets = 0.0, set[int]()
 
     def model(inputs: mx.array, cache: Any) -> mx.array:
-        """Attention to many ids is slow for more than four at once."""
+        """More than four ids at once are slow where they attend to many."""
         nonlocal now
         offset, width = cache[-1].offset, inputs.shape[1]
         offsets.add(offset // step_costs.DEPTH)
         now += 0.001 + (width > 4) * offset * 1e-6
         return MODEL(inputs, cache)
 
-    found = {}
+    costs = {}
     for deep in (False, True):
         layers = MODEL.make_cache()
         MODEL(mx.array([[1, 2, 3]]), cache=layers)
-        found[deep] = step_costs.measure_at_depths(model, layers, deep, lambda: now)
+        costs[deep] = step_costs.measure_at_depths(model, layers, deep, lambda: now)
     assert offsets == {0, 1}
-    assert found[False].best_draft_length(0.98, 15) == 15
-    assert found[True].best_draft_length(0.98, 15) == 3, "four ids at once are as fast as one"
+    assert costs[False].best_draft_length(0.98, 15) == 15
+    assert costs[True].best_draft_length(0.98, 15) == 3, "four ids at once are as fast as one"
 
 
-def test_costs_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After three measurements, of which the fastest steps count."""
+def test_measured_costs_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to three measurements, of which the fastest steps count."""
     monkeypatch.setattr(step_costs, "_measured", {})
     path, measured = tmp_path / "new" / "costs.json", list[tuple[float, ...]]()
-    coming = [(1.0, 9.0), (3.0, 3.5, 4.0), (1.5, 1.6, 1.7)]
+    measurements = [(1.0, 9.0), (3.0, 3.5, 4.0), (1.5, 1.6, 1.7)]
 
     def measure() -> Costs:
-        seconds = coming[len(measured) % 3]
+        seconds = measurements[len(measured) % 3]
         measured.append(seconds)
         return Costs(WIDTHS[: len(seconds)], seconds)
 
@@ -588,12 +588,12 @@ def test_costs_are_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for _ in range(3):
         assert load_or_measure(path, "a", measure).seconds == (1.0, 1.6, 1.7)
     assert len(measured) == 3
-    assert json.loads(path.read_text())["a"] == [list(each) for each in coming]
+    assert json.loads(path.read_text())["a"] == [list(seconds) for seconds in measurements]
     assert load_or_measure(path, "b", measure).seconds == (1.0, 9.0)
     assert len(json.loads(path.read_text())) == 2
-    good = [list(each) for each in coming]
+    good = [list(seconds) for seconds in measurements]
     values = ("7", '["x"]', "[[]]", "[1, 2]", "[[0]]", "[[NaN]]", "[[1, Infinity]]", "[[-1, 1]]")
-    for damaged in ("", "[]", "7", *(f'{{"a": {each}}}' for each in values), "{"):
+    for damaged in ("", "[]", "7", *(f'{{"a": {value}}}' for value in values), "{"):
         path.write_text(damaged)
         assert load_or_measure(path, "a", measure).seconds == (1.0, 1.6, 1.7), damaged
         assert json.loads(path.read_text())["a"] == good

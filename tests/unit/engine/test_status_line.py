@@ -1,4 +1,4 @@
-"""The line of the terminal: what it says, when it is there, and what is logged meanwhile."""
+"""The status line: its text, when it is shown, and logs written above it."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ LINES: dict[str, tuple[list[list[RequestStatus]], str]] = {
 
 
 @pytest.mark.parametrize(("models", "expected"), LINES.values(), ids=LINES)
-def test_the_line(models: list[list[RequestStatus]], expected: str) -> None:
+def test_line_summarizes_requests(models: list[list[RequestStatus]], expected: str) -> None:
     named = [(f"m{number}", requests) for number, requests in enumerate(models)]
     assert status_line.text(named) == expected
 
 
 class Terminal:
-    """A pseudo-terminal, and everything that was written to it."""
+    """A pseudo-terminal that records everything written to it."""
 
     def __init__(self) -> None:
         self._master, slave = pty.openpty()
@@ -70,12 +70,12 @@ class Terminal:
         self._reader.start()
 
     def _read(self) -> None:
-        with suppress(OSError):  # the other side is closed
+        with suppress(OSError):  # the other end is closed
             while data := os.read(self._master, 4096):
                 self._written += data
 
     def written(self) -> str:
-        """All of it; the terminal is closed."""
+        """Closes the terminal and returns everything written to it."""
         self.stream.close()
         self._reader.join(10)
         os.close(self._master)
@@ -83,49 +83,49 @@ class Terminal:
 
 
 def screen(written: str) -> list[str]:
-    """The lines that are left to see, on a terminal that overwrites what follows a ``\\r``."""
+    """The lines that remain visible on a terminal, where text after ``\\r`` overwrites the line."""
     lines, column = [""], 0
-    for each in written.replace("\r\n", "\n"):
-        if each == "\n":
+    for character in written.replace("\r\n", "\n"):
+        if character == "\n":
             lines.append("")
-        elif each != "\r":
-            lines[-1] = lines[-1][:column] + each + lines[-1][column + 1 :]
-        column = 0 if each in "\r\n" else column + 1
+        elif character != "\r":
+            lines[-1] = lines[-1][:column] + character + lines[-1][column + 1 :]
+        column = 0 if character in "\r\n" else column + 1
     return [line.rstrip() for line in lines]
 
 
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
-    found = Terminal()
+    terminal = Terminal()
     monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((40, 10)))
-    yield found
-    if not found.stream.closed:
-        found.written()
+    yield terminal
+    if not terminal.stream.closed:
+        terminal.written()
 
 
 @pytest.fixture
 def logger(terminal: Terminal) -> Iterator[logging.Logger]:
-    found = logging.Logger("of a terminal")
-    logging.root.manager.loggerDict["of a terminal"] = found
-    found.addHandler(logging.StreamHandler(terminal.stream))
-    yield found
+    logger = logging.Logger("of a terminal")
+    logging.root.manager.loggerDict["of a terminal"] = logger
+    logger.addHandler(logging.StreamHandler(terminal.stream))
+    yield logger
     del logging.root.manager.loggerDict["of a terminal"]
 
 
 Show = Callable[[str], None]
 
 
-def shown(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Show:
-    """Shows a line on ``terminal``, which is this process's from now on."""
+def show_on(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> Show:
+    """Makes ``terminal`` this process's stderr; returns what shows a line on it."""
     monkeypatch.setattr(sys, "stderr", terminal.stream)  # pytest replaces it after the fixtures
     return StatusLine(terminal.stream).show
 
 
-def test_log_appears_above_the_line(
+def test_log_appears_above_line(
     terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     handlers = list(logger.handlers)
-    show = shown(terminal, monkeypatch)
+    show = show_on(terminal, monkeypatch)
     logger.warning("before")
     show("10 %")
     logger.warning("one\ntwo")
@@ -138,22 +138,22 @@ def test_log_appears_above_the_line(
     assert screen(terminal.written()) == ["before", "one", "two", "three", "after", ""]
 
 
-def test_a_log_file_is_left_alone(
+def test_log_file_is_unchanged(
     terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = io.StringIO()
     logger.addHandler(logging.StreamHandler(log))
-    show = shown(terminal, monkeypatch)
+    show = show_on(terminal, monkeypatch)
     show("10 %")
     logger.warning("one")
     show("")
     assert (log.getvalue(), screen(terminal.written())) == ("one\n", ["one", ""])
 
 
-def test_the_line_stays_below_and_within_the_terminal(
+def test_line_stays_last_and_fits_terminal(
     terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show = shown(terminal, monkeypatch)
+    show = show_on(terminal, monkeypatch)
     show("x" * 100)
     logger.warning("logged")
     logger.warning("again")
@@ -161,10 +161,10 @@ def test_the_line_stays_below_and_within_the_terminal(
     show("")
 
 
-def test_many_threads_leave_every_line_whole(
+def test_logs_of_many_threads_stay_whole(
     terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    show = shown(terminal, monkeypatch)
+    show = show_on(terminal, monkeypatch)
     show("0 %")
 
     def log(name: str) -> None:
@@ -179,12 +179,12 @@ def test_many_threads_leave_every_line_whole(
     for thread in threads:
         thread.join()
     show("")
-    found = screen(terminal.written())
-    assert sorted(found) == sorted(["", *(f"{name} {n}" for name in "abcd" for n in range(50))])
+    lines = screen(terminal.written())
+    assert sorted(lines) == sorted(["", *(f"{name} {n}" for name in "abcd" for n in range(50))])
 
 
 class JsonFormatter(logging.Formatter):
-    """By its name."""
+    """Is recognized by its name."""
 
 
 NONE = {
@@ -195,7 +195,7 @@ NONE = {
 
 
 @pytest.mark.parametrize(("variables", "enabled", "on_terminal"), NONE.values(), ids=NONE)
-def test_line_is_off_without_a_terminal(
+def test_line_is_off_without_terminal(
     terminal: Terminal,
     monkeypatch: pytest.MonkeyPatch,
     variables: dict[str, str],
@@ -214,16 +214,16 @@ class Ended(BaseException):
 
 
 @pytest.mark.parametrize("error", [KeyError("a tenant"), OSError("no terminal")])
-def test_the_line_survives_a_poll_that_fails(
+def test_line_survives_failing_poll(
     terminal: Terminal, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     polls, shown = iter([error, [("m", [COMPUTING])], Ended()]), []
 
     def status() -> Any:
-        found = next(polls)
-        if isinstance(found, BaseException):
-            raise found
-        return found
+        result = next(polls)
+        if isinstance(result, BaseException):
+            raise result
+        return result
 
     line = StatusLine(terminal.stream)
     monkeypatch.setattr(line, "show", shown.append)
@@ -234,7 +234,7 @@ def test_the_line_survives_a_poll_that_fails(
     assert shown == [PROMPT]
 
 
-def test_json_is_left_alone(logger: logging.Logger) -> None:
+def test_json_logs_are_detected(logger: logging.Logger) -> None:
     before = status_line._logs_json()
     logger.handlers[0].setFormatter(JsonFormatter())
     assert (before, status_line._logs_json()) == (False, True)

@@ -1,4 +1,4 @@
-"""Steps run one ahead: the device has the next one before Python waits for the ids of the last."""
+"""Steps run one ahead: the device gets the next one before Python waits for the last one's ids."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ STEPS = 20
 
 
 class Trace:
-    """What the engine's thread does in each step of a batch, in order.
+    """Records what the engine's thread does in each step of a batch, in order.
 
-    ``computes``: the model is called, which only describes what is to be computed. ``submits``: the
-    device gets work. ``waits for the last``: an array is read that was submitted in the step
-    before; ``waits for this``: one that was not. Only steps of the same rows as the one before:
-    otherwise the ids of the last are in another array.
+    ``computes``: it calls the model, which only builds the graph. ``submits``: it gives work to the
+    device. ``waits for the last``: it reads an array that was submitted in the step before; ``waits
+    for this``: one that was not. Records only steps with the same rows as the step before:
+    otherwise the last ids are in another array.
     """
 
     def __init__(self, engine: MlxEngine, patched: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ class Trace:
 
         patched.setattr(Batch, "step", step)
         submit = mx.async_eval
-        patched.setattr(mx, "async_eval", lambda *given: self._submits(submit, given))
+        patched.setattr(mx, "async_eval", lambda *args: self._submits(submit, args))
         for name in ("tolist", "item"):
             patched.setattr(mx.array, name, self._reading(getattr(mx.array, name)))
 
@@ -67,26 +67,26 @@ class Trace:
         finally:
             self._now = None
 
-    def _submits(self, submit: Callable[..., None], given: Any) -> None:
+    def _submits(self, submit: Callable[..., None], args: Any) -> None:
         if self._now is not None:
             self._now.append("submits")
-            self._submitted += arrays(given)
-        submit(*given)
+            self._submitted += arrays(args)
+        submit(*args)
 
     def _reading(self, read: Callable[[mx.array], Any]) -> Callable[[mx.array], Any]:
         def reads(array: mx.array) -> Any:
             if self._now is not None:
-                last = any(array is each for each in self._before)
+                last = any(array is submitted for submitted in self._before)
                 self._now.append("waits for the last" if last else "waits for this")
             return read(array)
 
         return reads
 
 
-def arrays(given: Any) -> list[mx.array]:
-    if isinstance(given, mx.array):
-        return [given]
-    return [each for one in given or () for each in arrays(one)]
+def arrays(value: Any) -> list[mx.array]:
+    if isinstance(value, mx.array):
+        return [value]
+    return [array for item in value or () for array in arrays(item)]
 
 
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -106,9 +106,9 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.nightly(sample=3)
-@pytest.mark.parametrize("speculate", ["off", "forced"])  # a draft waits for what it continues
+@pytest.mark.parametrize("speculate", ["off", "forced"])  # a draft needs the ids it continues
 @pytest.mark.parametrize("settings", ROWS.values(), ids=ROWS)
-def test_the_device_never_waits_for_python(
+def test_device_never_waits_for_python(
     tiny: Path,
     run: Callable[..., Any],
     settings: list[dict[str, Any]],
@@ -119,7 +119,7 @@ def test_the_device_never_waits_for_python(
     try:
         with monkeypatch.context() as patched:
             trace = Trace(engine, patched)
-            run(generated(engine, settings))
+            run(generate(engine, settings))
     finally:
         engine.close()
     whole = [step for step in trace.steps if step.count("waits for the last")]
@@ -128,20 +128,20 @@ def test_the_device_never_waits_for_python(
         assert step[:2] == ["computes", "submits"] and "waits for this" not in step
 
 
-async def generated(engine: MlxEngine, settings: list[dict[str, Any]]) -> None:
-    """Answers of ``STEPS`` ids, which nothing ends before."""
-    ends = tuple((each, -100.0) for each in (200002, 200012, 199999))
+async def generate(engine: MlxEngine, settings: list[dict[str, Any]]) -> None:
+    """Generates answers of exactly ``STEPS`` ids."""
+    ends = tuple((token_id, -100.0) for token_id in (200002, 200012, 199999))
 
-    async def one(seed: int, changed: dict[str, Any]) -> None:
+    async def answer(seed: int, changed: dict[str, Any]) -> None:
         changed = {"logit_bias": (), **changed}
         constraint = None
         if least := changed.pop("min_tokens", 0):
             constraint = Constraint(ConstraintSpec(min_tokens=least))
-        given = {"max_tokens": STEPS, "temperature": 1.0, "top_p": 1.0, "seed": 1, **changed}
-        given["logit_bias"] = (*ends, *given["logit_bias"])
-        request = GenerationRequest(words(seed, 50), GenerationSettings(**given), "", constraint)
+        fields = {"max_tokens": STEPS, "temperature": 1.0, "top_p": 1.0, "seed": 1, **changed}
+        fields["logit_bias"] = (*ends, *fields["logit_bias"])
+        request = GenerationRequest(words(seed, 50), GenerationSettings(**fields), "", constraint)
         async with aclosing(engine.generate(request)) as steps:
             async for _ in steps:
                 pass
 
-    await asyncio.gather(*(one(seed, each) for seed, each in enumerate(settings)))
+    await asyncio.gather(*(answer(seed, row) for seed, row in enumerate(settings)))

@@ -1,11 +1,10 @@
-"""Short prompts in one pass: each is answered as if it were alone."""
+"""Short prompts computed in one pass: each is answered as if it ran alone."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ Run = Callable[..., Any]
 
 
 class Watched:
-    """A model that notes the shapes of its passes; ``before`` is called with each."""
+    """A model that records the shapes of its passes; calls ``before`` with each."""
 
     def __init__(self, engine: MlxEngine) -> None:
         self.model = engine.loop.module
@@ -45,34 +44,41 @@ class Watched:
         return [shape for shape in self.shapes if min(shape) > 1]
 
 
-def watched(engine: MlxEngine) -> Watched:
-    engine.loop.module = found = Watched(engine)  # type: ignore[assignment]
-    return found
+def watch(engine: MlxEngine) -> Watched:
+    engine.loop.module = model = Watched(engine)  # type: ignore[assignment]
+    return model
 
 
 @pytest.fixture
 def engine(tiny: Path) -> Iterator[MlxEngine]:
-    engine = opened(tiny, cache=reusing, limits=BatchLimits(pause=60))
+    engine = opened(tiny, cache=new_cache, limits=BatchLimits(pause=60))
     yield engine
     engine.close()
 
 
-def reusing(model: Any) -> PrefixCache:
+def new_cache(model: Any) -> PrefixCache:
     return PrefixCache(model, PrefixTree(1 << 30))
 
 
-async def sent_at_once(engine: MlxEngine, *asked: Any) -> list[asyncio.Task[Any]]:
-    """Tasks whose requests all wait before the engine looks at the first."""
-    held = threading.Event()
-    engine._thread.call(partial(held.wait, 10))
-    tasks = [asyncio.ensure_future(each) for each in asked]
-    await asyncio.sleep(0.1)
+async def start_at_once(engine: MlxEngine, *coroutines: Any) -> list[asyncio.Task[Any]]:
+    """Starts tasks whose requests all wait before the engine handles the first."""
+    holding, held = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        holding.set()
+        held.wait(60)
+
+    engine._thread.call(hold)
+    await asyncio.to_thread(holding.wait, 60)
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+    while engine._thread._calls.qsize() < 2 * len(tasks):  # `arrive` and `admit` of each
+        await asyncio.sleep(0.001)
     held.set()
     return tasks
 
 
-async def at_once(engine: MlxEngine, *asked: Any) -> list[Any]:
-    tasks = await sent_at_once(engine, *asked)
+async def gather_at_once(engine: MlxEngine, *coroutines: Any) -> list[Any]:
+    tasks = await start_at_once(engine, *coroutines)
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -89,64 +95,66 @@ LENGTHS = [
 
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=lambda lengths: "-".join(map(str, lengths)))
-def test_each_is_what_mlx_lm_generates(
-    engine: MlxEngine, run: Run, lengths: tuple[int, ...]
-) -> None:
-    asked = [words(seed, length) for seed, length in enumerate(lengths)]
-    expected = [of_mlx_lm(engine, each) for each in asked]
-    model = watched(engine)
-    assert run(at_once(engine, *(answer(engine, each) for each in asked))) == expected
+def test_answers_equal_mlx_lm(engine: MlxEngine, run: Run, lengths: tuple[int, ...]) -> None:
+    prompts = [words(seed, length) for seed, length in enumerate(lengths)]
+    expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
+    model = watch(engine)
+    assert run(gather_at_once(engine, *(answer(engine, prompt) for prompt in prompts))) == expected
     assert model.together == ([(len(lengths), max(lengths) - 1)] if max(lengths) > 2 else [])
-    # The cache holds each of them, as if it had been alone.
-    for each, ids in zip(asked, expected, strict=True):
-        again = run(steps(engine, each))
+    # The cache holds each prompt as if it had run alone.
+    for prompt, ids in zip(prompts, expected, strict=True):
+        again = run(steps(engine, prompt))
         assert sum((step.ids for step in again), ()) == ids
-        assert again[-1].cached_tokens == len(each) - 1
+        assert again[-1].cached_tokens == len(prompt) - 1
 
 
-def test_in_any_architecture(load_random: Callable[[], Any], run: Run) -> None:
+def test_answers_equal_mlx_lm_in_any_architecture(load_random: Callable[[], Any], run: Run) -> None:
     engine = MlxEngine("random", Options(speculate="off"))
     engine.load(loading(load_random))
     try:
-        asked = [words(seed, length) for seed, length in enumerate((300, 340, 420))]
-        expected = [of_mlx_lm(engine, each) for each in asked]
-        model = watched(engine)
-        assert run(at_once(engine, *(answer(engine, each) for each in asked))) == expected
+        prompts = [words(seed, length) for seed, length in enumerate((300, 340, 420))]
+        expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
+        model = watch(engine)
+        assert (
+            run(gather_at_once(engine, *(answer(engine, prompt) for prompt in prompts))) == expected
+        )
         assert model.together == [(3, 419)]
     finally:
         engine.close()
 
 
-def test_prompts_with_cached_prefixes_among_them(engine: MlxEngine, run: Run) -> None:
-    """Windows of 128 have wrapped in some, are full in others, or empty."""
-    known = {seed: words(seed, length) for seed, length in enumerate((40, 127, 128, 129, 400))}
-    for each in known.values():
-        run(answer(engine, each, max_tokens=1))
-    asked = [(*each, *words(90 + seed, 30 + seed)) for seed, each in known.items()]
-    asked.append(words(7, 35))
-    expected = [of_mlx_lm(engine, each) for each in asked]
-    model = watched(engine)
-    found = run(at_once(engine, *(steps(engine, each) for each in asked)))
-    assert [sum((step.ids for step in each), ()) for each in found] == expected
-    assert [each[-1].cached_tokens for each in found] == [39, 126, 127, 128, 399, 0]
+def test_prompts_with_cached_prefixes_share_pass(engine: MlxEngine, run: Run) -> None:
+    """Windows of 128 are empty, partly filled, full or wrapped."""
+    prefixes = {seed: words(seed, length) for seed, length in enumerate((40, 127, 128, 129, 400))}
+    for prefix in prefixes.values():
+        run(answer(engine, prefix, max_tokens=1))
+    prompts = [(*prefix, *words(90 + seed, 30 + seed)) for seed, prefix in prefixes.items()]
+    prompts.append(words(7, 35))
+    expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
+    model = watch(engine)
+    results = run(gather_at_once(engine, *(steps(engine, prompt) for prompt in prompts)))
+    assert [sum((step.ids for step in result), ()) for result in results] == expected
+    assert [result[-1].cached_tokens for result in results] == [39, 126, 127, 128, 399, 0]
     assert model.together == [(6, 34)]
 
 
 @pytest.mark.nightly
-def test_beside_answers_that_run(engine: MlxEngine, run: Run) -> None:
-    """They join their batch, whether it has one row or several."""
-    asked = [words(seed, 60 + seed) for seed in range(6)]
-    expected = [of_mlx_lm(engine, each, 200 if at < 2 else 30) for at, each in enumerate(asked)]
-    model = watched(engine)
+def test_prompts_join_running_answers(engine: MlxEngine, run: Run) -> None:
+    """Whether the batch has one row or several."""
+    prompts = [words(seed, 60 + seed) for seed in range(6)]
+    expected = [
+        of_mlx_lm(engine, prompt, 200 if at < 2 else 30) for at, prompt in enumerate(prompts)
+    ]
+    model = watch(engine)
 
     async def test() -> list[Any]:
-        running = asyncio.ensure_future(answer(engine, asked[0], max_tokens=200))
-        while not any(each.generated for each in engine.status()):
+        running = asyncio.ensure_future(answer(engine, prompts[0], max_tokens=200))
+        while not any(status.generated for status in engine.status()):
             await asyncio.sleep(0.001)
-        second = answer(engine, asked[1], max_tokens=200)
-        pairs = [answer(engine, each, max_tokens=30) for each in asked[2:]]
-        some = await at_once(engine, pairs[0], pairs[1], second)
-        others = await at_once(engine, *pairs[2:])
+        second = answer(engine, prompts[1], max_tokens=200)
+        pairs = [answer(engine, prompt, max_tokens=30) for prompt in prompts[2:]]
+        some = await gather_at_once(engine, pairs[0], pairs[1], second)
+        others = await gather_at_once(engine, *pairs[2:])
         return [await running, some[2], *some[:2], *others]
 
     assert run(test()) == expected
@@ -154,10 +162,10 @@ def test_beside_answers_that_run(engine: MlxEngine, run: Run) -> None:
 
 
 @pytest.mark.parametrize("when", ["its pass", "its answer"])
-def test_a_row_is_cancelled(engine: MlxEngine, run: Run, when: str) -> None:
-    asked = [words(seed, 60 + seed) for seed in range(4)]
-    expected = [of_mlx_lm(engine, each) for each in asked]
-    model, computing, may_go_on = watched(engine), threading.Event(), threading.Event()
+def test_cancelled_row_does_not_affect_others(engine: MlxEngine, run: Run, when: str) -> None:
+    prompts = [words(seed, 60 + seed) for seed in range(4)]
+    expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
+    model, computing, may_go_on = watch(engine), threading.Event(), threading.Event()
 
     def wait(rows: int, ids: int) -> None:
         if rows == 4 and (ids > 1) == (when == "its pass") and not computing.is_set():
@@ -167,23 +175,24 @@ def test_a_row_is_cancelled(engine: MlxEngine, run: Run, when: str) -> None:
     model.before = wait
 
     async def test() -> list[Any]:
-        tasks = await sent_at_once(engine, *(answer(engine, each) for each in asked))
+        tasks = await start_at_once(engine, *(answer(engine, prompt) for prompt in prompts))
         assert await asyncio.to_thread(computing.wait, 10)
         tasks[1].cancel()
-        await asyncio.sleep(0.05)
+        while engine._thread._calls.empty():  # `cancel`
+            await asyncio.sleep(0.001)
         may_go_on.set()
         return await asyncio.gather(*tasks, return_exceptions=True)
 
-    found = run(test())
-    assert isinstance(found[1], asyncio.CancelledError)
-    assert [found[0], *found[2:]] == [expected[0], *expected[2:]]
+    results = run(test())
+    assert isinstance(results[1], asyncio.CancelledError)
+    assert [results[0], *results[2:]] == [expected[0], *expected[2:]]
     assert not engine.loop.requests and not engine.loop.batches
 
 
 def test_failed_pass_ends_only_its_prompts(engine: MlxEngine, run: Run) -> None:
-    asked = [words(seed, 60 + seed) for seed in range(4)]
-    expected = of_mlx_lm(engine, asked[0], 60)
-    model = watched(engine)
+    prompts = [words(seed, 60 + seed) for seed in range(4)]
+    expected = of_mlx_lm(engine, prompts[0], 300)
+    model = watch(engine)
 
     def fail(rows: int, ids: int) -> None:
         if min(rows, ids) > 1:
@@ -192,55 +201,61 @@ def test_failed_pass_ends_only_its_prompts(engine: MlxEngine, run: Run) -> None:
     model.before = fail
 
     async def test() -> list[Any]:
-        running = asyncio.ensure_future(answer(engine, asked[0], max_tokens=60))
-        while not any(each.generated for each in engine.status()):
+        running = asyncio.ensure_future(answer(engine, prompts[0], max_tokens=300))
+        while not engine.loop.batches:
             await asyncio.sleep(0.001)
-        failed = await at_once(engine, *(answer(engine, each) for each in asked[1:]))
-        assert [type(each) for each in failed] == [OutputError] * 3
+        failed = await gather_at_once(engine, *(answer(engine, prompt) for prompt in prompts[1:]))
+        assert [type(error) for error in failed] == [OutputError] * 3
         return await running
 
     assert run(test()) == expected
     assert not engine.loop.requests and not engine.loop.batches
-    assert run(answer(engine, asked[1])) == of_mlx_lm(engine, asked[1])
+    assert run(answer(engine, prompts[1])) == of_mlx_lm(engine, prompts[1])
 
 
-def test_only_as_many_as_fit_begin(tiny: Path, run: Run) -> None:
-    """The others wait until these have ended; what is in use never exceeds the limit."""
+def test_prompts_begin_as_memory_allows(tiny: Path, run: Run) -> None:
+    """The others wait until these have ended; memory in use never exceeds the limit."""
     engine = opened(tiny)
     try:
-        asked = [words(seed, 200 + seed) for seed in range(6)]
-        expected = [of_mlx_lm(engine, each) for each in asked]
+        prompts = [words(seed, 200 + seed) for seed in range(6)]
+        expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
         budget = engine.loop.budget
         ends = [240] * 3
         limit = device.used() + budget.needed(ends) + 1000
         engine.loop.budget = type(budget)(limit, budget.layout, budget.work)
-        model, used = watched(engine), list[int]()
+        model, used = watch(engine), list[int]()
         model.before = lambda rows, ids: used.append(device.used())
-        assert run(at_once(engine, *(answer(engine, each) for each in asked))) == expected
+        assert (
+            run(gather_at_once(engine, *(answer(engine, prompt) for prompt in prompts))) == expected
+        )
         assert model.together and max(rows for rows, _ in model.shapes) == 3
         assert max(used) <= limit
     finally:
         engine.close()
 
 
-def test_no_more_than_may_begin(tiny: Path, run: Run) -> None:
+def test_prompts_begin_up_to_limit(tiny: Path, run: Run) -> None:
     engine = opened(tiny, limits=BatchLimits(prompts=3, chunk=200))
     try:
-        asked = [words(seed, 60) for seed in range(8)]
-        expected = [of_mlx_lm(engine, each) for each in asked]
-        model = watched(engine)
-        assert run(at_once(engine, *(answer(engine, each) for each in asked))) == expected
+        prompts = [words(seed, 60) for seed in range(8)]
+        expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
+        model = watch(engine)
+        assert (
+            run(gather_at_once(engine, *(answer(engine, prompt) for prompt in prompts))) == expected
+        )
         assert model.together == [(3, 59), (3, 59), (2, 59)]
     finally:
         engine.close()
 
 
-def test_prompts_without_an_answer_among_them(engine: MlxEngine, run: Run) -> None:
-    """Such as those that warm the cache."""
-    asked = [words(seed, 60) for seed in range(3)]
-    expected = [of_mlx_lm(engine, each) for each in asked]
-    coming = (steps(engine, each, max_tokens=40 if at else 0) for at, each in enumerate(asked))
-    found = run(at_once(engine, *coming))
-    assert [sum((step.ids for step in each), ()) for each in found] == [(), *expected[1:]]
-    assert [each[-1].finish for each in found[:1]] == ["length"]
-    assert run(steps(engine, asked[0]))[-1].cached_tokens == 59
+def test_prompt_without_answer_is_computed_beside_others(engine: MlxEngine, run: Run) -> None:
+    """Such as a prompt that warms the cache."""
+    prompts = [words(seed, 60) for seed in range(3)]
+    expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
+    coroutines = (
+        steps(engine, prompt, max_tokens=40 if at else 0) for at, prompt in enumerate(prompts)
+    )
+    results = run(gather_at_once(engine, *coroutines))
+    assert [sum((step.ids for step in result), ()) for result in results] == [(), *expected[1:]]
+    assert [result[-1].finish for result in results[:1]] == ["length"]
+    assert run(steps(engine, prompts[0]))[-1].cached_tokens == 59

@@ -1,4 +1,4 @@
-"""The checker itself: a good stream passes; with any one thing wrong in it, it does not."""
+"""The checker itself: it accepts a valid stream and rejects each stream with one error."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def stop(index: int) -> tuple[str, dict[str, Any]]:
     return event("content_block_stop", index=index)
 
 
-def ended(reason: str = "tool_use", tokens: int = 5) -> tuple[str, dict[str, Any]]:
+def message_delta(reason: str = "tool_use", tokens: int = 5) -> tuple[str, dict[str, Any]]:
     usage = {"input_tokens": tokens, "output_tokens": 9}
     return event("message_delta", delta={"stop_reason": reason, "stop_sequence": None}, usage=usage)
 
 
-BEGUN = event(
+MESSAGE_START = event(
     "message_start",
     message={
         "id": "msg_1",
@@ -43,7 +43,7 @@ BEGUN = event(
     },
 )
 GOOD: Stream = [
-    BEGUN,
+    MESSAGE_START,
     start(0, type="thinking", thinking="", signature=""),
     delta(0, type="thinking_delta", thinking="Hm"),
     delta(0, type="signature_delta", signature="s"),
@@ -52,7 +52,7 @@ GOOD: Stream = [
     delta(1, type="input_json_delta", partial_json='{"a":'),
     delta(1, type="input_json_delta", partial_json="1}"),
     stop(1),
-    ended(),
+    message_delta(),
     event("message_stop"),
 ]
 
@@ -62,15 +62,15 @@ def run(stream: Stream) -> dict[str, Any]:
 
 
 def without(*places: int) -> Stream:
-    return [each for at, each in enumerate(GOOD) if at not in places]
+    return [event for at, event in enumerate(GOOD) if at not in places]
 
 
 def with_(at: int, *others: tuple[str, dict[str, Any]]) -> Stream:
-    """The good stream with others in place of the event ``at``."""
+    """The good stream, with ``others`` in place of the event at ``at``."""
     return [*GOOD[:at], *others, *GOOD[at + 1 :]]
 
 
-def test_a_good_stream_is_one_message() -> None:
+def test_valid_stream_is_one_message() -> None:
     assert run(GOOD)["content"] == [
         {"type": "thinking", "thinking": "Hm", "signature": "s"},
         {"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}},
@@ -80,7 +80,7 @@ def test_a_good_stream_is_one_message() -> None:
 BAD: dict[str, Callable[[], Stream]] = {
     "nothing": list,
     "no start": lambda: without(0),
-    "two starts": lambda: [BEGUN, *GOOD],
+    "two starts": lambda: [MESSAGE_START, *GOOD],
     "no block start": lambda: without(1),
     "no signature": lambda: without(3),
     "a delta behind the signature": lambda: with_(3, GOOD[3], GOOD[2]),
@@ -96,17 +96,19 @@ BAD: dict[str, Callable[[], Stream]] = {
     "another type's delta": lambda: with_(2, delta(0, type="text_delta", text="Hm")),
     "an empty delta": lambda: with_(2, delta(0, type="thinking_delta", thinking="")),
     "a block that is not empty": lambda: with_(5, start(1, type="text", text="x")),
-    "no reason": lambda: with_(9, ended("because")),
+    "no reason": lambda: with_(9, message_delta("because")),
     "tool_use without a tool": lambda: [*GOOD[:5], *GOOD[9:]],
-    "another prompt": lambda: with_(9, ended(tokens=6)),
+    "another prompt": lambda: with_(9, message_delta(tokens=6)),
     "another name": lambda: with_(10, ("message_delta", {"type": "message_stop"})),
     "an error and more": lambda: with_(
-        9, event("error", error={"type": "api_error", "message": "x"}, request_id=None), ended()
+        9,
+        event("error", error={"type": "api_error", "message": "x"}, request_id=None),
+        message_delta(),
     ),
 }
 
 
 @pytest.mark.parametrize("stream", BAD.values(), ids=BAD)
-def test_a_bad_stream_is_found(stream: Callable[[], Stream]) -> None:
+def test_invalid_stream_is_rejected(stream: Callable[[], Stream]) -> None:
     with pytest.raises((AssertionError, json.JSONDecodeError)):
         run(stream())

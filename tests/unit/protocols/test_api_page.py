@@ -1,8 +1,8 @@
-"""docs/api.md against the code and the official clients: every parameter, and what becomes of it.
+"""docs/api.md compared with the code and the official clients: every parameter and its effect.
 
 A row of a table of parameters says one of three things, and each is tried on a valid body with the
-field in it: ``honoured`` makes another request of it, ``ignored`` the same turn, and ``refused`` is
-a 400 that names the field.
+field in it: an ``honoured`` field changes the request, an ``ignored`` one does not change the turn,
+and a ``refused`` one is a 400 that names the field.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -41,7 +41,7 @@ FORMAT = {"type": "json_schema", "schema": SCHEMA}
 TEXT = {"type": "text"}
 INVALID, UNSUPPORTED = "invalid_value", "unsupported_value"
 ANY = ("x", 1, True, 0.5, {"a": "b"}, ["a"], None)
-"""Values of a field whose type is not looked at."""
+"""Values of a field whose type is not checked."""
 
 
 class NoSeal:
@@ -63,13 +63,13 @@ class Api:
     clients: tuple[str, ...]
     """Where the official client has the fields of a request."""
     honoured: Mapping[str, Any]
-    """For every field that is honoured, a value that makes a difference."""
+    """A value of each honoured field that makes a difference."""
     refused: Mapping[str, Any]
-    """For every field that is refused, a value that is."""
+    """A value of each refused field that is refused."""
     typed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of ignored fields that are given back, or noted, and have to be of a type for that."""
+    """Valid values of ignored fields that have a type, because they are echoed or noted."""
     accepted: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Values of refused fields that ask for what is done anyway."""
+    """Values of refused fields that are accepted, because they ask for the default."""
 
 
 DRAWN: dict[str, Any] = {
@@ -91,7 +91,7 @@ GRAMMAR = {"syntax": "regex", "definition": "[0-9]+"}
 
 
 class OllamaBody(OllamaChatBody, GenerateBody):
-    """The fields of both kinds of requests."""
+    """The fields of both kinds of requests: chat and generate."""
 
 
 OF_GENERATE = {*GenerateBody.model_fields} | {field for field, *_ in OLLAMA_UNSUPPORTED}
@@ -99,14 +99,14 @@ OF_GENERATE -= {*OllamaChatBody.model_fields}
 
 
 def read_ollama(body: Any) -> Any:
-    """The request of a chat, or of one prompt if only that has one of the fields."""
+    """A chat request, or a generate request if a field belongs only to that."""
     if not OF_GENERATE & {*body}:
         return ollama.read_chat(body, Defaults())
     return ollama.read_generate({"prompt": "Hello", **body}, Defaults())
 
 
 BROWSING = Defaults(namespaces=(Namespace("browser", (Tool("search"),)),))
-"""Those of a server that searches the web."""
+"""The defaults of a server that searches the web."""
 
 APIS = {
     "Chat Completions": Api(
@@ -414,7 +414,7 @@ def table(heading: str) -> list[tuple[str, ...]]:
 
 
 def parameters(heading: str) -> dict[str, str]:
-    """The state of every parameter in a table. Fails for one that stands there twice."""
+    """The state of every parameter in a table. Fails for a parameter with two rows."""
     rows = [(name.strip("`"), state) for name, state, _ in table(heading)]
     names = [name for name, _ in rows]
     assert sorted({name for name in names if names.count(name) > 1}) == []
@@ -425,13 +425,13 @@ def parameters(heading: str) -> dict[str, str]:
 PARAMETERS = {name: parameters(f"Parameters of {name}") for name in APIS}
 
 
-def of_state(state: str) -> Iterator[tuple[str, str]]:
+def rows_of_state(state: str) -> Iterator[tuple[str, str]]:
     for name, states in PARAMETERS.items():
-        yield from ((name, each) for each, its in states.items() if its == state)
+        yield from ((name, row) for row, row_state in states.items() if row_state == state)
 
 
 def put(body: Any, path: str, value: object) -> None:
-    """Sets the field at ``path``: ``a.b`` of an object, ``a[].b`` of the first of a list."""
+    """Set the field at ``path``: ``a.b`` in an object, ``a[].b`` in the first item of a list."""
     *above, last = path.split(".")
     for step in above:
         name, _, index = step.partition("[")
@@ -442,7 +442,7 @@ def put(body: Any, path: str, value: object) -> None:
     body[last] = value
 
 
-def without(api: Api, path: str) -> dict[str, Any]:
+def body_for(api: Api, path: str) -> dict[str, Any]:
     """A body of the API that can have ``path``."""
     body = deepcopy(api.body)
     if path.startswith(("guided_", "structured_outputs", "json_schema", "regex", "grammar")):
@@ -452,32 +452,32 @@ def without(api: Api, path: str) -> dict[str, Any]:
     return body
 
 
-def placed(api: Api, path: str, value: object) -> dict[str, Any]:
-    """The same with ``value`` at ``path``."""
-    body = without(api, path)
+def body_with(api: Api, path: str, value: object) -> dict[str, Any]:
+    """The same body with ``value`` at ``path``."""
+    body = body_for(api, path)
     put(body, path, value)
     return body
 
 
-def values(given: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
-    """By the row's name: the path to try, which may name a place in a list, and its value."""
-    return {re.sub(r"\[\d+\]", "[]", path): (path, value) for path, value in given.items()}
+def values(fields: Mapping[str, Any]) -> dict[str, tuple[str, Any]]:
+    """By the row's name: the path to set, which may contain an index, and its value."""
+    return {re.sub(r"\[\d+\]", "[]", path): (path, value) for path, value in fields.items()}
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_every_parameter_of_the_official_clients_has_a_row(name: str) -> None:
-    listed = {re.split(r"[.\[]", each)[0] for each in PARAMETERS[name]}
-    for each in APIS[name].clients:
-        module, _, params = each.partition(":")
+def test_every_parameter_of_official_clients_has_row(name: str) -> None:
+    listed = {re.split(r"[.\[]", parameter)[0] for parameter in PARAMETERS[name]}
+    for client in APIS[name].clients:
+        module, _, params = client.partition(":")
         pytest.importorskip(module.partition(".")[0])
-        found = getattr(import_module(module), params)
-        known = set(getattr(found, "model_fields", ()) or get_type_hints(found))
-        assert known - listed == set(), each
+        model = getattr(import_module(module), params)
+        fields = set(getattr(model, "model_fields", ()) or get_type_hints(model))
+        assert fields - listed == set(), client
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_every_field_has_a_row(name: str) -> None:
-    listed = {re.split(r"[.\[]", each)[0] for each in PARAMETERS[name]}
+def test_every_field_has_row(name: str) -> None:
+    listed = {re.split(r"[.\[]", parameter)[0] for parameter in PARAMETERS[name]}
     assert set(APIS[name].model.model_fields) - listed == set()
     assert {field for field, *_ in UNSUPPORTED_FIELDS.get(name, ())} - listed == set()
 
@@ -490,29 +490,39 @@ UNSUPPORTED_FIELDS = {
 
 
 @pytest.mark.parametrize("name", APIS)
-def test_every_row_is_tried(name: str) -> None:
-    tried = {"honoured": APIS[name].honoured, "refused": APIS[name].refused}
-    for state, given in tried.items():
-        rows = {each for each, its in PARAMETERS[name].items() if its == state}
-        assert rows == set(values(given)), state
+def test_every_row_has_example(name: str) -> None:
+    examples = {"honoured": APIS[name].honoured, "refused": APIS[name].refused}
+    for state, fields in examples.items():
+        rows = {row for row, row_state in PARAMETERS[name].items() if row_state == state}
+        assert rows == set(values(fields)), state
 
 
-@pytest.mark.parametrize(("name", "row"), [*of_state("honoured")])
+@pytest.mark.parametrize(("name", "row"), [*rows_of_state("honoured")])
 def test_honoured_parameters_change_the_request(name: str, row: str) -> None:
     api = APIS[name]
     path, value = values(api.honoured)[row]
-    before, asked = api.read(without(api, path)), api.read(placed(api, path, value))
-    if row in AROUND:
-        assert asked.turn == before.turn
+    before, request = api.read(body_for(api, path)), api.read(body_with(api, path, value))
+    if row in OUTSIDE_REQUEST:
+        assert request.turn == before.turn
         return
-    assert (asked if row in SENT else asked.turn) != (before if row in SENT else before.turn)
+    if row in DELIVERY:
+        assert without_repeated(request) != without_repeated(before)
+    else:
+        assert request.turn != before.turn
 
 
-AROUND = frozenset({"timeout"})
-"""Read by the server before the request is, and not part of it: see
+def without_repeated(request: Any) -> Any:
+    """The request without the fields that the response only repeats."""
+    if isinstance(request, responses.ResponsesRequest):
+        return replace(request, _repeated={}, _repeated_json="")
+    return request
+
+
+OUTSIDE_REQUEST = frozenset({"timeout"})
+"""Parameters that the server reads before the request, which are no part of the turn: see
 `tests/unit/host/test_routes.py`."""
 
-SENT = frozenset(
+DELIVERY = frozenset(
     {
         "background",
         "conversation",
@@ -530,31 +540,32 @@ SENT = frozenset(
         "thinking.display",
     }
 )
-"""What says whom to ask, or how the answer is sent or kept, and not what the model is asked."""
+"""Parameters of where a request goes, or how its answer is sent or kept: no part of the turn."""
 
 
-@pytest.mark.parametrize(("name", "row"), [*of_state("ignored")])
+@pytest.mark.parametrize(("name", "row"), [*rows_of_state("ignored")])
 def test_ignored_parameters_change_nothing(name: str, row: str) -> None:
     api = APIS[name]
-    before = api.read(without(api, row))
+    before = api.read(body_for(api, row))
     for value in api.typed.get(row, ANY):
-        assert api.read(placed(api, row, value)).turn == before.turn, value
+        assert api.read(body_with(api, row, value)).turn == before.turn, value
 
 
-@pytest.mark.parametrize(("name", "row"), [*of_state("refused")])
+@pytest.mark.parametrize(("name", "row"), [*rows_of_state("refused")])
 def test_refused_parameters_are_named(name: str, row: str) -> None:
     api = APIS[name]
     with pytest.raises(RequestError) as caught:
-        api.read(placed(api, row, api.refused[row]))
+        api.read(body_with(api, row, api.refused[row]))
     assert caught.value.status == 400
     assert caught.value.code in (UNSUPPORTED, "thread_unsupported_request")
-    assert row.startswith(str(caught.value.param))
-    before = api.read(without(api, row))
+    assert caught.value.param
+    assert row.startswith(caught.value.param)
+    before = api.read(body_for(api, row))
     for value in (None, *api.accepted.get(row, ())):
-        assert api.read(placed(api, row, value)).turn == before.turn, value
+        assert api.read(body_with(api, row, value)).turn == before.turn, value
 
 
-PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
+CLAIMS: tuple[tuple[str, str, object, str | None], ...] = (
     ("Chat Completions", "tool_choice", "auto", None),
     ("Chat Completions", "tool_choice", {"type": "function", "function": {"name": "h"}}, INVALID),
     ("Chat Completions", "tools", [{"type": "web_search"}], INVALID),
@@ -617,11 +628,11 @@ PARTLY: tuple[tuple[str, str, object, str | None], ...] = (
     ("Ollama", "top_logprobs", 2, INVALID),  # without logprobs
     *(("Messages", path, value, INVALID) for path, value in (("temperature", 2.1), ("top_k", -2))),
 )
-"""Of the words in the rows: a field, a value, and the code it is refused with, or none."""
+"""Claims of the rows: a field, a value, and the code with which it is refused, or none."""
 
 
-@pytest.mark.parametrize(("name", "path", "value", "code"), PARTLY)
-def test_claims_of_the_page_hold(name: str, path: str, value: object, code: str | None) -> None:
+@pytest.mark.parametrize(("name", "path", "value", "code"), CLAIMS)
+def test_claims_about_values_hold(name: str, path: str, value: object, code: str | None) -> None:
     api = APIS[name]
     body = deepcopy(api.body)
     put(body, path, value)
@@ -634,20 +645,20 @@ def test_claims_of_the_page_hold(name: str, path: str, value: object, code: str 
     assert str(caught.value.param).startswith(path)
 
 
-def test_each_query_parameter_of_the_official_client_has_a_row() -> None:
+def test_every_query_parameter_of_official_client_has_row() -> None:
     pytest.importorskip("openai")
     listed = parameters("Other endpoints of Responses")
     for path, module, params in (
         ("GET {response_id}", "response_retrieve_params", "ResponseRetrieveParamsStreaming"),
         ("GET input_items", "input_item_list_params", "InputItemListParams"),
     ):
-        known = getattr(import_module(f"openai.types.responses.{module}"), params)
-        assert {each for each in listed if each.startswith(path)} == {
-            f"{path}?{name}" for name in get_type_hints(known)
+        model = getattr(import_module(f"openai.types.responses.{module}"), params)
+        assert {parameter for parameter in listed if parameter.startswith(path)} == {
+            f"{path}?{name}" for name in get_type_hints(model)
         }
 
 
-def test_every_code_has_a_row() -> None:
+def test_every_code_has_row() -> None:
     package = REPOSITORY / "vllm_mlx_harmony"
     sources = [
         *(package / "protocols").rglob("*.py"),
@@ -659,27 +670,29 @@ def test_every_code_has_a_row() -> None:
     code = "".join(path.read_text("utf-8") for path in sources)
     listed = [row[0].strip("`") for row in table("Errors") if len(row) == 3 and row[1].isdigit()]
     assert len(listed) == len(set(listed))
-    assert [each for each in listed if f'"{each}"' not in code] == []
+    assert [name for name in listed if f'"{name}"' not in code] == []
     raised = set(re.findall(r'\bcode\s*=\s*(?:\([^"]*)?"(\w+)"', code))
     assert raised - {*listed} == IN_A_RESPONSE
 
 
 IN_A_RESPONSE = {"invalid_prompt"}
-"""Codes of ``response.error``, which are a list of their own."""
+"""Codes of ``response.error``, which have a list of their own."""
 
 
-def test_every_variable_is_among_the_settings() -> None:
+def test_every_variable_is_a_documented_setting() -> None:
     settings = (REPOSITORY / "docs" / "configuration.md").read_text("utf-8")
-    named = set(re.findall(r"VLLM_MLX_HARMONY_[A-Z_]+", PAGE))
-    assert {each for each in named if f"| `{each}` |" not in settings} == set()
+    variables = set(re.findall(r"VLLM_MLX_HARMONY_[A-Z_]+", PAGE))
+    assert {variable for variable in variables if f"| `{variable}` |" not in settings} == set()
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_targets() -> None:
     for link in re.findall(r"\]\(([^)]+)\)", PAGE):
         path, _, anchor = link.partition("#")
         text = (REPOSITORY / "docs" / (path or "api.md")).read_text("utf-8")
         headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        assert not anchor or anchor in {each.lower().replace(" ", "-") for each in headings}, link
+        assert not anchor or anchor in {
+            heading.lower().replace(" ", "-") for heading in headings
+        }, link
 
 
 def test_lines_are_short() -> None:

@@ -1,7 +1,7 @@
 """Pictures, audio and files in the requests of all three APIs (semantics A11).
 
-On the left a request; on the right the text of the message that has the part, and the part's path:
-what the model reads by default, and what a server that refuses attachments names.
+On the left a request; on the right the text of the message that has the part, which the model reads
+by default, and the path of the part, which the error of a server that refuses attachments names.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Read = Callable[[Any, Defaults], Turn]
 Row = tuple[Read, Any, str, str]
 
 
-def say(text: str, kind: str = "text") -> dict[str, Any]:
+def text_part(text: str, kind: str = "text") -> dict[str, Any]:
     return {"type": kind, "text": text}
 
 
@@ -65,21 +65,21 @@ CHAT_CALL = {
 }
 CALL = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
 USE = {"type": "tool_use", "id": "c", "name": "look", "input": {}}
-USED = {"role": "assistant", "content": [USE]}
+USE_MESSAGE = {"role": "assistant", "content": [USE]}
 
 
 def chat_row(part: dict[str, Any], line: str) -> Row:
-    body = {"messages": [user(say("Look:"), part, say("Well?"))]}
+    body = {"messages": [user(text_part("Look:"), part, text_part("Well?"))]}
     return by_chat, body, f"Look:\n{line}\nWell?", "messages[0].content[1]"
 
 
 def responses_row(part: dict[str, Any], line: str) -> Row:
-    content = [say("Look:", "input_text"), part, say("Well?", "input_text")]
+    content = [text_part("Look:", "input_text"), part, text_part("Well?", "input_text")]
     return by_responses, {"input": [user(*content)]}, f"Look:\n{line}\nWell?", "input[0].content[1]"
 
 
 def messages_row(block: dict[str, Any], line: str, inner: str = "") -> Row:
-    body = {"messages": [user(say("Look:"), block, say("Well?"))]}
+    body = {"messages": [user(text_part("Look:"), block, text_part("Well?"))]}
     return by_messages, body, f"Look:\n{line}\nWell?", f"messages[0].content[1]{inner}"
 
 
@@ -99,19 +99,24 @@ ROWS: dict[str, Row] = {
     ),
     "chat, a picture in the instructions": (
         by_chat,
-        {"messages": [{"role": "system", "content": [{"type": "image_url"}]}, user(say("Hi"))]},
+        {
+            "messages": [
+                {"role": "system", "content": [{"type": "image_url"}]},
+                user(text_part("Hi")),
+            ]
+        },
         f"# Instructions\n\n{IMAGE}",
         "messages[0].content[0]",
     ),
     "chat, a picture from the assistant": (
         by_chat,
-        {"messages": [{**user({"type": "image_url"}), "role": "assistant"}, user(say("Hi"))]},
+        {"messages": [{**user({"type": "image_url"}), "role": "assistant"}, user(text_part("Hi"))]},
         IMAGE,
         "messages[0].content[0]",
     ),
     "chat, an answer that was spoken": (
         by_chat,
-        {"messages": [{"role": "assistant", "audio": {"id": "a"}}, user(say("Hi"))]},
+        {"messages": [{"role": "assistant", "audio": {"id": "a"}}, user(text_part("Hi"))]},
         AUDIO,
         "messages[0].audio",
     ),
@@ -125,7 +130,7 @@ ROWS: dict[str, Row] = {
         by_chat,
         {
             "messages": [
-                user(say("Look")),
+                user(text_part("Look")),
                 CHAT_CALL,
                 {"role": "tool", "tool_call_id": "c", "content": [{"type": "image_url"}]},
             ]
@@ -192,7 +197,7 @@ ROWS: dict[str, Row] = {
         {
             "type": "document",
             "title": "A",
-            "source": {"type": "content", "content": [say("a"), {"type": "image"}]},
+            "source": {"type": "content", "content": [text_part("a"), {"type": "image"}]},
         },
         f"Title: A\na\n{IMAGE}",
         ".source.content[1]",
@@ -202,7 +207,7 @@ ROWS: dict[str, Row] = {
             "type": "search_result",
             "title": "A",
             "source": "https://a",
-            "content": [say("a"), {"type": "image"}],
+            "content": [text_part("a"), {"type": "image"}],
         },
         f"Title: A\nSource: https://a\na\n{IMAGE}",
         ".content[1]",
@@ -215,19 +220,24 @@ ROWS: dict[str, Row] = {
     ),
     "messages, a picture in the instructions": (
         by_messages,
-        {"system": [{"type": "image"}], "messages": [user(say("Hi"))]},
+        {"system": [{"type": "image"}], "messages": [user(text_part("Hi"))]},
         f"# Instructions\n\n{IMAGE}",
         "system[0]",
     ),
     "messages, a picture in later instructions": (
         by_messages,
-        {"messages": [user(say("Hi")), {"role": "system", "content": [{"type": "image"}]}]},
+        {"messages": [user(text_part("Hi")), {"role": "system", "content": [{"type": "image"}]}]},
         f"# Instructions\n\n{IMAGE}",
         "messages[1].content[0]",
     ),
     "messages, a picture from the assistant": (
         by_messages,
-        {"messages": [{"role": "assistant", "content": [{"type": "image"}]}, user(say("Hi"))]},
+        {
+            "messages": [
+                {"role": "assistant", "content": [{"type": "image"}]},
+                user(text_part("Hi")),
+            ]
+        },
         IMAGE,
         "messages[0].content[0]",
     ),
@@ -235,8 +245,8 @@ ROWS: dict[str, Row] = {
         by_messages,
         {
             "messages": [
-                user(say("Look")),
-                USED,
+                user(text_part("Look")),
+                USE_MESSAGE,
                 user({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}),
             ]
         },
@@ -247,8 +257,8 @@ ROWS: dict[str, Row] = {
         by_messages,
         {
             "messages": [
-                user(say("Look")),
-                USED,
+                user(text_part("Look")),
+                USE_MESSAGE,
                 user(
                     {"type": "tool_result", "tool_use_id": "c", "content": "ok"}, {"type": "image"}
                 ),
@@ -261,7 +271,7 @@ ROWS: dict[str, Row] = {
         by_messages,
         {
             "messages": [
-                user(say("Read https://a")),
+                user(text_part("Read https://a")),
                 {
                     "role": "assistant",
                     "content": [
@@ -284,10 +294,10 @@ ROWS: dict[str, Row] = {
                                 },
                             },
                         },
-                        say("It is empty."),
+                        text_part("It is empty."),
                     ],
                 },
-                user(say("Hm")),
+                user(text_part("Hm")),
             ]
         },
         f"Source: https://a\nTitle: A\n{FILE}",
@@ -297,15 +307,13 @@ ROWS: dict[str, Row] = {
 
 
 @pytest.mark.parametrize(("read", "body", "text", "where"), ROWS.values(), ids=ROWS)
-def test_a_line_stands_in_the_place_of_an_attachment(
-    read: Read, body: Any, text: str, where: str
-) -> None:
+def test_line_replaces_attachment(read: Read, body: Any, text: str, where: str) -> None:
     prompt = vocab.encoding().decode(list(render(read(body, Defaults())).ids))
     assert f"<|message|>{text}<|end|>" in prompt
 
 
 @pytest.mark.parametrize(("read", "body", "text", "where"), ROWS.values(), ids=ROWS)
-def test_a_server_may_refuse_attachments(read: Read, body: Any, text: str, where: str) -> None:
+def test_server_may_refuse_attachments(read: Read, body: Any, text: str, where: str) -> None:
     with pytest.raises(RequestError) as caught:
         read(body, Defaults(attachments=Attachments.REFUSE))
     error = caught.value
@@ -338,7 +346,7 @@ TEXTS: dict[str, tuple[Read, Any]] = {
                         "type": "search_result",
                         "title": "A",
                         "source": "https://a",
-                        "content": [say("plain")],
+                        "content": [text_part("plain")],
                     }
                 )
             ]
@@ -349,7 +357,7 @@ TEXTS: dict[str, tuple[Read, Any]] = {
         {
             "messages": [
                 {"role": "assistant", "content": [{"type": "refusal", "refusal": "plain"}]},
-                user(say("Why?")),
+                user(text_part("Why?")),
             ]
         },
     ),
@@ -362,7 +370,7 @@ TEXTS: dict[str, tuple[Read, Any]] = {
                 {
                     "type": "function_call_output",
                     "call_id": "c",
-                    "output": [say("plain", "input_text")],
+                    "output": [text_part("plain", "input_text")],
                 },
             ]
         },
@@ -372,20 +380,26 @@ TEXTS: dict[str, tuple[Read, Any]] = {
 
 @pytest.mark.parametrize(("read", "body"), TEXTS.values(), ids=TEXTS)
 @pytest.mark.parametrize("setting", Attachments)
-def test_text_is_read_whatever_becomes_of_attachments(
+def test_text_is_read_under_every_attachment_setting(
     read: Read, body: Any, setting: Attachments
 ) -> None:
     turn = read(body, Defaults(attachments=setting))
     assert "plain" in vocab.encoding().decode(list(render(turn).ids))
 
 
-def test_session_with_a_picture_keeps_its_prefix() -> None:
+def test_session_with_picture_keeps_prefix() -> None:
     """Claude Code sends a message without an answer once more, together with the next one."""
     picture = {"type": "image", "source": BASE64}
-    asked = [user(say("Look:"), picture)]
-    first = by_messages({"messages": asked}, Defaults())
-    again = by_messages({"messages": [user(say("Look:"), picture, say("Well?"))]}, Defaults())
+    conversation = [user(text_part("Look:"), picture)]
+    first = by_messages({"messages": conversation}, Defaults())
+    again = by_messages(
+        {"messages": [user(text_part("Look:"), picture, text_part("Well?"))]}, Defaults()
+    )
     assert IMAGE in vocab.encoding().decode(list(render(again).ids))
-    later = [*asked, {"role": "assistant", "content": "I cannot see it."}, user(say("Why?"))]
-    answered = render(by_messages({"messages": later}, Defaults())).ids
-    assert answered[: len(render(first).ids)] == render(first).ids
+    later = [
+        *conversation,
+        {"role": "assistant", "content": "I cannot see it."},
+        user(text_part("Why?")),
+    ]
+    later_ids = render(by_messages({"messages": later}, Defaults())).ids
+    assert later_ids[: len(render(first).ids)] == render(first).ids

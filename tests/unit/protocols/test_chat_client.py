@@ -39,7 +39,7 @@ INFO = ResponseInfo("fedcba9876543210fedcba9876543210", 1_754_352_000, "gpt-oss-
 
 @st.composite
 def turns(draw: st.DrawFn) -> list[Delta]:
-    """A well-formed turn: no message is empty except, before the parser's ``{}``, none at all."""
+    """A well-formed turn, in which no message is empty."""
     pieces = st.lists(st.text(st.characters(exclude_categories=["Cs"]), min_size=1), min_size=1)
     deltas: list[Delta] = [Started(draw(st.integers(0, 9)))]
     kinds = draw(st.lists(st.sampled_from([*Kind][:4]), max_size=6))
@@ -53,22 +53,22 @@ def turns(draw: st.DrawFn) -> list[Delta]:
     return [*deltas, Finished(draw(st.sampled_from(reasons)), None, Usage(*counts))]
 
 
-def streamed(deltas: Iterable[Delta]) -> list[ChatCompletionChunk]:
+def stream_chunks(deltas: Iterable[Delta]) -> list[ChatCompletionChunk]:
     emitter = Emitter(INFO, stream=True, include_usage=True)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     assert events.pop() == DONE
     return [ChatCompletionChunk.model_validate_json(event.data) for event in events]
 
 
-def whole(deltas: Iterable[Delta]) -> ChatCompletion:
+def collect(deltas: Iterable[Delta]) -> ChatCompletion:
     emitter = Emitter(INFO, stream=False, include_usage=True)
     for delta in deltas:
         emitter.feed(delta)
     return ChatCompletion.model_validate(emitter.result())
 
 
-def accumulated(chunks: Iterable[ChatCompletionChunk]) -> dict[str, Any]:
-    """What the client has put together, without what only it adds."""
+def accumulate(chunks: Iterable[ChatCompletionChunk]) -> dict[str, Any]:
+    """What the client accumulates, without the fields that only the client adds."""
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     for chunk in chunks:
         state.handle_chunk(chunk)
@@ -82,7 +82,7 @@ def accumulated(chunks: Iterable[ChatCompletionChunk]) -> dict[str, Any]:
     return final
 
 
-def plain(completion: ChatCompletion) -> dict[str, Any]:
+def as_document(completion: ChatCompletion) -> dict[str, Any]:
     document = completion.to_dict(exclude_unset=False)
     message: Any = document["choices"][0]["message"]  # type: ignore[index]
     message["tool_calls"] = message["tool_calls"] or None
@@ -90,43 +90,43 @@ def plain(completion: ChatCompletion) -> dict[str, Any]:
 
 
 @given(turns())
-def test_streamed_and_accumulated_is_not_streamed(deltas: list[Delta]) -> None:
+def test_accumulated_stream_equals_document(deltas: list[Delta]) -> None:
     """Semantics D2: ids, order, finish reason and usage included."""
-    assert accumulated(streamed(deltas)) == plain(whole(deltas))
+    assert accumulate(stream_chunks(deltas)) == as_document(collect(deltas))
 
 
 @given(turns())
-def test_every_shape_is_the_clients_own(deltas: list[Delta]) -> None:
-    for chunk in streamed(deltas):
+def test_chunks_and_completion_are_valid(deltas: list[Delta]) -> None:
+    for chunk in stream_chunks(deltas):
         assert chunk.object == "chat.completion.chunk"
         assert chunk.id == f"chatcmpl-{INFO.id_seed}"
-    assert whole(deltas).object == "chat.completion"
+    assert collect(deltas).object == "chat.completion"
 
 
-def test_the_client_finds_the_reasoning_where_others_put_it() -> None:
+def test_client_finds_reasoning_under_both_names() -> None:
     deltas: list[Delta] = [Started(1), Opened(0, Kind.REASONING), Text("Hm"), Closed()]
-    message = whole([*deltas, Finished("stop")]).choices[0].message
+    message = collect([*deltas, Finished("stop")]).choices[0].message
     assert (message.model_extra or {}) == {"reasoning": "Hm", "reasoning_content": "Hm"}
 
 
-def test_freeform_calls_are_the_clients_own() -> None:
-    """The client's types of a stream know functions only; like the client, build them unchecked."""
+def test_client_reads_freeform_calls() -> None:
+    """The client's stream types know functions only, so chunks are built without validation."""
     deltas: list[Delta] = [Started(1), Opened(0, Kind.CALL, "say"), Text('{"input":"a')]
     deltas += [Text(' b"}'), Closed(), Finished("tool_calls")]
     freeform = frozenset({"say"})
-    one = Emitter(INFO, stream=False, freeform=freeform)
+    collecting = Emitter(INFO, stream=False, freeform=freeform)
     for delta in deltas:
-        one.feed(delta)
-    (call,) = ChatCompletion.model_validate(one.result()).choices[0].message.tool_calls or ()
+        collecting.feed(delta)
+    (call,) = ChatCompletion.model_validate(collecting.result()).choices[0].message.tool_calls or ()
     assert isinstance(call, ChatCompletionMessageCustomToolCall)
     assert (call.custom.name, call.custom.input) == ("say", "a b")
 
-    many = Emitter(INFO, stream=True, freeform=freeform)
-    events = [event for delta in deltas for event in many.feed(delta) if event != DONE]
+    streaming = Emitter(INFO, stream=True, freeform=freeform)
+    events = [event for delta in deltas for event in streaming.feed(delta) if event != DONE]
     state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
     for event in events:
         state.handle_chunk(ChatCompletionChunk.construct(**json.loads(event.data)))
-    (put,) = state.current_completion_snapshot.choices[0].message.tool_calls or ()
-    document = put.to_dict()
+    (accumulated_call,) = state.current_completion_snapshot.choices[0].message.tool_calls or ()
+    document = accumulated_call.to_dict()
     added = {"index": 0, "function": None}  # by the client
     assert document == {**call.to_dict(), **added}

@@ -44,7 +44,7 @@ NESTED = {
 HELLO = {"role": "user", "content": "Hello"}
 
 
-def request(*tools: Any, messages: Any = (HELLO,), **fields: Any) -> ChatRequest:
+def read_request(*tools: Any, messages: Any = (HELLO,), **fields: Any) -> ChatRequest:
     body = {"model": "m", "messages": [*messages], "tools": [*tools], **fields}
     return read(json.loads(json.dumps(body)), Defaults(date="2025-08-05"))
 
@@ -58,19 +58,19 @@ def request(*tools: Any, messages: Any = (HELLO,), **fields: Any) -> ChatRequest
         {"type": "function", **READ, "function": None, "custom": None},
     ],
 )
-def test_a_flat_function_is_like_a_nested_one(tool: dict[str, Any]) -> None:
+def test_flat_function_is_read_like_nested_one(tool: dict[str, Any]) -> None:
     expected = Tool("read_file", "Reads.", SCHEMA, "tools[0]")
-    assert request(tool).turn.tools == (expected,)
-    assert request({"type": "function", "function": READ}).turn.tools == (expected,)
+    assert read_request(tool).turn.tools == (expected,)
+    assert read_request({"type": "function", "function": READ}).turn.tools == (expected,)
 
 
-def test_a_flat_custom_tool_is_like_a_nested_one() -> None:
+def test_flat_custom_tool_is_read_like_nested_one() -> None:
     read_file = {"type": "function", "function": READ}
-    flat, nested = request(read_file, PATCH), request(read_file, NESTED)
+    flat, nested = read_request(read_file, PATCH), read_request(read_file, NESTED)
     assert flat.turn == nested.turn
     assert (flat.freeform, flat.flat, nested.flat) == ({"ApplyPatch"}, {"ApplyPatch"}, set())
     bare = {"type": "custom", "name": "ApplyPatch", "format": None}
-    assert request(bare).turn.tools[0].syntax is None
+    assert read_request(bare).turn.tools[0].syntax is None
 
 
 CHOICES: tuple[tuple[Any, ToolChoice], ...] = (
@@ -82,16 +82,16 @@ CHOICES: tuple[tuple[Any, ToolChoice], ...] = (
 
 
 @pytest.mark.parametrize(("choice", "expected"), CHOICES)
-def test_a_choice_in_another_form(choice: Any, expected: ToolChoice) -> None:
-    assert request(READ, PATCH, tool_choice=choice).turn.tool_choice == expected
+def test_choice_in_other_form_is_read(choice: Any, expected: ToolChoice) -> None:
+    assert read_request(READ, PATCH, tool_choice=choice).turn.tool_choice == expected
     with pytest.raises(RequestError) as caught:
-        request(tool_choice=choice)
+        read_request(tool_choice=choice)
     assert caught.value.param == "tool_choice"
 
 
-def answered(asked: ChatRequest, output: str) -> tuple[list[int], Any, Any]:
-    context = StreamingHarmonyContext(asked.turn, INFO)
-    emitter = asked.emitter(INFO)
+def generate(request: ChatRequest, output: str) -> tuple[list[int], Any, Any]:
+    context = StreamingHarmonyContext(request.turn, INFO)
+    emitter = request.emitter(INFO)
     deltas = [
         *context.start(),
         *(delta for token in ids_of(output) for delta in context.append_output([token])),
@@ -108,13 +108,13 @@ CALL = (
 )
 
 
-def test_its_input_is_the_arguments_of_a_function() -> None:
+def test_input_of_flat_custom_tool_is_sent_as_arguments() -> None:
     """Cursor 3.14 reads ``function.name`` of every call."""
-    _, _, emitter = answered(request(PATCH), CALL)
+    _, _, emitter = generate(read_request(PATCH), CALL)
     (call,) = emitter.result()["choices"][0]["message"]["tool_calls"]
     function = {"name": "ApplyPatch", "arguments": TEXT}
     assert call == {"id": call["id"], "type": "function", "function": function}
-    _, events, _ = answered(request(PATCH, stream=True), CALL)
+    _, events, _ = generate(read_request(PATCH, stream=True), CALL)
     chunks = [json.loads(event.data) for event in events if event.data != "[DONE]"]
     deltas = [
         delta["function"]
@@ -124,23 +124,25 @@ def test_its_input_is_the_arguments_of_a_function() -> None:
     ]
     assert deltas[0] == {"name": "ApplyPatch", "arguments": ""}
     assert "".join(delta["arguments"] for delta in deltas) == TEXT
-    _, _, emitter = answered(request(NESTED), CALL)
+    _, _, emitter = generate(read_request(NESTED), CALL)
     (call,) = emitter.result()["choices"][0]["message"]["tool_calls"]
     assert call["custom"] == {"name": "ApplyPatch", "input": TEXT}
 
 
-def test_the_second_prompt_continues_the_first() -> None:
-    asked = request(PATCH)
-    first, _, emitter = answered(asked, CALL.replace(json.dumps({"input": TEXT}), '{"input":"a"}'))
+def test_second_prompt_continues_first() -> None:
+    request = read_request(PATCH)
+    first, _, emitter = generate(
+        request, CALL.replace(json.dumps({"input": TEXT}), '{"input":"a"}')
+    )
     message = emitter.result()["choices"][0]["message"]
     key = message["tool_calls"][0]["id"]
     result = {"role": "tool", "tool_call_id": key, "content": "Done."}
-    again = request(PATCH, messages=(HELLO, message, result))
+    again = read_request(PATCH, messages=(HELLO, message, result))
     assert again.turn.messages[1] == Call(key, "ApplyPatch", '{"input":"a"}')
     assert list(render(again.turn).ids)[: len(first)] == first
 
 
-def test_results_in_a_message_of_the_user() -> None:
+def test_results_in_user_message_are_read() -> None:
     calls = [
         {"id": f"c{at}", "function": {"name": "read_file", "arguments": "{}"}} for at in (1, 2)
     ]
@@ -153,10 +155,10 @@ def test_results_in_a_message_of_the_user() -> None:
             "content": [{"type": "text", "text": "two"}, image],
         },
     ]
-    spoken = {"role": "assistant", "content": None, "tool_calls": calls}
+    assistant = {"role": "assistant", "content": None, "tool_calls": calls}
     for rest, expected in (([], ()), ([{"type": "text", "text": "Go on."}], (User("Go on."),))):
         user = {"role": "user", "content": [*parts, *rest]}
-        turn = request(READ, messages=(HELLO, spoken, user)).turn
+        turn = read_request(READ, messages=(HELLO, assistant, user)).turn
         assert turn.messages[3:] == (
             Result("c1", "one", "messages[2].content[0]"),
             Result(
@@ -168,11 +170,11 @@ def test_results_in_a_message_of_the_user() -> None:
         )
         render(turn)
     with pytest.raises(RequestError) as caught:
-        render(request(READ, messages=({"role": "user", "content": parts},)).turn)
+        render(read_request(READ, messages=({"role": "user", "content": parts},)).turn)
     assert caught.value.param == "messages[0].content[0]"
 
 
-def test_calls_in_a_message_of_the_assistant() -> None:
+def test_calls_in_assistant_message_are_read() -> None:
     blocks = [
         {"type": "text", "text": "Let me look."},
         {"type": "tool_use", "id": "c1", "name": "read_file", "input": {"path": "é"}},
@@ -184,7 +186,7 @@ def test_calls_in_a_message_of_the_assistant() -> None:
         {"role": "assistant", "content": blocks},
         {"role": "user", "content": results},
     )
-    turn = request(READ, messages=messages).turn
+    turn = read_request(READ, messages=messages).turn
     assert turn.messages[1:] == (
         Preamble("Let me look."),
         Call("c1", "read_file", '{"path":"é"}'),
@@ -206,32 +208,32 @@ PROBLEMS: tuple[tuple[dict[str, Any], str], ...] = (
 def test_unreadable_call_is_named(block: dict[str, Any], name: str) -> None:
     text = {"type": "text", "text": "x"}
     with pytest.raises(RequestError) as caught:
-        request(messages=(HELLO, {"role": "assistant", "content": [text, block]}))
+        read_request(messages=(HELLO, {"role": "assistant", "content": [text, block]}))
     assert caught.value.param == f"messages[1].content[1].{name}"
 
 
-def test_a_message_with_a_call_cannot_be_continued() -> None:
+def test_message_with_call_cannot_be_continued() -> None:
     block = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
     message = {"role": "assistant", "content": [block]}
     with pytest.raises(RequestError) as caught:
-        request(messages=(HELLO, message), continue_final_message=True)
+        read_request(messages=(HELLO, message), continue_final_message=True)
     assert caught.value.param == "messages[1]"
 
 
-def test_an_attachment_beside_a_result_is_named_by_its_place() -> None:
+def test_unknown_part_beside_result_is_named() -> None:
     parts = [{"type": "tool_result", "tool_use_id": "c", "content": "x"}, {"type": "novel"}]
     with pytest.raises(RequestError) as caught:
-        request(messages=({"role": "user", "content": parts},))
+        read_request(messages=({"role": "user", "content": parts},))
     assert caught.value.param == "messages[0].content[1]"
 
 
 @pytest.mark.parametrize("role", ["system", "assistant", "tool"])
-def test_a_result_in_another_message_is_named(role: str) -> None:
+def test_result_in_other_message_is_named(role: str) -> None:
     part = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
     message = {"role": role, "content": [part], "tool_call_id": "c"}
     if role == "tool":  # of an unknown type: a line
-        assert "tool_result" in request(messages=(HELLO, message)).turn.messages[-1].text  # type: ignore[union-attr]
+        assert "tool_result" in read_request(messages=(HELLO, message)).turn.messages[-1].text  # type: ignore[union-attr]
         return
     with pytest.raises(RequestError) as caught:
-        request(messages=(HELLO, message))
+        read_request(messages=(HELLO, message))
     assert caught.value.param == "messages[1].content[0]"

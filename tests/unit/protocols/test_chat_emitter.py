@@ -1,4 +1,4 @@
-"""Chat Completions, outwards: deltas on the left, what is on the wire on the right."""
+"""Answers of Chat Completions: deltas on the left, the wire format on the right."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ USAGE_BODY = {
 SIGNED = {"id": f"chatcmpl-{INFO.id_seed}", "created": INFO.created, "model": INFO.model}
 ROLE = {"role": "assistant", "content": None, "refusal": None}
 FIRST, SECOND, THIRD, FOURTH = (f"call_0123456789abcdef0123000{index}" for index in range(4))
-"""The ids of calls, by their place among the messages of the answer."""
+"""The ids of calls, by their position among the messages of the answer."""
 
 
 def message(kind: Kind, *texts: str, name: str = "", complete: bool = True) -> list[Delta]:
@@ -65,22 +65,22 @@ def call(name: str, *texts: str, complete: bool = True) -> list[Delta]:
 def answer_deltas(*messages: list[Delta], end: Delta) -> list[Delta]:
     numbered = (
         replace(delta, index=index) if isinstance(delta, Opened) else delta
-        for index, each in enumerate(messages)
-        for delta in each
+        for index, message in enumerate(messages)
+        for delta in message
     )
     return [Started(80, 64), *numbered, end]
 
 
-def emitted(deltas: Iterable[Delta], *, include_usage: bool = False) -> list[Event]:
+def stream_events(deltas: Iterable[Delta], *, include_usage: bool = False) -> list[Event]:
     emitter = Emitter(INFO, stream=True, include_usage=include_usage)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
-def chunks(events: Iterable[Event]) -> list[dict[str, Any]]:
+def parse_chunks(events: Iterable[Event]) -> list[dict[str, Any]]:
     return [json.loads(event.data) for event in events if event != DONE]
 
 
-def whole(deltas: Iterable[Delta]) -> dict[str, Any]:
+def collect(deltas: Iterable[Delta]) -> dict[str, Any]:
     emitter = Emitter(INFO, stream=False)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
@@ -88,9 +88,7 @@ def whole(deltas: Iterable[Delta]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("field", ReasoningField)
 @pytest.mark.parametrize("stream", [True, False])
-def test_reasoning_is_in_the_fields_that_the_server_is_set_to(
-    field: ReasoningField, stream: bool
-) -> None:
+def test_reasoning_is_in_configured_fields(field: ReasoningField, stream: bool) -> None:
     names = {"both": {"reasoning", "reasoning_content"}}.get(field.value, {field.value})
     deltas = answer_deltas(reasoning("a", "b"), answer("c"), end=STOP)
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "stream": stream}
@@ -102,7 +100,7 @@ def test_reasoning_is_in_the_fields_that_the_server_is_set_to(
             names, "ab"
         )
         return
-    parts = [each["choices"][0]["delta"] for each in chunks(events) if each["choices"]]
+    parts = [chunk["choices"][0]["delta"] for chunk in parse_chunks(events) if chunk["choices"]]
     thoughts = [part for part in parts if any("reason" in key for key in part)]
     assert thoughts == [dict.fromkeys(names, "a"), dict.fromkeys(names, "b")]
 
@@ -111,20 +109,20 @@ def thought(text: str) -> dict[str, Any]:
     return {"reasoning": text, "reasoning_content": text}
 
 
-def opened(index: int, key: str, name: str) -> dict[str, Any]:
+def call_start(index: int, key: str, name: str) -> dict[str, Any]:
     function = {"name": name, "arguments": ""}
     return {"tool_calls": [{"index": index, "id": key, "type": "function", "function": function}]}
 
 
-def argued(index: int, text: str) -> dict[str, Any]:
+def call_arguments(index: int, text: str) -> dict[str, Any]:
     return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-def called(key: str, name: str, arguments: str) -> dict[str, Any]:
+def tool_call(key: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": key, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-STOP, CALLS, CUT = (Finished(r, None, USAGE) for r in ("stop", "tool_calls", "length"))
+STOP, CALLS, CUT = (Finished(reason, None, USAGE) for reason in ("stop", "tool_calls", "length"))
 
 ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] = {
     # name: deltas, the deltas on the wire between role and finish, finish reason, the message
@@ -158,9 +156,9 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
     ),
     "only a call": (
         answer_deltas(call("f", '{"a"', ":1}"), end=CALLS),
-        [opened(0, FIRST, "f"), argued(0, '{"a"'), argued(0, ":1}"), {}],
+        [call_start(0, FIRST, "f"), call_arguments(0, '{"a"'), call_arguments(0, ":1}"), {}],
         "tool_calls",
-        {"content": None, "tool_calls": [called(FIRST, "f", '{"a":1}')]},
+        {"content": None, "tool_calls": [tool_call(FIRST, "f", '{"a":1}')]},
     ),
     "reasoning, preamble, two identical calls": (
         answer_deltas(
@@ -169,30 +167,30 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
         [
             thought("Hm"),
             {"content": "Look"},
-            opened(0, THIRD, "f"),
-            argued(0, "{}"),
-            opened(1, FOURTH, "f"),
-            argued(1, "{}"),
+            call_start(0, THIRD, "f"),
+            call_arguments(0, "{}"),
+            call_start(1, FOURTH, "f"),
+            call_arguments(1, "{}"),
             {},
         ],
         "tool_calls",
         {
             "content": "Look",
             **thought("Hm"),
-            "tool_calls": [called(THIRD, "f", "{}"), called(FOURTH, "f", "{}")],
+            "tool_calls": [tool_call(THIRD, "f", "{}"), tool_call(FOURTH, "f", "{}")],
         },
     ),
     "the line break waits for the later text, over a call": (
         answer_deltas(preamble("a"), call("f", "{}"), answer("b"), end=CALLS),
         [
             {"content": "a"},
-            opened(0, SECOND, "f"),
-            argued(0, "{}"),
+            call_start(0, SECOND, "f"),
+            call_arguments(0, "{}"),
             {"content": "\nb"},
             {},
         ],
         "tool_calls",
-        {"content": "a\nb", "tool_calls": [called(SECOND, "f", "{}")]},
+        {"content": "a\nb", "tool_calls": [tool_call(SECOND, "f", "{}")]},
     ),
     "a call of the server's without a result": (
         answer_deltas(message(Kind.SERVER_CALL, "{}", name="f"), answer("Hi"), end=STOP),
@@ -202,9 +200,9 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
     ),
     "cut inside a call": (
         answer_deltas(call("f", '{"a', complete=False), end=CUT),
-        [opened(0, FIRST, "f"), argued(0, '{"a'), {}],
+        [call_start(0, FIRST, "f"), call_arguments(0, '{"a'), {}],
         "length",
-        {"content": None, "tool_calls": [called(FIRST, "f", '{"a')]},
+        {"content": None, "tool_calls": [tool_call(FIRST, "f", '{"a')]},
     ),
     "cut while thinking": (
         answer_deltas(reasoning("Hm"), end=CUT),
@@ -220,22 +218,22 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str, dict[str, Any]]] =
         [
             {"content": '"\\\n\x00\u2028é'},
             {"content": "😀</script>"},
-            opened(0, SECOND, 'a"b'),
-            argued(0, '{"é":"\\u00e9"}'),
+            call_start(0, SECOND, 'a"b'),
+            call_arguments(0, '{"é":"\\u00e9"}'),
             {},
         ],
         "tool_calls",
         {
             "content": '"\\\n\x00\u2028é😀</script>',
-            "tool_calls": [called(SECOND, 'a"b', '{"é":"\\u00e9"}')],
+            "tool_calls": [tool_call(SECOND, 'a"b', '{"é":"\\u00e9"}')],
         },
     ),
 }
 
 
 @pytest.mark.parametrize(("deltas", "wire", "reason", "_"), ROWS.values(), ids=ROWS)
-def test_streamed(deltas: list[Delta], wire: list[Any], reason: str, _: object) -> None:
-    events = emitted(deltas)
+def test_row_is_streamed(deltas: list[Delta], wire: list[Any], reason: str, _: object) -> None:
+    events = stream_events(deltas)
     assert events[-1] == DONE
     assert events.count(DONE) == 1
     expected = [
@@ -247,12 +245,12 @@ def test_streamed(deltas: list[Delta], wire: list[Any], reason: str, _: object) 
         for delta in (ROLE, *wire)
     ]
     expected[-1]["choices"][0]["finish_reason"] = reason
-    assert chunks(events) == expected
+    assert parse_chunks(events) == expected
 
 
 @pytest.mark.parametrize(("deltas", "_", "reason", "expected"), ROWS.values(), ids=ROWS)
-def test_not_streamed(deltas: list[Delta], _: object, reason: str, expected: Any) -> None:
-    assert whole(deltas) == {
+def test_row_is_collected(deltas: list[Delta], _: object, reason: str, expected: Any) -> None:
+    assert collect(deltas) == {
         **SIGNED,
         "object": "chat.completion",
         "choices": [
@@ -268,11 +266,11 @@ def test_not_streamed(deltas: list[Delta], _: object, reason: str, expected: Any
 
 
 @pytest.mark.parametrize(("deltas", "wire", "reason", "_"), ROWS.values(), ids=ROWS)
-def test_usage_has_its_own_last_chunk(
+def test_usage_is_in_last_chunk(
     deltas: list[Delta], wire: list[Any], reason: str, _: object
 ) -> None:
-    *others, last = chunks(emitted(deltas, include_usage=True))
-    plain = chunks(emitted(deltas))
+    *others, last = parse_chunks(stream_events(deltas, include_usage=True))
+    plain = parse_chunks(stream_events(deltas))
     assert others == [{**chunk, "usage": None} for chunk in plain]
     assert all("usage" not in chunk for chunk in plain)
     assert last == {
@@ -284,10 +282,10 @@ def test_usage_has_its_own_last_chunk(
 
 
 @pytest.mark.parametrize(("deltas", "wire", "reason", "_"), ROWS.values(), ids=ROWS)
-def test_on_the_wire_a_chunk_is_one_ascii_line(
+def test_chunk_is_one_ascii_line(
     deltas: list[Delta], wire: list[Any], reason: str, _: object
 ) -> None:
-    for event in emitted(deltas, include_usage=True):
+    for event in stream_events(deltas, include_usage=True):
         assert event.data.isascii()
         assert len(event.data.splitlines()) == 1
         assert frame(event) == f"data: {event.data}\n\n"
@@ -322,16 +320,16 @@ FREEFORM = {
 }
 
 
-@pytest.mark.parametrize(("deltas", "wire", "given"), FREEFORM.values(), ids=FREEFORM)
-def test_a_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, given: str) -> None:
+@pytest.mark.parametrize(("deltas", "wire", "expected"), FREEFORM.values(), ids=FREEFORM)
+def test_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, expected: str) -> None:
     streaming = Emitter(INFO, stream=True, freeform=frozenset({"say"}))
     events = [event for delta in deltas for event in streaming.feed(delta)]
-    _, opening, *texts, _ = [chunk["choices"][0]["delta"] for chunk in chunks(events)]
+    _, opening, *texts, _ = [chunk["choices"][0]["delta"] for chunk in parse_chunks(events)]
     custom = {"name": "say", "input": ""}
     assert opening == {
         "tool_calls": [{"index": 0, "id": FIRST, "type": "custom", "custom": custom}]
     }
-    assert "".join(text["tool_calls"][0]["custom"]["input"] for text in texts) == given
+    assert "".join(text["tool_calls"][0]["custom"]["input"] for text in texts) == expected
     if wire is not None:
         assert texts == wire
 
@@ -339,17 +337,17 @@ def test_a_freeform_call_is_text(deltas: list[Delta], wire: list[Any] | None, gi
     for delta in deltas:
         collecting.feed(delta)
     assert collecting.result()["choices"][0]["message"]["tool_calls"] == [
-        {"id": FIRST, "type": "custom", "custom": {"name": "say", "input": given}}
+        {"id": FIRST, "type": "custom", "custom": {"name": "say", "input": expected}}
     ]
 
 
-def test_freeform_and_functions_stand_side_by_side() -> None:
+def test_freeform_and_function_calls_can_be_mixed() -> None:
     emitter = Emitter(INFO, stream=False, freeform=frozenset({"say"}))
     for delta in answer_deltas(call("say", '{"input":"a"}'), call("f", '{"input":"a"}'), end=CALLS):
         emitter.feed(delta)
     assert emitter.result()["choices"][0]["message"]["tool_calls"] == [
         {"id": FIRST, "type": "custom", "custom": {"name": "say", "input": "a"}},
-        called(SECOND, "f", '{"input":"a"}'),
+        tool_call(SECOND, "f", '{"input":"a"}'),
     ]
 
 
@@ -363,39 +361,39 @@ def test_reasoning_can_be_left_out(fields: dict[str, Any], stream: bool) -> None
     deltas = answer_deltas(reasoning("Hm"), preamble("a"), reasoning("So"), answer("b"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if stream:
-        texts = [chunk["choices"][0]["delta"] for chunk in chunks(events)]
+        texts = [chunk["choices"][0]["delta"] for chunk in parse_chunks(events)]
         assert texts == [ROLE, {"content": "a"}, {"content": "\nb"}, {}]
     else:
         message = emitter.result()["choices"][0]["message"]
         assert message == {"role": "assistant", "content": "a\nb", "refusal": None}
 
 
-def test_many_calls_have_as_many_ids() -> None:
-    answered = whole(answer_deltas(*(call("f", "{}") for _ in range(300)), end=CALLS))
-    ids = [each["id"] for each in answered["choices"][0]["message"]["tool_calls"]]
+def test_many_calls_have_different_ids() -> None:
+    document = collect(answer_deltas(*(call("f", "{}") for _ in range(300)), end=CALLS))
+    ids = [item["id"] for item in document["choices"][0]["message"]["tool_calls"]]
     assert len(set(ids)) == 300
-    assert {len(each) for each in ids} == {len("call_") + 24}
+    assert {len(key) for key in ids} == {len("call_") + 24}
 
 
-@pytest.mark.parametrize("begun", [0, 1, 3], ids=["at once", "after the role", "in the answer"])
-def test_a_failure_in_a_stream_is_an_error_and_the_end(begun: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 3], ids=["at once", "after the role", "in the answer"])
+def test_failure_in_stream_is_error_event_and_end(count: int) -> None:
     failure = OutputError("the engine died")
-    deltas = answer_deltas(answer("Hel"), end=STOP)[:begun]
-    *before, error, done = emitted([*deltas, Failed(failure)], include_usage=True)
-    assert before == emitted(deltas, include_usage=True)
+    deltas = answer_deltas(answer("Hel"), end=STOP)[:count]
+    *before, error, last = stream_events([*deltas, Failed(failure)], include_usage=True)
+    assert before == stream_events(deltas, include_usage=True)
     assert json.loads(error.data) == error_body(failure)
-    assert done == DONE
+    assert last == DONE
 
 
-def test_a_failure_not_streamed_is_raised() -> None:
+def test_failure_without_stream_is_raised() -> None:
     failure = HostError("the engine is gone")
     with pytest.raises(HostError) as caught:
-        whole(answer_deltas(answer("Hel"), end=Failed(failure)))
+        collect(answer_deltas(answer("Hel"), end=Failed(failure)))
     assert caught.value is failure
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None:
+def test_no_result_before_end_or_of_stream(stream: bool) -> None:
     emitter = Emitter(INFO, stream=stream)
     for delta in answer_deltas(answer("Hel"), end=STOP)[: None if stream else -1]:
         emitter.feed(delta)
@@ -405,7 +403,7 @@ def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None
 
 @pytest.mark.parametrize("include_usage", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_emitter_matches_the_request(stream: bool, include_usage: bool) -> None:
+def test_emitter_matches_request(stream: bool, include_usage: bool) -> None:
     body = {
         "model": "m",
         "messages": [{"role": "user", "content": "Hi"}],
@@ -415,10 +413,10 @@ def test_emitter_matches_the_request(stream: bool, include_usage: bool) -> None:
     emitter = read(body, Defaults()).emitter(INFO)
     deltas = answer_deltas(answer("Hel"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
-    assert events == (emitted(deltas, include_usage=include_usage) if stream else [])
+    assert events == (stream_events(deltas, include_usage=include_usage) if stream else [])
 
 
-def test_no_text_is_kept_while_streaming() -> None:
+def test_stream_keeps_no_text() -> None:
     emitter = Emitter(INFO, stream=True)
     for delta in answer_deltas(reasoning("a"), call("f", "b"), answer("c"), end=STOP):
         emitter.feed(delta)
@@ -448,7 +446,7 @@ def test_no_text_is_kept_while_streaming() -> None:
         (HarmonyFailure("no", status=504), "server_error", None, None),
     ],
 )
-def test_errors_have_openais_shape(
+def test_errors_have_openai_shape(
     error: HarmonyFailure, kind: str, param: str | None, code: str | None
 ) -> None:
     assert error_body(error) == {
@@ -457,32 +455,32 @@ def test_errors_have_openais_shape(
 
 
 @pytest.mark.parametrize("include_usage", [False, True])
-def test_choices_end_one_by_one_and_the_stream_after_all(include_usage: bool) -> None:
+def test_stream_ends_after_all_choices(include_usage: bool) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "n": 2, "stream": True}
     options = {"stream_options": {"include_usage": include_usage}}
     emitter = read({**body, **options}, Defaults()).emitter(INFO)
     assert isinstance(emitter, ChoicesEmitter)
     deltas: list[Delta | ChoiceDelta] = [
-        *(ChoiceDelta(0, each) for each in answer_deltas(call("f", "{}"), end=CALLS)),
-        *(ChoiceDelta(1, each) for each in answer_deltas(call("f", "{}"), end=CALLS)),
+        *(ChoiceDelta(0, delta) for delta in answer_deltas(call("f", "{}"), end=CALLS)),
+        *(ChoiceDelta(1, delta) for delta in answer_deltas(call("f", "{}"), end=CALLS)),
         Finished("stop", usage=USAGE),
     ]
     events = [event for delta in deltas for event in emitter.feed(delta)]
     assert events[-1] == DONE
-    sent = chunks(events)
+    chunks = parse_chunks(events)
     if include_usage:
-        last = sent.pop()
+        last = chunks.pop()
         assert (last["choices"], last["usage"]) == ([], USAGE_BODY)
-    found = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in sent]
+    sent_deltas = [(chunk["choices"][0]["index"], chunk["choices"][0]["delta"]) for chunk in chunks]
     second = "call_0123456789abcdef012310000"
-    assert found == [
+    assert sent_deltas == [
         (at, delta)
         for at, key in enumerate((FIRST, second))
-        for delta in (ROLE, opened(0, key, "f"), argued(0, "{}"), {})
+        for delta in (ROLE, call_start(0, key, "f"), call_arguments(0, "{}"), {})
     ]
 
 
-def test_choices_as_one_document_and_as_one_error() -> None:
+def test_choices_are_one_document_or_one_error() -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "n": 2}
     emitter, broken = (read(body, Defaults()).emitter(INFO) for _ in range(2))
     for at, text in enumerate("ab"):
@@ -491,8 +489,11 @@ def test_choices_as_one_document_and_as_one_error() -> None:
     assert emitter.feed(Finished("stop", usage=USAGE)) == []
     document = emitter.result()
     assert document["usage"] == USAGE_BODY
-    found = [(c["index"], c["message"]["content"], c["finish_reason"]) for c in document["choices"]]
-    assert found == [(0, "a", "stop"), (1, "b", "length")]
+    choices = [
+        (choice["index"], choice["message"]["content"], choice["finish_reason"])
+        for choice in document["choices"]
+    ]
+    assert choices == [(0, "a", "stop"), (1, "b", "length")]
     broken.feed(Failed(OutputError("no")))
     with pytest.raises(OutputError, match="no"):
         broken.result()

@@ -1,4 +1,4 @@
-"""Chat Completions, inwards: bodies on the left, turns (or the guilty field) on the right."""
+"""Requests of Chat Completions: bodies on the left, turns (or the invalid field) on the right."""
 
 from __future__ import annotations
 
@@ -47,15 +47,15 @@ SERVER = Defaults(
 )
 
 
-def request(defaults: Defaults | None = None, **fields: Any) -> ChatRequest:
+def read_request(defaults: Defaults | None = None, **fields: Any) -> ChatRequest:
     return read({"model": "m", "messages": HELLO, **fields}, defaults or Defaults())
 
 
-def turn(**fields: Any) -> Turn:
-    return request(**fields).turn
+def read_turn(**fields: Any) -> Turn:
+    return read_request(**fields).turn
 
 
-def guilty(body: object) -> RequestError:
+def error_of(body: object) -> RequestError:
     with pytest.raises(RequestError) as caught:
         read(body, Defaults())
     assert caught.value.status == 400
@@ -63,7 +63,7 @@ def guilty(body: object) -> RequestError:
 
 
 def text(*texts: str) -> list[dict[str, Any]]:
-    return [{"type": "text", "text": each} for each in texts]
+    return [{"type": "text", "text": content} for content in texts]
 
 
 def image() -> dict[str, Any]:
@@ -220,13 +220,13 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize(("message", "expected"), MESSAGES.values(), ids=MESSAGES)
-def test_a_message(message: dict[str, Any], expected: list[Any]) -> None:
-    assert turn(messages=[message]).messages == tuple(expected)
+def test_message_is_read(message: dict[str, Any], expected: list[Any]) -> None:
+    assert read_turn(messages=[message]).messages == tuple(expected)
 
 
-def test_results_name_their_own_place() -> None:
+def test_result_names_its_message() -> None:
     messages = [*HELLO, assistant(tool_calls=[call("{}")]), tool("42")]
-    assert turn(messages=messages).messages[-1] == Result("c1", "42", "messages[2]")
+    assert read_turn(messages=messages).messages[-1] == Result("c1", "42", "messages[2]")
 
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -401,8 +401,8 @@ TURNS = {
 
 
 @pytest.mark.parametrize(("fields", "expected"), TURNS.values(), ids=TURNS)
-def test_a_turn(fields: dict[str, Any], expected: Turn) -> None:
-    assert turn(**fields) == expected
+def test_fields_are_read_into_turn(fields: dict[str, Any], expected: Turn) -> None:
+    assert read_turn(**fields) == expected
 
 
 DEFAULTS = {
@@ -430,8 +430,8 @@ DEFAULTS = {
 
 
 @pytest.mark.parametrize(("fields", "expected"), DEFAULTS.values(), ids=DEFAULTS)
-def test_server_defaults_give_way_to_the_request(fields: dict[str, Any], expected: Turn) -> None:
-    assert request(SERVER, **fields).turn == expected
+def test_request_overrides_server_defaults(fields: dict[str, Any], expected: Turn) -> None:
+    assert read_request(SERVER, **fields).turn == expected
 
 
 @pytest.mark.parametrize(
@@ -455,7 +455,7 @@ def test_server_defaults_give_way_to_the_request(fields: dict[str, Any], expecte
     ],
 )
 def test_first_effort_field_applies(fields: dict[str, Any], effort: Effort) -> None:
-    assert request(SERVER, **fields).turn.effort is effort
+    assert read_request(SERVER, **fields).turn.effort is effort
 
 
 LOW, MEDIUM, HIGH = Effort
@@ -513,8 +513,8 @@ SILENT = Defaults(effort=LOW, thinking=False)
 def test_thinking_can_be_turned_off(
     server: Defaults, fields: dict[str, Any], expected: tuple[Effort, bool]
 ) -> None:
-    asked = request(server, **fields).turn
-    assert (asked.effort, asked.thinking) == expected
+    turn = read_request(server, **fields).turn
+    assert (turn.effort, turn.thinking) == expected
 
 
 @pytest.mark.parametrize(
@@ -529,11 +529,11 @@ def test_thinking_can_be_turned_off(
     ],
 )
 def test_stream_options_are_read(fields: dict[str, Any], stream: bool, include_usage: bool) -> None:
-    asked = request(**fields)
-    assert (asked.model, asked.stream, asked.include_usage) == ("m", stream, include_usage)
+    request = read_request(**fields)
+    assert (request.model, request.stream, request.include_usage) == ("m", stream, include_usage)
 
 
-# --- A turn of the assistant may come in several messages.
+# --- Several messages of the assistant may be one turn.
 
 R1, R2 = {"reasoning_content": "Hm."}, {"reasoning_content": "So."}
 RESULT = tool("42")
@@ -584,8 +584,8 @@ RUNS: dict[str, tuple[list[dict[str, Any]], list[Any]]] = {
 
 
 @pytest.mark.parametrize(("history", "expected"), RUNS.values(), ids=RUNS)
-def test_messages_of_the_assistant_in_a_row_are_one_turn(history: list[Any], expected: Any) -> None:
-    *before, _ = turn(messages=[*HELLO, *history]).messages
+def test_consecutive_assistant_messages_are_one_turn(history: list[Any], expected: Any) -> None:
+    *before, _ = read_turn(messages=[*HELLO, *history]).messages
     assert before == [User("Hello"), *expected]
 
 
@@ -626,13 +626,13 @@ CONTINUED: dict[str, tuple[list[dict[str, Any]], list[Any], str | None]] = {
     ],
     ids=["continue", "both", "no prompt"],
 )
-@pytest.mark.parametrize(("history", "read", "prefill"), CONTINUED.values(), ids=CONTINUED)
-def test_the_last_message_is_continued(
-    history: list[Any], read: list[Any], prefill: str | None, fields: dict[str, Any]
+@pytest.mark.parametrize(("history", "expected", "prefill"), CONTINUED.values(), ids=CONTINUED)
+def test_last_message_is_continued(
+    history: list[Any], expected: list[Any], prefill: str | None, fields: dict[str, Any]
 ) -> None:
-    asked = turn(messages=[*HELLO, *history], **fields)
-    assert list(asked.messages) == [User("Hello"), *read]
-    assert asked.prefill == prefill
+    turn = read_turn(messages=[*HELLO, *history], **fields)
+    assert list(turn.messages) == [User("Hello"), *expected]
+    assert turn.prefill == prefill
 
 
 @pytest.mark.parametrize(
@@ -644,10 +644,10 @@ def test_the_last_message_is_continued(
         {"add_generation_prompt": True},
     ],
 )
-def test_the_last_message_is_a_turn_of_its_own_otherwise(fields: dict[str, Any]) -> None:
-    asked = turn(messages=[*HELLO, assistant(content="It is")], **fields)
-    assert asked.messages[-1] == Answer("It is")
-    assert asked.prefill is None
+def test_last_message_is_an_answer_by_default(fields: dict[str, Any]) -> None:
+    turn = read_turn(messages=[*HELLO, assistant(content="It is")], **fields)
+    assert turn.messages[-1] == Answer("It is")
+    assert turn.prefill is None
 
 
 @pytest.mark.parametrize(
@@ -667,7 +667,7 @@ def test_the_last_message_is_a_turn_of_its_own_otherwise(fields: dict[str, Any])
     ],
 )
 def test_unsupported_continuation_is_refused(fields: dict[str, Any], last: Any, param: str) -> None:
-    assert guilty({"model": "m", "messages": [*HELLO, last], **fields}).param == param
+    assert error_of({"model": "m", "messages": [*HELLO, last], **fields}).param == param
 
 
 def test_legacy_calls_are_answered_by_name() -> None:
@@ -678,7 +678,7 @@ def test_legacy_calls_are_answered_by_name() -> None:
         assistant(function_call={"name": "f", "arguments": {"a": 1}}),
         {"role": "function", "name": "f", "content": [{"type": "image_url"}]},
     ]
-    assert turn(messages=messages).messages == (
+    assert read_turn(messages=messages).messages == (
         User("Hello"),
         Preamble("One."),
         Call("function_call_1", "f", "{}"),
@@ -688,16 +688,16 @@ def test_legacy_calls_are_answered_by_name() -> None:
     )
 
 
-def test_a_picture_in_an_earlier_message_is_left_out() -> None:
+def test_picture_in_earlier_message_is_left_out() -> None:
     look = {"role": "user", "content": [*text("Look:"), image(), *text("Well?")]}
-    asked = turn(messages=[look, assistant(content="No."), *HELLO, assistant(content="Hi.")])
-    assert asked.messages[0] == User("Look:\n[image left out: this model reads text only]\nWell?")
+    turn = read_turn(messages=[look, assistant(content="No."), *HELLO, assistant(content="Hi.")])
+    assert turn.messages[0] == User("Look:\n[image left out: this model reads text only]\nWell?")
 
 
-# --- What must be called, and what the answer must be.
+# --- Tool choices and response formats.
 
 TOOLS = [{"type": "function", "function": WEATHER}, SAY]
-SAID = {"type": "custom", "custom": {"name": "say"}}
+SAY_CHOICE = {"type": "custom", "custom": {"name": "say"}}
 
 
 def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
@@ -712,9 +712,9 @@ def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
         ("required", ToolChoice(required=True)),
         (CITY, ToolChoice(True, ("weather",))),
         ({"function": {"name": "weather"}}, ToolChoice(True, ("weather",))),
-        (SAID, ToolChoice(True, ("say",))),
+        (SAY_CHOICE, ToolChoice(True, ("say",))),
         (allowed("auto", CITY), ToolChoice(names=("weather",))),
-        (allowed("required", SAID, CITY, SAID), ToolChoice(True, ("say", "weather"))),
+        (allowed("required", SAY_CHOICE, CITY, SAY_CHOICE), ToolChoice(True, ("say", "weather"))),
         # as in Responses
         ({"type": "function", "name": "weather"}, ToolChoice(True, ("weather",))),
         ({"type": "custom", "name": "say"}, ToolChoice(True, ("say",))),
@@ -728,35 +728,37 @@ def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
         ),
     ],
 )
-def test_the_choice_leaves_all_tools_in_the_prompt(choice: Any, expected: ToolChoice) -> None:
-    asked = turn(tools=TOOLS, tool_choice=choice)
-    assert asked.tool_choice == expected
-    assert [tool.name for tool in asked.tools] == ["weather", "say"]
+def test_tool_choice_keeps_all_tools_in_prompt(choice: Any, expected: ToolChoice) -> None:
+    turn = read_turn(tools=TOOLS, tool_choice=choice)
+    assert turn.tool_choice == expected
+    assert [tool.name for tool in turn.tools] == ["weather", "say"]
 
 
 @pytest.mark.parametrize("kind", ["function", "custom"])
-def test_a_tool_is_chosen_by_its_kind_too(kind: str) -> None:
+def test_tool_choice_of_other_kind_is_refused(kind: str) -> None:
     name = "say" if kind == "function" else "weather"
     body = {"messages": HELLO, "tools": TOOLS, "tool_choice": {"type": kind, kind: {"name": name}}}
-    assert guilty({"model": "m", **body}).param == "tool_choice"
+    assert error_of({"model": "m", **body}).param == "tool_choice"
 
 
-def test_a_freeform_tool_has_its_grammar() -> None:
+def test_freeform_tool_has_its_grammar() -> None:
     grammar = {"syntax": "regex", "definition": "[a-z]+"}
     form = {"type": "grammar", "grammar": grammar}
-    (asked,) = turn(tools=[{"type": "custom", "custom": {"name": "say", "format": form}}]).tools
-    assert asked.syntax == Syntax("regex", "[a-z]+")
-    (free,) = turn(
+    (constrained,) = read_turn(
+        tools=[{"type": "custom", "custom": {"name": "say", "format": form}}]
+    ).tools
+    assert constrained.syntax == Syntax("regex", "[a-z]+")
+    (free,) = read_turn(
         tools=[{"type": "custom", "custom": {"name": "say", "format": {"type": "text"}}}]
     ).tools
     assert free.syntax is None
-    assert free.parameters == asked.parameters
+    assert free.parameters == constrained.parameters
 
 
 def test_freeform_calls_are_read_back() -> None:
-    made = {"id": "c1", "type": "custom", "custom": {"name": "say", "input": 'a "b"'}}
-    asked = turn(messages=[*HELLO, assistant(tool_calls=[made]), RESULT], tools=[SAY])
-    assert asked.messages[1] == Call("c1", "say", '{"input":"a \\"b\\""}')
+    freeform_call = {"id": "c1", "type": "custom", "custom": {"name": "say", "input": 'a "b"'}}
+    turn = read_turn(messages=[*HELLO, assistant(tool_calls=[freeform_call]), RESULT], tools=[SAY])
+    assert turn.messages[1] == Call("c1", "say", '{"input":"a \\"b\\""}')
 
 
 REGEX = ResponseFormat(strict=True, syntax=Syntax("regex", "a+"))
@@ -812,11 +814,11 @@ FORMATS: list[tuple[dict[str, Any], ResponseFormat]] = [
 
 @pytest.mark.parametrize(("fields", "expected"), FORMATS)
 def test_response_format_is_read(fields: dict[str, Any], expected: ResponseFormat) -> None:
-    assert turn(**fields).response_format == expected
+    assert read_turn(**fields).response_format == expected
 
 
-def answers(asked: Turn, text: str, policy: Policy = Policy.AUTO) -> bool:
-    grammar = grammar_of(asked, Names.of(asked), policy)
+def accepts(turn: Turn, text: str, policy: Policy = Policy.AUTO) -> bool:
+    grammar = grammar_of(turn, Names.of(turn), policy)
     assert grammar is not None
     matcher = compile_grammar(grammar).matcher()
     header = vocab.encoding().encode("<|channel|>final<|message|>", allowed_special="all")
@@ -827,19 +829,19 @@ CHOSEN = ["a\nb", "a\tb", "a\r\nb", "a\\nb", "a\\", "a/b", "\\/", "(", "#a b", "
 
 
 @pytest.mark.parametrize("chosen", CHOSEN)
-def test_a_choice_may_be_any_text(chosen: str) -> None:
+def test_guided_choice_may_be_any_text(chosen: str) -> None:
     for fields in ({"guided_choice": [chosen, "z"]}, {"structured_outputs": {"choice": [chosen]}}):
-        assert answers(turn(**fields), chosen)
-        assert not answers(turn(**fields), "b")
+        assert accepts(read_turn(**fields), chosen)
+        assert not accepts(read_turn(**fields), "b")
 
 
 @pytest.mark.parametrize("regex", ["a\nb", "a\\\nb", r"a\nb", "a[\n]b"])
-def test_a_regex_may_have_a_line_feed(regex: str) -> None:
-    assert answers(turn(guided_regex=regex), "a\nb")
+def test_regex_may_contain_line_feed(regex: str) -> None:
+    assert accepts(read_turn(guided_regex=regex), "a\nb")
 
 
-LOOKING = {"type": "string", "pattern": "^(?!x)"}
-ITS = {"type": "object", "properties": {"a": LOOKING}}
+LOOK_AHEAD = {"type": "string", "pattern": "^(?!x)"}
+LOOK_AHEAD_OBJECT = {"type": "object", "properties": {"a": LOOK_AHEAD}}
 
 
 @pytest.mark.parametrize(
@@ -847,10 +849,10 @@ ITS = {"type": "object", "properties": {"a": LOOKING}}
     [
         ({"guided_regex": "(?!x)"}, Policy.AUTO, False),
         ({"guided_grammar": "start: (\"a\""}, Policy.AUTO, False),
-        ({"guided_json": LOOKING}, Policy.AUTO, False),
-        ({"structured_outputs": {"json": LOOKING}}, Policy.AUTO, False),
+        ({"guided_json": LOOK_AHEAD}, Policy.AUTO, False),
+        ({"structured_outputs": {"json": LOOK_AHEAD}}, Policy.AUTO, False),
         (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": LOOKING}}},
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": LOOK_AHEAD}}},
             Policy.STRICT,
             False,
         ),
@@ -858,7 +860,7 @@ ITS = {"type": "object", "properties": {"a": LOOKING}}
             {
                 "response_format": {
                     "type": "json_schema",
-                    "json_schema": {"schema": LOOKING, "strict": True},
+                    "json_schema": {"schema": LOOK_AHEAD, "strict": True},
                 }
             },
             Policy.AUTO,
@@ -866,29 +868,29 @@ ITS = {"type": "object", "properties": {"a": LOOKING}}
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "strict": True,
-                                                         "parameters": ITS}}]},
+                                                         "parameters": LOOK_AHEAD_OBJECT}}]},
             Policy.AUTO,
             True,
         ),
     ],
 )  # fmt: skip
-def test_leaving_strict_out_is_advised_where_it_is_there(
+def test_strict_false_is_advised_only_where_strict_was_set(
     fields: dict[str, Any], policy: Policy, hint: bool
 ) -> None:
-    with pytest.raises(RequestError) as refused:
-        answers(turn(**fields), "", policy)
-    assert ("set strict to false" in refused.value.message) == hint
+    with pytest.raises(RequestError) as caught:
+        accepts(read_turn(**fields), "", policy)
+    assert ("set strict to false" in caught.value.message) == hint
 
 
 @pytest.mark.parametrize("field", ["response_format", "guided_regex", "structured_outputs"])
-def test_there_is_one_format(field: str) -> None:
+def test_second_format_is_refused(field: str) -> None:
     others = {
         "response_format": {"type": "json_object"},
         "guided_regex": "a",
         "structured_outputs": {"choice": ["a"]},
     }
     del others[field]
-    assert guilty({"model": "m", "messages": HELLO, **others}).code == "invalid_value"
+    assert error_of({"model": "m", "messages": HELLO, **others}).code == "invalid_value"
 
 
 @pytest.mark.parametrize(
@@ -906,19 +908,21 @@ def test_there_is_one_format(field: str) -> None:
         ({"reasoning": {"enabled": False}}, None, False),
     ],
 )
-def test_reasoning_has_a_budget(fields: dict[str, Any], budget: int | None, thinking: bool) -> None:
-    asked = turn(**fields)
-    assert (asked.limits.reasoning_tokens, asked.thinking) == (budget, thinking)
+def test_reasoning_budget_is_read(
+    fields: dict[str, Any], budget: int | None, thinking: bool
+) -> None:
+    turn = read_turn(**fields)
+    assert (turn.limits.reasoning_tokens, turn.thinking) == (budget, thinking)
 
 
-def test_an_answer_may_have_to_be_long() -> None:
-    assert turn(min_tokens=7).limits == OutputLimits(min_tokens=7)
+def test_min_tokens_is_read() -> None:
+    assert read_turn(min_tokens=7).limits == OutputLimits(min_tokens=7)
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_requests_of_opencode_are_read(turns: int) -> None:
     recorded = json.loads((DATA / f"opencode-chat-turn{turns}.json").read_text())["body"]
-    asked = read(recorded, Defaults())
+    request = read(recorded, Defaults())
     loop = (
         Reasoning("I should run the shell."),
         Preamble("Running the command."),
@@ -930,15 +934,15 @@ def test_requests_of_opencode_are_read(turns: int) -> None:
         Result("call_c895c7ba8bd246df930ceea5", "marker-42\n", "messages[3]"),
     )
     start = (Instructions("(9540 characters of text)"), User('"Please run it"'))
-    assert asked.turn.messages == (start if turns == 1 else start + loop)
-    assert asked.turn.limits == OutputLimits(8192)
-    assert [tool.name for tool in asked.turn.tools][:2] == ["bash", "edit"]
-    assert len(asked.turn.tools) == 10
-    assert asked.stream
-    assert asked.include_usage
+    assert request.turn.messages == (start if turns == 1 else start + loop)
+    assert request.turn.limits == OutputLimits(8192)
+    assert [tool.name for tool in request.turn.tools][:2] == ["bash", "edit"]
+    assert len(request.turn.tools) == 10
+    assert request.stream
+    assert request.include_usage
 
 
-INFINITE = float("1e999")  # what JSON reads it as
+INFINITE = float("1e999")  # as JSON is parsed
 
 BAD_FIELDS = [
     # field, value, the field that is named
@@ -1137,8 +1141,8 @@ BAD_FIELDS = [
 
 
 @pytest.mark.parametrize(("field", "value", "param"), BAD_FIELDS)
-def test_a_bad_field_is_named(field: str, value: Any, param: str) -> None:
-    error = guilty({"model": "m", "messages": HELLO, field: value})
+def test_invalid_field_is_named(field: str, value: Any, param: str) -> None:
+    error = error_of({"model": "m", "messages": HELLO, field: value})
     assert error.param == param
 
 
@@ -1227,8 +1231,8 @@ BAD_MESSAGES = {
 
 
 @pytest.mark.parametrize(("message", "param"), BAD_MESSAGES.values(), ids=BAD_MESSAGES)
-def test_a_bad_message_is_named(message: dict[str, Any], param: str) -> None:
-    error = guilty({"model": "m", "messages": [*HELLO, message]})
+def test_invalid_message_is_named(message: dict[str, Any], param: str) -> None:
+    error = error_of({"model": "m", "messages": [*HELLO, message]})
     assert error.param == param
 
 
@@ -1245,7 +1249,7 @@ def nested(depth: int) -> dict[str, Any]:
     ids=["null", "true", "int", "float", "str", "list", "nested list", "empty", "deep", "long"],
 )
 def test_body_of_another_type_is_refused(body: object) -> None:
-    guilty(body)
+    error_of(body)
 
 
 @pytest.mark.parametrize(
@@ -1293,7 +1297,7 @@ def test_body_of_another_type_is_refused(body: object) -> None:
     ],
 )
 def test_errors_say_what_is_wrong(fields: dict[str, Any], message: str, code: str | None) -> None:
-    error = guilty({"model": "m", "messages": HELLO, **fields})
+    error = error_of({"model": "m", "messages": HELLO, **fields})
     assert (error.message, error.code) == (message, code)
 
 
@@ -1368,13 +1372,13 @@ GOOD_BODY = st.fixed_dictionaries(
 
 
 @given(GOOD_BODY)
-def test_any_good_body_is_a_turn_that_can_be_encoded(body: dict[str, Any]) -> None:
+def test_any_valid_body_is_an_encodable_turn(body: dict[str, Any]) -> None:
     document = asdict(read(body, Defaults()).turn)
-    json.dumps(document, ensure_ascii=False).encode()  # no half of a surrogate pair is left
+    json.dumps(document, ensure_ascii=False).encode()  # no lone surrogate is left
 
 
 @given(JSON | BODY)
-def test_any_json_is_a_request_or_a_request_error(body: object) -> None:
+def test_any_json_is_request_or_request_error(body: object) -> None:
     with suppress(RequestError):
-        asked = read(body, Defaults())
-        json.dumps(asdict(asked.turn), ensure_ascii=False).encode()
+        request = read(body, Defaults())
+        json.dumps(asdict(request.turn), ensure_ascii=False).encode()

@@ -1,6 +1,6 @@
-"""A conversation through an API, turn by turn: each prompt goes on where the model stopped.
+"""Conversations through each API, turn by turn: each prompt continues the output before it.
 
-What the model generates is a row; what the client sends back is what the API showed it.
+The model generates rows, and the client sends back what the API showed it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DEFAULTS = Defaults(date="2026-01-01")
 
 
 class Plain:
-    """A cipher that everybody can read."""
+    """A cipher that does not encrypt."""
 
     def encrypt(self, text: str) -> str:
         return f"encrypted:{text}"
@@ -55,31 +55,31 @@ def text_of(ids: Sequence[int]) -> str:
     return vocab.encoding().decode(list(ids))
 
 
-# --- Clients: what was said to the model so far, and what they make of an answer.
+# --- Clients: the conversation so far, and what they keep of an answer.
 
 
 class Client:
-    """Speaks one API, and keeps of the answers what that API's agents keep."""
+    """Uses one API, and keeps the parts of an answer that agents of this API keep."""
 
     def __init__(self) -> None:
         self.conversation: list[dict[str, Any]] = []
         self.open_calls: list[str] = []
 
-    def asked(self) -> Any:
+    def request(self) -> Any:
         raise NotImplementedError
 
-    def hears(self, document: dict[str, Any]) -> None:
+    def receive(self, document: dict[str, Any]) -> None:
         raise NotImplementedError
 
-    def speaks(self, text: str) -> None:
-        """Answers every call with ``text``, or says it as the user."""
+    def speak(self, text: str) -> None:
+        """Send ``text`` as the result of every open call or, without one, as the user."""
         results = [self.result(key, text) for key in self.open_calls]
-        self.say(results) if results else self.conversation.append(
+        self.send_results(results) if results else self.conversation.append(
             {"role": "user", "content": text}
         )
         self.open_calls = []
 
-    def say(self, results: list[dict[str, Any]]) -> None:
+    def send_results(self, results: list[dict[str, Any]]) -> None:
         self.conversation += results
 
     def result(self, key: str, text: str) -> dict[str, Any]:
@@ -87,28 +87,28 @@ class Client:
 
 
 class ChatClient(Client):
-    """Sends no reasoning back, as most do, and the content of calls as null."""
+    """Sends back no reasoning, like most clients, and null as the content of calls."""
 
-    def asked(self) -> Any:
+    def request(self) -> Any:
         tool = {"type": "function", "function": {"name": "x"}}
         return chat.read({"model": "m", "messages": self.conversation, "tools": [tool]}, DEFAULTS)
 
-    def hears(self, document: dict[str, Any]) -> None:
+    def receive(self, document: dict[str, Any]) -> None:
         message = document["choices"][0]["message"]
-        kept = {name: message.get(name) for name in ("role", "content", "tool_calls")}
+        echo = {name: message.get(name) for name in ("role", "content", "tool_calls")}
         self.open_calls = [call["id"] for call in message.get("tool_calls") or ()]
-        if kept["content"] or self.open_calls:
-            self.conversation.append(kept)
+        if echo["content"] or self.open_calls:
+            self.conversation.append(echo)
 
     def result(self, key: str, text: str) -> dict[str, Any]:
         return {"role": "tool", "tool_call_id": key, "content": text}
 
 
 class ReasoningChatClient(ChatClient):
-    """Sends back what it was given, and writes the arguments anew."""
+    """Sends back reasoning, too, and formats arguments anew."""
 
-    def hears(self, document: dict[str, Any]) -> None:
-        super().hears(document)
+    def receive(self, document: dict[str, Any]) -> None:
+        super().receive(document)
         message = document["choices"][0]["message"]
         if self.conversation and self.conversation[-1]["role"] == "assistant":
             self.conversation[-1] |= {"reasoning_content": message.get("reasoning_content")}
@@ -121,34 +121,34 @@ class ReasoningChatClient(ChatClient):
 
 
 class SplittingChatClient(ChatClient):
-    """Gives back what it was given in as many messages as it has parts."""
+    """Sends each part of an answer back in a message of its own."""
 
-    def hears(self, document: dict[str, Any]) -> None:
+    def receive(self, document: dict[str, Any]) -> None:
         before = len(self.conversation)
-        super().hears(document)
-        for whole in self.conversation[before:]:
+        super().receive(document)
+        for message in self.conversation[before:]:
             del self.conversation[before:]
-            if whole["content"]:
-                self.conversation.append({"role": "assistant", "content": whole["content"]})
-            for call in whole["tool_calls"] or ():
+            if message["content"]:
+                self.conversation.append({"role": "assistant", "content": message["content"]})
+            for call in message["tool_calls"] or ():
                 self.conversation.append({"role": "assistant", "tool_calls": [call]})
 
 
 class FreeformChatClient(ChatClient):
-    """Declares its tool as one that takes text."""
+    """Declares its tool as freeform."""
 
-    def asked(self) -> Any:
+    def request(self) -> Any:
         tool = {"type": "custom", "custom": {"name": "x"}}
         return chat.read({"model": "m", "messages": self.conversation, "tools": [tool]}, DEFAULTS)
 
 
 class MessagesClient(Client):
-    def asked(self) -> Any:
+    def request(self) -> Any:
         tool = {"name": "x", "input_schema": {"type": "object"}}
         body = {"model": "m", "max_tokens": 999, "messages": self.conversation, "tools": [tool]}
         return messages.read(body, DEFAULTS, Plain())
 
-    def hears(self, document: dict[str, Any]) -> None:
+    def receive(self, document: dict[str, Any]) -> None:
         content = document["content"]
         self.open_calls = [block["id"] for block in content if block["type"] == "tool_use"]
         if any(block["type"] != "thinking" for block in content):
@@ -157,22 +157,24 @@ class MessagesClient(Client):
     def result(self, key: str, text: str) -> dict[str, Any]:
         return {"type": "tool_result", "tool_use_id": key, "content": text}
 
-    def say(self, results: list[dict[str, Any]]) -> None:
+    def send_results(self, results: list[dict[str, Any]]) -> None:
         self.conversation.append({"role": "user", "content": results})
 
 
 class ResponsesClient(Client):
     """Sends the items back without their ids and without reasoning."""
 
-    def asked(self) -> Any:
+    def request(self) -> Any:
         tool = {"type": "function", "name": "x", "parameters": None, "strict": False}
         body = {"model": "m", "input": self.conversation, "tools": [tool], "store": False}
         return responses.read(body, DEFAULTS, Plain())
 
-    def hears(self, document: dict[str, Any]) -> None:
-        kept = [item for item in document["output"] if item["type"] != "reasoning"]
-        self.open_calls = [item["call_id"] for item in kept if item["type"] == "function_call"]
-        self.conversation += [{k: v for k, v in item.items() if k != "id"} for item in kept]
+    def receive(self, document: dict[str, Any]) -> None:
+        items = [item for item in document["output"] if item["type"] != "reasoning"]
+        self.open_calls = [item["call_id"] for item in items if item["type"] == "function_call"]
+        self.conversation += [
+            {key: value for key, value in item.items() if key != "id"} for item in items
+        ]
 
     def result(self, key: str, text: str) -> dict[str, Any]:
         return {"type": "function_call_output", "call_id": key, "output": text}
@@ -187,18 +189,18 @@ CLIENTS = [
 ]
 
 
-# --- A server, without one.
+# --- The server's part of a turn.
 
 
-def answered(
+def run_turn(
     client: Client, row: Row, key: int, view: ReplayScope | None
 ) -> tuple[StreamingHarmonyContext, dict[str, Any]]:
-    """The turn that generates ``row`` for what ``client`` asks, remembered; and its answer."""
-    asked = client.asked()
+    """Generate ``row`` for the client's request, and remember it; the context and the document."""
+    request = client.request()
     renderer: Callable[[Turn], Rendered] = partial(render, replay=view)
     info = ResponseInfo(f"{key:020x}" + "0" * 12, 0, "m")
-    context = StreamingHarmonyContext(asked.turn, info, renderer)
-    emitter = asked.emitter(info)
+    context = StreamingHarmonyContext(request.turn, info, renderer)
+    emitter = request.emitter(info)
     deltas: list[Delta] = context.start()
     deltas += context.append_output(ids_of(row.output))
     deltas += context.finish("length" if row.cut else "stop")
@@ -206,13 +208,13 @@ def answered(
         emitter.feed(delta)
     for output in context.outputs:
         if view is not None:
-            echoed = tuple(map(asked.echoed, output.messages))
+            echoed = tuple(map(request.echoed, output.messages))
             view.remember(replace(output, messages=echoed))
     return context, emitter.result()
 
 
-def is_whole(row: Row) -> bool:
-    """Whether all that was generated can be placed again."""
+def is_replayable(row: Row) -> bool:
+    """Whether all of the output can be replayed."""
     transcript = "<|call|>" in row.output[: -len("<|call|>")]
     behind = any(row.output.find(end) not in (-1, len(row.output) - len(end)) for end in ENDS)
     last = row.output.rpartition("<|end|>")[2]
@@ -223,30 +225,32 @@ def is_whole(row: Row) -> bool:
 
 ENDS = ("<|return|>", "<|endoftext|>")
 PLAIN = [
-    row for row in ROWS if not (row.stop or row.one_call) and row.tools == ("x",) and is_whole(row)
+    row
+    for row in ROWS
+    if not (row.stop or row.one_call) and row.tools == ("x",) and is_replayable(row)
 ]
 SHOWN = [row for row in PLAIN if any(part[0] != "reasoning" for part in row.expected)]
-LOOPS = [row for row in SHOWN if any(p[0] == "call" for p in row.expected) and not row.cut]
+LOOPS = [row for row in SHOWN if any(part[0] == "call" for part in row.expected) and not row.cut]
 CALLS = [row for row in LOOPS if all(part[0] != "answer" for part in row.expected)]
 
 
 def converse(
     client: Client, rows: Sequence[Row], view: ReplayScope | None
 ) -> list[tuple[int, ...]]:
-    """Everything that was prompted and generated, a sequence for each turn, and the last prompt."""
-    client.speaks("Go.")
-    seen = []
+    """The ids of prompt and output of each turn, and the last prompt."""
+    client.speak("Go.")
+    sequences = []
     for key, row in enumerate(rows, 1):
-        context, document = answered(client, row, key, view)
-        seen.append(context.render_for_completion())
-        client.hears(document)
-        client.speaks(f"Result {key}.")
-    return [*seen, render(client.asked().turn, replay=view).ids]
+        context, document = run_turn(client, row, key, view)
+        sequences.append(context.render_for_completion())
+        client.receive(document)
+        client.speak(f"Result {key}.")
+    return [*sequences, render(client.request().turn, replay=view).ids]
 
 
 def without_terminator(ids: Sequence[int]) -> tuple[int, ...]:
-    ended = ids[-1] in (vocab.RETURN, vocab.ENDOFTEXT)
-    return tuple(ids[:-1] if ended else ids)
+    terminated = ids[-1] in (vocab.RETURN, vocab.ENDOFTEXT)
+    return tuple(ids[:-1] if terminated else ids)
 
 
 @pytest.mark.parametrize("client", [*CLIENTS, FreeformChatClient])
@@ -279,8 +283,8 @@ def test_prompts_of_any_loop_extend_each_other(client: type[Client], rows: list[
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
-def test_every_api_comes_to_the_same_prompts(rows: list[Row]) -> None:
-    """As soon as replay knows what the contents were: Chat joins them."""
+def test_every_api_gives_same_prompts(rows: list[Row]) -> None:
+    """With replay, which knows the contents that Chat joins."""
     histories = [converse(client(), rows, Replay(MIB).view("m")) for client in CLIENTS]
     assert all(history == histories[0] for history in histories)
 
@@ -288,16 +292,16 @@ def test_every_api_comes_to_the_same_prompts(rows: list[Row]) -> None:
 @settings(max_examples=examples(60))
 @given(st.sampled_from(CLIENTS), st.lists(st.sampled_from(SHOWN), min_size=1, max_size=6))
 def test_answered_turns_lose_their_reasoning(client: type[Client], rows: list[Row]) -> None:
-    """A6 on what was generated: behind the last answer all of it stands, before it none."""
+    """A6 for generated turns: reasoning before the last answer is dropped."""
     answer = next(row for row in SHOWN if row.id == "reasoning, answer")
     *_, last = converse(client(), [*rows, answer], Replay(MIB).view("m"))
     assert "<|channel|>analysis<|message|>" not in text_of(last)
 
 
-KEPT = ' to=functions.x<|channel|>commentary code<|message|>{"a": 1}<|call|>'
-THOUGHT = Row(
+CALL_OUTPUT = ' to=functions.x<|channel|>commentary code<|message|>{"a": 1}<|call|>'
+REASONING_AND_CALL = Row(
     "reasoning, call in another form",
-    f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{KEPT}",
+    f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{CALL_OUTPUT}",
     (("reasoning", "Hm."), ("call", "x", '{"a": 1}')),
 )
 
@@ -305,17 +309,17 @@ THOUGHT = Row(
 @pytest.mark.parametrize("client", CLIENTS)
 def test_turn_without_reasoning_is_unchanged(client: type[Client]) -> None:
     answer = next(row for row in SHOWN if row.id == "reasoning, answer")
-    first, *_, last = converse(client(), [THOUGHT, answer], Replay(MIB).view("m"))
-    asked = text_of(first).removesuffix(THOUGHT.output)
-    assert text_of(last).startswith(f"{asked}{KEPT}<|start|>functions.x to=assistant")
+    first, *_, last = converse(client(), [REASONING_AND_CALL, answer], Replay(MIB).view("m"))
+    prompt = text_of(first).removesuffix(REASONING_AND_CALL.output)
+    assert text_of(last).startswith(f"{prompt}{CALL_OUTPUT}<|start|>functions.x to=assistant")
 
 
 @pytest.mark.parametrize("client", CLIENTS)
 @pytest.mark.parametrize("row", SHOWN, ids=lambda row: row.id)
-def test_without_replay_a_prompt_is_what_the_client_sent(client: type[Client], row: Row) -> None:
-    spoken = client()
-    *_, last = converse(spoken, [row, row], None)
-    assert last == render(spoken.asked().turn, Replay(MIB).view("m")).ids
+def test_prompt_without_replay_is_rendered_from_request(client: type[Client], row: Row) -> None:
+    instance = client()
+    *_, last = converse(instance, [row, row], None)
+    assert last == render(instance.request().turn, Replay(MIB).view("m")).ids
 
 
 # --- Segments, for any output.
@@ -336,11 +340,11 @@ TOKENS = st.one_of(
     st.sampled_from([*CONTROL, vocab.CONSTRAIN, vocab.ENDOFTEXT, vocab.STARTOFTEXT, 201_050]),
     st.sampled_from([token for word in WORDS for token in vocab.encode(word)]),
 )
-ASKED = Turn((User("Go."),), (Tool("x"),))
+TURN = Turn((User("Go."),), (Tool("x"),))
 
 
-def generated(ids: Sequence[int], cut: bool, chunks: int = 0) -> StreamingHarmonyContext:
-    context = StreamingHarmonyContext(ASKED, ResponseInfo("1" * 32, 0, "m"))
+def generate(ids: Sequence[int], cut: bool, chunks: int = 0) -> StreamingHarmonyContext:
+    context = StreamingHarmonyContext(TURN, ResponseInfo("1" * 32, 0, "m"))
     for start in range(0, len(ids), chunks or max(len(ids), 1)):
         context.append_output(ids[start : start + (chunks or len(ids))])
     context.finish("length" if cut else "stop")
@@ -349,11 +353,11 @@ def generated(ids: Sequence[int], cut: bool, chunks: int = 0) -> StreamingHarmon
 
 @settings(max_examples=examples(400))
 @given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 3))
-def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int) -> None:
-    context = generated(ids, cut, chunks)
+def test_segments_concatenate_to_output(ids: list[int], cut: bool, chunks: int) -> None:
+    context = generate(ids, cut, chunks)
     whole = context.render_for_completion()
     if not context.messages[1:]:
-        assert not context.outputs  # there is nothing to be placed
+        assert not context.outputs  # there is nothing to replay
         return
     (output,) = context.outputs
     assert output.messages == context.messages[1:]
@@ -365,40 +369,40 @@ def test_segments_are_the_output_in_a_row(ids: list[int], cut: bool, chunks: int
         behind_one = output.ids[begin - 1] in (vocab.END, vocab.CALL)
         assert behind_one or output.ids[begin] in (vocab.START, vocab.CHANNEL)
     assert len(segments) == len(output.messages)
-    placed = [token for segment in segments for token in segment]
+    replayed = [token for segment in segments for token in segment]
     body = [*opening(), *without_terminator(whole[len(whole) - len(output.ids) + 2 :])]
-    shorter = body[: len(placed) - (placed[-1] in (vocab.END, vocab.CALL))]
+    shorter = body[: len(replayed) - (replayed[-1] in (vocab.END, vocab.CALL))]
     omitted = body[len(shorter) :]
-    assert placed[: len(shorter)] == shorter
+    assert replayed[: len(shorter)] == shorter
     assert vocab.MESSAGE not in omitted  # only a header that was cut
-    assert placed[-1] in (vocab.END, vocab.CALL)
-    added = body[: len(placed)] != placed
+    assert replayed[-1] in (vocab.END, vocab.CALL)
+    added = body[: len(replayed)] != replayed
     if added and output.ids[-1] not in (vocab.RETURN, vocab.ENDOFTEXT):
-        assert placed[-2] not in (vocab.START, vocab.CHANNEL)  # nothing of a header before it
+        assert replayed[-2] not in (vocab.START, vocab.CHANNEL)  # nothing of a header before it
 
 
 @settings(max_examples=examples(200))
 @given(st.lists(TOKENS, max_size=40), st.booleans(), st.integers(1, 7))
-def test_any_chunks_give_the_same_output(ids: list[int], cut: bool, chunks: int) -> None:
-    """As far as the model's turn goes: no chunk goes on behind its end here."""
+def test_chunking_does_not_change_outputs(ids: list[int], cut: bool, chunks: int) -> None:
+    """Up to the end of the turn, so that no chunk continues after it."""
     ends = (at for at, token in enumerate(ids) if token in vocab.TURN_ENDS)
     ids = ids[: next(ends, len(ids)) + 1]
-    assert generated(ids, cut, chunks).outputs == generated(ids, cut).outputs
+    assert generate(ids, cut, chunks).outputs == generate(ids, cut).outputs
 
 
 @settings(max_examples=examples(200))
 @given(st.lists(TOKENS, max_size=40), st.booleans())
-def test_a_segment_is_read_as_its_message(ids: list[int], cut: bool) -> None:
-    """Each one that stands alone, between others: junk behind it is none before a ``<|start|>``."""
-    for output in generated(ids, cut).outputs:
+def test_segment_is_parsed_as_its_message(ids: list[int], cut: bool) -> None:
+    """Segments that begin with a header are parsed alone, before a ``<|start|>``."""
+    for output in generate(ids, cut).outputs:
         for message, segment in zip(output.messages, _spans(output), strict=False):
             if segment[:2] == tuple(opening()):
-                conversation = generated([*segment[2:], vocab.START], False).messages[1:]
-                assert [type(one) for one in conversation] == [type(message)]
+                conversation = generate([*segment[2:], vocab.START], False).messages[1:]
+                assert [type(parsed) for parsed in conversation] == [type(message)]
 
 
-def test_tools_of_the_server_make_several_outputs() -> None:
-    context = StreamingHarmonyContext(ASKED, ResponseInfo("1" * 32, 0, "m"))
+def test_tool_output_splits_turn_into_outputs() -> None:
+    context = StreamingHarmonyContext(TURN, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>analysis to=functions.x code<|message|>{}<|call|>"))
     call = context.messages[-1]
     assert isinstance(call, Call)
@@ -415,7 +419,7 @@ def test_tools_of_the_server_make_several_outputs() -> None:
     )
 
 
-def test_turn_with_a_stop_string_is_not_recorded() -> None:
+def test_turn_with_stop_string_is_not_recorded() -> None:
     turn = Turn((User("Go."),), limits=OutputLimits(stop=("two",)))
     context = StreamingHarmonyContext(turn, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>final<|message|>one two three"))
@@ -432,12 +436,12 @@ def test_prefilled_turn_is_not_recorded() -> None:
     assert context.outputs == ()
 
 
-def test_an_output_is_not_there_before_it_has_ended() -> None:
-    context = StreamingHarmonyContext(ASKED, ResponseInfo("1" * 32, 0, "m"))
+def test_unfinished_turn_has_no_output() -> None:
+    context = StreamingHarmonyContext(TURN, ResponseInfo("1" * 32, 0, "m"))
     context.append_output(ids_of("<|channel|>analysis<|message|>Hm.<|end|>"))
     assert context.outputs == ()
     context.finish("stop")
     ids = (*opening(), *ids_of("<|channel|>analysis<|message|>Hm.<|end|>"))
     assert context.outputs == (
-        Output(ASKED.messages, (Reasoning("Hm."),), ids, begins=(0,), ended=len(ids)),
+        Output(TURN.messages, (Reasoning("Hm."),), ids, begins=(0,), ended=len(ids)),
     )

@@ -1,4 +1,4 @@
-"""What goes over the wire: JSON that is the same however it is written, one event per frame."""
+"""The wire format: the same JSON however it is written, and one event per frame."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DOCUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("document", DOCUMENTS.values(), ids=DOCUMENTS)
-def test_in_parts_it_is_the_same(document: Any) -> None:
+def test_json_in_chunks_is_the_same(document: Any) -> None:
     assert is_quick_to_write(document) == (document is DOCUMENTS["little"])
     assert encode_in_chunks(document) == encode(document)
     assert "\n" not in encode(document)
 
 
-def test_a_string_alone() -> None:
+def test_quoted_string_is_json() -> None:
     assert json.loads(quote(LONG)) == LONG
 
 

@@ -1,4 +1,4 @@
-"""Freeform input: arguments on the left, what the tool is given on the right."""
+"""Freeform input: the arguments of a call on the left, the text for the tool on the right."""
 
 from __future__ import annotations
 
@@ -74,17 +74,17 @@ ROWS = {
 }  # fmt: skip
 
 
-def unwrapped(*pieces: str) -> str:
+def unwrap(*pieces: str) -> str:
     freeform = FreeformInput()
     return "".join([*map(freeform.feed, pieces), freeform.close()])
 
 
 @pytest.mark.parametrize(("arguments", "expected"), ROWS.values(), ids=ROWS)
-def test_unwrapped(arguments: str, expected: str) -> None:
-    assert unwrapped(arguments) == expected
+def test_arguments_are_unwrapped(arguments: str, expected: str) -> None:
+    assert unwrap(arguments) == expected
     for cut in range(len(arguments)):
-        assert unwrapped(arguments[:cut], arguments[cut:]) == expected
-    assert unwrapped(*arguments) == expected
+        assert unwrap(arguments[:cut], arguments[cut:]) == expected
+    assert unwrap(*arguments) == expected
 
 
 @given(st.text(), st.booleans(), st.lists(st.integers(0, 60)))
@@ -93,7 +93,7 @@ def test_wrapped_text_survives_any_cuts(text: str, ascii_only: bool, cuts: list[
     arguments = json.dumps({"input": text}) if ascii_only else wrap(text)
     ends = [0, *sorted(cuts), len(arguments)]
     pieces = [arguments[a:b] for a, b in pairwise(ends)]
-    assert unwrapped(*pieces) == text
+    assert unwrap(*pieces) == text
 
 
 @given(st.text(), st.randoms(use_true_random=False), st.lists(st.integers(0, 60)))
@@ -104,23 +104,23 @@ def test_wrapped_text_survives_any_spelling(
     arguments = respelled({"input": text}, chance)
     ends = [0, *sorted(cuts), len(arguments)]
     pieces = [arguments[a:b] for a, b in pairwise(ends)]
-    assert unwrapped(*pieces) == text
+    assert unwrap(*pieces) == text
 
 
 @given(st.text('{"input: \\u12d83e\n'), st.lists(st.integers(0, 20)))
-def test_any_arguments_are_the_same_however_they_are_cut(text: str, cuts: list[int]) -> None:
+def test_cuts_do_not_change_unwrapped_text(text: str, cuts: list[int]) -> None:
     ends = [0, *sorted(cuts), len(text)]
     pieces = [text[a:b] for a, b in pairwise(ends)]
-    assert unwrapped(*pieces) == unwrapped(*text) == unwrapped(text)
+    assert unwrap(*pieces) == unwrap(*text) == unwrap(text)
 
 
-def test_it_streams() -> None:
+def test_wrapped_text_is_streamed() -> None:
     freeform = FreeformInput()
     shown = [freeform.feed(piece) for piece in ('{"inp', 'ut":"', "ab", "c\\", "n", 'd"', "}")]
     assert shown == ["", "", "ab", "c", "\n", "d", ""]
 
 
-def test_the_text_itself_streams_too() -> None:
+def test_unwrapped_text_is_streamed() -> None:
     freeform = FreeformInput()
     assert [freeform.feed(piece) for piece in ("*** Be", "gin")] == ["*** Be", "gin"]
 
@@ -145,7 +145,7 @@ def test_the_text_itself_streams_too() -> None:
         ("", (None, "a or b"), "The input must match this grammar:\na or b", None),
     ],
 )
-def test_a_tool_shows_its_grammar_and_must_obey_it(
+def test_freeform_tool_shows_its_grammar_and_has_its_syntax(
     description: str, grammar: Any, shown: str, syntax: Syntax | None
 ) -> None:
     tool = freeform_tool("say", description, "tools[0]", *grammar)

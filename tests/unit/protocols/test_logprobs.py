@@ -1,4 +1,4 @@
-"""Log probabilities on the wire of both of OpenAI's APIs."""
+"""Log probabilities in the wire format of both of OpenAI's APIs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ ROWS: dict[str, tuple[TextLogprob, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("logprob", "entry"), ROWS.values(), ids=ROWS)
-def test_entries(logprob: TextLogprob, entry: dict[str, Any]) -> None:
+def test_logprob_is_written_as_entry(logprob: TextLogprob, entry: dict[str, Any]) -> None:
     assert entries([logprob]) == [entry]
 
 
-def test_responses_has_a_list_where_there_are_no_bytes() -> None:
+def test_missing_bytes_are_an_empty_list_in_responses() -> None:
     (entry,) = entries([TextLogprob("<|end|>", None, -1.0)], no_bytes=[])
     assert entry["bytes"] == []
 
@@ -78,12 +78,14 @@ DELTAS: list[Delta] = [
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "Hi"}], "logprobs": True}
 
 
-def test_chat() -> None:
+def test_chat_sends_logprobs() -> None:
     emitter = chat.read({**CHAT, "stream": True}, Defaults()).emitter(INFO)
     events = [event for delta in DELTAS for event in emitter.feed(delta)]
     choices = [json.loads(event.data)["choices"][0] for event in events if event != DONE]
-    found = [(each["delta"].get("content"), each["logprobs"]) for each in choices]
-    assert found == [
+    sent = [
+        (chunk_choice["delta"].get("content"), chunk_choice["logprobs"]) for chunk_choice in choices
+    ]
+    assert sent == [
         (None, None),  # the role
         (None, None),
         (" word", {"content": entries([ONE]), "refusal": None}),
@@ -91,28 +93,32 @@ def test_chat() -> None:
         ("!", None),
         (None, None),
     ]
-    whole = chat.read(CHAT, Defaults()).emitter(INFO)
-    assert not [event for delta in DELTAS for event in whole.feed(delta)]
-    (choice,) = whole.result()["choices"]
+    collecting = chat.read(CHAT, Defaults()).emitter(INFO)
+    assert not [event for delta in DELTAS for event in collecting.feed(delta)]
+    (choice,) = collecting.result()["choices"]
     assert choice["logprobs"] == {"content": entries([ONE, ONE, TWO]), "refusal": None}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_responses(stream: bool) -> None:
+def test_responses_sends_logprobs(stream: bool) -> None:
     body = {"model": "m", "input": "Hi", "top_logprobs": 1, "stream": stream}
     emitter = responses.read(body, Defaults(), Reverse()).emitter(INFO)
     events = [event for delta in DELTAS for event in emitter.feed(delta)]
     sent = [json.loads(event.data) for event in events if event != DONE]
     assert bool(sent) == stream
     if stream:
-        found = [(e["delta"], e["logprobs"]) for e in sent if "output_text.delta" in e["type"]]
-        assert found == [
+        deltas = [
+            (event["delta"], event["logprobs"])
+            for event in sent
+            if "output_text.delta" in event["type"]
+        ]
+        assert deltas == [
             (" word", entries([ONE], [])),
             (" word word", entries([ONE, TWO], [])),
             ("!", []),
         ]
-        ended = [e["logprobs"] for e in sent if "output_text.done" in e["type"]]
-        assert ended == [entries([ONE], []), entries([ONE, TWO], [])]
+        done_logprobs = [event["logprobs"] for event in sent if "output_text.done" in event["type"]]
+        assert done_logprobs == [entries([ONE], []), entries([ONE, TWO], [])]
     parts = [item["content"][0] for item in emitter.result()["output"]]
     assert [part.get("logprobs") for part in parts] == [
         None,

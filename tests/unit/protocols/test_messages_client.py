@@ -1,4 +1,4 @@
-"""The Messages API as the official client sees it, over what a model really writes: every row."""
+"""The Messages API as the official client sees it, for every row of outputs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Chunks = Sequence[Sequence[int]]
 
 
 class Backwards:
-    """A cipher that is not the text, and that JSON need not escape."""
+    """A cipher that changes the text, and whose output JSON need not escape."""
 
     def encrypt(self, text: str) -> str:
         return text[::-1].encode().hex()
@@ -46,24 +46,24 @@ class Backwards:
 def deltas_of(row: Row, chunks: Chunks) -> list[Delta]:
     names = Names.of(Turn((), tuple(map(Tool, row.tools))))
     parser = Parser(names, row.stop, one_call=row.one_call)
-    fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
-    return [Started(0), *fed, *parser.close("length" if row.cut else "stop")]
+    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
+    return [Started(0), *deltas, *parser.close("length" if row.cut else "stop")]
 
 
-def streamed(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
+def stream_events(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
     emitter = Emitter(INFO, Backwards(), stream=True, thinking=thinking)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
-def whole(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
+def collect(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
     emitter = Emitter(INFO, Backwards(), stream=False, thinking=thinking)
     for delta in deltas:
         emitter.feed(delta)
     return emitter.result()
 
 
-def accumulated(events: Iterable[Event]) -> Message:
-    """What the official client has in the end, its models strict about every event."""
+def accumulate(events: Iterable[Event]) -> Message:
+    """The message that the official client accumulates; its models validate every event."""
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     for event in events:
@@ -78,7 +78,7 @@ def check(events: Iterable[Event]) -> Checker:
 
 
 def outline(message: dict[str, Any]) -> list[tuple[str, ...]]:
-    """The content as rows write it; preamble and answer are both text, input is JSON again."""
+    """The content in the form of rows: preamble and answer are text, and the input is JSON."""
     return [
         ("call", block["name"], json.dumps(block["input"]))
         if block["type"] == "tool_use"
@@ -87,7 +87,7 @@ def outline(message: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
 
 
-def expected(row: Row) -> list[tuple[str, ...]]:
+def expected_outline(row: Row) -> list[tuple[str, ...]]:
     words = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
     return [
         (kind, rest[0], json.dumps(input_of(rest[1]))) if kind == CALL else (words[kind], *rest)
@@ -96,7 +96,7 @@ def expected(row: Row) -> list[tuple[str, ...]]:
 
 
 def input_of(arguments: str) -> dict[str, Any]:
-    """What the client has of a row's arguments: the rows that are cut in them have no member."""
+    """A row's arguments as the client receives them; no row is cut behind a whole member."""
     try:
         parsed: dict[str, Any] = json.loads(arguments or "{}")
     except ValueError:
@@ -108,10 +108,10 @@ REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row(row: Row) -> None:
+def test_row_is_a_message(row: Row) -> None:
     ids = vocab.encoding().encode(row.output, allowed_special="all")
-    message = whole(deltas_of(row, [ids]))
-    assert outline(message) == expected(row)
+    message = collect(deltas_of(row, [ids]))
+    assert outline(message) == expected_outline(row)
     reason = "stop_sequence" if row.stopped_by else REASONS[row.finish]
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, row.stopped_by)
     for block in message["content"]:
@@ -121,29 +121,31 @@ def test_row(row: Row) -> None:
 
 @pytest.mark.parametrize("thinking", DISPLAYS)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_streamed_and_accumulated_it_is_the_same(row: Row, thinking: Display) -> None:
+def test_accumulated_stream_equals_message(row: Row, thinking: Display) -> None:
     ids = vocab.encoding().encode(row.output, allowed_special="all")
     for chunks in ([ids], [[token] for token in ids]):
         deltas = deltas_of(row, chunks)
-        events, result = streamed(deltas, thinking), whole(deltas, thinking)
-        assert accumulated(events) == Message.model_validate(result)
+        events, result = stream_events(deltas, thinking), collect(deltas, thinking)
+        assert accumulate(events) == Message.model_validate(result)
         assert check(events).message == result
-    assert whole(deltas_of(row, [ids]), thinking) == result
+    assert collect(deltas_of(row, [ids]), thinking) == result
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
 def test_pings_change_nothing(row: Row) -> None:
     ids = vocab.encoding().encode(row.output, allowed_special="all")
-    events = streamed(deltas_of(row, [ids]))
+    events = stream_events(deltas_of(row, [ids]))
     pinged = [
-        each for event in events for each in (("ping", '{"type":"ping"}'), (event.name, event.data))
+        frame
+        for event in events
+        for frame in (("ping", '{"type":"ping"}'), (event.name, event.data))
     ]
     assert checked(pinged).message == check(events).message
 
 
 @st.composite
 def turns(draw: st.DrawFn) -> list[Delta]:
-    """A turn of any messages; arguments are whatever a model may write."""
+    """A turn of any messages, with any text as arguments."""
     text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
     nearly = st.sampled_from(['{"a":', '"b', '",', "1", "}", "[", "]", "\\", "true", " ", '"', "{"])
     prompt = draw(st.integers(0, 9))
@@ -162,8 +164,8 @@ def turns(draw: st.DrawFn) -> list[Delta]:
 
 
 @given(turns(), st.sampled_from(DISPLAYS))
-def test_any_turn_is_a_stream_that_says_the_same(deltas: list[Delta], thinking: Display) -> None:
-    events, result = streamed(deltas, thinking), whole(deltas, thinking)
+def test_any_turn_is_streamed_as_same_message(deltas: list[Delta], thinking: Display) -> None:
+    events, result = stream_events(deltas, thinking), collect(deltas, thinking)
     json.dumps(result, allow_nan=False).encode()
     assert check(events).message == result
-    assert accumulated(events) == Message.model_validate(result)
+    assert accumulate(events) == Message.model_validate(result)

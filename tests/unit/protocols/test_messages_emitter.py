@@ -1,4 +1,4 @@
-"""The Messages API, outwards: deltas on the left, what is on the wire on the right."""
+"""Answers of the Messages API: deltas on the left, the wire format on the right."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ SIGNED = {
 
 
 class Mark:
-    """A cipher that everybody can read."""
+    """A cipher that does not encrypt."""
 
     def encrypt(self, text: str) -> str:
         return f"encrypted:{text}"
@@ -91,18 +91,18 @@ def call(name: str, *texts: str) -> tuple[Kind, str, list[str]]:
     return (Kind.CALL, name, [*texts])
 
 
-def streamed(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
+def stream_events(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
     emitter = Emitter(INFO, Mark(), stream=True, thinking=thinking)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
-def whole(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
+def collect(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
     emitter = Emitter(INFO, Mark(), stream=False, thinking=thinking)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
 
 
-def named(events: Iterable[Event]) -> list[tuple[str, str]]:
+def as_pairs(events: Iterable[Event]) -> list[tuple[str, str]]:
     return [(event.name, event.data) for event in events]
 
 
@@ -114,11 +114,11 @@ def text(content: str) -> dict[str, Any]:
     return {"type": "text", "text": content}
 
 
-def used(index: int, name: str, given: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "tool_use", "id": INFO.call_id(index), "name": name, "input": given}
+def tool_use(index: int, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": INFO.call_id(index), "name": name, "input": arguments}
 
 
-STOP, CALLS, CUT = (Finished(r, None, USAGE) for r in ("stop", "tool_calls", "length"))
+STOP, CALLS, CUT = (Finished(reason, None, USAGE) for reason in ("stop", "tool_calls", "length"))
 AT_TWO = Finished("stop", "two", USAGE)
 
 ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str]] = {
@@ -138,32 +138,32 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str]] = {
     ),
     "reasoning, preamble, two identical calls": (
         turn(reasoning("Hm"), preamble("Look"), call("f", "{}"), call("f", "{}"), end=CALLS),
-        [thought("Hm"), text("Look"), used(2, "f", {}), used(3, "f", {})],
+        [thought("Hm"), text("Look"), tool_use(2, "f", {}), tool_use(3, "f", {})],
         "tool_use",
     ),
     "arguments in pieces": (
         turn(call("f", '{"a":', '["x', 'é",1', "]", "}"), end=CALLS),
-        [used(0, "f", {"a": ["xé", 1]})],
+        [tool_use(0, "f", {"a": ["xé", 1]})],
         "tool_use",
     ),
     "arguments that are no object": (
         turn(call("f", "[1,", "2]"), end=CALLS),
-        [used(0, "f", {"INVALID_JSON": "[1,2]"})],
+        [tool_use(0, "f", {"INVALID_JSON": "[1,2]"})],
         "tool_use",
     ),
     "text behind the object": (
         turn(call("f", '{"a":1}', " or so"), end=CALLS),
-        [used(0, "f", {"a": 1, "INVALID_JSON": '{"a":1} or so'})],
+        [tool_use(0, "f", {"a": 1, "INVALID_JSON": '{"a":1} or so'})],
         "tool_use",
     ),
     "cut inside a call": (
         turn(call("f", '{"a":1,"b":"c'), end=CUT, complete=False),
-        [used(0, "f", {"a": 1, "b": None, "INVALID_JSON": '{"a":1,"b":"c'})],
+        [tool_use(0, "f", {"a": 1, "b": None, "INVALID_JSON": '{"a":1,"b":"c'})],
         "max_tokens",
     ),
     "cut before the arguments": (
         turn(call("f"), end=CUT, complete=False),
-        [used(0, "f", {})],
+        [tool_use(0, "f", {})],
         "max_tokens",
     ),
     "cut while thinking": (
@@ -180,14 +180,14 @@ ROWS: dict[str, tuple[list[Delta], list[dict[str, Any]], str]] = {
     "nothing was asked for": (turn(end=CUT), [], "max_tokens"),
     "what JSON must escape": (
         turn(answer('"\\\n\x00\u2028é', "😀</script>"), call('a"b', '{"é":"\\u00e9"}'), end=CALLS),
-        [text('"\\\n\x00\u2028é😀</script>'), used(1, 'a"b', {"é": "é"})],
+        [text('"\\\n\x00\u2028é😀</script>'), tool_use(1, 'a"b', {"é": "é"})],
         "tool_use",
     ),
 }
-EACH = pytest.mark.parametrize(("deltas", "content", "reason"), ROWS.values(), ids=ROWS)
+EVERY_ROW = pytest.mark.parametrize(("deltas", "content", "reason"), ROWS.values(), ids=ROWS)
 
 
-def expected(content: list[dict[str, Any]], reason: str) -> dict[str, Any]:
+def expected_message(content: list[dict[str, Any]], reason: str) -> dict[str, Any]:
     stopped = {
         "stop_reason": reason,
         "stop_sequence": "two" if reason == "stop_sequence" else None,
@@ -195,51 +195,49 @@ def expected(content: list[dict[str, Any]], reason: str) -> dict[str, Any]:
     return {**SIGNED, "content": content, **stopped, "usage": USAGE_BODY}
 
 
-@EACH
-def test_streamed(deltas: list[Delta], content: list[Any], reason: str) -> None:
-    assert checked(named(streamed(deltas))).message == expected(content, reason)
+@EVERY_ROW
+def test_row_is_streamed(deltas: list[Delta], content: list[Any], reason: str) -> None:
+    assert checked(as_pairs(stream_events(deltas))).message == expected_message(content, reason)
 
 
-@EACH
-def test_not_streamed(deltas: list[Delta], content: list[Any], reason: str) -> None:
-    assert whole(deltas) == expected(content, reason)
+@EVERY_ROW
+def test_row_is_collected(deltas: list[Delta], content: list[Any], reason: str) -> None:
+    assert collect(deltas) == expected_message(content, reason)
 
 
-@EACH
-def test_on_the_wire_an_event_is_two_ascii_lines(
-    deltas: list[Delta], content: list[Any], reason: str
-) -> None:
-    for event in [*streamed(deltas), PING]:
+@EVERY_ROW
+def test_event_is_two_ascii_lines(deltas: list[Delta], content: list[Any], reason: str) -> None:
+    for event in [*stream_events(deltas), PING]:
         assert event.data.isascii()
         assert len(event.data.splitlines()) == 1
         assert frame(event) == f"event: {event.name}\ndata: {event.data}\n\n"
         assert json.loads(event.data)["type"] == event.name
 
 
-WITHOUT: dict[Display, list[dict[str, Any]]] = {
-    "shown": [thought("ab"), text("c"), used(2, "f", {})],
-    "encrypted": [{**thought("ab"), "thinking": ""}, text("c"), used(2, "f", {})],
-    "hidden": [text("c"), used(2, "f", {})],
+DISPLAYED: dict[Display, list[dict[str, Any]]] = {
+    "shown": [thought("ab"), text("c"), tool_use(2, "f", {})],
+    "encrypted": [{**thought("ab"), "thinking": ""}, text("c"), tool_use(2, "f", {})],
+    "hidden": [text("c"), tool_use(2, "f", {})],
     "preambles": [
         {"type": "thinking", "thinking": "c", "signature": f"encrypted:{UPDATE}c"},
-        used(2, "f", {}),
+        tool_use(2, "f", {}),
     ],
 }
 
 
-@pytest.mark.parametrize(("thinking", "content"), WITHOUT.items())
-def test_thinking_is_shown_as_the_caller_wants_it(thinking: Display, content: list[Any]) -> None:
+@pytest.mark.parametrize(("thinking", "content"), DISPLAYED.items())
+def test_thinking_is_displayed_as_requested(thinking: Display, content: list[Any]) -> None:
     deltas = turn(reasoning("a", "b"), preamble("c"), call("f", "{}"), end=CALLS)
-    assert whole(deltas, thinking)["content"] == content
-    assert checked(named(streamed(deltas, thinking))).message["content"] == content
+    assert collect(deltas, thinking)["content"] == content
+    assert checked(as_pairs(stream_events(deltas, thinking))).message["content"] == content
 
 
-def test_a_stream_event_by_event() -> None:
+def test_stream_has_expected_events() -> None:
     deltas = turn(reasoning("H", "m"), call("f", '{"a"', ":1}"), end=CALLS)
     usage = {**USAGE_BODY, "output_tokens": 0}
     del usage["output_tokens_details"]
     stopped = {"stop_reason": None, "stop_sequence": None}
-    assert [json.loads(event.data) for event in streamed(deltas)] == [
+    assert [json.loads(event.data) for event in stream_events(deltas)] == [
         {
             "type": "message_start",
             "message": {**SIGNED, "content": [], **stopped, "usage": usage},
@@ -258,7 +256,7 @@ def test_a_stream_event_by_event() -> None:
             ]
         ),
         {"type": "content_block_stop", "index": 0},
-        {"type": "content_block_start", "index": 1, "content_block": used(1, "f", {})},
+        {"type": "content_block_start", "index": 1, "content_block": tool_use(1, "f", {})},
         *(
             {
                 "type": "content_block_delta",
@@ -283,42 +281,40 @@ def test_message_start_is_sent_before_generation() -> None:
     assert json.loads(event.data)["message"]["usage"] == {"input_tokens": 80, "output_tokens": 0}
 
 
-@pytest.mark.parametrize("known", [None, 0, 64, 79])
+@pytest.mark.parametrize("cached_at_start", [None, 0, 64, 79])
 @pytest.mark.parametrize("cached", [0, 64, 79])
-def test_the_parts_of_the_prompt_are_what_count_tokens_counts(
-    cached: int, known: int | None
-) -> None:
-    """Also when the look before the start was another's: both are whole."""
+def test_prompt_usage_adds_up_to_counted_tokens(cached: int, cached_at_start: int | None) -> None:
+    """Also if the number of cached tokens at the start differs from the final one."""
     end = Finished("stop", None, Usage(80, 3, 0, cached))
-    deltas: list[Delta] = [Started(80, known), *turn(answer("Hi"), end=end)[1:]]
-    start = json.loads(streamed(deltas)[0].data)["message"]["usage"]
-    assert start.get("cache_read_input_tokens") == known
-    for usage in (start, whole(deltas)["usage"]):
+    deltas: list[Delta] = [Started(80, cached_at_start), *turn(answer("Hi"), end=end)[1:]]
+    start = json.loads(stream_events(deltas)[0].data)["message"]["usage"]
+    assert start.get("cache_read_input_tokens") == cached_at_start
+    for usage in (start, collect(deltas)["usage"]):
         assert prompt_tokens(usage) == token_count(80)["input_tokens"]
-    assert whole(deltas)["usage"]["cache_read_input_tokens"] == cached
-    assert checked(named(streamed(deltas))).message == whole(deltas)
+    assert collect(deltas)["usage"]["cache_read_input_tokens"] == cached
+    assert checked(as_pairs(stream_events(deltas))).message == collect(deltas)
 
 
-@pytest.mark.parametrize("begun", [0, 1, 3], ids=["at once", "after the start", "in the answer"])
-def test_a_failure_in_a_stream_is_an_error_event(begun: int) -> None:
+@pytest.mark.parametrize("count", [0, 1, 3], ids=["at once", "after the start", "in the answer"])
+def test_failure_in_stream_is_error_event(count: int) -> None:
     failure = OutputError("the engine died")
-    deltas = turn(answer("Hel"), end=STOP)[:begun]
-    *before, error = streamed([*deltas, Failed(failure)])
-    assert before == streamed(deltas)
+    deltas = turn(answer("Hel"), end=STOP)[:count]
+    *before, error = stream_events([*deltas, Failed(failure)])
+    assert before == stream_events(deltas)
     assert error.name == "error"
     assert json.loads(error.data) == error_body(failure, request_id(INFO.id_seed))
-    assert checked(named([*before, error])).error == error_body(failure)["error"]
+    assert checked(as_pairs([*before, error])).error == error_body(failure)["error"]
 
 
-def test_a_failure_not_streamed_is_raised() -> None:
+def test_failure_without_stream_is_raised() -> None:
     failure = HostError("the engine is gone")
     with pytest.raises(HostError) as caught:
-        whole(turn(answer("Hel"), end=Failed(failure)))
+        collect(turn(answer("Hel"), end=Failed(failure)))
     assert caught.value is failure
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_there_is_no_result_before_the_end_nor_of_a_stream(stream: bool) -> None:
+def test_no_result_before_end_or_of_stream(stream: bool) -> None:
     emitter = Emitter(INFO, Mark(), stream=stream)
     for delta in turn(answer("Hel"), end=STOP)[: None if stream else -1]:
         emitter.feed(delta)
@@ -340,7 +336,7 @@ DISPLAYS: list[tuple[dict[str, Any] | None, Display]] = [
 
 @pytest.mark.parametrize(("asked", "display"), DISPLAYS)
 @pytest.mark.parametrize("stream", [False, True])
-def test_emitter_matches_the_request(
+def test_emitter_matches_request(
     stream: bool, asked: dict[str, Any] | None, display: Display
 ) -> None:
     body = {
@@ -354,12 +350,12 @@ def test_emitter_matches_the_request(
     deltas = turn(reasoning("Hm"), preamble("Well."), answer("Hello"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if stream:
-        assert events == streamed(deltas, display)
+        assert events == stream_events(deltas, display)
     else:
-        assert (events, emitter.result()) == ([], whole(deltas, display))
+        assert (events, emitter.result()) == ([], collect(deltas, display))
 
 
-def test_no_text_of_the_answer_is_kept_while_streaming() -> None:
+def test_stream_keeps_no_text() -> None:
     emitter = Emitter(INFO, Mark(), stream=True)
     for delta in turn(reasoning("a"), call("f", "{}"), answer("c"), end=STOP):
         emitter.feed(delta)
@@ -390,7 +386,7 @@ ERRORS: list[tuple[HarmonyFailure, str, str]] = [
 
 
 @pytest.mark.parametrize(("error", "kind", "message"), ERRORS)
-def test_errors_have_anthropics_shape(error: HarmonyFailure, kind: str, message: str) -> None:
+def test_errors_have_anthropic_shape(error: HarmonyFailure, kind: str, message: str) -> None:
     body = {"type": "error", "error": {"type": kind, "message": message}}
     assert error_body(error) == {**body, "request_id": None}
     assert error_body(error, "req_1") == {**body, "request_id": "req_1"}

@@ -1,4 +1,4 @@
-"""The Messages API, inwards: bodies on the left, turns (or the guilty field) on the right."""
+"""Requests of the Messages API: bodies on the left, turns (or the invalid field) on the right."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SERVER = Defaults(
 
 
 class Mark:
-    """A cipher that everybody can read."""
+    """A cipher that does not encrypt."""
 
     def encrypt(self, text: str) -> str:
         return f"encrypted:{text}"
@@ -64,16 +64,16 @@ class Mark:
         return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
 
 
-def request(**fields: Any) -> MessagesRequest:
+def read_request(**fields: Any) -> MessagesRequest:
     body = {"model": "m", "max_tokens": 99, "messages": HELLO, **fields}
     return read(json.loads(json.dumps(body)), Defaults(), Mark())
 
 
-def turn(**fields: Any) -> Turn:
-    return request(**fields).turn
+def read_turn(**fields: Any) -> Turn:
+    return read_request(**fields).turn
 
 
-def guilty(body: object) -> RequestError:
+def error_of(body: object) -> RequestError:
     with pytest.raises(RequestError) as caught:
         read(body, Defaults(), Mark())
     assert caught.value.status == 400
@@ -101,30 +101,30 @@ def addition(definition: dict[str, Any]) -> dict[str, Any]:
     return {"type": "tool_addition", "tool": tool}
 
 
-def use(given: Any, name: str = "f", key: str = "c1") -> dict[str, Any]:
-    return {"type": "tool_use", "id": key, "name": name, "input": given}
+def use(arguments: Any, name: str = "f", key: str = "c1") -> dict[str, Any]:
+    return {"type": "tool_use", "id": key, "name": name, "input": arguments}
 
 
 def result(content: Any, key: str = "c1", **more: Any) -> dict[str, Any]:
     return {"type": "tool_result", "tool_use_id": key, "content": content, **more}
 
 
-def mcp_use(key: str, server: str, name: str, given: Any) -> dict[str, Any]:
+def mcp_use(key: str, server: str, name: str, arguments: Any) -> dict[str, Any]:
     block = {"type": "mcp_tool_use", "id": key, "name": name, "server_name": server}
-    return {**block, "input": given}
+    return {**block, "input": arguments}
 
 
 def mcp_result(key: str, *content: Any) -> dict[str, Any]:
-    found = content[0] if isinstance(content[0], str) else [*content]
-    return {"type": "mcp_tool_result", "tool_use_id": key, "content": found}
+    blocks = content[0] if isinstance(content[0], str) else [*content]
+    return {"type": "mcp_tool_result", "tool_use_id": key, "content": blocks}
 
 
-def server_use(key: str, name: str, given: Any) -> dict[str, Any]:
-    return {"type": "server_tool_use", "id": key, "name": name, "input": given}
+def server_use(key: str, name: str, arguments: Any) -> dict[str, Any]:
+    return {"type": "server_tool_use", "id": key, "name": name, "input": arguments}
 
 
-def nested(depth: int) -> Any:
-    """A result that would take too many calls to read."""
+def nested_list(depth: int) -> Any:
+    """A result that is nested too deeply to be read recursively."""
     value: Any = "deep"
     for _ in range(depth):
         value = [value]
@@ -136,7 +136,7 @@ def image() -> dict[str, Any]:
     return {"type": "image", "source": source, "content": 3}
 
 
-def found(*blocks: Any) -> dict[str, Any]:
+def search_result(*blocks: Any) -> dict[str, Any]:
     return {"type": "search_result", "source": "https://a", "title": "A", "content": [*blocks]}
 
 
@@ -213,7 +213,9 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
         [Result("c1", "fine", "messages[0].content[0]")],
     ),
     "result, what a search found": (
-        user(result([text("Two:"), found(text("a"), text("b")), found(plain("c"))])),
+        user(
+            result([text("Two:"), search_result(text("a"), text("b")), search_result(plain("c"))])
+        ),
         [
             Result(
                 "c1",
@@ -258,7 +260,7 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
     ),
     "user, a document of parts": (user(parts([text("a"), text("b")])), [User("a\nb")]),
     "user, what a search found": (
-        user(found(text("a"), text("b")), found(text("c")), text("Well?")),
+        user(search_result(text("a"), text("b")), search_result(text("c")), text("Well?")),
         [User("Title: A\nSource: https://a\na\nb\nTitle: A\nSource: https://a\nc\nWell?")],
     ),
     "user, control tokens in a title are text": (
@@ -464,7 +466,7 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
             {
                 "type": "bash_code_execution_tool_result",
                 "tool_use_id": "s2",
-                "content": nested(300),
+                "content": nested_list(300),
             },
             server_use("s3", "tool_search_tool_regex", {"query": "x"}),
             {"type": "tool_search_tool_result", "tool_use_id": "s3", "content": {"type": "y"}},
@@ -480,9 +482,9 @@ MESSAGES: dict[str, tuple[dict[str, Any], list[Message]]] = {
 
 
 @pytest.mark.parametrize(("message", "expected"), MESSAGES.values(), ids=MESSAGES)
-def test_messages(message: dict[str, Any], expected: list[Message]) -> None:
-    # Something behind it: a last message of the assistant is the beginning of the answer.
-    assert turn(messages=[message, *HELLO]).messages == (*expected, User("Hello"))
+def test_message_is_read(message: dict[str, Any], expected: list[Message]) -> None:
+    # Not alone: a last message of the assistant would be a prefill.
+    assert read_turn(messages=[message, *HELLO]).messages == (*expected, User("Hello"))
 
 
 CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]] = {
@@ -659,34 +661,38 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message], str | None]]
 @pytest.mark.parametrize(
     ("messages", "expected", "prefill"), CONVERSATIONS.values(), ids=CONVERSATIONS
 )
-def test_conversations(messages: list[Any], expected: list[Message], prefill: str | None) -> None:
-    asked = turn(messages=messages)
-    assert (asked.messages, asked.prefill) == (tuple(expected), prefill)
+def test_conversation_is_read(
+    messages: list[Any], expected: list[Message], prefill: str | None
+) -> None:
+    turn = read_turn(messages=messages)
+    assert (turn.messages, turn.prefill) == (tuple(expected), prefill)
 
 
-def test_the_last_effort_says_whether_the_model_thinks() -> None:
+def test_last_effort_decides_whether_model_thinks() -> None:
     messages = [{"role": "system", "output_config": {"effort": "low"}}, *HELLO]
-    off = turn(messages=messages, thinking={"type": "disabled"})
+    off = read_turn(messages=messages, thinking={"type": "disabled"})
     assert (off.thinking, off.messages[0]) == (False, EffortUpdate(Effort.LOW, thinking=False))
     none = [{"role": "system", "output_config": {"effort": "none"}}, *messages]
-    assert turn(messages=none).thinking
-    assert not turn(messages=none[:1] + HELLO).thinking
+    assert read_turn(messages=none).thinking
+    assert not read_turn(messages=none[:1] + HELLO).thinking
 
 
 def test_added_tool_may_be_chosen_and_none_removes_all() -> None:
     added = {"role": "system", "content": [addition({"name": "g", "input_schema": {}})]}
-    chosen = turn(messages=[*HELLO, added], tool_choice={"type": "tool", "name": "g"})
+    chosen = read_turn(messages=[*HELLO, added], tool_choice={"type": "tool", "name": "g"})
     assert chosen.tool_choice == ToolChoice(required=True, names=("g",))
-    assert turn(messages=[*HELLO, added], tool_choice={"type": "none"}).messages == (User("Hello"),)
+    assert read_turn(messages=[*HELLO, added], tool_choice={"type": "none"}).messages == (
+        User("Hello"),
+    )
 
 
-def test_a_prefill_is_continued_in_final() -> None:
-    asked = turn(messages=[*HELLO, assistant(text("It is"))])
-    prompt = vocab.encoding().decode_utf8(render(asked).ids)
+def test_prefill_is_continued_in_final_channel() -> None:
+    turn = read_turn(messages=[*HELLO, assistant(text("It is"))])
+    prompt = vocab.encoding().decode_utf8(render(turn).ids)
     assert prompt.endswith("<|start|>assistant<|channel|>final<|message|>It is")
 
 
-FORCED: dict[str, tuple[dict[str, Any], dict[str, Any], list[Message]]] = {
+UNSUITABLE_PREFILLS: dict[str, tuple[dict[str, Any], dict[str, Any], list[Message]]] = {
     "a call of any tool": (
         assistant(text("It is 18 °C.")),
         {"tool_choice": {"type": "any"}},
@@ -715,26 +721,28 @@ FORCED: dict[str, tuple[dict[str, Any], dict[str, Any], list[Message]]] = {
 }
 
 
-@pytest.mark.parametrize(("last", "fields", "expected"), FORCED.values(), ids=FORCED)
-def test_unsuitable_prefill_becomes_a_finished_message(
+@pytest.mark.parametrize(
+    ("last", "fields", "expected"), UNSUITABLE_PREFILLS.values(), ids=UNSUITABLE_PREFILLS
+)
+def test_unsuitable_prefill_becomes_finished_message(
     last: dict[str, Any], fields: dict[str, Any], expected: list[Message]
 ) -> None:
-    """As LangGraph asks for the typed answer of an agent, when it has answered."""
+    """LangGraph requests the typed answer of an agent like this, after its answer."""
     messages = [*HELLO, assistant(use({})), user(result("18 °C")), last]
-    asked = turn(messages=messages, tools=[{"name": "f", "input_schema": {}}], **fields)
-    assert asked.prefill is None
-    assert asked.messages[3:] == tuple(expected)
-    assert grammar_of(asked, Names.of(asked)) is not None
-    prompt = vocab.encoding().decode_utf8(render(asked).ids)
+    turn = read_turn(messages=messages, tools=[{"name": "f", "input_schema": {}}], **fields)
+    assert turn.prefill is None
+    assert turn.messages[3:] == tuple(expected)
+    assert grammar_of(turn, Names.of(turn)) is not None
+    prompt = vocab.encoding().decode_utf8(render(turn).ids)
     assert prompt.endswith("<|end|><|start|>assistant")
-    assert "Hm." not in prompt  # an answer follows it (A6)
+    assert "Hm." not in prompt  # dropped before an answer (A6)
 
 
 def test_json_prefill_is_continued() -> None:
     form = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
-    for begun in ('{"city":', '{\n  "city"'):
-        asked = turn(messages=[*HELLO, assistant(text(begun))], output_config=form)
-        assert asked.prefill == begun
+    for prefill in ('{"city":', '{\n  "city"'):
+        turn = read_turn(messages=[*HELLO, assistant(text(prefill))], output_config=form)
+        assert turn.prefill == prefill
 
 
 @pytest.mark.parametrize(
@@ -750,8 +758,8 @@ def test_json_prefill_is_continued() -> None:
         ("No x-anthropic-billing-header: here", ["No x-anthropic-billing-header: here"]),
     ],
 )
-def test_system(system: Any, expected: list[str]) -> None:
-    assert turn(system=system).messages == (*map(Instructions, expected), User("Hello"))
+def test_system_is_read_as_instructions(system: Any, expected: list[str]) -> None:
+    assert read_turn(system=system).messages == (*map(Instructions, expected), User("Hello"))
 
 
 SCHEMA = {
@@ -940,20 +948,20 @@ FIELDS: dict[str, tuple[dict[str, Any], str, object]] = {
 
 
 @pytest.mark.parametrize(("fields", "name", "expected"), FIELDS.values(), ids=FIELDS)
-def test_fields(fields: dict[str, Any], name: str, expected: object) -> None:
-    assert getattr(turn(**fields), name) == expected
+def test_fields_are_read_into_turn(fields: dict[str, Any], name: str, expected: object) -> None:
+    assert getattr(read_turn(**fields), name) == expected
 
 
 def test_unavailable_tools_are_noted() -> None:
-    asked = request(tools=[BARE, {"type": "web_search_20250305", "name": "web_search"}])
-    assert asked.notes == ("tools that are not available: 'web_search'",)
-    assert request(tools=[BARE]).notes == ()
+    request = read_request(tools=[BARE, {"type": "web_search_20250305", "name": "web_search"}])
+    assert request.notes == ("tools that are not available: 'web_search'",)
+    assert read_request(tools=[BARE]).notes == ()
     elsewhere = {"type": "url", "url": "https://a", "name": "x"}
-    assert request(mcp_servers=[elsewhere]).notes == ("tools that are not available: 'x'",)
-    assert request(mcp_servers=[]).notes == ()
+    assert read_request(mcp_servers=[elsewhere]).notes == ("tools that are not available: 'x'",)
+    assert read_request(mcp_servers=[]).notes == ()
 
 
-def test_thinking_of_the_request_overrides_the_server() -> None:
+def test_thinking_of_request_overrides_server() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": HELLO}
     quiet = Defaults(effort=Effort.LOW, thinking=False)
     assert read(body, quiet, Mark()).turn.thinking is False
@@ -962,25 +970,25 @@ def test_thinking_of_the_request_overrides_the_server() -> None:
     assert read({**body, "thinking": {"type": "disabled"}}, patient, Mark()).turn.thinking is True
 
 
-def test_the_server_decides_what_the_request_leaves_open() -> None:
+def test_server_defaults_apply_to_absent_fields() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": HELLO}
-    asked = read(body, SERVER, Mark()).turn
-    assert (asked.effort, asked.identity, asked.date) == (Effort.HIGH, "You are Ada.", "2025-08-05")
-    assert asked.builtin_tools == ("python",)
+    turn = read(body, SERVER, Mark()).turn
+    assert (turn.effort, turn.identity, turn.date) == (Effort.HIGH, "You are Ada.", "2025-08-05")
+    assert turn.builtin_tools == ("python",)
 
 
 @pytest.mark.parametrize(("sent", "expected"), [(None, False), (False, False), (True, True)])
-def test_stream_and_model(sent: bool | None, expected: bool) -> None:
-    asked = request(stream=sent, model="gpt-oss")
-    assert (asked.stream, asked.model) == (expected, "gpt-oss")
+def test_stream_and_model_are_read(sent: bool | None, expected: bool) -> None:
+    request = read_request(stream=sent, model="gpt-oss")
+    assert (request.stream, request.model) == (expected, "gpt-oss")
 
 
-def test_counting_needs_no_limit_and_changes_nothing_else() -> None:
+def test_counting_needs_no_max_tokens_and_gives_same_prompt() -> None:
     body = {"model": "m", "messages": HELLO, "system": "Be brief.", "tools": [BARE]}
     counted = read(body, SERVER, Mark(), counting=True).turn
-    asked = read({**body, "max_tokens": 9, "stream": True}, SERVER, Mark()).turn
-    assert render(counted).ids == render(asked).ids
-    assert guilty(body).param == "max_tokens"
+    turn = read({**body, "max_tokens": 9, "stream": True}, SERVER, Mark()).turn
+    assert render(counted).ids == render(turn).ids
+    assert error_of(body).param == "max_tokens"
 
 
 def test_count_accepts_compaction_but_no_thread() -> None:
@@ -991,9 +999,9 @@ def test_count_accepts_compaction_but_no_thread() -> None:
         read({**body, "thread": {"type": "create"}}, SERVER, Mark(), counting=True)
 
 
-def test_a_bad_effort_is_named_also_when_thinking_is_disabled() -> None:
+def test_invalid_effort_is_named_with_thinking_disabled() -> None:
     fields = {"thinking": {"type": "disabled"}, "output_config": {"effort": "huge"}}
-    error = guilty({"model": "m", "max_tokens": 9, "messages": HELLO, **fields})
+    error = error_of({"model": "m", "max_tokens": 9, "messages": HELLO, **fields})
     assert error.param == "output_config.effort"
 
 
@@ -1013,7 +1021,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
     (user(plain(None)), ".content[0].source.data"),
     (user(parts(None)), ".content[0].source.content"),
     (user({"type": "search_result"}), ".content[0].content"),
-    (user(found({"type": "whatever"})), ".content[0].content[0]"),
+    (user(search_result({"type": "whatever"})), ".content[0].content[0]"),
     ({"role": "system", "content": [use({})]}, ".content[0]"),
     (user({"type": "whatever"}), ".content[0]"),
     (user(thinking("a")), ".content[0]"),
@@ -1028,7 +1036,7 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
         user(result([{"type": "tool_reference", "tool_name": 3}])),
         ".content[0].content[0].tool_name",
     ),
-    (user(result([found({"type": "text"})])), ".content[0].content[0].content[0].text"),
+    (user(result([search_result({"type": "text"})])), ".content[0].content[0].content[0].text"),
     (user(result([plain(None)])), ".content[0].content[0].source.data"),
     (user(result([plain(3)])), ".content[0].content[0].source.data"),
     (user(result([{"type": "text"}])), ".content[0].content[0].text"),
@@ -1062,9 +1070,9 @@ BAD_MESSAGES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("message", "where"), BAD_MESSAGES)
-def test_bad_messages_name_the_block(message: dict[str, Any], where: str) -> None:
+def test_error_of_message_names_block(message: dict[str, Any], where: str) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [*HELLO, message, *HELLO]}
-    error = guilty(body)
+    error = error_of(body)
     assert error.param == f"messages[1]{where}"
     assert error.param in error.message
 
@@ -1078,15 +1086,15 @@ WHY: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("message", "why"), WHY)
-def test_a_block_is_refused_for_what_it_is(message: dict[str, Any], why: str) -> None:
-    error = guilty({"model": "m", "max_tokens": 9, "messages": [message]})
+def test_error_of_block_says_why(message: dict[str, Any], why: str) -> None:
+    error = error_of({"model": "m", "max_tokens": 9, "messages": [message]})
     kind = message["content"][0]["type"]
     assert error.message == f"messages[0].content[0] is of type {kind!r}, {why}"
 
 
 def test_misplaced_tool_use_is_refused() -> None:
     messages = [user(use({})), assistant(text("a")), *HELLO]
-    error = guilty({"model": "m", "max_tokens": 9, "messages": messages})
+    error = error_of({"model": "m", "max_tokens": 9, "messages": messages})
     assert error.param == "messages[0].content[0]"
 
 
@@ -1099,7 +1107,7 @@ LAST = [
 
 @pytest.mark.parametrize(("message", "where"), LAST)
 def test_unsupported_continuation_is_refused(message: dict[str, Any], where: str) -> None:
-    error = guilty({"model": "m", "max_tokens": 9, "messages": [*HELLO, message]})
+    error = error_of({"model": "m", "max_tokens": 9, "messages": [*HELLO, message]})
     assert error.param == where
     assert where in error.message
 
@@ -1156,13 +1164,13 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
 
 
 @pytest.mark.parametrize(("field", "value", "param"), BAD_FIELDS)
-def test_bad_fields_are_named(field: str, value: Any, param: str) -> None:
-    error = guilty({"model": "m", "max_tokens": 9, "messages": HELLO, field: value})
+def test_invalid_field_is_named(field: str, value: Any, param: str) -> None:
+    error = error_of({"model": "m", "max_tokens": 9, "messages": HELLO, field: value})
     assert error.param == param
     assert field in error.message
 
 
-def nested(depth: int) -> dict[str, Any]:
+def nested_body(depth: int) -> dict[str, Any]:
     document: dict[str, Any] = {}
     for _ in range(depth):
         document = {"content": [document], "type": "tool_result"}
@@ -1171,11 +1179,11 @@ def nested(depth: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "body",
-    [None, True, 3, "text", [], [{}], {}, nested(100_000)],
+    [None, True, 3, "text", [], [{}], {}, nested_body(100_000)],
     ids=["null", "true", "int", "str", "list", "nested list", "empty", "deep"],
 )
 def test_body_of_another_type_is_refused(body: object) -> None:
-    guilty(body)
+    error_of(body)
 
 
 # --- Requests as real clients send them.
@@ -1186,10 +1194,15 @@ def recorded(name: str) -> dict[str, Any]:
     return body
 
 
-def test_claude_code() -> None:
-    asked = read(recorded("claude-code-turn2"), Defaults(), Mark())
-    assert (asked.model, asked.stream, asked.thinking, asked.notes) == ("m", True, "shown", ())
-    assert asked.turn.messages == (
+def test_request_of_claude_code_is_read() -> None:
+    request = read(recorded("claude-code-turn2"), Defaults(), Mark())
+    assert (request.model, request.stream, request.thinking, request.notes) == (
+        "m",
+        True,
+        "shown",
+        (),
+    )
+    assert request.turn.messages == (
         Instructions("You are a Claude agent, built on Anthropic's Claude Agent SDK."),
         Instructions("(5615 characters of text)"),
         User("(306 characters of text)\nPlease run it"),
@@ -1203,15 +1216,15 @@ def test_claude_code() -> None:
         ),
         Result("toolu_34e6805cb8d142b09fd6547c", "marker-42", "messages[3].content[0]"),
     )
-    assert len(asked.turn.tools) == 24
-    assert asked.turn.effort is Effort.HIGH
-    assert asked.turn.limits == OutputLimits(max_tokens=32000, sets_reasoning=True)
+    assert len(request.turn.tools) == 24
+    assert request.turn.effort is Effort.HIGH
+    assert request.turn.limits == OutputLimits(max_tokens=32000, sets_reasoning=True)
 
 
-def test_opencode() -> None:
-    asked = read(recorded("opencode-messages-turn2"), Defaults(), Mark())
-    assert (asked.stream, len(asked.turn.tools), asked.turn.prefill) == (True, 10, None)
-    assert [type(message) for message in asked.turn.messages] == [
+def test_request_of_opencode_is_read() -> None:
+    request = read(recorded("opencode-messages-turn2"), Defaults(), Mark())
+    assert (request.stream, len(request.turn.tools), request.turn.prefill) == (True, 10, None)
+    assert [type(message) for message in request.turn.messages] == [
         Instructions, User, Reasoning, Preamble, Call, Result,
     ]  # fmt: skip
 
@@ -1222,17 +1235,17 @@ LOOP = (
     "<|channel|>commentary to=functions.Bash <|constrain|>json<|message|>"
     '{"command":"echo é","description":"(13 characters of text)"}<|call|>'
 )
-ANSWERED = "<|start|>functions.Bash to=assistant<|channel|>commentary<|message|>marker-42<|end|>"
+RESULT_TEXT = "<|start|>functions.Bash to=assistant<|channel|>commentary<|message|>marker-42<|end|>"
 
 
 @pytest.mark.parametrize("dropped", ["kept", "shortened", "dropped", "omitted by the server"])
-def test_tool_loop_continues_the_turn(dropped: str) -> None:
-    """Prompt 2 is prompt 1, what was generated, the result, and the assistant's turn to go on."""
+def test_tool_loop_continues_turn(dropped: str) -> None:
+    """The second prompt is the first, the output, the result, and the opening of a message."""
     first = recorded("claude-code-turn1")
     if dropped == "omitted by the server":
         first["thinking"]["display"] = "omitted"
-    asked = read({**first, "stream": False}, Defaults(), Mark())
-    context, emitter = StreamingHarmonyContext(asked.turn, INFO), asked.emitter(INFO)
+    request = read({**first, "stream": False}, Defaults(), Mark())
+    context, emitter = StreamingHarmonyContext(request.turn, INFO), request.emitter(INFO)
     prompt = context.render_for_completion()
     output = vocab.encoding().encode(LOOP, allowed_special="all")
     for delta in [*context.start(), *context.append_output(output), *context.finish("stop")]:
@@ -1243,33 +1256,33 @@ def test_tool_loop_continues_the_turn(dropped: str) -> None:
     content[0]["thinking"] = {"shortened": "I sh…", "dropped": ""}.get(
         dropped, content[0]["thinking"]
     )
-    answered = user(result("marker-42", content[2]["id"], **CACHED))
-    messages = [*first["messages"], assistant(*content), answered]
-    messages[0]["content"][1].pop("cache_control")  # Claude Code moves the mark along
+    result_message = user(result("marker-42", content[2]["id"], **CACHED))
+    messages = [*first["messages"], assistant(*content), result_message]
+    messages[0]["content"][1].pop("cache_control")  # Claude Code moves the breakpoint
     second = read({**first, "messages": messages}, Defaults(), Mark())
-    tail = vocab.encoding().encode(ANSWERED + "<|start|>assistant", allowed_special="all")
+    tail = vocab.encoding().encode(RESULT_TEXT + "<|start|>assistant", allowed_special="all")
     assert render(second.turn).ids == (*prompt, *output, *tail)
 
 
 def test_preamble_shown_as_thinking_is_restored() -> None:
     body = {**recorded("claude-code-turn1"), "stream": False, "thinking": {"type": "between_tools"}}
-    asked = read(body, Defaults(), Mark())
-    context, emitter = StreamingHarmonyContext(asked.turn, INFO), asked.emitter(INFO)
+    request = read(body, Defaults(), Mark())
+    context, emitter = StreamingHarmonyContext(request.turn, INFO), request.emitter(INFO)
     prompt = context.render_for_completion()
-    raw = LOOP[LOOP.index("<|channel|>commentary") :]  # what a model says that may not think
+    raw = LOOP[LOOP.index("<|channel|>commentary") :]  # the output of a model that may not think
     output = vocab.encoding().encode(raw, allowed_special="all")
     for delta in [*context.start(), *context.append_output(output), *context.finish("stop")]:
         emitter.feed(delta)
     content = emitter.result()["content"]
     assert [block["type"] for block in content] == ["thinking", "tool_use"]
-    answered = user(result("marker-42", content[1]["id"]))
-    messages = [*body["messages"], assistant(*content), answered]
+    result_message = user(result("marker-42", content[1]["id"]))
+    messages = [*body["messages"], assistant(*content), result_message]
     second = read({**body, "messages": messages}, Defaults(), Mark())
-    tail = vocab.encoding().encode(ANSWERED + "<|start|>assistant", allowed_special="all")
+    tail = vocab.encoding().encode(RESULT_TEXT + "<|start|>assistant", allowed_special="all")
     assert render(second.turn).ids == (*prompt, *output, *tail)
 
 
-# --- Any JSON at all.
+# --- Any JSON.
 
 
 def values(numbers: st.SearchStrategy[float]) -> st.SearchStrategy[Any]:
@@ -1339,10 +1352,10 @@ NEARLY = st.fixed_dictionaries({**ONE, "messages": st.lists(ANY_MESSAGE, min_siz
 
 
 @given(JSON | BODY | NEARLY)
-def test_any_json_is_a_request_or_a_request_error(body: object) -> None:
+def test_any_json_is_request_or_request_error(body: object) -> None:
     with suppress(RequestError):
-        asked = read(body, Defaults(), Mark())
-        json.dumps(asdict(asked.turn), ensure_ascii=False).encode()
+        request = read(body, Defaults(), Mark())
+        json.dumps(asdict(request.turn), ensure_ascii=False).encode()
 
 
 TEXT_BLOCK = st.builds(text, TEXT)
@@ -1361,7 +1374,7 @@ GOOD_MESSAGE = st.one_of(
 
 
 @given(st.lists(GOOD_MESSAGE, max_size=4))
-def test_any_good_body_is_a_turn_that_can_be_encoded(messages: list[dict[str, Any]]) -> None:
+def test_any_valid_body_is_an_encodable_turn(messages: list[dict[str, Any]]) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [*messages, *HELLO]}
     document = asdict(read(body, Defaults(), Mark()).turn)
-    json.dumps(document, ensure_ascii=False).encode()  # no half of a surrogate pair is left
+    json.dumps(document, ensure_ascii=False).encode()  # no lone surrogate is left

@@ -53,7 +53,7 @@ class Mark:
         return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
 
 
-def request(*tools: Any, **fields: Any) -> MessagesRequest:
+def read_request(*tools: Any, **fields: Any) -> MessagesRequest:
     body = {"model": "m", "max_tokens": 99, "messages": HELLO, "tools": [*tools], **fields}
     return read(json.loads(json.dumps(body)), Defaults(date="2025-08-05"), Mark())
 
@@ -66,14 +66,14 @@ def types_of(union: Any) -> Iterator[str]:
         yield from (value for value in get_args(hint) if isinstance(value, str))
 
 
-def test_every_type_of_the_official_client_is_known() -> None:
+def test_every_type_of_official_client_is_known() -> None:
     types = pytest.importorskip("anthropic.types")
     beta = pytest.importorskip("anthropic.types.beta")
-    known = {*CLIENT_TOOLS, *CLIENT_TOOLSETS, *SERVER_TOOLS, CUSTOM, TOOLSET}
+    known_types = {*CLIENT_TOOLS, *CLIENT_TOOLSETS, *SERVER_TOOLS, CUSTOM, TOOLSET}
     for union in (types.ToolUnionParam, beta.BetaToolUnionParam):
         listed = {kind for kind in types_of(union) if not kind.startswith(TOOL_SEARCH)}
         assert listed
-        assert listed <= known
+        assert listed <= known_types
 
 
 # --- Tools that the client runs.
@@ -81,27 +81,27 @@ def test_every_type_of_the_official_client_is_known() -> None:
 
 @pytest.mark.parametrize("kind", CLIENT_TOOLS)
 @pytest.mark.parametrize("null", [None, "absent"])
-def test_the_model_sees_a_function(kind: str, null: object) -> None:
+def test_client_tool_is_shown_as_function(kind: str, null: object) -> None:
     declared = {"type": kind, "name": CLIENT_TOOLS[kind].name}
     if null is None:
         declared |= dict.fromkeys(
             ("cache_control", "strict", "defer_loading", "display_number", "max_characters"), None
         )
-    asked = request(declared, {**FUNCTION})
-    assert asked.unavailable.tools == ()
-    assert [tool.name for tool in asked.turn.tools] == [CLIENT_TOOLS[kind].name, "f"]
-    prompt = encoding().decode_utf8(render(asked.turn).ids)
-    for name in asked.turn.tools[0].parameters["properties"]:  # type: ignore[index]
+    request = read_request(declared, {**FUNCTION})
+    assert request.unavailable.tools == ()
+    assert [tool.name for tool in request.turn.tools] == [CLIENT_TOOLS[kind].name, "f"]
+    prompt = encoding().decode_utf8(render(request.turn).ids)
+    for name in request.turn.tools[0].parameters["properties"]:  # type: ignore[index]
         assert f"{name}?: " in prompt or f"{name}: " in prompt
 
 
-def test_the_screen_is_described() -> None:
+def test_screen_is_described() -> None:
     screen = {"display_width_px": 1024, "display_height_px": 768, "name": "computer"}
-    (tool,) = request({"type": "computer_20251124", **screen, "enable_zoom": True}).turn.tools
+    (tool,) = read_request({"type": "computer_20251124", **screen, "enable_zoom": True}).turn.tools
     assert tool.description.endswith(" The screen has 1024 x 768 pixels.")
     assert "zoom" in tool.parameters["properties"]["action"]["enum"]  # type: ignore[index]
     for kind in ("computer_20241022", "computer_20250124", "computer_20251124"):
-        (tool,) = request({"type": kind, "name": "computer", "enable_zoom": None}).turn.tools
+        (tool,) = read_request({"type": kind, "name": "computer", "enable_zoom": None}).turn.tools
         assert tool.description.endswith("of a computer.")
         assert "zoom" not in tool.parameters["properties"]["action"]["enum"]  # type: ignore[index]
 
@@ -145,9 +145,9 @@ INPUTS: tuple[tuple[str, dict[str, Any]], ...] = (
 """Calls as Anthropic documents them."""
 
 
-def answered(asked: MessagesRequest, output: str, *, stream: bool) -> tuple[dict[str, Any], Any]:
-    context = StreamingHarmonyContext(asked.turn, INFO)
-    emitter = asked.emitter(INFO)
+def generate(request: MessagesRequest, output: str, *, stream: bool) -> tuple[dict[str, Any], Any]:
+    context = StreamingHarmonyContext(request.turn, INFO)
+    emitter = request.emitter(INFO)
     deltas = [
         *context.start(),
         *(delta for token in ids_of(output) for delta in context.append_output([token])),
@@ -161,14 +161,14 @@ def answered(asked: MessagesRequest, output: str, *, stream: bool) -> tuple[dict
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("kind", "arguments"), INPUTS)
-def test_a_loop(kind: str, arguments: dict[str, Any], stream: bool) -> None:
+def test_call_and_result_are_read_back(kind: str, arguments: dict[str, Any], stream: bool) -> None:
     tool = {"type": kind, "name": CLIENT_TOOLS[kind].name}
-    asked = request(tool, stream=stream)
-    (declared,) = asked.turn.tools
+    request = read_request(tool, stream=stream)
+    (declared,) = request.turn.tools
     assert fits(arguments, declared.parameters)
     shown = {"bash": "bash_tool"}.get(declared.name, declared.name)
-    message, context = answered(
-        asked,
+    message, context = generate(
+        request,
         f"<|channel|>commentary to=functions.{shown} <|constrain|>json<|message|>"
         f"{json.dumps(arguments)}<|call|>",
         stream=stream,
@@ -182,7 +182,7 @@ def test_a_loop(kind: str, arguments: dict[str, Any], stream: bool) -> None:
         {"role": "assistant", "content": message["content"]},
         {"role": "user", "content": [result]},
     ]
-    again = request(tool, messages=history)
+    again = read_request(tool, messages=history)
     before, after = context.messages, again.turn.messages
     assert json.loads(after[-2].arguments) == json.loads(before[-1].arguments)  # type: ignore[union-attr]
     prompt = encoding().decode_utf8(render(again.turn).ids)
@@ -192,54 +192,56 @@ def test_a_loop(kind: str, arguments: dict[str, Any], stream: bool) -> None:
 
 
 @pytest.mark.parametrize(("kind", "arguments"), INPUTS)
-def test_a_grammar_has_it(kind: str, arguments: dict[str, Any]) -> None:
+def test_grammar_enforces_documented_calls(kind: str, arguments: dict[str, Any]) -> None:
     pytest.importorskip("llguidance")
     from vllm_mlx_harmony.core.grammar import compile_grammar, grammar_of
     from vllm_mlx_harmony.core.names import Names
 
-    turn = request({"type": kind, "name": "f"}).turn
+    turn = read_request({"type": kind, "name": "f"}).turn
     grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
     assert grammar.notes == ()
-    for given, permitted in ((arguments, True), ({**arguments, "undocumented": 1}, False)):
+    for variant, permitted in ((arguments, True), ({**arguments, "undocumented": 1}, False)):
         matcher = compile_grammar(grammar).matcher()
         header = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"
-        output = f"{header}{json.dumps(given)}<|call|>"
+        output = f"{header}{json.dumps(variant)}<|call|>"
         assert all(map(matcher.consume, ids_of(output))) == permitted
 
 
-def test_a_function_cannot_have_the_same_name() -> None:
+def test_function_with_name_of_client_tool_is_refused() -> None:
     with pytest.raises(RequestError, match="duplicate tool name 'bash'"):
         render(
-            request({**FUNCTION, "name": "bash"}, {"type": "bash_20250124", "name": "bash"}).turn
+            read_request(
+                {**FUNCTION, "name": "bash"}, {"type": "bash_20250124", "name": "bash"}
+            ).turn
         )
 
 
-def test_a_choice() -> None:
-    asked = request(
+def test_client_tool_can_be_chosen() -> None:
+    request = read_request(
         {"type": "bash_20250124", "name": "bash"}, tool_choice={**PINNED, "name": "bash"}
     )
-    assert asked.turn.tool_choice == ToolChoice(required=True, names=("bash",))
+    assert request.turn.tool_choice == ToolChoice(required=True, names=("bash",))
 
 
-def test_a_deferred_tool_is_declared_where_it_was_found() -> None:
+def test_deferred_client_tool_is_not_declared_at_start() -> None:
     bash = {"type": "bash_20250124", "name": "bash", "defer_loading": True}
-    assert request(FUNCTION, bash).turn.tools[-1].name == "f"
+    assert read_request(FUNCTION, bash).turn.tools[-1].name == "f"
 
 
 # --- Tools that nobody runs.
 
 
 def test_unavailable_tools_are_in_prompt_and_answer() -> None:
-    asked = request(FUNCTION, SEARCH, {**SEARCH, "type": "web_search_20260318"})
-    assert asked.turn.messages == (notice(["web_search"]), User("Hello"))
-    assert [tool.name for tool in asked.turn.tools] == ["f"]
-    assert asked.turn.answer == ""
-    message, _ = answered(asked, "<|channel|>final<|message|>Hi.<|return|>", stream=False)
+    request = read_request(FUNCTION, SEARCH, {**SEARCH, "type": "web_search_20260318"})
+    assert request.turn.messages == (notice(["web_search"]), User("Hello"))
+    assert [tool.name for tool in request.turn.tools] == ["f"]
+    assert request.turn.answer == ""
+    message, _ = generate(request, "<|channel|>final<|message|>Hi.<|return|>", stream=False)
     assert message["unavailable_tools"] == ["web_search"]
     assert message["content"] == [{"type": "text", "text": "Hi."}]
-    message, _ = answered(
-        request(FUNCTION), "<|channel|>final<|message|>Hi.<|return|>", stream=False
+    message, _ = generate(
+        read_request(FUNCTION), "<|channel|>final<|message|>Hi.<|return|>", stream=False
     )
     assert "unavailable_tools" not in message
 
@@ -253,13 +255,13 @@ UNAVAILABLE: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("tool", "name"), UNAVAILABLE.values(), ids=UNAVAILABLE)
-def test_every_one_is_named(tool: dict[str, Any], name: str) -> None:
-    assert request(FUNCTION, tool).unavailable.tools == (name,)
-    assert request(FUNCTION, tool, tool_choice={"type": "none"}).unavailable.tools == ()
-    asked = request(tool)
-    assert asked.turn.answer.startswith(f"Not available on this server: {name}. No search took")
-    message, _ = refused(asked)
-    assert message["content"][-1] == {"type": "text", "text": asked.turn.answer}
+def test_every_unavailable_tool_is_named(tool: dict[str, Any], name: str) -> None:
+    assert read_request(FUNCTION, tool).unavailable.tools == (name,)
+    assert read_request(FUNCTION, tool, tool_choice={"type": "none"}).unavailable.tools == ()
+    request = read_request(tool)
+    assert request.turn.answer.startswith(f"Not available on this server: {name}. No search took")
+    message, _ = generate_refusal(request)
+    assert message["content"][-1] == {"type": "text", "text": request.turn.answer}
     kinds = [block["type"] for block in message["content"]]
     calls = ["server_tool_use", f"{name}_tool_result"] if name in SERVER_TOOLS.values() else []
     assert kinds == [*calls, "text"]
@@ -267,22 +269,22 @@ def test_every_one_is_named(tool: dict[str, Any], name: str) -> None:
     official.model_validate(message, strict=True)
 
 
-def refused(asked: MessagesRequest) -> tuple[dict[str, Any], Any]:
-    assert asked.turn.answer
-    text = encoding().decode(list(answer_ids(asked.turn.answer)))
-    return answered(asked, text, stream=asked.stream)
+def generate_refusal(request: MessagesRequest) -> tuple[dict[str, Any], Any]:
+    assert request.turn.answer
+    text = encoding().decode(list(answer_ids(request.turn.answer)))
+    return generate(request, text, stream=request.stream)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(
     "choice", [None, {"type": "auto"}, {"type": "any"}, PINNED, {**PINNED, "x": None}]
 )
-def test_a_search_alone_fails_in_the_apis_own_way(choice: Any, stream: bool) -> None:
+def test_search_alone_fails_as_in_anthropic_api(choice: Any, stream: bool) -> None:
     """Claude Code's WebSearch: its request has this tool alone, and may require it."""
-    asked = request(SEARCH, tool_choice=choice, stream=stream, stop_sequences=["search"])
-    assert asked.turn.answer == REFUSAL
-    assert asked.turn.tool_choice == ToolChoice()
-    message, _ = refused(asked)
+    request = read_request(SEARCH, tool_choice=choice, stream=stream, stop_sequences=["search"])
+    assert request.turn.answer == REFUSAL
+    assert request.turn.tool_choice == ToolChoice()
+    message, _ = generate_refusal(request)
     call, result, text = message["content"]
     assert call == {"type": "server_tool_use", "id": call["id"], "name": "web_search", "input": {}}
     assert call["id"].startswith("srvtoolu_")
@@ -299,56 +301,58 @@ def test_a_search_alone_fails_in_the_apis_own_way(choice: Any, stream: bool) -> 
 
 
 def test_required_search_beside_other_tools_fails() -> None:
-    asked = request(FUNCTION, SEARCH, {"type": "code_execution_20250825"}, tool_choice=PINNED)
-    assert asked.unavailable.tools == ("web_search", "code_execution")
-    assert asked.turn.answer == REFUSAL
-    assert len(refused(asked)[0]["content"]) == 3
+    request = read_request(
+        FUNCTION, SEARCH, {"type": "code_execution_20250825"}, tool_choice=PINNED
+    )
+    assert request.unavailable.tools == ("web_search", "code_execution")
+    assert request.turn.answer == REFUSAL
+    assert len(generate_refusal(request)[0]["content"]) == 3
     choice = {"type": "any"}
-    assert request(FUNCTION, SEARCH, tool_choice=choice).turn.tool_choice == ToolChoice(True)
+    assert read_request(FUNCTION, SEARCH, tool_choice=choice).turn.tool_choice == ToolChoice(True)
 
 
-def test_a_function_may_have_the_name_of_a_search() -> None:
+def test_function_may_have_name_of_search() -> None:
     function = {**FUNCTION, "name": "web_search"}
-    asked = request(function, SEARCH, tool_choice=PINNED)
-    assert asked.turn.answer == ""
-    assert asked.turn.tool_choice == ToolChoice(required=True, names=("web_search",))
-    assert request(FUNCTION, SEARCH, tool_choice={**PINNED, "type": "auto"}).turn.answer == ""
+    request = read_request(function, SEARCH, tool_choice=PINNED)
+    assert request.turn.answer == ""
+    assert request.turn.tool_choice == ToolChoice(required=True, names=("web_search",))
+    assert read_request(FUNCTION, SEARCH, tool_choice={**PINNED, "type": "auto"}).turn.answer == ""
 
 
-def test_conversation_continues_after_the_refusal() -> None:
+def test_conversation_continues_after_refusal() -> None:
     """A client with a switch for web search sends the tool with every message of its user."""
-    message, _ = refused(request(SEARCH))
+    message, _ = generate_refusal(read_request(SEARCH))
     history = [
         *HELLO,
         {"role": "assistant", "content": message["content"]},
         {"role": "user", "content": "From memory, then."},
     ]
-    asked = request(SEARCH, messages=history)
-    assert asked.turn.answer == ""
-    assert asked.turn.messages[0] == notice(["web_search"])
-    assert Answer(REFUSAL) in asked.turn.messages
-    assert asked.unavailable.tools == ("web_search",)
-    assert request(SEARCH, messages=history, tool_choice=PINNED).turn.answer == REFUSAL
+    request = read_request(SEARCH, messages=history)
+    assert request.turn.answer == ""
+    assert request.turn.messages[0] == notice(["web_search"])
+    assert Answer(REFUSAL) in request.turn.messages
+    assert request.unavailable.tools == ("web_search",)
+    assert read_request(SEARCH, messages=history, tool_choice=PINNED).turn.answer == REFUSAL
 
 
-def test_later_added_unavailable_tool_is_named_there() -> None:
+def test_unavailable_tool_added_later_is_named_there() -> None:
     added = {"type": "tool_addition", "tool": {"type": "tool_definition", "definition": SEARCH}}
-    asked = request(FUNCTION, messages=[*HELLO, {"role": "system", "content": [added]}])
-    assert asked.turn.messages == (User("Hello"), notice(["web_search"]))
+    request = read_request(FUNCTION, messages=[*HELLO, {"role": "system", "content": [added]}])
+    assert request.turn.messages == (User("Hello"), notice(["web_search"]))
 
 
-def test_similar_server_tool_is_available() -> None:
+def test_similar_server_tool_replaces_unavailable_tool() -> None:
     page = Tool("search", "", {"type": "object", "properties": {}})
     browser = Namespace("browser", (page,), label="browser")
     defaults = Defaults(namespaces=(browser,), tools_for_all=True)
     body = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": [SEARCH]}
-    asked = read(body, defaults, Mark())
-    assert (asked.unavailable.tools, asked.turn.answer) == ((), "")
-    asked = read({**body, "tools": [{"type": "code_execution_20250825"}]}, defaults, Mark())
-    assert (asked.unavailable.tools, asked.turn.answer) == (("code_execution",), "")
+    request = read(body, defaults, Mark())
+    assert (request.unavailable.tools, request.turn.answer) == ((), "")
+    request = read({**body, "tools": [{"type": "code_execution_20250825"}]}, defaults, Mark())
+    assert (request.unavailable.tools, request.turn.answer) == (("code_execution",), "")
 
 
-def test_the_notice_is_one_line() -> None:
+def test_notice_is_one_line() -> None:
     line = notice(["a", "b"])
     assert isinstance(line, Instructions)
     assert "\n" not in line.text

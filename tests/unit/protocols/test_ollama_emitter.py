@@ -1,4 +1,4 @@
-"""Ollama's API, outwards: deltas on the left, lines on the right."""
+"""Answers of Ollama's API: deltas on the left, lines on the right."""
 
 from __future__ import annotations
 
@@ -67,21 +67,21 @@ METRICS = {
 }
 
 
-def emitter(turn: list[Delta], *, stream: bool, chat: bool) -> tuple[Emitter, list[Any]]:
-    made = Emitter(INFO, 0, stream=stream, chat=chat)
+def feed_turn(turn: list[Delta], *, stream: bool, chat: bool) -> tuple[Emitter, list[Any]]:
+    emitter = Emitter(INFO, 0, stream=stream, chat=chat)
     events = [
-        event for at, delta in enumerate(turn, start=1) for event in made.feed(delta, STEP * at)
+        event for at, delta in enumerate(turn, start=1) for event in emitter.feed(delta, STEP * at)
     ]
     assert not any(event.name or event.comment for event in events)
-    return made, [json.loads(event.data) for event in events]
+    return emitter, [json.loads(event.data) for event in events]
 
 
 def line(**fields: Any) -> dict[str, Any]:
     return {**HEAD, "message": {"role": "assistant", "content": "", **fields}, "done": False}
 
 
-def test_the_lines_of_a_chat() -> None:
-    made, lines = emitter(TURN, stream=True, chat=True)
+def test_chat_is_streamed_as_lines() -> None:
+    emitter, lines = feed_turn(TURN, stream=True, chat=True)
     assert lines == [
         line(thinking="Ask "),
         line(thinking="it."),
@@ -91,11 +91,11 @@ def test_the_lines_of_a_chat() -> None:
         {**HEAD, "message": {"role": "assistant", "content": ""}, **METRICS},
     ]
     with pytest.raises(OutputError):
-        made.result()
+        emitter.result()
 
 
-def test_the_document_of_a_chat() -> None:
-    made, lines = emitter(TURN, stream=False, chat=True)
+def test_chat_is_collected_as_document() -> None:
+    emitter, lines = feed_turn(TURN, stream=False, chat=True)
     assert lines == []
     message = {
         "role": "assistant",
@@ -103,11 +103,11 @@ def test_the_document_of_a_chat() -> None:
         "thinking": "Ask it.",
         "tool_calls": [CALL],
     }
-    assert made.result() == {**HEAD, "message": message, **METRICS}
+    assert emitter.result() == {**HEAD, "message": message, **METRICS}
 
 
-def test_one_prompt() -> None:
-    made, lines = emitter(TURN, stream=True, chat=False)
+def test_generate_sends_response_field() -> None:
+    emitter, lines = feed_turn(TURN, stream=True, chat=False)
     text = {"response": "", "done": False}
     assert lines == [
         {**HEAD, **text, "thinking": "Ask "},
@@ -117,8 +117,8 @@ def test_one_prompt() -> None:
         {**HEAD, **text, "tool_calls": [CALL]},
         {**HEAD, "response": "", **METRICS},
     ]
-    made, _ = emitter(TURN, stream=False, chat=False)
-    assert made.result() == {
+    emitter, _ = feed_turn(TURN, stream=False, chat=False)
+    assert emitter.result() == {
         **HEAD,
         "response": "Wait.\nMöglich ☀",
         "thinking": "Ask it.",
@@ -139,12 +139,12 @@ CALLS: dict[str, tuple[list[Delta], object]] = {
 def test_arguments_are_an_object(name: str) -> None:
     texts, expected = CALLS[name]
     turn = [Started(1), Opened(0, Kind.CALL, "f"), *texts, Finished("length")]
-    _, (called, last) = emitter(turn, stream=True, chat=True)
-    assert called["message"]["tool_calls"][0]["function"]["arguments"] == expected
+    _, (call_line, last) = feed_turn(turn, stream=True, chat=True)
+    assert call_line["message"]["tool_calls"][0]["function"]["arguments"] == expected
     assert last["done_reason"] == "length"
 
 
-def test_calls_of_the_server_are_not_shown() -> None:
+def test_server_calls_are_not_shown() -> None:
     turn: list[Delta] = [
         Started(1),
         Opened(0, Kind.SERVER_CALL, "weather.now"),
@@ -157,52 +157,52 @@ def test_calls_of_the_server_are_not_shown() -> None:
         Closed(),
         Finished("stop", reasoning_ended_by="budget"),
     ]
-    _, (answer, last) = emitter(turn, stream=True, chat=True)
+    _, (answer, last) = feed_turn(turn, stream=True, chat=True)
     assert answer == line(content="Sunny.")
     assert last["reasoning_ended_by"] == "budget"
 
 
-def test_log_probabilities() -> None:
+def test_logprobs_are_sent() -> None:
     scores = (TextLogprob("Hi", b"Hi", -0.5, (TextLogprob("<|return|>", None, -1.0),)),)
     turn = [Started(1), Opened(0, Kind.ANSWER), Text("Hi", scores), Closed(), Finished("stop")]
     top = {"token": "<|return|>", "logprob": -1.0, "bytes": None}
     entry = {"token": "Hi", "logprob": -0.5, "bytes": [72, 105], "top_logprobs": [top]}
-    _, (first, _) = emitter(turn, stream=True, chat=True)
+    _, (first, _) = feed_turn(turn, stream=True, chat=True)
     assert first == {**line(content="Hi"), "logprobs": [entry]}
-    made, _ = emitter(turn, stream=False, chat=True)
-    assert made.result()["logprobs"] == [entry]
+    emitter, _ = feed_turn(turn, stream=False, chat=True)
+    assert emitter.result()["logprobs"] == [entry]
 
 
-def test_an_error_ends_a_stream() -> None:
+def test_error_ends_stream() -> None:
     failed: list[Delta] = [Started(1), Failed(HostError("full"))]
-    assert emitter(failed, stream=True, chat=True)[1] == [{"error": "full"}]
-    made, _ = emitter(failed, stream=False, chat=True)
+    assert feed_turn(failed, stream=True, chat=True)[1] == [{"error": "full"}]
+    emitter, _ = feed_turn(failed, stream=False, chat=True)
     with pytest.raises(HostError):
-        made.result()
+        emitter.result()
 
 
-def test_an_answer_without_text() -> None:
-    made, _ = emitter([Started(1), Finished("length")], stream=False, chat=True)
-    answer = made.result()
+def test_answer_without_text_has_empty_content() -> None:
+    emitter, _ = feed_turn([Started(1), Finished("length")], stream=False, chat=True)
+    answer = emitter.result()
     assert answer["message"] == {"role": "assistant", "content": ""}
     assert (answer["prompt_eval_duration"], answer["eval_duration"]) == (10, 0)
 
 
 @pytest.mark.parametrize("chat", [False, True])
-def test_a_silence(chat: bool) -> None:
+def test_keep_alive_is_an_empty_line(chat: bool) -> None:
     event = Emitter(INFO, 0, stream=True, chat=chat).keep_alive()
     empty = line() if chat else {**HEAD, "response": "", "done": False}
     assert json.loads(event.data) == empty
 
 
-def test_errors_name_the_field() -> None:
+def test_error_names_field() -> None:
     error = RequestError("must be a number", param="options.seed")
     assert error_body(error) == {"error": "options.seed: must be a number"}
     assert error_body(RequestError("seed is wrong", param="seed")) == {"error": "seed is wrong"}
 
 
-def test_response_to_load_request() -> None:
-    done = {"done": True, "done_reason": "load"}
-    assert loaded("gpt-oss-20b", INFO.created, chat=False) == {**HEAD, "response": "", **done}
+def test_load_request_has_its_own_response() -> None:
+    status = {"done": True, "done_reason": "load"}
+    assert loaded("gpt-oss-20b", INFO.created, chat=False) == {**HEAD, "response": "", **status}
     message = {"role": "assistant", "content": ""}
-    assert loaded("gpt-oss-20b", INFO.created, chat=True) == {**HEAD, "message": message, **done}
+    assert loaded("gpt-oss-20b", INFO.created, chat=True) == {**HEAD, "message": message, **status}

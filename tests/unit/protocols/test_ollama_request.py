@@ -1,4 +1,4 @@
-"""Ollama's API, inwards: a body on the left, its turn on the right."""
+"""Requests of Ollama's API: a body on the left, its turn on the right."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ CONVERSATIONS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
 
 
 @pytest.mark.parametrize("name", CONVERSATIONS)
-def test_conversations(name: str) -> None:
+def test_conversation_is_read(name: str) -> None:
     messages, expected = CONVERSATIONS[name]
-    found = [
-        Result(each.call_id, each.text) if isinstance(each, Result) else each
-        for each in chat(*messages).turn.messages
+    turn_messages = [
+        Result(message.call_id, message.text) if isinstance(message, Result) else message
+        for message in chat(*messages).turn.messages
     ]
-    assert found == expected
+    assert turn_messages == expected
 
 
 @pytest.mark.parametrize(
@@ -136,21 +136,21 @@ def test_conversations(name: str) -> None:
         ([user("Hi.", images="AA")], "messages[0].images"),
     ],
 )
-def test_error_names_the_field(messages: list[Any], param: str) -> None:
+def test_error_names_field(messages: list[Any], param: str) -> None:
     with pytest.raises(RequestError) as caught:
         chat(*messages)
     assert caught.value.param == param
     assert caught.value.status == 400
 
 
-def test_one_prompt() -> None:
+def test_generate_request_is_read() -> None:
     body = {"model": "m", "prompt": "Hi.", "system": "Be brief.", "images": ["AA"]}
     request = read_generate(body, Defaults())
     assert request.turn.messages == (Instructions("Be brief."), User(f"Hi.\n{LINE}"))
     assert not request.chat
 
 
-def test_tools_and_options() -> None:
+def test_tools_and_options_are_read() -> None:
     schema = {"type": "object", "properties": {"city": {"type": "string"}}}
     options = {
         "num_ctx": 8192,
@@ -181,12 +181,12 @@ THINK: list[tuple[object, Effort, bool]] = [
 
 
 @pytest.mark.parametrize(("think", "effort", "thinking"), THINK)
-def test_think(think: object, effort: Effort, thinking: bool) -> None:
+def test_think_sets_effort_and_thinking(think: object, effort: Effort, thinking: bool) -> None:
     turn = chat(user("Hi."), think=think).turn
     assert (turn.effort, turn.thinking) == (effort, thinking)
 
 
-def test_think_turns_on_what_is_off_by_default() -> None:
+def test_think_overrides_server_default() -> None:
     body = {"model": "m", "messages": [user("Hi.")], "think": True}
     assert read_chat(body, Defaults(thinking=False)).turn.thinking
 
@@ -200,7 +200,7 @@ def test_think_turns_on_what_is_off_by_default() -> None:
         ({"type": "object"}, ResponseFormat({"type": "object"})),
     ],
 )
-def test_format(requested: object, expected: ResponseFormat | None) -> None:
+def test_format_is_read(requested: object, expected: ResponseFormat | None) -> None:
     assert chat(user("Hi."), format=requested).turn.response_format == expected
 
 
@@ -216,16 +216,16 @@ def test_format(requested: object, expected: ResponseFormat | None) -> None:
         (None, False),
     ],
 )
-def test_requests_that_only_load(body: object, expected: bool) -> None:
+def test_request_without_prompt_only_loads(body: object, expected: bool) -> None:
     assert loads_only(body) is expected
 
 
 @pytest.mark.parametrize("body", [{"model": "m"}, {"name": "m"}, {"model": "m", "name": "n"}])
-def test_the_model_to_show(body: object) -> None:
+def test_model_to_show_is_read(body: object) -> None:
     assert model_in(body) == "m"
 
 
 @pytest.mark.parametrize("body", [{}, {"model": 1}, [], None])
-def test_no_model_to_show(body: object) -> None:
+def test_missing_model_to_show_is_refused(body: object) -> None:
     with pytest.raises(RequestError, match="model must be a string"):
         model_in(body)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from vllm_mlx_harmony.protocols.partial_json import INVALID_JSON, MAX_DEPTH, ObjectText
 
 
-def sent(pieces: Iterable[str]) -> list[str]:
+def send(pieces: Iterable[str]) -> list[str]:
     reader = ObjectText()
     return [*map(reader.feed, pieces), reader.close()]
 
@@ -37,7 +37,7 @@ OBJECTS = [
 SPACED = [' {"a" : "é\\u00e9"}\n', "\n\t{ }\r\n "]
 
 NO_OBJECTS: list[tuple[str, dict[str, Any]]] = [
-    # the text; what the client has, beside the text itself
+    # the text; the members that the client receives beside the text itself
     ("hello", {}),
     ("[1,2]", {}),
     ('"text"', {}),
@@ -51,7 +51,7 @@ NO_OBJECTS: list[tuple[str, dict[str, Any]]] = [
     ('{"a":true', {"a": True}),
     ('{"a":1,', {"a": 1}),
     ('{"a":1,"b', {"a": 1}),
-    ('{"a":1,"b":"rm -rf /tm', {"a": 1, "b": None}),  # half a value is taken back
+    ('{"a":1,"b":"rm -rf /tm', {"a": 1, "b": None}),  # half a value becomes null
     ('{"a":"x\\', {"a": None}),
     ('{"a":"x\\u00', {"a": None}),
     ('{"a":"\\ud83d', {"a": None}),
@@ -86,24 +86,24 @@ NO_OBJECTS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("text", OBJECTS)
-def test_an_object_is_sent_as_it_is(text: str) -> None:
-    assert "".join(sent([text])) == text
-    assert "".join(sent(text)) == text
+def test_object_is_sent_unchanged(text: str) -> None:
+    assert "".join(send([text])) == text
+    assert "".join(send(text)) == text
 
 
 @pytest.mark.parametrize("text", SPACED)
-def test_white_space_around_an_object_is_not(text: str) -> None:
-    assert "".join(sent(text)) == text.strip()
+def test_white_space_around_object_is_dropped(text: str) -> None:
+    assert "".join(send(text)) == text.strip()
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\t "])
 def test_empty_text_stays_empty(text: str) -> None:
-    assert "".join(sent(text)) == ""
+    assert "".join(send(text)) == ""
 
 
-@pytest.mark.parametrize(("text", "members"), NO_OBJECTS, ids=[t[:40] for t, _ in NO_OBJECTS])
-def test_invalid_objects_are_sent_whole(text: str, members: dict[str, Any]) -> None:
-    whole, by_character = "".join(sent([text])), "".join(sent(text))
+@pytest.mark.parametrize(("text", "members"), NO_OBJECTS, ids=[text[:40] for text, _ in NO_OBJECTS])
+def test_invalid_object_is_sent_as_text(text: str, members: dict[str, Any]) -> None:
+    whole, by_character = "".join(send([text])), "".join(send(text))
     assert whole == by_character
     assert json.loads(whole) == invalid(text, **members)
 
@@ -120,7 +120,7 @@ def test_invalid_objects_are_sent_whole(text: str, members: dict[str, Any]) -> N
     ],
 )
 def test_text_is_sent_as_it_arrives(pieces: list[str], expected: list[str]) -> None:
-    assert sent(pieces) == expected
+    assert send(pieces) == expected
 
 
 JSON = st.recursive(
@@ -128,7 +128,7 @@ JSON = st.recursive(
     | st.booleans()
     | st.integers()
     | st.floats(allow_nan=False, allow_infinity=False)
-    # Characters only: half a surrogate pair is none, and no client takes it.
+    # Without lone surrogates, which clients reject.
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
@@ -138,7 +138,7 @@ TEXT = st.text(st.characters(exclude_categories=["Cs"]))
 
 @st.composite
 def pieces(draw: st.DrawFn) -> list[str]:
-    """JSON, or JSON that was cut, or had something put into it, or anything; in pieces."""
+    """Pieces of JSON, of JSON that is cut or has junk in it, or of any text."""
     text: str = draw(
         TEXT
         | st.builds(
@@ -155,14 +155,14 @@ def pieces(draw: st.DrawFn) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-def strictly(text: str) -> Any:
-    """``text`` as Python reads it; ``None`` for what is not JSON by the letter."""
+def parse_strictly(text: str) -> Any:
+    """``text`` as parsed by Python; ``None`` if it is not strictly JSON."""
 
     def no_constant(_: str) -> NoReturn:
         raise ValueError
 
     def finite(number: str) -> float:
-        """No client takes a number that no float holds."""
+        """Clients reject numbers that do not fit a float."""
         return float(number) if math.isfinite(float(number)) else no_constant(number)
 
     try:
@@ -174,11 +174,11 @@ def strictly(text: str) -> Any:
 @given(pieces())
 @example(['{"\\ud83d', '\\ude00":"\\ud83d"}'])
 @example(['{"a": [1', "0e308]}"])
-def test_any_text_in_any_pieces(cut: list[str]) -> None:
+def test_any_pieces_give_valid_json(cut: list[str]) -> None:
     text = "".join(cut)
-    whole = "".join(sent(cut))
-    assert whole == "".join(sent([text])) == "".join(sent(text))
-    read, expected = json.loads(whole or "{}"), strictly(text)
+    whole = "".join(send(cut))
+    assert whole == "".join(send([text])) == "".join(send(text))
+    read, expected = json.loads(whole or "{}"), parse_strictly(text)
     if isinstance(expected, dict) and "\\ud" not in text:
         assert read == expected
     elif text.strip() and not isinstance(expected, dict):
@@ -187,11 +187,11 @@ def test_any_text_in_any_pieces(cut: list[str]) -> None:
 
 @given(pieces())
 @example(['{"a":"x', '\\ud83d"}'])
-def test_the_official_client_can_parse_it_at_every_moment(cut: list[str]) -> None:
+def test_official_client_can_parse_every_prefix(cut: list[str]) -> None:
     jiter = pytest.importorskip("jiter")
-    seen = ""
-    for piece in sent(cut):
-        seen += piece
+    received = ""
+    for piece in send(cut):
+        received += piece
         if piece:
-            assert isinstance(jiter.from_json(seen.encode(), partial_mode=True), dict)
-    assert not seen or jiter.from_json(seen.encode()) == json.loads(seen)
+            assert isinstance(jiter.from_json(received.encode(), partial_mode=True), dict)
+    assert not received or jiter.from_json(received.encode()) == json.loads(received)

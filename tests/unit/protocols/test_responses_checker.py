@@ -1,4 +1,4 @@
-"""The checker checks: a stream with one thing wrong is refused, the same stream without is not."""
+"""The checker itself: it accepts a valid stream and rejects each stream with one error."""
 
 from __future__ import annotations
 
@@ -41,34 +41,36 @@ def stream(*, summary: str | None = None) -> list[Event]:
 Documents = list[dict[str, Any]]
 
 
-def first(documents: Documents, kind: str) -> int:
-    return next(at for at, each in enumerate(documents) if each["type"] == f"response.{kind}")
+def index_of_first(documents: Documents, kind: str) -> int:
+    return next(
+        at for at, document in enumerate(documents) if document["type"] == f"response.{kind}"
+    )
 
 
-def numbered(documents: Documents) -> Documents:
-    return [{**each, "sequence_number": number} for number, each in enumerate(documents)]
+def renumber(documents: Documents) -> Documents:
+    return [{**document, "sequence_number": number} for number, document in enumerate(documents)]
 
 
 def without(kind: str) -> Callable[[Documents], Documents]:
     def change(documents: Documents) -> Documents:
-        documents.pop(first(documents, kind))
-        return numbered(documents)
+        documents.pop(index_of_first(documents, kind))
+        return renumber(documents)
 
     return change
 
 
 def twice(kind: str) -> Callable[[Documents], Documents]:
     def change(documents: Documents) -> Documents:
-        at = first(documents, kind)
+        at = index_of_first(documents, kind)
         documents.insert(at, deepcopy(documents[at]))
-        return numbered(documents)
+        return renumber(documents)
 
     return change
 
 
 def with_(kind: str, **fields: Any) -> Callable[[Documents], Documents]:
     def change(documents: Documents) -> Documents:
-        documents[first(documents, kind)].update(fields)
+        documents[index_of_first(documents, kind)].update(fields)
         return documents
 
     return change
@@ -76,7 +78,7 @@ def with_(kind: str, **fields: Any) -> Callable[[Documents], Documents]:
 
 def inside(kind: str, name: str, **fields: Any) -> Callable[[Documents], Documents]:
     def change(documents: Documents) -> Documents:
-        documents[first(documents, kind)][name].update(fields)
+        documents[index_of_first(documents, kind)][name].update(fields)
         return documents
 
     return change
@@ -144,15 +146,15 @@ def documents(*, summary: str | None = None) -> Documents:
 
 
 @pytest.mark.parametrize("summary", [None, "auto"])
-def test_the_stream_is_right(summary: str | None) -> None:
-    right = stream(summary=summary)
-    assert check(right)["status"] == "completed"
-    assert check_documents(documents(summary=summary)) == check(right)
-    assert check(from_wire("".join(map(frame, right)))) == check(right)
+def test_valid_stream_is_accepted(summary: str | None) -> None:
+    valid = stream(summary=summary)
+    assert check(valid)["status"] == "completed"
+    assert check_documents(documents(summary=summary)) == check(valid)
+    assert check(from_wire("".join(map(frame, valid)))) == check(valid)
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_one_thing_wrong(change: str) -> None:
+def test_stream_with_one_error_is_rejected(change: str) -> None:
     summary = "auto" if "summary" in change else None
     with pytest.raises(AssertionError):
         check_documents(CHANGES[change](documents(summary=summary)))
@@ -171,12 +173,12 @@ def test_one_thing_wrong(change: str) -> None:
     ],
     ids=["nothing", "only the end", "no end", "two ends", "a first end", "no names", "two lines"],
 )
-def test_wrong_frames_are_found(events: list[Event]) -> None:
+def test_invalid_frames_are_rejected(events: list[Event]) -> None:
     with pytest.raises((AssertionError, ValueError)):
         check(events)
 
 
 @pytest.mark.parametrize("wire", ["data: {}", "event: a\nevent: b\ndata: {}\n\n"])
-def test_wrong_wire_format_is_found(wire: str) -> None:
+def test_invalid_wire_format_is_rejected(wire: str) -> None:
     with pytest.raises(AssertionError):
         from_wire(wire)

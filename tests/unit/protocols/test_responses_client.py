@@ -43,7 +43,7 @@ MODELS: dict[str, type[BaseModel]] = {
     get_args(model.model_fields["type"].annotation)[0]: model
     for model in get_args(get_args(ResponseStreamEvent)[0])
 }
-ASKED: list[dict[str, Any]] = [
+FIELDS: list[dict[str, Any]] = [
     {},
     {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]},
 ]
@@ -57,29 +57,29 @@ class Plain:
         return encrypted
 
 
-def request(stream: bool, **fields: Any) -> ResponsesRequest:
+def read_request(stream: bool, **fields: Any) -> ResponsesRequest:
     body = {"model": "m", "input": "Hi", "stream": stream, **fields}
     return read(body, Defaults(), Plain())
 
 
-def streamed(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
-    emitter = request(True, **fields).emitter(INFO, lambda: 1.5)
+def stream_events(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
+    emitter = read_request(True, **fields).emitter(INFO, lambda: 1.5)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
-def whole(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
-    emitter = request(False, **fields).emitter(INFO, lambda: 1.5)
+def collect(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
+    emitter = read_request(False, **fields).emitter(INFO, lambda: 1.5)
     for delta in deltas:
         emitter.feed(delta)
     return emitter.result()
 
 
-def modelled(events: Iterable[Event]) -> list[Any]:
-    """The events as the client's models, each validated by the one of its type."""
+def validate_events(events: Iterable[Event]) -> list[Any]:
+    """The events as the client's models, each validated by the model of its type."""
     return [MODELS[event.name].model_validate_json(event.data) for event in events if event.name]
 
 
-def accumulated(events: Iterable[Any]) -> Any:
+def accumulate(events: Iterable[Any]) -> Any:
     state = ResponseStreamState(input_tools=omit, text_format=omit)
     for event in events:
         state.handle_event(event)
@@ -88,39 +88,41 @@ def accumulated(events: Iterable[Any]) -> Any:
 
 def deltas_of(row: Row) -> list[Delta]:
     tools = [{"type": "function", "name": name} for name in row.tools]
-    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop, one_call=row.one_call)
+    parser = Parser(Names.of(read_request(True, tools=tools).turn), row.stop, one_call=row.one_call)
     ids = vocab.encoding().encode(row.output, allowed_special="all")
-    fed = [delta for token in ids for delta in parser.feed([token])]
-    return [Started(5), *fed, *parser.close("length" if row.cut else "stop")]
+    deltas = [delta for token in ids for delta in parser.feed([token])]
+    return [Started(5), *deltas, *parser.close("length" if row.cut else "stop")]
 
 
-@pytest.mark.parametrize("asked", ASKED, ids=["plainly", "with everything"])
+@pytest.mark.parametrize("fields", FIELDS, ids=["plainly", "with everything"])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row(row: Row, asked: dict[str, Any]) -> None:
+def test_row_is_read_by_client(row: Row, fields: dict[str, Any]) -> None:
     deltas = deltas_of(row)
-    events = modelled(streamed(deltas, **asked))
-    expected = Response.model_validate(whole(deltas, **asked))
-    final = accumulated(events)
+    events = validate_events(stream_events(deltas, **fields))
+    expected = Response.model_validate(collect(deltas, **fields))
+    final = accumulate(events)
     assert events[-1].response == expected
-    if expected.status == "completed":  # the client has nothing to show for another end
+    if expected.status == "completed":  # the client shows no response with another end
         assert final.output_text == expected.output_text
         parsed = {"parsed", "parsed_arguments"}
-        shown = [without(item.to_dict(mode="json"), parsed) for item in final.output]
-        assert shown == [without(item.to_dict(mode="json"), parsed) for item in expected.output]
+        shown = [drop_fields(item.to_dict(mode="json"), parsed) for item in final.output]
+        assert shown == [drop_fields(item.to_dict(mode="json"), parsed) for item in expected.output]
         assert (final.id, final.usage) == (expected.id, expected.usage)
-    received = "".join(e.delta for e in events if e.type == "response.output_text.delta")
-    assert received == expected.output_text
+    streamed_text = "".join(
+        event.delta for event in events if event.type == "response.output_text.delta"
+    )
+    assert streamed_text == expected.output_text
 
 
-def without(value: Any, names: set[str]) -> Any:
+def drop_fields(value: Any, names: set[str]) -> Any:
     if isinstance(value, dict):
-        return {key: without(each, names) for key, each in value.items() if key not in names}
-    return [without(each, names) for each in value] if isinstance(value, list) else value
+        return {key: drop_fields(item, names) for key, item in value.items() if key not in names}
+    return [drop_fields(item, names) for item in value] if isinstance(value, list) else value
 
 
 def call(name: str, *texts: str) -> list[Delta]:
-    received = [Opened(0, Kind.CALL, name), *map(Text, texts), Closed()]
-    return [Started(1), *received, Finished("tool_calls", None, Usage(1, 2))]
+    message = [Opened(0, Kind.CALL, name), *map(Text, texts), Closed()]
+    return [Started(1), *message, Finished("tool_calls", None, Usage(1, 2))]
 
 
 TOOLS = [
@@ -150,32 +152,32 @@ TOOLS = [
         call("shell", "ls"),
     ],
 )
-def test_calls(deltas: list[Delta]) -> None:
-    events = modelled(streamed(deltas, tools=TOOLS))
-    expected = Response.model_validate(whole(deltas, tools=TOOLS))
+def test_calls_are_accumulated(deltas: list[Delta]) -> None:
+    events = validate_events(stream_events(deltas, tools=TOOLS))
+    expected = Response.model_validate(collect(deltas, tools=TOOLS))
     assert events[-1].response == expected
-    assert accumulated(events).output[0].call_id == expected.output[0].call_id  # type: ignore[union-attr]
+    assert accumulate(events).output[0].call_id == expected.output[0].call_id  # type: ignore[union-attr]
 
 
 FAILED = [Started(1), Opened(0, Kind.ANSWER), Text("Hel"), Failed(OutputError("no"))]
 
 
 @pytest.mark.parametrize("fields", [{}, {"background": True}])
-def test_a_failure(fields: dict[str, Any]) -> None:
-    events = streamed(FAILED, **fields)
+def test_failure_is_read_by_client(fields: dict[str, Any]) -> None:
+    events = stream_events(FAILED, **fields)
     check(events)
-    models = modelled(events)
+    models = validate_events(events)
     assert models[-1].response.error.code == "server_error"
     assert models[-1].response.output[0].status == "incomplete"
 
 
-def test_the_union_reads_every_event() -> None:
+def test_event_union_reads_every_event() -> None:
     adapter: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-    for event in streamed(call("x", "{}"))[:-1]:
+    for event in stream_events(call("x", "{}"))[:-1]:
         assert adapter.validate_json(event.data).type == event.name
 
 
-def test_input_items() -> None:
+def test_input_items_are_read_by_client() -> None:
     items = [
         {"role": "user", "content": "Hi"},
         {"type": "message", "role": "assistant", "content": "Hello", "phase": "final_answer"},
@@ -188,7 +190,7 @@ def test_input_items() -> None:
         {"type": "tool_search_output", "call_id": "e", "tools": [*TOOLS]},
         {"type": "additional_tools", "role": "developer", "tools": [TOOLS[0]]},
     ]
-    listed = page(request(False, input=items).input_items(INFO), {"order": "asc"})
+    listed = page(read_request(False, input=items).input_items(INFO), {"order": "asc"})
     read_back = ResponseItemList.model_validate_json(json.dumps(listed))
     assert [item.type for item in read_back.data] == [item.get("type", "message") for item in items]
 
@@ -201,7 +203,7 @@ REFUSED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_unsupported_field_is_named(name: str) -> None:
     with pytest.raises(RequestError) as caught:
-        request(False, **{name: REFUSED[name]})
+        read_request(False, **{name: REFUSED[name]})
     assert (caught.value.param, caught.value.status) == (name, 400)

@@ -1,4 +1,4 @@
-"""Responses, outwards: what a model generated on the left, items and events on the right."""
+"""Answers of Responses: outputs of a model on the left, items and events on the right."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ TOOLS: list[dict[str, Any]] = [
 ]
 
 
-def request(stream: bool, **fields: Any) -> ResponsesRequest:
+def read_request(stream: bool, **fields: Any) -> ResponsesRequest:
     body = {"model": "m", "input": "Hi", "tools": TOOLS, "stream": stream, **fields}
     return read(body, Defaults(), Reverse())
 
 
-def emitted(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
-    emitter = request(True, **fields).emitter(INFO, lambda: 1_754_352_009.7)
+def stream_events(deltas: Iterable[Delta], **fields: Any) -> list[Event]:
+    emitter = read_request(True, **fields).emitter(INFO, lambda: 1_754_352_009.7)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
-def whole(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
-    emitter = request(False, **fields).emitter(INFO, lambda: 1_754_352_009.7)
+def collect(deltas: Iterable[Delta], **fields: Any) -> dict[str, Any]:
+    emitter = read_request(False, **fields).emitter(INFO, lambda: 1_754_352_009.7)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
 
 
 def answer_deltas(*messages: list[Delta], end: Delta) -> list[Delta]:
-    return [Started(80, 64), *(delta for each in messages for delta in each), end]
+    return [Started(80, 64), *(delta for message in messages for delta in message), end]
 
 
 def message_deltas(
@@ -88,9 +88,9 @@ def documents(events: Iterable[Event]) -> list[dict[str, Any]]:
 
 def deltas_of(row: Row, chunks: Iterable[Sequence[int]]) -> list[Delta]:
     tools = [{"type": "function", "name": name} for name in row.tools]
-    parser = Parser(Names.of(request(True, tools=tools).turn), row.stop, one_call=row.one_call)
-    fed = [delta for chunk in chunks for delta in parser.feed(chunk)]
-    return [Started(5), *fed, *parser.close("length" if row.cut else "stop")]
+    parser = Parser(Names.of(read_request(True, tools=tools).turn), row.stop, one_call=row.one_call)
+    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
+    return [Started(5), *deltas, *parser.close("length" if row.cut else "stop")]
 
 
 def ids_of(row: Row) -> list[int]:
@@ -136,28 +136,28 @@ def items_of(row: Row) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_row(row: Row) -> None:
-    answered = whole(deltas_of(row, [ids_of(row)]))
+def test_row_is_collected(row: Row) -> None:
+    response = collect(deltas_of(row, [ids_of(row)]))
     cut = row.finish == "length"
-    assert answered["output"] == items_of(row)
-    assert answered["status"] == ("incomplete" if cut else "completed")
-    assert answered["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
-    assert answered["completed_at"] == (None if cut else 1_754_352_009)
+    assert response["output"] == items_of(row)
+    assert response["status"] == ("incomplete" if cut else "completed")
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
+    assert response["completed_at"] == (None if cut else 1_754_352_009)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_streamed_is_the_same_however_it_was_cut(row: Row) -> None:
+def test_chunking_does_not_change_response(row: Row) -> None:
     ids = ids_of(row)
-    expected = whole(deltas_of(row, [ids]))
+    expected = collect(deltas_of(row, [ids]))
     at = random.Random(row.id).randint(0, len(ids))
     for chunks in ([ids], [[token] for token in ids], [ids[:at], ids[at:]]):
-        assert check(emitted(deltas_of(row, chunks))) == expected
+        assert check(stream_events(deltas_of(row, chunks))) == expected
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.id)
-def test_summary_and_seal_change_only_the_reasoning(row: Row) -> None:
+def test_summary_and_encryption_change_only_reasoning(row: Row) -> None:
     deltas = deltas_of(row, [[token] for token in ids_of(row)])
-    asked = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
+    fields = {"reasoning": {"summary": "auto"}, "include": ["reasoning.encrypted_content"]}
     expected = items_of(row)
     for item in expected:
         if item["type"] == "reasoning":
@@ -165,24 +165,24 @@ def test_summary_and_seal_change_only_the_reasoning(row: Row) -> None:
             item["summary"] = [{"type": "summary_text", "text": text}]
             item["content"] = []
             item["encrypted_content"] = text[::-1]
-    final = check(emitted(deltas, **asked))
+    final = check(stream_events(deltas, **fields))
     assert final["output"] == expected
-    assert final == whole(deltas, **asked)
+    assert final == collect(deltas, **fields)
 
 
 # --- The events, one by one.
 
 
 @pytest.mark.parametrize("summarized", [True, False])
-def test_the_events_of_reasoning_and_answer(summarized: bool) -> None:
+def test_reasoning_and_answer_have_expected_events(summarized: bool) -> None:
     """Reasoning is in one place: in the summary, if the request asks for one (E4)."""
     deltas = answer_deltas(
         message_deltas(0, Kind.REASONING, "a", "b"), message_deltas(1, Kind.ANSWER, "c"), end=STOP
     )
-    asked: dict[str, Any] = {"include": ["reasoning.encrypted_content"]}
+    options: dict[str, Any] = {"include": ["reasoning.encrypted_content"]}
     if summarized:
-        asked["reasoning"] = {"summary": "auto"}
-    events = documents(emitted(deltas, **asked))
+        options["reasoning"] = {"summary": "auto"}
+    events = documents(stream_events(deltas, **options))
     reasoning, answer = f"rs_{KEY}0000", f"msg_{KEY}0001"
     at = {"item_id": reasoning, "output_index": 0}
     place, kind, part = (
@@ -227,14 +227,14 @@ def test_the_events_of_reasoning_and_answer(summarized: bool) -> None:
     ]
 
 
-def called(name: str, *texts: str, complete: bool = True) -> list[Delta]:
+def call_deltas(name: str, *texts: str, complete: bool = True) -> list[Delta]:
     return answer_deltas(
         message_deltas(0, Kind.CALL, *texts, name=name, complete=complete), end=CALLS
     )
 
 
-def test_the_events_of_a_call_in_a_namespace() -> None:
-    events = documents(emitted(called("crm__find", '{"a"', ":1}")))[2:-1]
+def test_call_in_namespace_has_expected_events() -> None:
+    events = documents(stream_events(call_deltas("crm__find", '{"a"', ":1}")))[2:-1]
     at = {"item_id": f"fc_{KEY}0000", "output_index": 0}
     item = {"id": f"fc_{KEY}0000", "type": "function_call", "call_id": f"call_{KEY}0000",
             "name": "find", "namespace": "crm"}  # fmt: skip
@@ -264,10 +264,14 @@ FREEFORM: list[tuple[tuple[str, ...], list[str]]] = [
 
 @pytest.mark.parametrize(("texts", "deltas"), FREEFORM)
 @pytest.mark.parametrize("name", ["patch", "crm__note"])
-def test_a_freeform_call(name: str, texts: tuple[str, ...], deltas: list[str]) -> None:
-    events = emitted(called(name, *texts))
+def test_freeform_call_is_custom_tool_call(
+    name: str, texts: tuple[str, ...], deltas: list[str]
+) -> None:
+    events = stream_events(call_deltas(name, *texts))
     (item,) = check(events)["output"]
-    assert [e["delta"] for e in documents(events) if e["type"].endswith(".delta")] == deltas
+    assert [
+        event["delta"] for event in documents(events) if event["type"].endswith(".delta")
+    ] == deltas
     addressed = {"name": "patch"} if name == "patch" else {"name": "note", "namespace": "crm"}
     assert item == {
         "id": f"ctc_{KEY}0000",
@@ -277,7 +281,7 @@ def test_a_freeform_call(name: str, texts: tuple[str, ...], deltas: list[str]) -
         "input": "".join(deltas),
         **addressed,
     }
-    assert whole(called(name, *texts))["output"] == [item]
+    assert collect(call_deltas(name, *texts))["output"] == [item]
 
 
 SEARCHES: list[tuple[tuple[str, ...], Any]] = [
@@ -294,7 +298,7 @@ SEARCHES: list[tuple[tuple[str, ...], Any]] = [
 
 @pytest.mark.parametrize(("texts", "arguments"), SEARCHES)
 def test_search_call_is_sent_whole(texts: tuple[str, ...], arguments: Any) -> None:
-    events = emitted(called("tool_search", *texts))
+    events = stream_events(call_deltas("tool_search", *texts))
     (item,) = check(events)["output"]
     assert [event["type"] for event in documents(events)[2:-1]] == [
         "response.output_item.added",
@@ -308,24 +312,24 @@ def test_search_call_is_sent_whole(texts: tuple[str, ...], arguments: Any) -> No
         "call_id": f"call_{KEY}0000",
         "arguments": arguments,
     }
-    assert whole(called("tool_search", *texts))["output"] == [item]
+    assert collect(call_deltas("tool_search", *texts))["output"] == [item]
 
 
 def test_cut_search_call_is_incomplete() -> None:
     cut = answer_deltas(
         message_deltas(0, Kind.CALL, '{"que', name="tool_search", complete=False), end=CUT
     )
-    (item,) = check(emitted(cut))["output"]
+    (item,) = check(stream_events(cut))["output"]
     assert (item["status"], item["arguments"]) == ("incomplete", '{"que')
 
 
-def test_the_ids_are_those_that_every_api_gives() -> None:
+def test_call_ids_are_those_of_every_api() -> None:
     deltas = answer_deltas(
         message_deltas(0, Kind.REASONING, "a"),
         message_deltas(1, Kind.CALL, "{}", name="x"),
         end=CALLS,
     )
-    assert whole(deltas)["output"][1]["call_id"] == INFO.call_id(1)
+    assert collect(deltas)["output"][1]["call_id"] == INFO.call_id(1)
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -340,8 +344,8 @@ def test_any_messages_make_a_valid_stream(messages: list[tuple[Kind, list[str]]]
         end=STOP,
     )  # fmt: skip
     fields = {"reasoning": {"summary": "detailed"}}
-    events = emitted(turn, **fields)
-    assert check(events) == whole(turn, **fields)
+    events = stream_events(turn, **fields)
+    assert check(events) == collect(turn, **fields)
     assert all(event.data.isascii() and len(event.data.splitlines()) == 1 for event in events)
     assert from_wire("".join(map(frame, events))) == events
 
@@ -349,8 +353,8 @@ def test_any_messages_make_a_valid_stream(messages: list[tuple[Kind, list[str]]]
 # --- The response object.
 
 
-def test_the_response_has_every_field() -> None:
-    assert whole(answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP), tools=None) == {
+def test_response_has_every_field() -> None:
+    assert collect(answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP), tools=None) == {
         "id": f"resp_{INFO.id_seed}",
         "object": "response",
         "created_at": 1_754_352_000,
@@ -404,7 +408,7 @@ def test_the_response_has_every_field() -> None:
         (Sampling(top_p=0.8), {"top_p": 1, "frequency_penalty": -2}, (1.0, 1.0, 0.0, -2.0)),
     ],
 )
-def test_the_response_says_how_its_ids_were_drawn(
+def test_response_reports_sampling(
     server: Sampling, fields: dict[str, Any], used: tuple[float, ...]
 ) -> None:
     body = {"model": "m", "input": "Hi", **fields}
@@ -485,18 +489,18 @@ REPEATED: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("fields", "name", "expected"), REPEATED)
-def test_response_echoes_the_request(fields: dict[str, Any], name: str, expected: Any) -> None:
-    assert whole(answer_deltas(end=STOP), **fields)[name] == expected
+def test_response_echoes_request(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert collect(answer_deltas(end=STOP), **fields)[name] == expected
 
 
 def test_completion_time_is_null_without_a_clock() -> None:
-    emitter = request(False).emitter(INFO)
+    emitter = read_request(False).emitter(INFO)
     for delta in answer_deltas(end=STOP):
         emitter.feed(delta)
     assert emitter.result()["completed_at"] is None
 
 
-# --- Ends that are none.
+# --- Failures and cancellations.
 
 HALF: list[Delta] = [
     Started(80),
@@ -511,80 +515,86 @@ FAILURES: list[tuple[HarmonyFailure, str]] = [
 ]
 
 
-@pytest.mark.parametrize("begun", range(len(HALF) + 1))
+@pytest.mark.parametrize("count", range(len(HALF) + 1))
 @pytest.mark.parametrize(("failure", "code"), FAILURES)
-def test_a_failure_closes_what_is_open(begun: int, failure: HarmonyFailure, code: str) -> None:
-    events = emitted([*HALF[:begun], Failed(failure)])
+def test_failure_closes_open_items(count: int, failure: HarmonyFailure, code: str) -> None:
+    events = stream_events([*HALF[:count], Failed(failure)])
     final = check(events)
     assert final["status"] == "failed"
     assert final["error"] == {"code": code, "message": "no"}
     assert final["usage"] is None
 
 
-def test_a_message_without_a_word_is_none() -> None:
+def test_empty_message_is_no_item() -> None:
     turn = answer_deltas(
         message_deltas(0, Kind.REASONING),
         message_deltas(1, Kind.ANSWER, "Hi"),
         message_deltas(2, Kind.ANSWER),
         end=STOP,
     )
-    final = check(emitted(turn))
+    final = check(stream_events(turn))
     assert final["output"] == [item_of(1, (ANSWER, "Hi"), "completed")]
-    assert final == whole(turn)
+    assert final == collect(turn)
 
 
 def test_failed_item_is_incomplete() -> None:
-    final = check(emitted([*HALF, Failed(OutputError("no"))]))
+    final = check(stream_events([*HALF, Failed(OutputError("no"))]))
     assert final["output"] == [
         item_of(0, (REASONING, "Hm"), "completed"),
         item_of(1, (ANSWER, "Hel"), "incomplete"),
     ]
 
 
-def test_a_failure_not_streamed_is_raised() -> None:
+def test_failure_without_stream_is_raised() -> None:
     failure = HostError("the engine is gone")
     with pytest.raises(HostError) as caught:
-        whole([*HALF, Failed(failure)])
+        collect([*HALF, Failed(failure)])
     assert caught.value is failure
 
 
-def test_there_is_no_result_before_the_end() -> None:
-    emitter = request(False).emitter(INFO)
+def test_no_result_before_end() -> None:
+    emitter = read_request(False).emitter(INFO)
     for delta in HALF:
         emitter.feed(delta)
         with pytest.raises(OutputError):
             emitter.result()
 
 
-@pytest.mark.parametrize("begun", range(len(HALF) + 1))
-def test_cancelled(begun: int) -> None:
-    emitter = request(True).emitter(INFO)
-    events = [event for delta in HALF[:begun] for event in emitter.feed(delta)]
+@pytest.mark.parametrize("count", range(len(HALF) + 1))
+def test_cancelled_response_is_complete(count: int) -> None:
+    emitter = read_request(True).emitter(INFO)
+    events = [event for delta in HALF[:count] for event in emitter.feed(delta)]
     final = check([*events, *emitter.cancel()])
     assert final["status"] == "cancelled"
     assert final == emitter.document()
 
 
-def test_a_response_can_be_looked_at_while_it_is_made() -> None:
-    emitter = request(True, background=True, include=["reasoning.encrypted_content"]).emitter(INFO)
-    seen = [emitter.document()]
+def test_response_can_be_read_while_generated() -> None:
+    emitter = read_request(True, background=True, include=["reasoning.encrypted_content"]).emitter(
+        INFO
+    )
+    snapshots = [emitter.document()]
     for delta in HALF:
         emitter.feed(delta)
-        seen.append(emitter.document())
-    assert [document["status"] for document in seen] == ["queued"] + ["in_progress"] * len(HALF)
-    last = seen[-1]["output"]
+        snapshots.append(emitter.document())
+    assert [document["status"] for document in snapshots] == ["queued"] + ["in_progress"] * len(
+        HALF
+    )
+    last = snapshots[-1]["output"]
     assert [item["status"] for item in last] == ["completed", "in_progress"]
     assert last[1]["content"][0]["text"] == "Hel"
     assert [item.get("encrypted_content") for item in last] == ["mH", None]
-    assert [len(document["output"]) for document in seen] == [0, 0, 0, 1, 1, 1, 2]
+    assert [len(document["output"]) for document in snapshots] == [0, 0, 0, 1, 1, 1, 2]
 
 
-def test_in_the_background_it_is_queued_first() -> None:
+def test_background_response_is_queued_first() -> None:
     events = documents(
-        emitted(answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP), background=True)
+        stream_events(
+            answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP), background=True
+        )
     )
-    begun = [(event["type"], event["response"]["status"]) for event in events[:3]]
-    assert begun == [
+    first_events = [(event["type"], event["response"]["status"]) for event in events[:3]]
+    assert first_events == [
         ("response.created", "queued"),
         ("response.queued", "queued"),
         ("response.in_progress", "in_progress"),
@@ -592,14 +602,14 @@ def test_in_the_background_it_is_queued_first() -> None:
     assert check_documents(events)["status"] == "completed"
 
 
-@pytest.mark.parametrize("begun", range(len(HALF) + 1))
+@pytest.mark.parametrize("count", range(len(HALF) + 1))
 @pytest.mark.parametrize("ending", ["cancelled", "failed"])
-def test_background_response_is_announced_before_its_turn(begun: int, ending: str) -> None:
-    emitter = request(True, background=True).emitter(INFO)
+def test_background_response_is_announced_before_its_turn(count: int, ending: str) -> None:
+    emitter = read_request(True, background=True).emitter(INFO)
     events = [*emitter.create(), *emitter.create()]
     assert [event.name for event in events] == ["response.created", "response.queued"]
     assert emitter.document()["status"] == "queued"
-    events += [event for delta in HALF[:begun] for event in emitter.feed(delta)]
+    events += [event for delta in HALF[:count] for event in emitter.feed(delta)]
     failed = Failed(OutputError("no"))
     events += emitter.cancel() if ending == "cancelled" else emitter.feed(failed)
     assert events[2].name == "response.in_progress"
@@ -608,7 +618,7 @@ def test_background_response_is_announced_before_its_turn(begun: int, ending: st
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_response_of_failed_store_is_marked_at_its_end(stream: bool) -> None:
-    emitter = request(stream).emitter(INFO)
+    emitter = read_request(stream).emitter(INFO)
     deltas = answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP)
     *groups, last = [emitter.feed(delta) for delta in deltas]
     events = [*(event for group in groups for event in group), *emitter.mark_not_stored(last)]
@@ -621,22 +631,22 @@ def test_response_of_failed_store_is_marked_at_its_end(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(("stream", "names"), [(True, ["response.created"]), (False, [])])
-def test_outside_the_background_nothing_is_queued(stream: bool, names: list[str]) -> None:
-    emitter = request(stream).emitter(INFO)
+def test_foreground_response_is_not_queued(stream: bool, names: list[str]) -> None:
+    emitter = read_request(stream).emitter(INFO)
     assert [event.name for event in emitter.create()] == names
 
 
-# --- Speed: what a text costs.
+# --- The cost of a delta.
 
 
-def test_a_text_is_one_event_made_without_encoding_anything_else(
+def test_text_delta_encodes_nothing_else(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def encode(_: object) -> str:
         raise AssertionError("a document is encoded for a text")
 
     for kind, name in ((Kind.ANSWER, ""), (Kind.REASONING, ""), (Kind.CALL, "x")):
-        emitter = request(True).emitter(INFO)
+        emitter = read_request(True).emitter(INFO)
         emitter.feed(Started(80))
         emitter.feed(Opened(0, kind, name))
         emitter.feed(Text("0999"))
@@ -646,37 +656,35 @@ def test_a_text_is_one_event_made_without_encoding_anything_else(
         assert max(sizes) - min(sizes) <= len("1000") - len("2")  # the number of the event grows
 
 
-def test_the_request_is_not_encoded_for_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_is_not_encoded_for_each_event(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tools may be megabytes, which the event loop would write three times."""
     instructions = "Be brief. " * 1_000
-    emitter = request(True, instructions=instructions).emitter(INFO)
-    written: list[str] = []
+    emitter = read_request(True, instructions=instructions).emitter(INFO)
+    encoded: list[str] = []
 
     def encode(document: object) -> str:
-        written.append(events.encode(document))
-        return written[-1]
+        encoded.append(events.encode(document))
+        return encoded[-1]
 
     monkeypatch.setattr(emitters, "encode", encode)
     answer = answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP)
     sent = [event for delta in answer for event in emitter.feed(delta)]
     echoes = [event.name for event in sent if instructions in event.data]
     assert echoes == ["response.created", "response.in_progress", "response.completed"]
-    assert written
-    assert max(map(len, written)) < len(instructions)
+    assert encoded
+    assert max(map(len, encoded)) < len(instructions)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_streaming_no_events_are_made(
-    stream: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[object] = []
+def test_events_are_made_for_streams_only(stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    created: list[object] = []
     monkeypatch.setattr(
-        output_items, "Event", lambda *fields: made.append(fields) or Event(*fields)
+        output_items, "Event", lambda *fields: created.append(fields) or Event(*fields)
     )
-    emitter = request(stream).emitter(INFO)
+    emitter = read_request(stream).emitter(INFO)
     for delta in answer_deltas(message_deltas(0, Kind.ANSWER, "Hi"), end=STOP):
         emitter.feed(delta)
-    assert bool(made) is stream
+    assert bool(created) is stream
 
 
 @pytest.mark.parametrize(
@@ -689,7 +697,7 @@ def test_without_streaming_no_events_are_made(
         (HostError("no", retry_after=3), "server_error", "server_unavailable"),
     ],
 )
-def test_errors_have_openais_shape(error: HarmonyFailure, kind: str, code: str | None) -> None:
+def test_errors_have_openai_shape(error: HarmonyFailure, kind: str, code: str | None) -> None:
     assert error_body(error) == {
         "error": {"message": "no", "type": kind, "param": error.param, "code": code}
     }

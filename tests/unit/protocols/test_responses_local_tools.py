@@ -36,7 +36,7 @@ from vllm_mlx_harmony.protocols.responses.server_tools import HOSTED_TOOLS
 from vllm_mlx_harmony.protocols.unavailable import notice
 
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
-ASKED = {"role": "user", "content": "Hello"}
+HELLO = {"role": "user", "content": "Hello"}
 FUNCTION: dict[str, Any] = {"type": "function", "name": "f", "parameters": None}
 COMPUTER = {"display_width": 1024, "display_height": 768, "environment": "linux"}
 DEFAULTS = Defaults(date="2025-08-05")
@@ -51,30 +51,30 @@ class Plain:
         return encrypted
 
 
-def request(*tools: Any, defaults: Defaults = DEFAULTS, **fields: Any) -> ResponsesRequest:
+def read_request(*tools: Any, defaults: Defaults = DEFAULTS, **fields: Any) -> ResponsesRequest:
     body = {"model": "m", "input": "Hello", "tools": [*tools], **fields}
     return read(json.loads(json.dumps(body)), defaults, Plain())
 
 
-def answered(
-    asked: ResponsesRequest, output: str, replay: Replay | None = None, end: Any = "stop"
+def generate(
+    request: ResponsesRequest, output: str, replay: Replay | None = None, end: Any = "stop"
 ) -> tuple[list[int], dict[str, Any], StreamingHarmonyContext]:
     """The ids of prompt and output, the response, and the context."""
     turns = None if replay is None else replay.view("m")
-    context = StreamingHarmonyContext(asked.turn, INFO, lambda turn: render(turn, turns))
-    emitter = asked.emitter(INFO)
+    context = StreamingHarmonyContext(request.turn, INFO, lambda turn: render(turn, turns))
+    emitter = request.emitter(INFO)
     deltas = [
         *context.start(),
         *(delta for token in ids_of(output) for delta in context.append_output([token])),
         *context.finish(end),
     ]
     events = [event for delta in deltas for event in emitter.feed(delta)]
-    if asked.stream:
+    if request.stream:
         assert check(events) == emitter.result()
-        official(events)
-    for generated in context.outputs if turns is not None else ():
-        messages = tuple(map(asked.echoed, generated.messages))
-        turns.remember(type(generated)(generated.before, messages, *_rest(generated)))  # type: ignore[union-attr]
+        validate_events(events)
+    for turn_output in context.outputs if turns is not None else ():
+        messages = tuple(map(request.echoed, turn_output.messages))
+        turns.remember(type(turn_output)(turn_output.before, messages, *_rest(turn_output)))  # type: ignore[union-attr]
     return list(context.render_for_completion()), emitter.result(), context
 
 
@@ -82,7 +82,7 @@ def _rest(output: Any) -> tuple[Any, ...]:
     return output.ids, output.begins, output.ended
 
 
-def official(events: Any) -> None:
+def validate_events(events: Any) -> None:
     """Each event, and the whole response, as strict models of the official client."""
     types = pytest.importorskip("openai.types.responses")
     from pydantic import TypeAdapter
@@ -99,14 +99,14 @@ def types_of(union: Any) -> Iterator[str]:
         yield from (value for value in get_args(hint) if isinstance(value, str))
 
 
-def test_every_type_of_the_official_client_is_known() -> None:
+def test_every_type_of_official_client_is_known() -> None:
     module = pytest.importorskip("openai.types.responses.tool_param")
     listed = {*types_of(module.ToolParam)}
     assert {"function", "shell", "mcp"} <= listed
     assert listed <= {*TOOLS, *HOSTED_TOOLS, SEARCH}
 
 
-def test_every_call_and_result_of_the_official_client_is_read() -> None:
+def test_every_call_and_result_of_official_client_is_read() -> None:
     module = pytest.importorskip("openai.types.responses.response_input_item_param")
     for tool in LOCAL_TOOLS.values():
         assert {tool.call, f"{tool.call}_output"} <= {*types_of(module.ResponseInputItemParam)}
@@ -116,11 +116,11 @@ def test_every_call_and_result_of_the_official_client_is_read() -> None:
 # --- Loops.
 
 
-def declared(kind: str) -> dict[str, Any]:
+def declare(kind: str) -> dict[str, Any]:
     return {"type": kind, **(COMPUTER if kind == "computer_use_preview" else {})}
 
 
-def called(name: str, arguments: str) -> str:
+def call_output(name: str, arguments: str) -> str:
     header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
     return f"{header}{arguments}<|call|>"
 
@@ -247,7 +247,7 @@ def with_nulls(item: dict[str, Any]) -> dict[str, Any]:
     LOOPS,
     ids=[f"{row[0]} {at}" for at, row in enumerate(LOOPS)],
 )
-def test_a_loop(
+def test_call_and_result_are_read_back(
     kind: str,
     name: str,
     arguments: dict[str, Any],
@@ -258,65 +258,65 @@ def test_a_loop(
     sent_back: Any,
     remembers: bool,
 ) -> None:
-    tool = declared(kind)
-    asked = request(tool, stream=stream)
-    assert [each.name for each in asked.turn.tools] == [name]
+    tool = declare(kind)
+    request = read_request(tool, stream=stream)
+    assert [shown_tool.name for shown_tool in request.turn.tools] == [name]
     replay = Replay(2**20) if remembers else None
-    written = json.dumps(arguments, indent=1)
-    first, response, context = answered(
-        asked,
-        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{called(name, written)}",
+    json_text = json.dumps(arguments, indent=1)
+    first, response, context = generate(
+        request,
+        f"<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant{call_output(name, json_text)}",
         replay,
     )
-    made = response["output"][-1]
-    assert made == {
-        "id": made["id"], "call_id": made["call_id"], "status": "completed", **item,
+    call_item = response["output"][-1]
+    assert call_item == {
+        "id": call_item["id"], "call_id": call_item["call_id"], "status": "completed", **item,
     }  # fmt: skip
-    assert made["id"].startswith(f"{LOCAL_TOOLS[kind].prefix}_")
+    assert call_item["id"].startswith(f"{LOCAL_TOOLS[kind].prefix}_")
     assert "unavailable_tools" not in response
 
-    output = {"type": f"{item['type']}_output", "call_id": made["call_id"], **result}
-    items = [ASKED, *map(sent_back, response["output"]), output]
-    again = request(tool, input=items)
+    output = {"type": f"{item['type']}_output", "call_id": call_item["call_id"], **result}
+    items = [HELLO, *map(sent_back, response["output"]), output]
+    again = read_request(tool, input=items)
     call, answer = again.turn.messages[-2:]
-    echoed = asked.echoed(context.messages[-1])
+    echoed = request.echoed(context.messages[-1])
     assert isinstance(call, Call) and isinstance(echoed, Call)
-    assert (call.id, call.name) == (echoed.id, echoed.name) == (made["call_id"], name)
+    assert (call.id, call.name) == (echoed.id, echoed.name) == (call_item["call_id"], name)
     assert json.loads(call.arguments) == json.loads(echoed.arguments) == arguments
-    assert answer == Result(made["call_id"], text, f"input[{len(items) - 1}]")
+    assert answer == Result(call_item["call_id"], text, f"input[{len(items) - 1}]")
     turns = None if replay is None else replay.view("m")
     second = list(render(again.turn, turns).ids)
     shown = encoding().decode_utf8(second)
-    answered_with = f"<|message|>{text}<|end|><|start|>assistant"
-    assert shown.endswith(f"functions.{name} to=assistant<|channel|>commentary{answered_with}")
+    result_text = f"<|message|>{text}<|end|><|start|>assistant"
+    assert shown.endswith(f"functions.{name} to=assistant<|channel|>commentary{result_text}")
     if remembers:  # the ids exactly as the model generated them
         assert second[: len(first)] == first
 
 
 def test_stored_conversation_continues() -> None:
-    asked = request({"type": "shell"})
-    first, response, context = answered(asked, called("shell", '{"commands":["ls"]}'))
+    request = read_request({"type": "shell"})
+    first, response, context = generate(request, call_output("shell", '{"commands":["ls"]}'))
     key = response["output"][0]["call_id"]
     result = {"type": "shell_call_output", "call_id": key, "output": [{"stdout": "a"}]}
     body = {"model": "m", "input": [result], "tools": [{"type": "shell"}]}
-    again = read(body, DEFAULTS, Plain(), asked.conversation(context.messages))
+    again = read(body, DEFAULTS, Plain(), request.conversation(context.messages))
     assert again.turn.messages[-1] == Result(key, "a", "input[0]")
     assert list(render(again.turn).ids)[: len(first)] == first
 
 
 @pytest.mark.parametrize("kind", LOCAL_TOOLS)
-def test_the_model_sees_the_parameters(kind: str) -> None:
-    asked = request(declared(kind), FUNCTION)
-    prompt = encoding().decode_utf8(render(asked.turn).ids)
+def test_prompt_shows_parameters(kind: str) -> None:
+    request = read_request(declare(kind), FUNCTION)
+    prompt = encoding().decode_utf8(render(request.turn).ids)
     assert f"type {LOCAL_TOOLS[kind].name} = (_: {{" in prompt
     for name in LOCAL_TOOLS[kind].parameters["properties"]:
         assert f"\n{name}:" in prompt or f"\n{name}?:" in prompt
 
 
-def test_the_screen_is_described() -> None:
-    (tool,) = request({"type": "computer_use_preview", **COMPUTER}).turn.tools
+def test_screen_is_described() -> None:
+    (tool,) = read_request({"type": "computer_use_preview", **COMPUTER}).turn.tools
     assert tool.description.endswith(" The screen has 1024 x 768 pixels. It runs: linux.")
-    (tool,) = request({"type": "computer_use_preview", **dict.fromkeys(COMPUTER)}).turn.tools
+    (tool,) = read_request({"type": "computer_use_preview", **dict.fromkeys(COMPUTER)}).turn.tools
     assert tool.description.endswith("of a computer.")
 
 
@@ -336,39 +336,39 @@ INVALID = (
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("written", INVALID)
-def test_arguments_that_do_not_fit_reach_the_client_unchanged(written: str, stream: bool) -> None:
+@pytest.mark.parametrize("text", INVALID)
+def test_invalid_arguments_reach_client_unchanged(text: str, stream: bool) -> None:
     shell = {"type": "shell", "environment": {"type": "local"}}
-    asked = request(shell, stream=stream)
-    first, response, context = answered(asked, called("shell", written))
+    request = read_request(shell, stream=stream)
+    first, response, context = generate(request, call_output("shell", text))
     (item,) = response["output"]
-    arguments = written or "{}"  # semantics B
+    arguments = text or "{}"  # semantics B
     assert item.items() >= {"type": "function_call", "name": "shell", "status": "completed"}.items()
     assert item["arguments"] == arguments
     refusal = {"type": "function_call_output", "call_id": item["call_id"], "output": "no"}
-    again = request(shell, input=[ASKED, item, refusal])
-    assert again.turn.messages[-2] == asked.echoed(context.messages[-1])
-    assert list(render(again.turn).ids)[: len(first)] == first or not written
+    again = read_request(shell, input=[HELLO, item, refusal])
+    assert again.turn.messages[-2] == request.echoed(context.messages[-1])
+    assert list(render(again.turn).ids)[: len(first)] == first or not text
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("kind", LOCAL_TOOLS)
-def test_a_cut_call_is_incomplete(kind: str, stream: bool) -> None:
-    asked = request(declared(kind), stream=stream)
-    for written in ('{"commands": ["ls"', '{"commands": ["ls"]}', ""):
-        cut = called(LOCAL_TOOLS[kind].name, written).removesuffix("<|call|>")
-        _, response, _ = answered(asked, cut, end="length")
+def test_cut_call_is_incomplete(kind: str, stream: bool) -> None:
+    request = read_request(declare(kind), stream=stream)
+    for text in ('{"commands": ["ls"', '{"commands": ["ls"]}', ""):
+        cut = call_output(LOCAL_TOOLS[kind].name, text).removesuffix("<|call|>")
+        _, response, _ = generate(request, cut, end="length")
         assert response["status"] == "incomplete"
         for item in response["output"]:
             assert (item["type"], item["status"]) == ("function_call", "incomplete")
-            assert item["arguments"] == written
+            assert item["arguments"] == text
 
 
 @given(
     st.text()
     | st.from_regex(r'\{"(commands|operation|actions?)": ?[\[\{"tn\d].*\}', fullmatch=True)
 )
-def test_no_arguments_break_an_item(arguments: str) -> None:
+def test_any_arguments_make_valid_item_or_none(arguments: str) -> None:
     for tool in LOCAL_TOOLS.values():
         item = tool.item(arguments)
         if item is not None:
@@ -378,23 +378,23 @@ def test_no_arguments_break_an_item(arguments: str) -> None:
             assert tool.item(again) == item
 
 
-def test_a_function_named_like_one() -> None:
+def test_function_may_have_name_of_local_tool() -> None:
     function = {**FUNCTION, "name": "shell"}
-    asked = request({"type": "shell"}, function)
-    assert [tool.name for tool in asked.turn.tools] == ["shell_2", "shell"]
+    request = read_request({"type": "shell"}, function)
+    assert [tool.name for tool in request.turn.tools] == ["shell_2", "shell"]
     kinds = {"shell": "function_call", "shell_2": "shell_call"}
     for name, kind in kinds.items():
-        _, response, context = answered(asked, called(name, '{"commands":["ls"]}'))
+        _, response, context = generate(request, call_output(name, '{"commands":["ls"]}'))
         (item,) = response["output"]
         assert item["type"] == kind
-        items = [ASKED, item]
-        again = request({"type": "shell"}, function, input=items).turn.messages[-1]
-        assert again == asked.echoed(context.messages[-1])
+        items = [HELLO, item]
+        again = read_request({"type": "shell"}, function, input=items).turn.messages[-1]
+        assert again == request.echoed(context.messages[-1])
         assert isinstance(again, Call) and again.name == name
-    _, response, _ = answered(asked, called("shell_2", "no JSON"))
+    _, response, _ = generate(request, call_output("shell_2", "no JSON"))
     assert response["output"][0]["name"] == "shell_2"
     with pytest.raises(RequestError, match="duplicate tool name 'shell'"):
-        request({"type": "shell"}, {"type": "shell"})
+        read_request({"type": "shell"}, {"type": "shell"})
 
 
 CHOICES: tuple[tuple[list[Any], Any, ToolChoice], ...] = (
@@ -416,13 +416,13 @@ CHOICES: tuple[tuple[list[Any], Any, ToolChoice], ...] = (
 
 
 @pytest.mark.parametrize(("tools", "choice", "expected"), CHOICES)
-def test_choices(tools: list[Any], choice: Any, expected: ToolChoice) -> None:
-    assert request(*tools, tool_choice=choice).turn.tool_choice == expected
+def test_local_tool_can_be_chosen(tools: list[Any], choice: Any, expected: ToolChoice) -> None:
+    assert read_request(*tools, tool_choice=choice).turn.tool_choice == expected
 
 
-def test_a_choice_of_what_is_not_declared() -> None:
+def test_choice_of_undeclared_tool_is_refused() -> None:
     with pytest.raises(RequestError, match="'shell' is not among the tools") as caught:
-        request(FUNCTION, tool_choice={"type": "shell"})
+        read_request(FUNCTION, tool_choice={"type": "shell"})
     assert caught.value.param == "tool_choice"
 
 
@@ -430,10 +430,10 @@ def test_a_choice_of_what_is_not_declared() -> None:
 
 
 def history(*items: Any, defaults: Defaults = DEFAULTS) -> tuple[Any, ...]:
-    return request(input=[ASKED, *items], defaults=defaults).turn.messages[1:]
+    return read_request(input=[HELLO, *items], defaults=defaults).turn.messages[1:]
 
 
-def test_codex_answers_a_local_shell_call_as_a_function() -> None:
+def test_codex_answers_local_shell_call_as_function() -> None:
     action = {"type": "exec", "command": ["ls"], "timeout_ms": None, "working_directory": "/x",
               "env": None, "user": None}  # fmt: skip
     call = {"type": "local_shell_call", "call_id": "c", "status": "completed", "action": action}
@@ -445,7 +445,7 @@ def test_codex_answers_a_local_shell_call_as_a_function() -> None:
 
 
 @pytest.mark.parametrize("key", ["c", "lsh_1"])
-def test_a_local_shell_output_has_only_an_id(key: str) -> None:
+def test_local_shell_output_has_only_an_id(key: str) -> None:
     call = {
         "type": "local_shell_call",
         "id": "lsh_1",
@@ -456,7 +456,7 @@ def test_a_local_shell_output_has_only_an_id(key: str) -> None:
     assert history(call, answer)[-1] == Result("c", "a", "input[2]")
 
 
-def test_messages_between_agents() -> None:
+def test_message_between_agents_is_read() -> None:
     """Codex's `agent_message`: https://github.com/openai/codex (codex-rs/protocol)."""
     parts = [{"type": "input_text", "text": "Done."},
              {"type": "encrypted_content", "encrypted_content": "x"}]  # fmt: skip
@@ -486,14 +486,14 @@ def test_unreadable_item_is_named(item: dict[str, Any], param: str) -> None:
     assert caught.value.param == param
 
 
-def test_a_result_without_its_call_is_named() -> None:
+def test_result_without_call_is_named() -> None:
     answer = {"type": "apply_patch_call_output", "call_id": "c", "status": "completed"}
     with pytest.raises(RequestError) as caught:
-        render(request(input=[ASKED, answer]).turn)
+        render(read_request(input=[HELLO, answer]).turn)
     assert caught.value.param == "input[1]"
 
 
-def test_a_screenshot_can_be_refused() -> None:
+def test_screenshot_can_be_refused() -> None:
     call = {"type": "computer_call", "call_id": "c", "actions": []}
     shot = {"type": "computer_call_output", "call_id": "c",
             "output": {"type": "computer_screenshot", "image_url": "x"}}  # fmt: skip
@@ -502,12 +502,12 @@ def test_a_screenshot_can_be_refused() -> None:
     assert caught.value.param == "input[2].output[0]"
 
 
-def test_the_input_is_listed() -> None:
-    """As the official client reads it: `test_input_items` of test_responses_client.py."""
+def test_input_is_listed() -> None:
+    """As the official client reads it: `test_input_items_are_read_by_client`."""
     types = pytest.importorskip("openai.types.responses")
     call = {"type": "shell_call", "call_id": "c", "action": {"commands": ["ls"]}, "status": None}
     answer = {"type": "shell_call_output", "call_id": "c", "output": []}
-    listed = request(input=[ASKED, call, answer]).input_items(INFO)
+    listed = read_request(input=[HELLO, call, answer]).input_items(INFO)
     assert [item["id"][:3] for item in listed] == ["msg", "sh_", "sho"]
     types.ResponseItemList.model_validate(
         {"object": "list", "data": listed, "first_id": "a", "last_id": "b", "has_more": False}
@@ -519,20 +519,22 @@ def test_the_input_is_listed() -> None:
 
 def test_unavailable_tools_are_in_prompt_and_answer() -> None:
     container = {"type": "shell", "environment": {"type": "container_auto"}}
-    asked = request(FUNCTION, {"type": "web_search"}, {"type": "web_search_preview"}, container)
-    assert asked.turn.messages == (notice(["web_search", "shell"]), User("Hello"))
-    assert [tool.name for tool in asked.turn.tools] == ["f"]
-    assert asked.turn.answer == ""
-    _, response, _ = answered(asked, FINAL)
+    request = read_request(
+        FUNCTION, {"type": "web_search"}, {"type": "web_search_preview"}, container
+    )
+    assert request.turn.messages == (notice(["web_search", "shell"]), User("Hello"))
+    assert [tool.name for tool in request.turn.tools] == ["f"]
+    assert request.turn.answer == ""
+    _, response, _ = generate(request, FINAL)
     assert response["unavailable_tools"] == ["web_search", "shell"]
     assert [item["type"] for item in response["output"]] == ["message"]
-    assert "unavailable_tools" not in answered(request(FUNCTION), FINAL)[1]
+    assert "unavailable_tools" not in generate(read_request(FUNCTION), FINAL)[1]
 
 
-def refused(asked: ResponsesRequest) -> dict[str, Any]:
-    assert asked.turn.answer
-    text = encoding().decode(list(answer_ids(asked.turn.answer)))
-    return answered(asked, text)[1]
+def generate_refusal(request: ResponsesRequest) -> dict[str, Any]:
+    assert request.turn.answer
+    text = encoding().decode(list(answer_ids(request.turn.answer)))
+    return generate(request, text)[1]
 
 
 UNAVAILABLE: dict[str, tuple[dict[str, Any], str, str | None]] = {
@@ -569,88 +571,91 @@ UNAVAILABLE: dict[str, tuple[dict[str, Any], str, str | None]] = {
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("tool", "name", "item"), UNAVAILABLE.values(), ids=UNAVAILABLE)
-def test_every_one_is_named(
+def test_every_unavailable_tool_is_named(
     tool: dict[str, Any], name: str, item: str | None, stream: bool
 ) -> None:
-    asked = request(FUNCTION, tool)
-    assert answered(asked, FINAL)[1]["unavailable_tools"] == [name]
+    request = read_request(FUNCTION, tool)
+    assert generate(request, FINAL)[1]["unavailable_tools"] == [name]
     assert (
-        "unavailable_tools" not in answered(request(FUNCTION, tool, tool_choice="none"), FINAL)[1]
+        "unavailable_tools"
+        not in generate(read_request(FUNCTION, tool, tool_choice="none"), FINAL)[1]
     )
     stream = stream and name != "holodeck"  # the official client cannot know it
     required = {"type": "allowed_tools", "mode": "required", "tools": [tool]}
     for choice in (None, "auto", "required", required):
-        asked = request(tool, tool_choice=choice, stream=stream)
-        assert asked.turn.tool_choice == ToolChoice()
-        response = refused(asked)
-        kinds = [(each["type"], each.get("status")) for each in response["output"]]
+        request = read_request(tool, tool_choice=choice, stream=stream)
+        assert request.turn.tool_choice == ToolChoice()
+        response = generate_refusal(request)
+        kinds = [
+            (output_item["type"], output_item.get("status")) for output_item in response["output"]
+        ]
         failed = [(item, None if item == "mcp_list_tools" else "failed")] if item else []
         assert kinds == [*failed, ("message", "completed")]
         (part,) = response["output"][-1]["content"]
-        assert part["text"] == asked.turn.answer
+        assert part["text"] == request.turn.answer
         assert part["text"].startswith(f"Not available on this server: {name}. No search took")
         assert (response["status"], response["unavailable_tools"]) == ("completed", [name])
 
 
-def test_a_pinned_search_fails_beside_others() -> None:
+def test_required_search_beside_other_tools_fails() -> None:
     tools = (FUNCTION, {"type": "web_search"}, {"type": "image_generation"})
     for kind in ("web_search", "web_search_preview"):
-        response = refused(request(*tools, tool_choice={"type": kind}))
+        response = generate_refusal(read_request(*tools, tool_choice={"type": kind}))
         assert [item["type"] for item in response["output"]] == ["web_search_call", "message"]
         assert response["unavailable_tools"] == ["web_search", "image_generation"]
     wiki = {"type": "mcp", "server_label": "wiki"}
-    response = refused(request(FUNCTION, wiki, tool_choice={**wiki, "name": None}))
+    response = generate_refusal(read_request(FUNCTION, wiki, tool_choice={**wiki, "name": None}))
     assert response["unavailable_tools"] == ["wiki"]
     assert response["output"][0]["error"] == "this server runs no tools"
 
 
 @pytest.mark.parametrize("label", ["auto", "function", "required", "allowed_tools"])
-def test_a_server_may_have_the_name_of_a_rule(label: str) -> None:
+def test_server_may_have_name_of_choice_rule(label: str) -> None:
     server = {"type": "mcp", "server_label": label}
     for choice in ("auto", "required", {"type": "function", "name": "f"}):
-        assert request(FUNCTION, server, tool_choice=choice).turn.answer == ""
+        assert read_request(FUNCTION, server, tool_choice=choice).turn.answer == ""
 
 
-def test_a_pinned_shell_in_a_container_fails() -> None:
+def test_required_shell_in_container_fails() -> None:
     container = {"type": "shell", "environment": {"type": "container_auto"}}
-    response = refused(request(FUNCTION, container, tool_choice={"type": "shell"}))
+    response = generate_refusal(read_request(FUNCTION, container, tool_choice={"type": "shell"}))
     assert [item["type"] for item in response["output"]] == ["message"]
 
 
-def test_conversation_continues_after_the_refusal() -> None:
+def test_conversation_continues_after_refusal() -> None:
     search = {"type": "web_search"}
-    first = request(search)
-    response = refused(first)
-    items = [ASKED, *response["output"], {"role": "user", "content": "From memory, then."}]
-    asked = request(search, input=items)
-    assert asked.turn.answer == ""
-    assert Answer(first.turn.answer) in asked.turn.messages
-    assert asked.turn.messages[0] == notice(["web_search"])
+    first = read_request(search)
+    response = generate_refusal(first)
+    items = [HELLO, *response["output"], {"role": "user", "content": "From memory, then."}]
+    request = read_request(search, input=items)
+    assert request.turn.answer == ""
+    assert Answer(first.turn.answer) in request.turn.messages
+    assert request.turn.messages[0] == notice(["web_search"])
     stored = (User("Hello"), Answer(first.turn.answer))
     body = {"model": "m", "input": "And?", "tools": [search]}
     assert read(body, DEFAULTS, Plain(), stored).turn.answer == ""
 
 
-def test_a_summary_is_the_models() -> None:
-    items = [ASKED, {"type": "compaction_trigger"}]
-    assert request({"type": "web_search"}, input=items).turn.answer == ""
-    assert request({"type": "web_search"}).compaction().turn.answer == ""
+def test_compaction_is_not_refused() -> None:
+    items = [HELLO, {"type": "compaction_trigger"}]
+    assert read_request({"type": "web_search"}, input=items).turn.answer == ""
+    assert read_request({"type": "web_search"}).compaction().turn.answer == ""
 
 
-def test_tools_of_the_server_are_available() -> None:
+def test_server_tools_are_available() -> None:
     page = Tool("search", "", {"type": "object", "properties": {}})
     browser = Namespace("browser", (page,), label="browser")
     code = {"type": "code_interpreter", "container": {"type": "auto"}}
     defaults = Defaults(namespaces=(browser,))
-    asked = request({"type": "web_search"}, code, defaults=defaults)
-    assert asked.turn.answer == ""
-    assert answered(asked, FINAL)[1]["unavailable_tools"] == ["code_interpreter"]
+    request = read_request({"type": "web_search"}, code, defaults=defaults)
+    assert request.turn.answer == ""
+    assert generate(request, FINAL)[1]["unavailable_tools"] == ["code_interpreter"]
 
 
-def test_later_added_unavailable_tool_is_named_there() -> None:
+def test_unavailable_tool_added_later_is_named_there() -> None:
     added = {"type": "additional_tools", "role": "developer",
              "tools": [{"type": "shell"}, {"type": "image_generation"}]}  # fmt: skip
-    user, tools, line = request(FUNCTION, input=[ASKED, added]).turn.messages
+    user, tools, line = read_request(FUNCTION, input=[HELLO, added]).turn.messages
     assert [tool.name for tool in tools.tools] == ["shell"]  # type: ignore[union-attr]
     assert (user, line) == (User("Hello"), notice(["image_generation"]))
 
@@ -658,13 +663,13 @@ def test_later_added_unavailable_tool_is_named_there() -> None:
 # --- What the model may write.
 
 
-def permits(asked: ResponsesRequest, output: str) -> bool:
-    """Whether the grammar of the turn has all of ``output``."""
+def accepts(request: ResponsesRequest, output: str) -> bool:
+    """Whether the grammar of the turn accepts ``output``."""
     pytest.importorskip("llguidance")
     from vllm_mlx_harmony.core.grammar import compile_grammar, grammar_of
     from vllm_mlx_harmony.core.names import Names
 
-    grammar = grammar_of(asked.turn, Names.of(asked.turn))
+    grammar = grammar_of(request.turn, Names.of(request.turn))
     assert grammar is not None
     assert grammar.notes == ()
     matcher = compile_grammar(grammar).matcher()
@@ -673,16 +678,16 @@ def permits(asked: ResponsesRequest, output: str) -> bool:
 
 @pytest.mark.parametrize("kind", LOCAL_TOOLS)
 def test_grammar_accepts_every_valid_call(kind: str) -> None:
-    """Beside a function, so that the grammar of one tool cannot be that of another."""
-    asked = request(declared(kind), FUNCTION)
+    """With a function beside the tool, so that one grammar cannot stand for the other."""
+    request = read_request(declare(kind), FUNCTION)
     name = LOCAL_TOOLS[kind].name
     for row in LOOPS:
-        written = json.dumps(row[2], indent=1)
-        fits = LOCAL_TOOLS[kind].item(written) is not None
-        assert permits(asked, called(name, written)) == fits
+        text = json.dumps(row[2], indent=1)
+        fits = LOCAL_TOOLS[kind].item(text) is not None
+        assert accepts(request, call_output(name, text)) == fits
         assert fits or row[0] != kind
 
 
-@pytest.mark.parametrize("written", [text for text in INVALID if "1e999" not in text and text])
-def test_grammar_rejects_every_invalid_call(written: str) -> None:
-    assert not permits(request({"type": "shell"}), called("shell", written))
+@pytest.mark.parametrize("text", [text for text in INVALID if "1e999" not in text and text])
+def test_grammar_rejects_every_invalid_call(text: str) -> None:
+    assert not accepts(read_request({"type": "shell"}), call_output("shell", text))

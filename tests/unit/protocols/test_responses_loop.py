@@ -40,10 +40,10 @@ def recorded(name: str) -> dict[str, Any]:
     return body
 
 
-def generated(asked: ResponsesRequest, output: str) -> tuple[list[int], dict[str, Any], Any]:
+def generate(request: ResponsesRequest, output: str) -> tuple[list[int], dict[str, Any], Any]:
     """The ids of prompt and output, the final response, and the context, of one turn."""
-    context = StreamingHarmonyContext(asked.turn, INFO)
-    emitter = asked.emitter(INFO)
+    context = StreamingHarmonyContext(request.turn, INFO)
+    emitter = request.emitter(INFO)
     deltas = [
         *context.start(),
         *(delta for token in ids_of(output) for delta in context.append_output([token])),
@@ -59,13 +59,13 @@ THOUGHT = "<|channel|>analysis<|message|>I should look.<|end|>"
 PREAMBLE = "<|channel|>commentary<|message|>Let me look: é 😀.<|end|>"
 
 
-def called(recipient: str, arguments: str) -> str:
+def call_output(recipient: str, arguments: str) -> str:
     header = f"<|channel|>commentary to=functions.{recipient} <|constrain|>json<|message|>"
     return f"{START}{header}{arguments}<|call|>"
 
 
 def opaque(item: dict[str, Any]) -> dict[str, Any]:
-    """The item as a client sends it back that reads only what is encrypted."""
+    """The item as sent back by a client that keeps only encrypted reasoning."""
     return {**item, "content": [], "summary": []} if item["type"] == "reasoning" else item
 
 
@@ -79,17 +79,17 @@ PATCH = '*** Begin\n+a "é"\n'
 LOOPS = {
     "function": (
         "codex-turn1",
-        called("exec_command", ECHO),
+        call_output("exec_command", ECHO),
         {"type": "function_call", "name": "exec_command", "arguments": ECHO},
     ),
     "namespace": (
         "codex-turn1",
-        called("multi_agent_v1__close_agent", "{}"),
+        call_output("multi_agent_v1__close_agent", "{}"),
         {"type": "function_call", "name": "close_agent", "namespace": "multi_agent_v1"},
     ),
     "freeform": (
         "codex-custom-turn1",
-        called("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
+        call_output("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
         {"type": "custom_tool_call", "name": "apply_patch", "input": PATCH},
     ),
 }
@@ -97,11 +97,11 @@ LOOPS = {
 
 @pytest.mark.parametrize("sent_back", [dict, opaque], ids=["all", "opaque"])
 @pytest.mark.parametrize(("name", "call", "expected"), LOOPS.values(), ids=LOOPS)
-def test_the_second_prompt_continues_the_first(
+def test_second_prompt_continues_first(
     name: str, call: str, expected: dict[str, Any], sent_back: Any
 ) -> None:
     body = recorded(name)
-    first, response, _ = generated(
+    first, response, _ = generate(
         read(body, SERVER, Reverse()), f"{THOUGHT}{START}{PREAMBLE}{call}"
     )
     output = response["output"]
@@ -131,20 +131,22 @@ QUERY = '{"query":"calendar"}'
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_found_tool_is_called_and_the_prefix_kept(stored: bool) -> None:
+def test_found_tool_is_called_and_prefix_is_kept(stored: bool) -> None:
     """Search, call, answer: each prompt begins with the one before it, as far as A6 allows."""
     body = recorded("codex-custom-turn1")
-    asked = read(body, SERVER, Reverse())
-    first, response, context = generated(asked, THOUGHT + called("tool_search", QUERY))
+    request = read(body, SERVER, Reverse())
+    first, response, context = generate(request, THOUGHT + call_output("tool_search", QUERY))
     search = response["output"][-1]
     assert (search["type"], search["execution"]) == ("tool_search_call", "client")
     output = {"type": "tool_search_output", "call_id": search["call_id"], "status": "completed",
               "execution": "client", "tools": [CALENDAR]}  # fmt: skip
 
-    history = asked.conversation(context.messages) if stored else ()
+    history = request.conversation(context.messages) if stored else ()
     sent = [output] if stored else [*body["input"], *response["output"], output]
-    asked = read({**body, "input": sent}, SERVER, Reverse(), history)
-    second, response, context = generated(asked, THOUGHT + called("mcp__calendar__create", "{}"))
+    request = read({**body, "input": sent}, SERVER, Reverse(), history)
+    second, response, context = generate(
+        request, THOUGHT + call_output("mcp__calendar__create", "{}")
+    )
     assert second[: len(first)] == first
     between = vocab.encoding().decode_utf8(second[len(first) :])
     assert between.startswith("<|start|>functions.tool_search to=assistant<|channel|>commentary")
@@ -153,17 +155,17 @@ def test_found_tool_is_called_and_the_prefix_kept(stored: bool) -> None:
     call = response["output"][-1]
     assert (call["name"], call["namespace"]) == ("create", "mcp__calendar__")
 
-    history = asked.conversation(context.messages) if stored else ()
+    history = request.conversation(context.messages) if stored else ()
     more = [result_of(call)]
     sent = more if stored else [*sent, *response["output"], *more]
     third = list(render(read({**body, "input": sent}, SERVER, Reverse(), history).turn).ids)
     assert third[: len(second)] == second
 
 
-def test_tools_and_effort_change_and_nothing_before_them() -> None:
+def test_later_tools_and_effort_keep_prefix() -> None:
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}], "stream": True,
             "reasoning": {"effort": "low"}}  # fmt: skip
-    first = generated(read(body, SERVER, Reverse()), "<|channel|>final<|message|>Hello.<|return|>")
+    first = generate(read(body, SERVER, Reverse()), "<|channel|>final<|message|>Hello.<|return|>")
     more = [
         *first[1]["output"],
         {"type": "configuration_update", "reasoning": {"effort": "high"},
@@ -180,32 +182,30 @@ def test_tools_and_effort_change_and_nothing_before_them() -> None:
 
 
 SPELLINGS = {
-    "a bare name": ("codex-turn1", called("close_agent", "{}")),
-    "a dotted name": ("codex-turn1", called("multi_agent_v1.close_agent", "{}")),
-    "an unknown tool": ("codex-turn1", called("nobody", '{"a" : 1}')),
-    "raw text": ("codex-custom-turn1", called("apply_patch", PATCH)),
-    "line breaks": ("codex-custom-turn1", called("apply_patch", '{"input":"a\nb"}')),
-    "quotes": ("codex-custom-turn1", called("apply_patch", '{"input":"f("a")"}')),
-    "another field": ("codex-custom-turn1", called("apply_patch", '{"input":"a","why":"b"}')),
-    "nothing": ("codex-custom-turn1", called("apply_patch", "")),
+    "a bare name": ("codex-turn1", call_output("close_agent", "{}")),
+    "a dotted name": ("codex-turn1", call_output("multi_agent_v1.close_agent", "{}")),
+    "an unknown tool": ("codex-turn1", call_output("nobody", '{"a" : 1}')),
+    "raw text": ("codex-custom-turn1", call_output("apply_patch", PATCH)),
+    "line breaks": ("codex-custom-turn1", call_output("apply_patch", '{"input":"a\nb"}')),
+    "quotes": ("codex-custom-turn1", call_output("apply_patch", '{"input":"f("a")"}')),
+    "another field": ("codex-custom-turn1", call_output("apply_patch", '{"input":"a","why":"b"}')),
+    "nothing": ("codex-custom-turn1", call_output("apply_patch", "")),
 }
-"""Calls that are not spelled as a client's echo is, but are shown to it as what they mean."""
+"""Calls whose spelling differs from the client's echo of them."""
 
 
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize(("name", "call"), SPELLINGS.values(), ids=SPELLINGS)
-def test_turn_is_continued_whatever_the_spelling_of_its_call(
-    name: str, call: str, stored: bool
-) -> None:
+def test_turn_is_continued_for_any_spelling_of_call(name: str, call: str, stored: bool) -> None:
     body, view = recorded(name), Replay(2**20).view("")
-    asked = read(body, SERVER, Reverse())
-    first, response, context = generated(asked, THOUGHT + call)
+    request = read(body, SERVER, Reverse())
+    first, response, context = generate(request, THOUGHT + call)
     for output in context.outputs:
-        view.remember(replace(output, messages=tuple(map(asked.echoed, output.messages))))
+        view.remember(replace(output, messages=tuple(map(request.echoed, output.messages))))
 
     shown = [item for item in response["output"] if item["type"] != "reasoning"]
     new = [result_of(shown[-1])]
-    history = asked.conversation(context.messages) if stored else ()
+    history = request.conversation(context.messages) if stored else ()
     sent = new if stored else [*body["input"], *shown, *new]
     again = read({**body, "input": sent}, SERVER, Reverse(), history)
     second = list(render(again.turn, view).ids)
@@ -215,10 +215,12 @@ def test_turn_is_continued_whatever_the_spelling_of_its_call(
 def test_stored_conversation_continues_from_its_messages() -> None:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be brief.",
             "tools": [{"type": "function", "name": "look"}]}  # fmt: skip
-    # Arguments as no JSON writer would give them back: the messages themselves are continued.
-    asked = read(body, SERVER, Reverse())
-    first, response, context = generated(asked, THOUGHT + called("look", ' {"a" : "\\u00e9"} '))
-    history = asked.conversation(context.messages)
+    # Arguments that no JSON writer would produce: the stored messages are continued.
+    request = read(body, SERVER, Reverse())
+    first, response, context = generate(
+        request, THOUGHT + call_output("look", ' {"a" : "\\u00e9"} ')
+    )
+    history = request.conversation(context.messages)
     assert Instructions("Be brief.") not in history
     again = read(
         {**body, "input": [result_of(response["output"][-1])], "previous_response_id": "resp_1"},
@@ -233,11 +235,11 @@ def test_stored_conversation_continues_from_its_messages() -> None:
     )
 
 
-def test_other_instructions_take_the_place_of_the_old_ones() -> None:
+def test_new_instructions_replace_old_ones() -> None:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be brief."}
-    asked = read(body, SERVER, Reverse())
-    _, _, context = generated(asked, "<|channel|>final<|message|>Hello.<|return|>")
-    history = asked.conversation(context.messages)
+    request = read(body, SERVER, Reverse())
+    _, _, context = generate(request, "<|channel|>final<|message|>Hello.<|return|>")
+    history = request.conversation(context.messages)
     again = read({**body, "input": "More", "instructions": "Be kind."}, SERVER, Reverse(), history)
     text = vocab.encoding().decode_utf8(list(render(again.turn).ids))
     assert "Be kind." in text

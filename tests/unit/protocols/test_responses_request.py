@@ -1,4 +1,4 @@
-"""Responses, inwards: bodies on the left, turns (or the guilty field) on the right."""
+"""Requests of Responses: bodies on the left, turns (or the invalid field) on the right."""
 
 from __future__ import annotations
 
@@ -72,18 +72,18 @@ class Hex:
 SEAL = Hex()
 
 
-def request(
+def read_request(
     defaults: Defaults | None = None, history: tuple[Message, ...] = (), **fields: Any
 ) -> ResponsesRequest:
     body = {"model": "m", "input": "Hello", **fields}
     return read(body, defaults or Defaults(), SEAL, history)
 
 
-def turn(**fields: Any) -> Turn:
-    return request(**fields).turn
+def read_turn(**fields: Any) -> Turn:
+    return read_request(**fields).turn
 
 
-def guilty(body: object) -> RequestError:
+def error_of(body: object) -> RequestError:
     with pytest.raises(RequestError) as caught:
         read(body, Defaults(), SEAL)
     assert caught.value.status == 400
@@ -91,7 +91,7 @@ def guilty(body: object) -> RequestError:
 
 
 def text(*texts: str, kind: str = "input_text") -> list[dict[str, Any]]:
-    return [{"type": kind, "text": each} for each in texts]
+    return [{"type": kind, "text": content} for content in texts]
 
 
 def message(role: str, content: Any, **fields: Any) -> dict[str, Any]:
@@ -115,23 +115,23 @@ def result(output: Any, key: str = "c1") -> dict[str, Any]:
     return {"type": "function_call_output", "call_id": key, "output": output}
 
 
-def searched(**fields: Any) -> dict[str, Any]:
+def search_call(**fields: Any) -> dict[str, Any]:
     head = {"type": "tool_search_call", "id": "tsc_1", "call_id": "c1", "execution": "client"}
     return {**head, "status": "completed", "arguments": {"query": "é"}, **fields}
 
 
-def found(*tools: Any, **fields: Any) -> dict[str, Any]:
+def search_output(*tools: Any, **fields: Any) -> dict[str, Any]:
     head = {"type": "tool_search_output", "call_id": "c1", "execution": "client"}
     return {**head, "status": "completed", "tools": list(tools), **fields}
 
 
 FIND = {"type": "function", "name": "find", "description": "Finds.", "defer_loading": True}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
-ASKED = message("user", "Hello")
-CALLED = Call("c1", "f", "{}")
+HELLO = message("user", "Hello")
+CALL = Call("c1", "f", "{}")
 MCP_CALL = {"type": "mcp_call", "id": "mcp_1", "server_label": "s", "name": "f", "arguments": "{}",
             "output": "o"}  # fmt: skip
-MCP_CALLED = (ServerCall("call_1", "s.f", "{}"), ServerResult("call_1", "s.f", "o"))
+MCP_MESSAGES = (ServerCall("call_1", "s.f", "{}"), ServerResult("call_1", "s.f", "o"))
 
 ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     "user": ([message("user", "Hi")], [User("Hi")]),
@@ -141,7 +141,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     "user, chat's word for a part": ([message("user", text("a", kind="text"))], [User("a")]),
     "user, control token is text": ([message("user", "<|start|>")], [User("<|start|>")]),
     "user, a picture in an earlier message": (
-        [message("user", [*text("Look:"), IMAGE]), assistant("Hi"), ASKED],
+        [message("user", [*text("Look:"), IMAGE]), assistant("Hi"), HELLO],
         [User("Look:\n[image left out: this model reads text only]"), Answer("Hi"), User("Hello")],
     ),
     "user, half an emoji": ([message("user", "a\ud83d")], [User("a\ufffd")]),
@@ -150,56 +150,56 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         [User("a")],
     ),
     "system and developer": (
-        [message("system", "s"), message("developer", text("d", "e")), ASKED],
+        [message("system", "s"), message("developer", text("d", "e")), HELLO],
         [Instructions("s"), Instructions("de"), User("Hello")],
     ),
-    "instructions without text": ([message("system", ""), ASKED], [User("Hello")]),
-    "assistant, an answer": ([ASKED, assistant("Hi")], [User("Hello"), Answer("Hi")]),
+    "instructions without text": ([message("system", ""), HELLO], [User("Hello")]),
+    "assistant, an answer": ([HELLO, assistant("Hi")], [User("Hello"), Answer("Hi")]),
     "assistant, output text": (
-        [ASKED, assistant([{"type": "output_text", "text": "Hi", "annotations": []}])],
+        [HELLO, assistant([{"type": "output_text", "text": "Hi", "annotations": []}])],
         [User("Hello"), Answer("Hi")],
     ),
     "assistant, a refusal": (
-        [ASKED, assistant([{"type": "refusal", "refusal": "No."}])],
+        [HELLO, assistant([{"type": "refusal", "refusal": "No."}])],
         [User("Hello"), Answer("No.")],
     ),
-    "assistant, nothing": ([ASKED, assistant(None), assistant([])], [User("Hello")]),
+    "assistant, nothing": ([HELLO, assistant(None), assistant([])], [User("Hello")]),
     "phases": (
-        [ASKED, assistant("a", phase="commentary"), assistant("b", phase="final_answer")],
+        [HELLO, assistant("a", phase="commentary"), assistant("b", phase="final_answer")],
         [User("Hello"), Preamble("a"), Answer("b")],
     ),
     "no phase, a call follows": (
-        [ASKED, assistant("a"), thought(content=text("t")), call(), result("r")],
-        [User("Hello"), Preamble("a"), Reasoning("t"), CALLED, Result("c1", "r", "input[4]")],
+        [HELLO, assistant("a"), thought(content=text("t")), call(), result("r")],
+        [User("Hello"), Preamble("a"), Reasoning("t"), CALL, Result("c1", "r", "input[4]")],
     ),
     "no phase, a call follows behind a foreign one": (
-        [ASKED, assistant("a"), {"type": "web_search_call", "id": "ws_1"}, call()],
-        [User("Hello"), Preamble("a"), CALLED],
+        [HELLO, assistant("a"), {"type": "web_search_call", "id": "ws_1"}, call()],
+        [User("Hello"), Preamble("a"), CALL],
     ),
     "no phase, the call is of another turn": (
-        [ASKED, assistant("a"), message("user", "b"), call()],
-        [User("Hello"), Answer("a"), User("b"), CALLED],
+        [HELLO, assistant("a"), message("user", "b"), call()],
+        [User("Hello"), Answer("a"), User("b"), CALL],
     ),
     "no phase, the call was before": (
-        [ASKED, call(), result("r"), assistant("a"), result("r")],
+        [HELLO, call(), result("r"), assistant("a"), result("r")],
         [
             User("Hello"),
-            CALLED,
+            CALL,
             Result("c1", "r", "input[2]"),
             Answer("a"),
             Result("c1", "r", "input[4]"),
         ],
     ),
     "no phase, a call before it has its answer behind it": (
-        [ASKED, thought(content=text("t")), call(), assistant("a"), result("r")],
-        [User("Hello"), Reasoning("t"), Preamble("a"), CALLED, Result("c1", "r", "input[4]")],
+        [HELLO, thought(content=text("t")), call(), assistant("a"), result("r")],
+        [User("Hello"), Reasoning("t"), Preamble("a"), CALL, Result("c1", "r", "input[4]")],
     ),
     "no phase, between two calls": (
-        [ASKED, call(), assistant("a"), call(key="c2"), result("s", "c2"), result("r")],
+        [HELLO, call(), assistant("a"), call(key="c2"), result("s", "c2"), result("r")],
         [
             User("Hello"),
             Preamble("a"),
-            CALLED,
+            CALL,
             Call("c2", "f", "{}"),
             Result("c2", "s", "input[4]"),
             Result("c1", "r", "input[5]"),
@@ -207,32 +207,32 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     ),
     "a phase, behind a call": (
         [
-            ASKED,
+            HELLO,
             call(),
             assistant("a", phase="commentary"),
             thought(content=text("t")),
             result("r"),
         ],
-        [User("Hello"), Preamble("a"), Reasoning("t"), CALLED, Result("c1", "r", "input[4]")],
+        [User("Hello"), Preamble("a"), Reasoning("t"), CALL, Result("c1", "r", "input[4]")],
     ),
     "no phase, a server's call follows": (
-        [ASKED, assistant("a"), MCP_CALL, assistant("b")],
-        [User("Hello"), Preamble("a"), *MCP_CALLED, Answer("b")],
+        [HELLO, assistant("a"), MCP_CALL, assistant("b")],
+        [User("Hello"), Preamble("a"), *MCP_MESSAGES, Answer("b")],
     ),
     "no phase, a server's call and a client's": (
-        [ASKED, call(), assistant("a"), MCP_CALL, assistant("b"), result("r")],
+        [HELLO, call(), assistant("a"), MCP_CALL, assistant("b"), result("r")],
         [
             User("Hello"),
             Preamble("a"),
-            *MCP_CALLED,
+            *MCP_MESSAGES,
             Preamble("b"),
-            CALLED,
+            CALL,
             Result("c1", "r", "input[5]"),
         ],
     ),
     "no phase, code follows": (
         [
-            ASKED,
+            HELLO,
             assistant("a"),
             {
                 "type": "code_interpreter_call",
@@ -251,103 +251,103 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         ],
     ),
     "no phase, a search follows": (
-        [ASKED, assistant("a"), {"type": "web_search_call", "id": "ws_1"}, assistant("b")],
+        [HELLO, assistant("a"), {"type": "web_search_call", "id": "ws_1"}, assistant("b")],
         [User("Hello"), Preamble("a"), Answer("b")],
     ),
     "no phase, a request for approval follows": (
-        [ASKED, assistant("a"), {**MCP_CALL, "type": "mcp_approval_request"}, message("user", "b")],
+        [HELLO, assistant("a"), {**MCP_CALL, "type": "mcp_approval_request"}, message("user", "b")],
         [
             User("Hello"),
             Preamble("a"),
-            MCP_CALLED[0],
+            MCP_MESSAGES[0],
             ServerResult("call_1", "s.f", "[this call did not finish]"),
             User("b"),
         ],
     ),
     "tools added between a call and its answer": (
         [
-            ASKED,
+            HELLO,
             call(),
             {"type": "additional_tools", "role": "developer", "tools": [FIND]},
             result("r"),
         ],
         [
             User("Hello"),
-            CALLED,
+            CALL,
             AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),)),
             Result("c1", "r", "input[3]"),
         ],
     ),
     "a phase that says otherwise": (
-        [ASKED, assistant("a", phase="final_answer"), call()],
-        [User("Hello"), Answer("a"), CALLED],
+        [HELLO, assistant("a", phase="final_answer"), call()],
+        [User("Hello"), Answer("a"), CALL],
     ),
     "reasoning, its text": (
-        [ASKED, thought(content=text("a", "b", kind="reasoning_text"))],
+        [HELLO, thought(content=text("a", "b", kind="reasoning_text"))],
         [User("Hello"), Reasoning("a\nb")],
     ),
     "reasoning, its summary": (
-        [ASKED, thought(summary=text("a", "b", kind="summary_text"), content=None)],
+        [HELLO, thought(summary=text("a", "b", kind="summary_text"), content=None)],
         [User("Hello"), Reasoning("a\nb")],
     ),
     "reasoning, its text before its summary": (
-        [ASKED, thought(content=text("a"), summary=text("b"))],
+        [HELLO, thought(content=text("a"), summary=text("b"))],
         [User("Hello"), Reasoning("a")],
     ),
     "reasoning, what is encrypted before all": (
-        [ASKED, thought(encrypted_content=SEAL.encrypt("a"), content=text("b"), summary=text("c"))],
+        [HELLO, thought(encrypted_content=SEAL.encrypt("a"), content=text("b"), summary=text("c"))],
         [User("Hello"), Reasoning("a")],
     ),
     "reasoning, a foreign cipher": (
-        [ASKED, thought(encrypted_content="gAAAA", content=text("b"))],
+        [HELLO, thought(encrypted_content="gAAAA", content=text("b"))],
         [User("Hello"), Reasoning("b")],
     ),
-    "reasoning, none": ([ASKED, thought(encrypted_content=None)], [User("Hello")]),
+    "reasoning, none": ([HELLO, thought(encrypted_content=None)], [User("Hello")]),
     "compaction": (
         [{"type": "compaction", "encrypted_content": SEAL.encrypt("It was long.")}],
         [Summary("It was long.")],
     ),
     "call, text byte for byte": (
-        [ASKED, call(' {"b": 1,\n "a":"\\u00e9é"} ')],
+        [HELLO, call(' {"b": 1,\n "a":"\\u00e9é"} ')],
         [User("Hello"), Call("c1", "f", ' {"b": 1,\n "a":"\\u00e9é"} ')],
     ),
     "call, object": (
-        [ASKED, call({"b": "é", "a": [1, None]})],
+        [HELLO, call({"b": "é", "a": [1, None]})],
         [User("Hello"), Call("c1", "f", '{"b":"é","a":[1,null]}')],
     ),
-    "call, empty": ([ASKED, call("")], [User("Hello"), CALLED]),
-    "call, null": ([ASKED, call(None)], [User("Hello"), CALLED]),
+    "call, empty": ([HELLO, call("")], [User("Hello"), CALL]),
+    "call, null": ([HELLO, call(None)], [User("Hello"), CALL]),
     "call in a namespace nobody declared": (
-        [ASKED, call(namespace="mcp__crm__"), call(namespace="crm", key="c2")],
+        [HELLO, call(namespace="mcp__crm__"), call(namespace="crm", key="c2")],
         [User("Hello"), Call("c1", "mcp__crm__f", "{}"), Call("c2", "crm__f", "{}")],
     ),
     "freeform call": (
         [
-            ASKED,
+            HELLO,
             {"type": "custom_tool_call", "call_id": "c1", "name": "f", "input": 'a\n"é"'},
             {"type": "custom_tool_call_output", "call_id": "c1", "output": "r"},
         ],
         [User("Hello"), Call("c1", "f", '{"input":"a\\n\\"é\\""}'), Result("c1", "r", "input[2]")],
     ),
     "result, parts": (
-        [ASKED, call(), result(text("a", "b"))],
-        [User("Hello"), CALLED, Result("c1", "ab", "input[2]")],
+        [HELLO, call(), result(text("a", "b"))],
+        [User("Hello"), CALL, Result("c1", "ab", "input[2]")],
     ),
     "result, a picture": (
-        [ASKED, call(), result([*text("Look:"), IMAGE, *text("nice")])],
+        [HELLO, call(), result([*text("Look:"), IMAGE, *text("nice")])],
         [
             User("Hello"),
-            CALLED,
+            CALL,
             Result("c1", "Look:\n[image left out: this model reads text only]\nnice", "input[2]"),
         ],
     ),
     "result, nothing": (
-        [ASKED, call(), result("")],
-        [User("Hello"), CALLED, Result("c1", "", "input[2]")],
+        [HELLO, call(), result("")],
+        [User("Hello"), CALL, Result("c1", "", "input[2]")],
     ),
     "foreign items": (
         [
-            ASKED,
+            HELLO,
             {"type": "web_search_call", "id": "ws_1", "action": {"type": "search"}, "status": 1},
             {"type": "program", "call_id": 7, "code": None},
             {"type": "program_output", "call_id": "x", "result": [{"stdout": "a"}]},
@@ -358,7 +358,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     ),
     "foreign items with the output of a function": (
         [
-            ASKED,
+            HELLO,
             {"type": "program", "call_id": "c9", "code": "x"},
             {"type": "program", "call_id": [], "code": {}},
             result("done", key="c9"),
@@ -368,9 +368,9 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     ),
     "an item without a call beside what was found elsewhere": (
         [
-            ASKED,
+            HELLO,
             {"type": "web_search_call", "id": "ws_1"},
-            found(FIND, call_id=None, execution="server"),
+            search_output(FIND, call_id=None, execution="server"),
         ],
         [
             User("Hello"),
@@ -378,12 +378,12 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         ],
     ),
     "references to what nobody stored": (
-        [ASKED, {"type": "item_reference", "id": "msg_1"}, {"id": "rs_1", "type": None}],
+        [HELLO, {"type": "item_reference", "id": "msg_1"}, {"id": "rs_1", "type": None}],
         [User("Hello")],
     ),
     "references to calls that nobody stored, answered": (
         [
-            ASKED,
+            HELLO,
             {"type": "item_reference", "id": "fc_1"},
             {"id": "fc_2"},
             result("r"),
@@ -403,9 +403,11 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     ),
     "a search and what it found": (
         [
-            ASKED,
-            searched(),
-            found({"type": "namespace", "name": "crm", "tools": [FIND]}, {"type": "web_search"}),
+            HELLO,
+            search_call(),
+            search_output(
+                {"type": "namespace", "name": "crm", "tools": [FIND]}, {"type": "web_search"}
+            ),
             call(name="find", namespace="crm", key="c2"),
             result("r", key="c2"),
         ],
@@ -420,7 +422,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         ],
     ),
     "a search that found nothing": (
-        [ASKED, searched(arguments='{"query": 1}'), found()],
+        [HELLO, search_call(arguments='{"query": 1}'), search_output()],
         [
             User("Hello"),
             Call("c1", "tool_search", '{"query": 1}'),
@@ -428,11 +430,11 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         ],
     ),
     "a search that a server did": (
-        [ASKED, searched(call_id=None, execution="server"), found(FIND, call_id=None)],
+        [HELLO, search_call(call_id=None, execution="server"), search_output(FIND, call_id=None)],
         [User("Hello"), AdditionalTools((Tool("find", "Finds.", where="input[2].tools[0]"),))],
     ),
     "an answered reference to a search": (
-        [ASKED, {"id": "tsc_1"}, found()],
+        [HELLO, {"id": "tsc_1"}, search_output()],
         [
             User("Hello"),
             Call("c1", "tool_search", "{}"),
@@ -443,7 +445,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
         [
             {"type": "additional_tools", "role": "developer", "tools": [FIND]},
             message("developer", "Be brief."),
-            ASKED,
+            HELLO,
             {"type": "additional_tools", "role": "developer", "tools": [FIND]},
         ],
         [
@@ -454,7 +456,7 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
     ),
     "another effort and format": (
         [
-            ASKED,
+            HELLO,
             {"type": "configuration_update", "reasoning": {"effort": "xhigh"}},
             {
                 "type": "configuration_update",
@@ -485,27 +487,27 @@ ITEMS: dict[str, tuple[list[Any], list[Message]]] = {
 
 
 @pytest.mark.parametrize(("items", "expected"), ITEMS.values(), ids=ITEMS)
-def test_items(items: list[Any], expected: list[Message]) -> None:
-    assert list(turn(input=items).messages) == expected
+def test_items_are_read(items: list[Any], expected: list[Message]) -> None:
+    assert list(read_turn(input=items).messages) == expected
 
 
-def test_a_string_is_what_the_user_says() -> None:
-    assert turn(input="Hi").messages == (User("Hi"),)
+def test_string_input_is_user_message() -> None:
+    assert read_turn(input="Hi").messages == (User("Hi"),)
 
 
 def test_unusable_items_are_noted() -> None:
-    items = [ASKED, thought(encrypted_content="gAAAA"), {"type": "item_reference", "id": "m"}]
-    assert request(input=items).notes == (
+    items = [HELLO, thought(encrypted_content="gAAAA"), {"type": "item_reference", "id": "m"}]
+    assert read_request(input=items).notes == (
         "input[2] refers to 'm', which is not stored: left out",
         "input[1].encrypted_content was not encrypted by this server: ignored",
     )
-    assert request(input=[ASKED, thought(encrypted_content=SEAL.encrypt("x"))]).notes == ()
+    assert read_request(input=[HELLO, thought(encrypted_content=SEAL.encrypt("x"))]).notes == ()
 
 
-def test_reference_to_a_call_hides_its_result() -> None:
+def test_reference_to_call_hides_its_result() -> None:
     reference = {"id": "ws_1", "call_id": "call_1"}
     answer = {"type": "function_call_output", "call_id": "call_1", "output": "r"}
-    assert turn(input=[ASKED, reference, answer]).messages == turn(input=[ASKED]).messages
+    assert read_turn(input=[HELLO, reference, answer]).messages == read_turn(input=[HELLO]).messages
 
 
 def test_references_are_looked_up() -> None:
@@ -513,34 +515,34 @@ def test_references_are_looked_up() -> None:
         "fc_1": call(id="fc_1", status="completed"),
         "rs_1": thought(content=text("t", kind="reasoning_text"), status="completed"),
     }
-    items = [ASKED, {"type": "item_reference", "id": "rs_1"}, {"id": "fc_1"}, result("r")]
-    asked = read({"model": "m", "input": items}, Defaults(), SEAL, stored=stored.get)
-    expected = (User("Hello"), Reasoning("t"), CALLED, Result("c1", "r", "input[3]"))
-    assert asked.turn.messages == expected
-    assert asked.notes == ()
+    items = [HELLO, {"type": "item_reference", "id": "rs_1"}, {"id": "fc_1"}, result("r")]
+    request = read({"model": "m", "input": items}, Defaults(), SEAL, stored=stored.get)
+    expected = (User("Hello"), Reasoning("t"), CALL, Result("c1", "r", "input[3]"))
+    assert request.turn.messages == expected
+    assert request.notes == ()
 
 
 # --- The conversation of a previous response.
 
-HISTORY = (Instructions("Be brief."), User("Hello"), Reasoning("Hm."), CALLED)
+HISTORY = (Instructions("Be brief."), User("Hello"), Reasoning("Hm."), CALL)
 
 
 def test_history_is_between_instructions_and_input() -> None:
-    asked = request(history=HISTORY, input=[result("r")], instructions="Be kind.")
-    kept = (*HISTORY, Result("c1", "r", "input[0]"))
-    assert asked.turn.messages == (Instructions("Be kind."), *kept)
-    assert asked.conversation((*asked.turn.messages, Answer("Hi"))) == (*kept, Answer("Hi"))
+    request = read_request(history=HISTORY, input=[result("r")], instructions="Be kind.")
+    stored = (*HISTORY, Result("c1", "r", "input[0]"))
+    assert request.turn.messages == (Instructions("Be kind."), *stored)
+    assert request.conversation((*request.turn.messages, Answer("Hi"))) == (*stored, Answer("Hi"))
 
 
 @pytest.mark.parametrize("none", [None, ""])
-def test_without_instructions_all_of_the_conversation_is_kept(none: str | None) -> None:
-    asked = request(history=HISTORY, instructions=none)
-    assert asked.conversation(asked.turn.messages) == (*HISTORY, User("Hello"))
+def test_conversation_without_instructions_is_stored_whole(none: str | None) -> None:
+    request = read_request(history=HISTORY, instructions=none)
+    assert request.conversation(request.turn.messages) == (*HISTORY, User("Hello"))
 
 
 @pytest.mark.parametrize("nothing", [None, []])
-def test_a_conversation_can_go_on_without_input(nothing: Any) -> None:
-    assert turn(history=HISTORY, input=nothing).messages == HISTORY
+def test_conversation_continues_without_input(nothing: Any) -> None:
+    assert read_turn(history=HISTORY, input=nothing).messages == HISTORY
 
 
 @pytest.mark.parametrize(
@@ -554,7 +556,7 @@ def test_a_conversation_can_go_on_without_input(nothing: Any) -> None:
         (None, None),
     ],
 )
-def test_the_previous_response_is_known_before_anything_is_read(body: Any, expected: Any) -> None:
+def test_previous_response_id_is_read_from_any_body(body: Any, expected: Any) -> None:
     assert previous_response_id(body) == expected
 
 
@@ -609,8 +611,8 @@ FIELDS: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("fields", "name", "expected"), FIELDS)
-def test_fields(fields: dict[str, Any], name: str, expected: Any) -> None:
-    assert getattr(turn(**fields), name) == expected
+def test_fields_are_read_into_turn(fields: dict[str, Any], name: str, expected: Any) -> None:
+    assert getattr(read_turn(**fields), name) == expected
 
 
 UPDATED: list[tuple[list[str], bool]] = [
@@ -622,72 +624,74 @@ UPDATED: list[tuple[list[str], bool]] = [
 
 
 @pytest.mark.parametrize(("efforts", "thinking"), UPDATED)
-def test_the_last_update_says_whether_to_think(efforts: list[str], thinking: bool) -> None:
-    """What the response repeats of the request is what the request's own field says."""
-    items = [{"type": "configuration_update", "reasoning": {"effort": each}} for each in efforts]
-    asked = request(input=[ASKED, *items], reasoning={"effort": "medium"})
-    assert (asked.turn.thinking, asked.turn.effort) == (thinking, Effort.MEDIUM)
-    assert asked.emitter(INFO).document()["reasoning"]["effort"] == "medium"
-    kept = asked.conversation(asked.turn.messages)
-    again = request(history=kept, input="More", reasoning={"effort": "medium"})
+def test_last_update_decides_whether_model_thinks(efforts: list[str], thinking: bool) -> None:
+    """The response repeats the effort of the request's own field."""
+    items = [
+        {"type": "configuration_update", "reasoning": {"effort": effort}} for effort in efforts
+    ]
+    request = read_request(input=[HELLO, *items], reasoning={"effort": "medium"})
+    assert (request.turn.thinking, request.turn.effort) == (thinking, Effort.MEDIUM)
+    assert request.emitter(INFO).document()["reasoning"]["effort"] == "medium"
+    history = request.conversation(request.turn.messages)
+    again = read_request(history=history, input="More", reasoning={"effort": "medium"})
     assert again.turn.thinking == thinking
 
 
-def test_no_tool_at_all_and_yet_what_was_found_is_kept() -> None:
-    items = [ASKED, searched(), found(FIND)]
-    asked = request(input=items, tool_choice="none", instructions="Be brief.")
-    assert asked.turn.callable_tools == ()
-    kept = asked.conversation((*asked.turn.messages, Answer("Hi")))
-    assert kept == (*turn(input=items).messages, Answer("Hi"))
+def test_tool_choice_none_keeps_found_tools_in_conversation() -> None:
+    items = [HELLO, search_call(), search_output(FIND)]
+    request = read_request(input=items, tool_choice="none", instructions="Be brief.")
+    assert request.turn.callable_tools == ()
+    stored = request.conversation((*request.turn.messages, Answer("Hi")))
+    assert stored == (*read_turn(input=items).messages, Answer("Hi"))
 
 
 def test_tools_found_earlier_are_known_by_name() -> None:
     crm = {"type": "namespace", "name": "crm", "tools": [FIND]}
     search = {"type": "tool_search", "execution": "client"}
-    first = request(input=[ASKED, searched(), found(crm)], tools=[search])
+    first = read_request(input=[HELLO, search_call(), search_output(crm)], tools=[search])
     history = first.conversation(first.turn.messages)
-    again = request(history=history, input="More", tools=[search])
+    again = read_request(history=history, input="More", tools=[search])
     assert again.turn.callable_tools == first.turn.callable_tools
     (item,) = calls_of(again, "crm__find")
     assert (item["name"], item["namespace"]) == ("find", "crm")
     choice = {"type": "function", "name": "find", "namespace": "crm"}
-    forced = request(history=history, input="More", tool_choice=choice)
+    forced = read_request(history=history, input="More", tool_choice=choice)
     assert forced.turn.tool_choice.names == ("crm__find",)
 
 
-def calls_of(asked: ResponsesRequest, name: str) -> list[dict[str, Any]]:
-    emitter = asked.emitter(INFO)
+def calls_of(request: ResponsesRequest, name: str) -> list[dict[str, Any]]:
+    emitter = request.emitter(INFO)
     for delta in (Started(1), Opened(0, Kind.CALL, name), Closed(), Finished("tool_calls")):
         emitter.feed(delta)
     output: list[dict[str, Any]] = emitter.result()["output"]
     return output
 
 
-def test_unstored_call_is_assigned_to_the_only_tool() -> None:
-    items = [ASKED, {"id": "fc_1"}, result("r")]
-    asked = request(input=items, tools=[{"type": "function", "name": "only"}])
-    assert asked.turn.messages[1] == Call("c1", "only", "{}")
-    assert asked.notes == (
+def test_unstored_call_is_assigned_to_only_tool() -> None:
+    items = [HELLO, {"id": "fc_1"}, result("r")]
+    request = read_request(input=items, tools=[{"type": "function", "name": "only"}])
+    assert request.turn.messages[1] == Call("c1", "only", "{}")
+    assert request.notes == (
         "input[1] refers to 'fc_1', which is not stored: left out",
         "input[2] answers a call that is not stored",
     )
 
 
-def test_nulls_are_as_absent() -> None:
-    refused = {name for name, *_ in UNSUPPORTED_FIELDS}
-    nulls = dict.fromkeys(refused | ResponsesBody.model_fields.keys() - {"model", "input"})
-    assert request(**nulls) == request()
+def test_null_fields_are_like_absent_ones() -> None:
+    unsupported = {name for name, *_ in UNSUPPORTED_FIELDS}
+    nulls = dict.fromkeys(unsupported | ResponsesBody.model_fields.keys() - {"model", "input"})
+    assert read_request(**nulls) == read_request()
 
 
-def test_the_servers_defaults() -> None:
-    asked = turn(defaults=SERVER)
-    assert (asked.effort, asked.identity, asked.date, asked.builtin_tools) == (
+def test_server_defaults_apply() -> None:
+    turn = read_turn(defaults=SERVER)
+    assert (turn.effort, turn.identity, turn.date, turn.builtin_tools) == (
         Effort.HIGH,
         "You are Ada.",
         "2025-08-05",
         ("python",),
     )
-    document = request(SERVER).emitter(INFO).document()
+    document = read_request(SERVER).emitter(INFO).document()
     assert document["reasoning"] == {"effort": "high", "summary": None}
 
 
@@ -703,8 +707,8 @@ def test_the_servers_defaults() -> None:
 def test_store_background_and_stream_are_read(
     fields: dict[str, Any], store: bool, background: bool, stream: bool
 ) -> None:
-    asked = request(**fields)
-    assert (asked.store, asked.background, asked.stream) == (store, background, stream)
+    request = read_request(**fields)
+    assert (request.store, request.background, request.stream) == (store, background, stream)
 
 
 IGNORED: list[dict[str, Any]] = [
@@ -720,10 +724,10 @@ IGNORED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("fields", IGNORED)
 def test_ignored_fields_change_nothing(fields: dict[str, Any]) -> None:
-    assert turn(**fields) == turn()
+    assert read_turn(**fields) == read_turn()
 
 
-GUILTY: list[tuple[Any, str | None]] = [
+INVALID_BODIES: list[tuple[Any, str | None]] = [
     ([], None),
     ("x", None),
     ({"input": "x"}, "model"),
@@ -733,9 +737,9 @@ GUILTY: list[tuple[Any, str | None]] = [
     *(
         ({"model": "m", "input": value}, param)
         for value, param in [
-            ([{"type": "compaction_trigger"}, ASKED], "input[0]"),
-            ([ASKED, {"type": "compaction_trigger"}, {"type": "compaction_trigger"}], "input[1]"),
-            ([ASKED, {"type": "compaction_trigger"}, {"type": "web_search_call"}], "input[1]"),
+            ([{"type": "compaction_trigger"}, HELLO], "input[0]"),
+            ([HELLO, {"type": "compaction_trigger"}, {"type": "compaction_trigger"}], "input[1]"),
+            ([HELLO, {"type": "compaction_trigger"}, {"type": "web_search_call"}], "input[1]"),
             ([{"type": "compaction_trigger"}], "input"),
             (5, "input"),
             ({}, "input"),
@@ -755,37 +759,37 @@ GUILTY: list[tuple[Any, str | None]] = [
              "input[0].content[1].text"),
             ([message("user", [*text("a"), {"type": "hologram"}])], "input[0].content[1]"),
             ([message("assistant", [{"type": "refusal"}])], "input[0].content[0].refusal"),
-            ([ASKED, thought(summary="a")], "input[1].summary"),
-            ([ASKED, thought(encrypted_content=5)], "input[1].encrypted_content"),
-            ([ASKED, call(5)], "input[1].arguments"),
-            ([ASKED, call(name=None)], "input[1].name"),
-            ([ASKED, call(name="")], "input[1].name"),
-            ([ASKED, call(key=None)], "input[1].call_id"),
-            ([ASKED, {"type": "custom_tool_call", "call_id": "c", "name": "f"}], "input[1].input"),
-            ([ASKED, result(5)], "input[1].output"),
-            ([ASKED, result("r", key="")], "input[1].call_id"),
+            ([HELLO, thought(summary="a")], "input[1].summary"),
+            ([HELLO, thought(encrypted_content=5)], "input[1].encrypted_content"),
+            ([HELLO, call(5)], "input[1].arguments"),
+            ([HELLO, call(name=None)], "input[1].name"),
+            ([HELLO, call(name="")], "input[1].name"),
+            ([HELLO, call(key=None)], "input[1].call_id"),
+            ([HELLO, {"type": "custom_tool_call", "call_id": "c", "name": "f"}], "input[1].input"),
+            ([HELLO, result(5)], "input[1].output"),
+            ([HELLO, result("r", key="")], "input[1].call_id"),
             (
-                [ASKED, {"type": "web_search_call"}, result("r", key=None)],  # type: ignore[arg-type]
+                [HELLO, {"type": "web_search_call"}, result("r", key=None)],  # type: ignore[arg-type]
                 "input[2].call_id",
             ),
-            ([ASKED, {"type": "item_reference"}], "input[1].id"),
-            ([ASKED, {"type": "additional_tools", "tools": [FIND]},
+            ([HELLO, {"type": "item_reference"}], "input[1].id"),
+            ([HELLO, {"type": "additional_tools", "tools": [FIND]},
               {"type": "configuration_update", "reasoning": {"effort": "huge"}}],
              "input[2].reasoning.effort"),
-            ([ASKED, {"type": "configuration_update", "text": {"format": {
+            ([HELLO, {"type": "configuration_update", "text": {"format": {
                 "type": "json_schema"}}}], "input[1].text.format.schema"),
-            ([ASKED, {"type": "additional_tools"}], "input[1].tools"),
-            ([ASKED, {"type": "additional_tools", "tools": [FIND, FIND]}], "input[1].tools[1]"),
+            ([HELLO, {"type": "additional_tools"}], "input[1].tools"),
+            ([HELLO, {"type": "additional_tools", "tools": [FIND, FIND]}], "input[1].tools[1]"),
             ([{"type": "additional_tools", "tools": [FIND]}], "input"),
-            ([ASKED, searched(), found({"type": "function"})], "input[2].tools[0].name"),
-            ([ASKED, searched(), {**found(), "tools": None}], "input[2].tools"),
+            ([HELLO, search_call(), search_output({"type": "function"})], "input[2].tools[0].name"),
+            ([HELLO, search_call(), {**search_output(), "tools": None}], "input[2].tools"),
         ]
     ),
     *(
         ({"model": "m", "input": "x", **fields}, param)
         for fields, param in [
             ({"instructions": 5}, "instructions"),
-            ({"instructions": [ASKED]}, "instructions"),
+            ({"instructions": [HELLO]}, "instructions"),
             ({"stream": "yes"}, "stream"),
             ({"previous_response_id": 5}, "previous_response_id"),
             ({"reasoning": "high"}, "reasoning"),
@@ -854,9 +858,9 @@ GUILTY: list[tuple[Any, str | None]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("body", "param"), GUILTY)
-def test_the_guilty_field_is_named(body: Any, param: str | None) -> None:
-    error = guilty(body)
+@pytest.mark.parametrize(("body", "param"), INVALID_BODIES)
+def test_invalid_field_is_named(body: Any, param: str | None) -> None:
+    error = error_of(body)
     assert error.param == param
     assert error.message
 
@@ -869,10 +873,10 @@ def recorded(name: str) -> dict[str, Any]:
     return body
 
 
-def test_codex() -> None:
-    asked = read(recorded("codex-turn2"), Defaults(), SEAL)
+def test_request_of_codex_is_read() -> None:
+    request = read(recorded("codex-turn2"), Defaults(), SEAL)
     call = Call("call_d746d1f5237146538418f32d", "exec_command", '{"cmd": "echo marker-$((40+2))"}')
-    assert asked.turn.messages == (
+    assert request.turn.messages == (
         Instructions("(16979 characters of text)"),
         Instructions("(2136 characters of text)(362 characters of text)"),
         notice(["web_search"]),
@@ -883,7 +887,7 @@ def test_codex() -> None:
         call,
         Result(call.id, "(114 characters of text)", "input[7]"),
     )
-    assert [tool.name for tool in asked.turn.tools] == [
+    assert [tool.name for tool in request.turn.tools] == [
         "exec_command",
         "write_stdin",
         "request_user_input",
@@ -897,54 +901,56 @@ def test_codex() -> None:
         "create_goal",
         "update_goal",
     ]
-    assert (asked.stream, asked.store, asked.notes) == (True, False, ())
+    assert (request.stream, request.store, request.notes) == (True, False, ())
 
 
-def test_codex_with_a_freeform_tool() -> None:
-    asked = read(recorded("codex-custom-turn2"), Defaults(), SEAL)
+def test_request_of_codex_with_freeform_tool_is_read() -> None:
+    request = read(recorded("codex-custom-turn2"), Defaults(), SEAL)
     key = "call_72700a5824bf49eb9a0145e2"
     patch = "*** Begin Patch\\n*** Add File: made.txt\\n+hello\\n*** End Patch\\n"
-    assert asked.turn.messages[2] == notice(["web_search"])
-    assert asked.turn.messages[5:] == (
+    assert request.turn.messages[2] == notice(["web_search"])
+    assert request.turn.messages[5:] == (
         Reasoning("I should patch."),
         Call(key, "apply_patch", f'{{"input":"{patch}"}}'),
         Result(key, "(91 characters of text)", "input[6]"),
     )  # fmt: skip
-    assert "tool_search" in [tool.name for tool in asked.turn.tools]
-    (tool,) = (tool for tool in asked.turn.tools if tool.name == "apply_patch")
+    assert "tool_search" in [tool.name for tool in request.turn.tools]
+    (tool,) = (tool for tool in request.turn.tools if tool.name == "apply_patch")
     assert tool.syntax == Syntax("lark", "(578 characters of text)")
     assert tool.description == (
         "(108 characters of text)\n\n"
         "The input must match this lark grammar:\n(578 characters of text)"
     )
-    assert asked.notes == ("input[4].encrypted_content was not encrypted by this server: ignored",)
+    assert request.notes == (
+        "input[4].encrypted_content was not encrypted by this server: ignored",
+    )
 
 
-def test_opencode() -> None:
-    asked = read(recorded("opencode-turn2"), Defaults(), SEAL)
+def test_request_of_opencode_is_read() -> None:
+    request = read(recorded("opencode-turn2"), Defaults(), SEAL)
     key = "call_345bf47beb8549118212d017"
-    assert asked.turn.messages == (
+    assert request.turn.messages == (
         Instructions("(9540 characters of text)"),
         User('"Please run it"'),
         Preamble("Running the command."),
         Call(key, "bash", '{"command":"echo marker-$((40+2))","description":"Echo a marker"}'),
         Result(key, "marker-42\n", "input[4]"),
     )
-    assert asked.turn.limits == LIMITS(8192)
-    assert len(asked.turn.tools) == 10
+    assert request.turn.limits == LIMITS(8192)
+    assert len(request.turn.tools) == 10
 
 
 @pytest.mark.parametrize("name", ["codex-turn1", "codex-custom-turn1"])
-def test_first_turns(name: str) -> None:
-    asked = read(recorded(name), Defaults(), SEAL)
-    kinds = [type(message) for message in asked.turn.messages]
+def test_first_request_of_codex_is_read(name: str) -> None:
+    request = read(recorded(name), Defaults(), SEAL)
+    kinds = [type(message) for message in request.turn.messages]
     assert kinds == [Instructions, Instructions, Instructions, User, User]
 
 
 # --- Input items, read back.
 
 
-def test_input_items() -> None:
+def test_input_items_are_listed() -> None:
     items = [
         {"role": "user", "content": "Hi"},
         assistant("Hello", id="msg_1", phase="final_answer"),
@@ -954,7 +960,7 @@ def test_input_items() -> None:
         {"type": "web_search_call", "id": "ws_1", "status": "failed"},
         {"type": "something_new"},
     ]
-    listed = request(input=items).input_items(INFO)
+    listed = read_request(input=items).input_items(INFO)
     assert listed == [
         {"id": "msg_0123456789abcdef01238000", "type": "message", "role": "user",
          "status": "completed", "content": text("Hi")},
@@ -970,8 +976,8 @@ def test_input_items() -> None:
     ]  # fmt: skip
 
 
-def test_a_string_is_an_item_too() -> None:
-    (item,) = request().input_items(INFO)
+def test_string_input_is_listed_as_item() -> None:
+    (item,) = read_request().input_items(INFO)
     assert (item["role"], item["content"]) == ("user", text("Hello"))
 
 
@@ -989,7 +995,7 @@ PAGES: list[tuple[dict[str, str], range, bool]] = [
 
 
 @pytest.mark.parametrize(("query", "numbers", "more"), PAGES)
-def test_pages(query: dict[str, str], numbers: range, more: bool) -> None:
+def test_items_are_listed_in_pages(query: dict[str, str], numbers: range, more: bool) -> None:
     ids = [f"msg_{number}" for number in numbers]
     assert page(MANY, query) == {
         "object": "list",
@@ -1011,7 +1017,7 @@ def test_invalid_page_is_refused(param: str, value: str) -> None:
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
-# --- Whatever is sent.
+# --- Any JSON.
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -1021,7 +1027,7 @@ VALUES = st.recursive(
 KEYS = st.sampled_from(
     sorted(
         {"text", "refusal"}.union(
-            *(m.model_fields for m in (*ITEM_MODELS.values(), *TOOLS.values(), ToolChoice))
+            *(model.model_fields for model in (*ITEM_MODELS.values(), *TOOLS.values(), ToolChoice))
         )
     )
 )
@@ -1053,4 +1059,4 @@ def test_any_fields_are_read_or_refused(fields: dict[str, Any]) -> None:
 @given(st.lists(st.dictionaries(KEYS, SHAPED | WORDS, max_size=7), max_size=4))
 def test_any_items_are_read_or_refused(items: list[Any]) -> None:
     with suppress(RequestError):
-        request(input=[ASKED, *items]).input_items(INFO)
+        read_request(input=[HELLO, *items]).input_items(INFO)

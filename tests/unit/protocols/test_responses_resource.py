@@ -50,7 +50,7 @@ INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-
         ),
     ],
 )
-def test_not_found(param: str | None, message: str, code: str) -> None:
+def test_unknown_response_is_not_found(param: str | None, message: str, code: str) -> None:
     error = not_found("resp_1", param=param)
     assert error.status == 404
     assert error_body(error) == {
@@ -58,13 +58,13 @@ def test_not_found(param: str | None, message: str, code: str) -> None:
     }
 
 
-def test_not_ready() -> None:
+def test_unfinished_previous_response_is_not_ready() -> None:
     error = not_ready("resp_1")
     assert (error.status, error.param) == (400, "previous_response_id")
     assert error.code == "previous_response_not_ready"
 
 
-def test_small_documents() -> None:
+def test_deletion_and_token_count_have_their_documents() -> None:
     assert deleted("resp_1") == {"id": "resp_1", "object": "response", "deleted": True}
     assert input_tokens(7) == {"object": "response.input_tokens", "input_tokens": 7}
 
@@ -73,13 +73,13 @@ RUNNING = [("queued", True), ("in_progress", True), ("completed", False), ("fail
 
 
 @pytest.mark.parametrize(("status", "running"), RUNNING)
-def test_whether_more_will_come(status: str, running: bool) -> None:
+def test_queued_and_in_progress_responses_are_running(status: str, running: bool) -> None:
     assert is_running({"id": "resp_1", "status": status}) is running
 
 
-def test_a_response_whose_server_has_gone() -> None:
-    gone = lost({"id": "resp_1", "status": "in_progress", "error": None, "output": []})
-    assert gone == {
+def test_response_of_lost_server_has_failed() -> None:
+    response = lost({"id": "resp_1", "status": "in_progress", "error": None, "output": []})
+    assert response == {
         "id": "resp_1",
         "status": "failed",
         "error": {
@@ -88,14 +88,14 @@ def test_a_response_whose_server_has_gone() -> None:
         },
         "output": [],
     }
-    event = failed_event(gone, 7)
+    event = failed_event(response, 7)
     assert (event.name, json.loads(event.data)) == (
         "response.failed",
-        {"type": "response.failed", "sequence_number": 7, "response": gone},
+        {"type": "response.failed", "sequence_number": 7, "response": response},
     )
 
 
-def test_error_event_of_an_ended_stream() -> None:
+def test_error_event_has_openai_shape() -> None:
     event = error_event(HostError("the server ends", code="server_unavailable"), 3)
     assert (event.name, json.loads(event.data)) == (
         "error",
@@ -128,11 +128,11 @@ def test_compacted_conversation_continues() -> None:
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
         {"role": "user", "content": "More"},
     ]
-    asked = read({"model": "m", "input": items}, Defaults(), Reverse()).compaction()
-    emitter = asked.emitter(INFO)
+    request = read({"model": "m", "input": items}, Defaults(), Reverse()).compaction()
+    emitter = request.emitter(INFO)
     for delta in [*SUMMARY, Finished("stop", None, Usage(9, 2, 1, 4))]:
         assert emitter.feed(delta) == []
-    compacted = asked.compacted(emitter.result(), INFO)
+    compacted = request.compacted(emitter.result(), INFO)
     output = compacted.pop("output")
     assert compacted == {
         "id": f"resp_{INFO.id_seed}",
@@ -151,7 +151,7 @@ def test_compacted_conversation_continues() -> None:
 
 
 def test_compaction_keeps_user_messages_of_earlier_responses() -> None:
-    """But not the summary of an earlier compaction: it is part of the new one."""
+    """But it drops the summary of an earlier compaction, which is part of the new one."""
     history = (
         Instructions("Be brief."),
         Summary("They met."),
@@ -163,27 +163,27 @@ def test_compaction_keeps_user_messages_of_earlier_responses() -> None:
     )
     for new in ([], [{"role": "user", "content": "Please"}]):
         body = {"model": "m", "previous_response_id": "resp_1", "input": new}
-        asked = read(body, Defaults(), Reverse(), history).compaction()
-        emitter = asked.emitter(INFO)
+        request = read(body, Defaults(), Reverse(), history).compaction()
+        emitter = request.emitter(INFO)
         for delta in [*SUMMARY, Finished("stop", None, Usage(9, 2))]:
             emitter.feed(delta)
-        *users, item = asked.compacted(emitter.result(), INFO)["output"]
-        assert [each["content"] for each in users] == [
+        *users, item = request.compacted(emitter.result(), INFO)["output"]
+        assert [message["content"] for message in users] == [
             [{"type": "input_text", "text": text}]
-            for text in ("Hi", "More", *(each["content"] for each in new))
+            for text in ("Hi", "More", *(message["content"] for message in new))
         ]
-        assert len({each["id"] for each in users}) == len(users)
+        assert len({message["id"] for message in users}) == len(users)
         assert item["type"] == "compaction"
-        for each in users:
-            assert each.keys() == {"type", "id", "role", "status", "content"}
+        for message in users:
+            assert message.keys() == {"type", "id", "role", "status", "content"}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("reason", "status"), [("stop", "completed"), ("length", "incomplete")])
 def test_triggered_compaction_is_the_only_item(stream: bool, reason: Any, status: str) -> None:
     items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
-    asked = read({"model": "m", "input": items, "stream": stream}, Defaults(), Reverse())
-    emitter = asked.emitter(INFO)
+    request = read({"model": "m", "input": items, "stream": stream}, Defaults(), Reverse())
+    emitter = request.emitter(INFO)
     deltas = [*SUMMARY, Finished(reason, None, Usage(9, 2, 1, 4))]
     events = [event for delta in deltas for event in emitter.feed(delta)]
     response = check(events) if stream else emitter.result()
@@ -193,7 +193,7 @@ def test_triggered_compaction_is_the_only_item(stream: bool, reason: Any, status
     assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": 1}
     again = read({"model": "m", "input": [item]}, Defaults(), Reverse())
     assert again.turn.messages == (Summary("They greeted."),)
-    assert [each.get("type") for each in asked.input_items(INFO)] == ["message"]
+    assert [listed.get("type") for listed in request.input_items(INFO)] == ["message"]
 
 
 NO_SUMMARY: dict[str, list[Delta]] = {
@@ -205,21 +205,21 @@ NO_SUMMARY: dict[str, list[Delta]] = {
 
 
 @pytest.mark.parametrize("output", NO_SUMMARY.values(), ids=NO_SUMMARY)
-def test_a_compaction_without_a_summary_fails(output: list[Delta]) -> None:
+def test_compaction_without_summary_fails(output: list[Delta]) -> None:
     items = [{"role": "user", "content": "Hi"}, {"type": "compaction_trigger"}]
-    asked = read({"model": "m", "input": items, "stream": True}, Defaults(), Reverse())
-    emitter = asked.emitter(INFO)
+    request = read({"model": "m", "input": items, "stream": True}, Defaults(), Reverse())
+    emitter = request.emitter(INFO)
     deltas = [Started(9), *output, Finished("stop", None, Usage(9, 2))]
     response = check([event for delta in deltas for event in emitter.feed(delta)])
     assert (response["status"], response["output"]) == ("failed", [])
-    with pytest.raises(OutputError) as failed:
+    with pytest.raises(OutputError) as caught:
         emitter.result()
-    assert failed.value.code == "compaction_failed"
-    # What could not be summed up goes on as it was.
-    assert asked.conversation(asked.turn.messages, ended=False) == (User("Hi"),)
+    assert caught.value.code == "compaction_failed"
+    # The conversation stays as it was.
+    assert request.conversation(request.turn.messages, ended=False) == (User("Hi"),)
 
 
-def test_compaction_of_a_stored_conversation() -> None:
+def test_compaction_of_stored_conversation_keeps_instructions_and_tools() -> None:
     tools = [{"type": "function", "name": "f"}]
     items = [
         {"role": "developer", "content": "Be brief."},
@@ -229,17 +229,17 @@ def test_compaction_of_a_stored_conversation() -> None:
         {"type": "compaction_trigger"},
     ]
     body = {"model": "m", "instructions": "Be kind.", "input": items}
-    asked = read(body, Defaults(), Reverse())
-    order = asked.turn.messages[-1]
+    request = read(body, Defaults(), Reverse())
+    order = request.turn.messages[-1]
     assert isinstance(order, User)
-    assert asked.turn.tool_choice == ToolChoice(names=())
+    assert request.turn.tool_choice == ToolChoice(names=())
     answer = (Reasoning("Hm."), Preamble("They"), Answer("greeted."))
-    brief, later, summary = asked.conversation((*asked.turn.messages, *answer))
+    brief, later, summary = request.conversation((*request.turn.messages, *answer))
     assert (brief, summary) == (Instructions("Be brief."), Summary("They\ngreeted."))
     assert isinstance(later, AdditionalTools)
 
 
-# --- The input, read back with the official client's models, which are strict about it.
+# --- The listed input, validated by the official client's strict models.
 
 USER = {"role": "user", "content": "Hi"}
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -250,7 +250,7 @@ CITED = {**TEXT, "annotations": [{"type": "file_path", "file_id": "f", "index": 
 REFUSAL = {"type": "refusal", "refusal": "no"}
 
 ITEMS: list[tuple[dict[str, Any], str, Any]] = [
-    # what was sent, the field of it that is looked at, what is listed
+    # a sent item, the field that is compared, its value in the list
     ({"role": "user", "content": "a"}, "content", [PLAIN]),
     ({"role": "developer", "content": [{**PLAIN, "type": "text"}]}, "content", [PLAIN]),
     ({"role": "assistant", "content": "a"}, "content", [TEXT]),
@@ -287,19 +287,17 @@ ITEMS: list[tuple[dict[str, Any], str, Any]] = [
 
 
 @pytest.mark.parametrize(("sent", "name", "expected"), ITEMS)
-def test_items_are_listed_as_the_schema_has_them(
-    sent: dict[str, Any], name: str, expected: Any
-) -> None:
+def test_items_are_listed_in_form_of_schema(sent: dict[str, Any], name: str, expected: Any) -> None:
     models = pytest.importorskip("openai.types.responses.response_item_list")
     caller = CUSTOM if sent.get("type") == "custom_tool_call_output" else CALL
     before = [USER, caller] if "output" in sent else [USER]
-    asked = read({"model": "m", "input": [*before, sent]}, Defaults(), Reverse())
-    listed = page(asked.input_items(INFO), {"order": "asc"})
+    request = read({"model": "m", "input": [*before, sent]}, Defaults(), Reverse())
+    listed = page(request.input_items(INFO), {"order": "asc"})
     models.ResponseItemList.model_validate(listed, strict=True)
     assert listed["data"][-1][name] == expected
 
 
-def test_a_page_without_items() -> None:
+def test_page_without_items_is_valid() -> None:
     models = pytest.importorskip("openai.types.responses.response_item_list")
     read_back = models.ResponseItemList.model_validate(page([], {}), strict=True)
     assert (read_back.first_id, read_back.last_id, read_back.data) == ("", "", [])

@@ -34,16 +34,16 @@ def search(**fields: Any) -> dict[str, Any]:
     return {"type": "tool_search", "execution": "client", **fields}
 
 
-def tools(*declared: dict[str, Any], choice: Any = None) -> Tools:
+def read_tools(*declared: dict[str, Any], choice: Any = None) -> Tools:
     body = {"model": "m", "tools": list(declared), "tool_choice": choice}
-    asked = validate(ResponsesBody, body)
+    validated = validate(ResponsesBody, body)
     reader = ToolReader()
-    shown = reader.declare(asked.tools or (), "tools")
-    return reader.tools(shown, asked.tool_choice, ServerTools(), ())
+    shown = reader.declare(validated.tools or (), "tools")
+    return reader.tools(shown, validated.tool_choice, ServerTools(), ())
 
 
-def shown(*declared: dict[str, Any], choice: Any = None) -> list[str]:
-    return [tool.name for tool in tools(*declared, choice=choice).shown]
+def shown_names(*declared: dict[str, Any], choice: Any = None) -> list[str]:
+    return [tool.name for tool in read_tools(*declared, choice=choice).shown]
 
 
 SHOWN: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
@@ -101,24 +101,26 @@ SHOWN: dict[str, tuple[list[dict[str, Any]], list[str]]] = {
 
 
 @pytest.mark.parametrize(("declared", "expected"), SHOWN.values(), ids=SHOWN)
-def test_shown(declared: list[dict[str, Any]], expected: list[str]) -> None:
-    assert shown(*declared) == expected
+def test_tools_are_shown_under_expected_names(
+    declared: list[dict[str, Any]], expected: list[str]
+) -> None:
+    assert shown_names(*declared) == expected
 
 
-@pytest.mark.parametrize("declared", [each for each, _ in SHOWN.values()], ids=SHOWN)
-def test_every_tool_comes_back_as_it_was_declared(declared: list[dict[str, Any]]) -> None:
-    read = tools(*declared)
-    for tool in read.shown:
-        assert read.echoed(Call("c", tool.name, "{}")).name == tool.name
-    assert len({read.tool(tool.name) for tool in read.shown}) == len(read.shown)
+@pytest.mark.parametrize("declared", [declared for declared, _ in SHOWN.values()], ids=SHOWN)
+def test_shown_names_lead_back_to_declared_tools(declared: list[dict[str, Any]]) -> None:
+    tools = read_tools(*declared)
+    for tool in tools.shown:
+        assert tools.echoed(Call("c", tool.name, "{}")).name == tool.name
+    assert len({tools.tool(tool.name) for tool in tools.shown}) == len(tools.shown)
 
 
-def test_a_function_is_shown_as_it_is() -> None:
+def test_function_is_shown_unchanged() -> None:
     declared = function("f", description="Does f.", parameters=SCHEMA, strict=True)
-    assert tools(declared).shown == (Tool("f", "Does f.", SCHEMA, "tools[0]", strict=True),)
-    assert tools(function("f", strict=False)).shown == (Tool("f", where="tools[0]"),)
-    assert tools(function("f", strict=None)).shown == (Tool("f", where="tools[0]"),)
-    assert tools(function("f")).shown == (Tool("f", where="tools[0]"),)
+    assert read_tools(declared).shown == (Tool("f", "Does f.", SCHEMA, "tools[0]", strict=True),)
+    assert read_tools(function("f", strict=False)).shown == (Tool("f", where="tools[0]"),)
+    assert read_tools(function("f", strict=None)).shown == (Tool("f", where="tools[0]"),)
+    assert read_tools(function("f")).shown == (Tool("f", where="tools[0]"),)
 
 
 @pytest.mark.parametrize(
@@ -138,18 +140,18 @@ def test_a_function_is_shown_as_it_is() -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_freeform_tool_is_shown_with_one_string(fields: dict[str, Any], description: str) -> None:
-    (tool,) = tools(freeform("apply_patch", **fields)).shown
+def test_freeform_tool_is_shown_with_one_string(fields: dict[str, Any], description: str) -> None:
+    (tool,) = read_tools(freeform("apply_patch", **fields)).shown
     assert tool.description == description
     assert tool.parameters is not None
     assert tool.parameters["required"] == ["input"]
     assert tool.parameters["properties"]["input"]["type"] == "string"
 
 
-def test_the_first_tool_of_a_namespace_tells_of_the_namespace() -> None:
+def test_first_tool_describes_its_namespace() -> None:
     declared = namespace("crm", function("f", description="Finds."), function("g"),
                          description="The customers.")  # fmt: skip
-    described = [tool.description for tool in tools(declared).shown]
+    described = [tool.description for tool in read_tools(declared).shown]
     assert described == ["crm: The customers.\n\nFinds.", ""]
 
 
@@ -160,7 +162,7 @@ DECLARED = (
     namespace("mcp__web__", function("shared"), function("f")),
 )
 
-CALLED: list[tuple[str, DeclaredTool]] = [
+CALL_NAMES: list[tuple[str, DeclaredTool]] = [
     ("f", DeclaredTool("f")),
     ("patch", DeclaredTool("patch", kind="custom")),
     ("crm__find", DeclaredTool("find", "crm")),
@@ -169,29 +171,31 @@ CALLED: list[tuple[str, DeclaredTool]] = [
     ("note", DeclaredTool("note", "crm", kind="custom")),
     ("mcp__web__shared", DeclaredTool("shared", "mcp__web__")),
     ("mcp__web__f", DeclaredTool("f", "mcp__web__")),
-    ("shared", DeclaredTool("shared")),  # nobody's alone: the client answers it
+    ("shared", DeclaredTool("shared")),  # ambiguous: the client answers the call
     ("unheard_of", DeclaredTool("unheard_of")),
 ]
 
 
-@pytest.mark.parametrize(("called", "expected"), CALLED)
-def test_call_is_mapped_to_its_tool(called: str, expected: DeclaredTool) -> None:
-    assert tools(*DECLARED).tool(called) == expected
+@pytest.mark.parametrize(("name", "expected"), CALL_NAMES)
+def test_call_is_mapped_to_its_tool(name: str, expected: DeclaredTool) -> None:
+    assert read_tools(*DECLARED).tool(name) == expected
 
 
-@pytest.mark.parametrize("called", ["to=functions.crm__find", "to=crm.find", "to=functions.find"])
-def test_any_output_reaches_the_tool(called: str) -> None:
-    read = tools(*DECLARED)
-    names = Names.of(Turn(messages=(User("Hi"),), tools=read.shown))
-    assert read.tool(names.addressee(called.removeprefix("to="))) == DeclaredTool("find", "crm")
+@pytest.mark.parametrize(
+    "recipient", ["to=functions.crm__find", "to=crm.find", "to=functions.find"]
+)
+def test_any_form_of_recipient_leads_to_tool(recipient: str) -> None:
+    tools = read_tools(*DECLARED)
+    names = Names.of(Turn(messages=(User("Hi"),), tools=tools.shown))
+    assert tools.tool(names.addressee(recipient.removeprefix("to="))) == DeclaredTool("find", "crm")
 
 
-def test_names_no_header_can_carry() -> None:
-    read = tools(namespace("my crm", function("find it")))
-    names = Names.of(Turn(messages=(User("Hi"),), tools=read.shown))
+def test_names_that_no_header_can_carry_are_mapped() -> None:
+    tools = read_tools(namespace("my crm", function("find it")))
+    names = Names.of(Turn(messages=(User("Hi"),), tools=tools.shown))
     assert names.recipient("my crm__find it") == "functions.my_crm__find_it"
-    found = read.tool(names.addressee("functions.my_crm__find_it"))
-    assert found == DeclaredTool("find it", "my crm")
+    tool = tools.tool(names.addressee("functions.my_crm__find_it"))
+    assert tool == DeclaredTool("find it", "my crm")
 
 
 ALL = ["f", "patch", "crm__find", "crm__note", "crm__shared", "mcp__web__shared", "mcp__web__f"]
@@ -227,17 +231,17 @@ CHOICES: list[tuple[Any, ToolChoice]] = [
 
 
 @pytest.mark.parametrize(("choice", "expected"), CHOICES)
-def test_tool_choice_changes_nothing_in_the_prompt(choice: Any, expected: ToolChoice) -> None:
-    read = tools(*DECLARED, choice=choice)
-    assert read.choice == expected
-    assert [tool.name for tool in read.shown] == ALL
+def test_tool_choice_keeps_all_tools_shown(choice: Any, expected: ToolChoice) -> None:
+    tools = read_tools(*DECLARED, choice=choice)
+    assert tools.choice == expected
+    assert [tool.name for tool in tools.shown] == ALL
 
 
 @pytest.mark.parametrize("choice", ["none", {"type": "none"}])
-def test_no_tool(choice: Any) -> None:
-    read = tools(*DECLARED, choice=choice)
-    assert read.shown == ()
-    assert read.echoed(Call("c", "find", "{}")).name == "crm__find"
+def test_tool_choice_none_shows_no_tools(choice: Any) -> None:
+    tools = read_tools(*DECLARED, choice=choice)
+    assert tools.shown == ()
+    assert tools.echoed(Call("c", "find", "{}")).name == "crm__find"
 
 
 REFUSED: list[tuple[list[dict[str, Any]], Any, str]] = [
@@ -260,7 +264,7 @@ def test_impossible_choice_is_refused(
     declared: list[dict[str, Any]], choice: Any, param: str
 ) -> None:
     with pytest.raises(RequestError) as caught:
-        tools(*declared, choice=choice)
+        read_tools(*declared, choice=choice)
     assert (caught.value.param, caught.value.status) == (param, 400)
 
 
@@ -268,12 +272,12 @@ def test_impossible_choice_is_refused(
 
 
 def test_client_side_search_is_a_tool() -> None:
-    (tool,) = tools(search(description="Finds.", parameters=SCHEMA)).shown
+    (tool,) = read_tools(search(description="Finds.", parameters=SCHEMA)).shown
     assert tool == Tool("tool_search", "Finds.", SCHEMA, "tools[0]")
-    (tool,) = tools(search()).shown
+    (tool,) = read_tools(search()).shown
     assert tool.description
     assert list((tool.parameters or {})["properties"]) == ["paths"]
-    assert tools(search()).tool("tool_search").kind == "tool_search"
+    assert read_tools(search()).tool("tool_search").kind == "tool_search"
 
 
 LATER = [
@@ -285,41 +289,41 @@ LATER = [
 
 
 def test_deferred_tools_are_only_named() -> None:
-    read = tools(search(description="Finds."), *LATER)
-    assert [tool.name for tool in read.shown] == ["tool_search", "crm__ask"]
-    assert read.shown[0].description == (
+    tools = read_tools(search(description="Finds."), *LATER)
+    assert [tool.name for tool in tools.shown] == ["tool_search", "crm__ask"]
+    assert tools.shown[0].description == (
         "Finds.\n\nThere are:\n- plain: A plain one.\n- crm: The customers.\n- web"
     )
-    assert read.shown[1].description == "crm: The customers.\n\n"
-    assert read.tool("crm__find") == DeclaredTool("find", "crm")
+    assert tools.shown[1].description == "crm: The customers.\n\n"
+    assert tools.tool("crm__find") == DeclaredTool("find", "crm")
 
 
 def test_deferred_tool_has_its_own_name() -> None:
-    """It is declared as ``python_tool``, but the client that searches knows no such tool, and reads
-    the search's arguments as the model writes them."""
-    read = tools(search(description="Finds."), function("python", defer_loading=True))
-    assert read.shown[0].description == "Finds.\n\nThere are:\n- python"
+    """The prompt would declare it as ``python_tool``, but the client reads the arguments of the
+    search as the model writes them, and knows only ``python``."""
+    tools = read_tools(search(description="Finds."), function("python", defer_loading=True))
+    assert tools.shown[0].description == "Finds.\n\nThere are:\n- python"
 
 
 @pytest.mark.parametrize("hosted", [[], [search(execution="server")], [{"type": "tool_search"}]])
-def test_without_a_search_of_the_client_all_is_declared(hosted: list[dict[str, Any]]) -> None:
+def test_all_tools_are_declared_without_client_side_search(hosted: list[dict[str, Any]]) -> None:
     names = ["plain", "crm__find", "crm__note", "crm__ask", "web__get"]
-    assert shown(*hosted, *LATER) == names
+    assert shown_names(*hosted, *LATER) == names
 
 
 class Later:
-    """A reader that reads one list after the other."""
+    """A reader of several lists of tools, one after the other."""
 
     def __init__(self) -> None:
         self.reader = ToolReader()
 
     def names(self, *declared: dict[str, Any], found: bool = True) -> list[str]:
-        asked = validate(ResponsesBody, {"model": "m", "tools": list(declared)})
-        new = self.reader.declare(asked.tools or (), "input[3].tools", found=found)
+        body = validate(ResponsesBody, {"model": "m", "tools": list(declared)})
+        new = self.reader.declare(body.tools or (), "input[3].tools", found=found)
         return [tool.name for tool in new]
 
 
-def test_only_what_is_new_is_declared_again() -> None:
+def test_only_new_tools_are_declared_later() -> None:
     later = Later()
     crm = namespace("crm", function("find", defer_loading=True), function("note"),
                     description="The customers.")  # fmt: skip
@@ -340,9 +344,9 @@ def test_only_what_is_new_is_declared_again() -> None:
         ([namespace("a", function("f")), namespace("a", function("f"))], "tools[1].tools[0]"),
     ],
 )
-def test_a_tool_declared_twice(declared: list[dict[str, Any]], param: str) -> None:
+def test_tool_declared_twice_is_refused(declared: list[dict[str, Any]], param: str) -> None:
     with pytest.raises(RequestError) as caught:
-        tools(*declared)
+        read_tools(*declared)
     assert caught.value.param == param
 
 
@@ -354,7 +358,7 @@ class NoSeal:
         raise NotImplementedError
 
 
-def test_calls_in_history_have_the_shown_name() -> None:
+def test_calls_in_history_have_shown_name() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "find", "namespace": "crm"}
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}, call], "tools": [*DECLARED]}
     turn = read(body, Defaults(), NoSeal()).turn

@@ -1,6 +1,6 @@
-"""Calls of tools that the server runs, by each API: deltas on the left, what is on the wire on the
-right; and how a client asks for them and gives them back. That they run is proven in
-`tests/unit/server/tools`.
+"""Calls of tools that the server runs, in each API: deltas on the left, the wire format on the
+right; and how clients request these tools and send their calls back. The tests that run them are
+in `tests/unit/server/tools`.
 """
 
 from __future__ import annotations
@@ -87,62 +87,64 @@ USAGE = Usage(prompt_tokens=80, completion_tokens=20, reasoning_tokens=7, tool_t
 STOP, CUT = Finished("stop", None, USAGE), Finished("length", None, USAGE)
 
 
-def called(recipient: str, *arguments: str) -> list[Delta]:
+def call_deltas(recipient: str, *arguments: str) -> list[Delta]:
     return [Opened(0, Kind.SERVER_CALL, recipient), *map(Text, arguments), Closed()]
 
 
-def ran(text: str, failure: ToolFailure | None = None) -> list[Delta]:
+def result_deltas(text: str, failure: ToolFailure | None = None) -> list[Delta]:
     return [ToolStarted(), ToolFinished(text, failure)]
 
 
 ANSWER: list[Delta] = [Opened(1, Kind.ANSWER), Text("Warm."), Closed()]
 
 
-def turn(*deltas: Delta, end: Delta = STOP) -> list[Delta]:
+def turn_deltas(*deltas: Delta, end: Delta = STOP) -> list[Delta]:
     return [Started(80), *deltas, *ANSWER, end]
 
 
-# --- Responses, outwards.
+# --- Responses: answers.
 
 
 def responses_events(
     deltas: Iterable[Delta], **fields: Any
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The events between the beginning and the end, without numbers; and the last response."""
+    """The events between the first two and the last, without numbers, and the final response."""
     body = {"model": "m", "input": "Hi", "tools": TOOLS, "stream": True, **fields}
-    asked = read(body, DEFAULTS, Reverse(), listed=frozenset({"weather"}))
-    emitter = asked.emitter(INFO)
+    request = read(body, DEFAULTS, Reverse(), listed=frozenset({"weather"}))
+    emitter = request.emitter(INFO)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     assert events.pop() == DONE
     documents = [json.loads(event.data) for event in events]
-    assert [event.name for event in events] == [each["type"] for each in documents]
-    assert [each.pop("sequence_number") for each in documents] == list(range(len(documents)))
+    assert [event.name for event in events] == [document["type"] for document in documents]
+    assert [document.pop("sequence_number") for document in documents] == list(
+        range(len(documents))
+    )
     final = documents[-1]["response"]
 
-    whole = read({**body, "stream": False}, DEFAULTS, Reverse(), listed=frozenset({"weather"}))
-    collecting = whole.emitter(INFO)
+    unstreamed = read({**body, "stream": False}, DEFAULTS, Reverse(), listed=frozenset({"weather"}))
+    collecting = unstreamed.emitter(INFO)
     assert [event for delta in deltas for event in collecting.feed(delta)] == []
     if documents[-1]["type"] != "response.failed":
         assert collecting.result() == final
-    assert [each["item"] for each in documents if each["type"].endswith("item.done")] == (
-        final["output"]
-    )
+    assert [
+        document["item"] for document in documents if document["type"].endswith("item.done")
+    ] == (final["output"])
     return documents[2:-1], final
 
 
-def of_item(events: Iterable[dict[str, Any]], index: int) -> list[tuple[Any, ...]]:
-    """The events of one item: the type, and of the fields all but where the item stands."""
-    found: list[tuple[Any, ...]] = []
+def events_of_item(events: Iterable[dict[str, Any]], index: int) -> list[tuple[Any, ...]]:
+    """The events of one item: their types, and their fields without those that locate the item."""
+    summaries: list[tuple[Any, ...]] = []
     for event in events:
         if event.pop("output_index") != index:
             continue
         kind = event.pop("type").removeprefix("response.")
         if kind.startswith("output_item."):
-            found.append((kind.removeprefix("output_item."), event["item"]["status"]))
+            summaries.append((kind.removeprefix("output_item."), event["item"]["status"]))
             continue
         assert event.pop("item_id").endswith(f"{KEY}{index:04x}")
-        found.append((kind, *event.values()))
-    return found
+        summaries.append((kind, *event.values()))
+    return summaries
 
 
 MCP: dict[str, Any] = {
@@ -166,19 +168,19 @@ CODE = {
 }
 
 
-def searched(action: dict[str, Any], status: str = "completed") -> dict[str, Any]:
+def search_item(action: dict[str, Any], status: str = "completed") -> dict[str, Any]:
     return {"id": f"ws_{KEY}0000", "type": "web_search_call", "status": status, "action": action}
 
 
-ROME = called("weather.now", '{"city":', ' "Rome"}')
-ASKED_FOR = [
+ROME = call_deltas("weather.now", '{"city":', ' "Rome"}')
+CALL_EVENTS = [
     ("added", "in_progress"),
     ("mcp_call.in_progress",),
     ("mcp_call_arguments.delta", '{"city":'),
     ("mcp_call_arguments.delta", ' "Rome"}'),
     ("mcp_call_arguments.done", '{"city": "Rome"}'),
 ]
-CODED = [
+CODE_EVENTS = [
     ("added", "in_progress"),
     ("code_interpreter_call.in_progress",),
     ("code_interpreter_call_code.delta", "6 *"),
@@ -186,7 +188,7 @@ CODED = [
     ("code_interpreter_call_code.done", "6 * 7"),
     ("code_interpreter_call.interpreting",),
 ]
-LOOKED = [
+SEARCH_EVENTS = [
     ("added", "in_progress"),
     ("web_search_call.in_progress",),
     ("web_search_call.searching",),
@@ -198,13 +200,13 @@ DIED = ToolFailure("the server has died")
 
 RESPONSES: dict[str, tuple[list[Delta], list[tuple[Any, ...]], dict[str, Any]]] = {
     "a call": (
-        [*ROME, *ran("20 °C")],
-        [*ASKED_FOR, ("mcp_call.completed",), ("done", "completed")],
+        [*ROME, *result_deltas("20 °C")],
+        [*CALL_EVENTS, ("mcp_call.completed",), ("done", "completed")],
         MCP,
     ),
     "the tool says that it failed": (
-        [*ROME, *ran("It is broken.", BROKEN)],
-        [*ASKED_FOR, ("mcp_call.failed",), ("done", "failed")],
+        [*ROME, *result_deltas("It is broken.", BROKEN)],
+        [*CALL_EVENTS, ("mcp_call.failed",), ("done", "failed")],
         {
             **MCP,
             "status": "failed",
@@ -216,8 +218,8 @@ RESPONSES: dict[str, tuple[list[Delta], list[tuple[Any, ...]], dict[str, Any]]] 
         },
     ),
     "there is no answer": (
-        [*ROME, *ran("Error: the server has died", DIED)],
-        [*ASKED_FOR, ("mcp_call.failed",), ("done", "failed")],
+        [*ROME, *result_deltas("Error: the server has died", DIED)],
+        [*CALL_EVENTS, ("mcp_call.failed",), ("done", "failed")],
         {
             **MCP,
             "status": "failed",
@@ -231,63 +233,66 @@ RESPONSES: dict[str, tuple[list[Delta], list[tuple[Any, ...]], dict[str, Any]]] 
     ),
     "not run to its end": (
         [*ROME, ToolStarted()],
-        [*ASKED_FOR, ("done", "incomplete")],
+        [*CALL_EVENTS, ("done", "incomplete")],
         {**MCP, "status": "incomplete", "output": None},
     ),
     "code": (
-        [*called("python", "6 *", " 7"), *ran("42")],
-        [*CODED, ("code_interpreter_call.completed",), ("done", "completed")],
+        [*call_deltas("python", "6 *", " 7"), *result_deltas("42")],
+        [*CODE_EVENTS, ("code_interpreter_call.completed",), ("done", "completed")],
         CODE,
     ),
     "code that fails": (
-        [*called("python", "6 *", " 7"), *ran("Error", BROKEN)],
-        [*CODED, ("done", "failed")],
+        [*call_deltas("python", "6 *", " 7"), *result_deltas("Error", BROKEN)],
+        [*CODE_EVENTS, ("done", "failed")],
         {**CODE, "status": "failed"},
     ),
     "a search": (
-        [*called("browser.search", '{"query": "Rome"}'), *ran("[0]")],
-        LOOKED,
-        searched({"type": "search", "query": "Rome", "queries": ["Rome"]}),
+        [*call_deltas("browser.search", '{"query": "Rome"}'), *result_deltas("[0]")],
+        SEARCH_EVENTS,
+        search_item({"type": "search", "query": "Rome", "queries": ["Rome"]}),
     ),
     "a search that is no JSON": (
-        [*called("browser.search", "Rome"), *ran("Error", DIED)],
-        [*LOOKED[:3], ("done", "failed")],
-        searched({"type": "search", "query": "", "queries": [""]}, "failed"),
+        [*call_deltas("browser.search", "Rome"), *result_deltas("Error", DIED)],
+        [*SEARCH_EVENTS[:3], ("done", "failed")],
+        search_item({"type": "search", "query": "", "queries": [""]}, "failed"),
     ),
     "a search that is no object": (
-        [*called("browser.search", "[]"), *ran("[0]")],
-        LOOKED,
-        searched({"type": "search", "query": "", "queries": [""]}),
+        [*call_deltas("browser.search", "[]"), *result_deltas("[0]")],
+        SEARCH_EVENTS,
+        search_item({"type": "search", "query": "", "queries": [""]}),
     ),
     "a search with half a surrogate pair": (
-        [*called("browser.search", '{"query": "\\ud83d"}'), *ran("[0]")],
-        LOOKED,
-        searched({"type": "search", "query": "\ufffd", "queries": ["\ufffd"]}),
+        [*call_deltas("browser.search", '{"query": "\\ud83d"}'), *result_deltas("[0]")],
+        SEARCH_EVENTS,
+        search_item({"type": "search", "query": "\ufffd", "queries": ["\ufffd"]}),
     ),
     "a search that cannot be sent": (
-        [*called("browser.search", '{"query": "a", "n": 1e999}'), *ran("Error", DIED)],
-        [*LOOKED[:3], ("done", "failed")],
-        searched({"type": "search", "query": "", "queries": [""]}, "failed"),
+        [
+            *call_deltas("browser.search", '{"query": "a", "n": 1e999}'),
+            *result_deltas("Error", DIED),
+        ],
+        [*SEARCH_EVENTS[:3], ("done", "failed")],
+        search_item({"type": "search", "query": "", "queries": [""]}, "failed"),
     ),
     "a page": (
-        [*called("browser.open", '{"id": "http://a"}'), *ran("[1]")],
-        LOOKED,
-        searched({"type": "open_page", "url": "http://a"}),
+        [*call_deltas("browser.open", '{"id": "http://a"}'), *result_deltas("[1]")],
+        SEARCH_EVENTS,
+        search_item({"type": "open_page", "url": "http://a"}),
     ),
     "a page by its number": (
-        [*called("browser.open", '{"id": 1}'), *ran("[1]")],
-        LOOKED,
-        searched({"type": "open_page", "url": None}),
+        [*call_deltas("browser.open", '{"id": 1}'), *result_deltas("[1]")],
+        SEARCH_EVENTS,
+        search_item({"type": "open_page", "url": None}),
     ),
     "a place": (
-        [*called("browser.find", '{"pattern": "Rome"}'), *ran("[1]")],
-        LOOKED,
-        searched({"type": "find_in_page", "pattern": "Rome", "url": ""}),
+        [*call_deltas("browser.find", '{"pattern": "Rome"}'), *result_deltas("[1]")],
+        SEARCH_EVENTS,
+        search_item({"type": "find_in_page", "pattern": "Rome", "url": ""}),
     ),
     "a tool that there is not": (
-        [*called("weather.never", "{}"), *ran("Error: no", DIED)],
+        [*call_deltas("weather.never", "{}"), *result_deltas("Error: no", DIED)],
         [
-            *ASKED_FOR[:2],
+            *CALL_EVENTS[:2],
             ("mcp_call_arguments.delta", "{}"),
             ("mcp_call_arguments.done", "{}"),
             ("mcp_call.failed",),
@@ -303,9 +308,9 @@ RESPONSES: dict[str, tuple[list[Delta], list[tuple[Any, ...]], dict[str, Any]]] 
         },
     ),
     "a server that there is not": (
-        [*called("nobody", "{}"), *ran("")],
+        [*call_deltas("nobody", "{}"), *result_deltas("")],
         [
-            *ASKED_FOR[:2],
+            *CALL_EVENTS[:2],
             ("mcp_call_arguments.delta", "{}"),
             ("mcp_call_arguments.done", "{}"),
             ("mcp_call.completed",),
@@ -314,9 +319,9 @@ RESPONSES: dict[str, tuple[list[Delta], list[tuple[Any, ...]], dict[str, Any]]] 
         {**MCP, "name": "nobody", "server_label": "nobody", "arguments": "{}", "output": ""},
     ),
     "a name that the model is shown another for": (
-        [*called("weather.later_1", "{}"), *ran("")],
+        [*call_deltas("weather.later_1", "{}"), *result_deltas("")],
         [
-            *ASKED_FOR[:2],
+            *CALL_EVENTS[:2],
             ("mcp_call_arguments.delta", "{}"),
             ("mcp_call_arguments.done", "{}"),
             ("mcp_call.completed",),
@@ -328,28 +333,30 @@ RESPONSES: dict[str, tuple[list[Delta], list[tuple[Any, ...]], dict[str, Any]]] 
 
 
 @pytest.mark.parametrize(("deltas", "wire", "item"), RESPONSES.values(), ids=RESPONSES)
-def test_responses(deltas: list[Delta], wire: list[tuple[Any, ...]], item: dict[str, Any]) -> None:
+def test_responses_has_events_and_item_of_call(
+    deltas: list[Delta], wire: list[tuple[Any, ...]], item: dict[str, Any]
+) -> None:
     whole = deltas if deltas[-1] == ToolStarted() else [*deltas, *ANSWER]
     events, final = responses_events([Started(80), *whole, STOP])
-    assert of_item(events, 0) == wire
+    assert events_of_item(events, 0) == wire
     assert final["output"][0] == item
     assert final["usage"]["output_tokens_details"]["tool_output_tokens"] == USAGE.tool_tokens
 
 
-def test_responses_code_as_an_mcp_call_is_json() -> None:
-    """Asked for by its label, code is the field of an object, however it comes."""
+def test_responses_code_of_mcp_call_is_json() -> None:
+    """Requested by its label, code is a field of an object, in whatever pieces it comes."""
     tools = [{"type": "mcp", "server_label": "python", "require_approval": "never"}]
-    deltas = turn(*called("python", 'print("é")', "\n"), *ran("é"))
+    deltas = turn_deltas(*call_deltas("python", 'print("é")', "\n"), *result_deltas("é"))
     events, final = responses_events(deltas, tools=tools)
-    pieces = [each["delta"] for each in events if each["type"].endswith("arguments.delta")]
+    pieces = [event["delta"] for event in events if event["type"].endswith("arguments.delta")]
     assert len(pieces) == 3
-    (item, *_) = [each for each in final["output"] if each["type"] == "mcp_call"]
+    (item, *_) = [listed for listed in final["output"] if listed["type"] == "mcp_call"]
     assert item["arguments"] == "".join(pieces)
     assert json.loads(item["arguments"]) == {"code": 'print("é")\n'}
 
 
 @pytest.mark.parametrize("pieces", [["a"], ["", 'print("é")', "\n😀\\"], ["x" * 9] * 9, [""], []])
-def test_code_in_pieces_is_the_same_json(pieces: list[str]) -> None:
+def test_code_in_pieces_gives_same_json(pieces: list[str]) -> None:
     writer = CodeArguments()
     written = "".join(map(writer.feed, pieces)) + writer.close()
     assert written == (as_arguments("".join(pieces)) if pieces else "")
@@ -357,7 +364,7 @@ def test_code_in_pieces_is_the_same_json(pieces: list[str]) -> None:
 
 
 def test_responses_code_output_is_sent_on_request() -> None:
-    deltas = turn(*called("python", "6 * 7"), *ran("42"))
+    deltas = turn_deltas(*call_deltas("python", "6 * 7"), *result_deltas("42"))
     _, final = responses_events(deltas, include=["code_interpreter_call.outputs"])
     assert final["output"][0]["outputs"] == [{"type": "logs", "logs": "42"}]
 
@@ -373,33 +380,33 @@ URLS = {
 }
 
 
-@pytest.mark.parametrize(("text", "urls"), URLS.items(), ids=[each[:40] for each in URLS])
-def test_responses_the_urls_that_a_search_has_found(text: str, urls: list[str]) -> None:
-    deltas = turn(*called("browser.search", '{"query": "a"}'), *ran(text))
+@pytest.mark.parametrize(("text", "urls"), URLS.items(), ids=[text[:40] for text in URLS])
+def test_responses_sources_are_urls_in_search_result(text: str, urls: list[str]) -> None:
+    deltas = turn_deltas(*call_deltas("browser.search", '{"query": "a"}'), *result_deltas(text))
     _, final = responses_events(deltas, include=["web_search_call.action.sources"])
     action = final["output"][0]["action"]
     assert action["sources"] == [{"type": "url", "url": url} for url in urls]
 
 
 @pytest.mark.parametrize("recipient", ["weather.now", "python", "browser.search"])
-def test_responses_a_text_costs_the_same_whatever_came_before_it(
+def test_responses_cost_of_delta_does_not_grow_with_call(
     recipient: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted, not timed: how often an item is made of all that was written."""
+    """Counted, not timed: how often the document of the item is built."""
     kind = {"weather.now": McpCall, "python": CodeInterpreterCall, "browser.search": WebSearchCall}
-    made: list[int] = []
+    calls: list[int] = []
     document = kind[recipient].document
 
     def counting(self: Any) -> Any:
-        made.append(1)
+        calls.append(1)
         return document(self)
 
     monkeypatch.setattr(kind[recipient], "document", counting)
     counts = set()
     for pieces in (1, 300):
-        made.clear()
-        responses_events(turn(*called(recipient, *["a"] * pieces), *ran("b")))
-        counts.add(len(made))
+        calls.clear()
+        responses_events(turn_deltas(*call_deltas(recipient, *["a"] * pieces), *result_deltas("b")))
+        counts.add(len(calls))
     assert len(counts) == 1
 
 
@@ -408,7 +415,7 @@ def test_responses_cut_call_is_incomplete(end: Delta) -> None:
     cut: list[Delta] = [Started(80), Opened(0, Kind.SERVER_CALL, "weather.now"), Text("{")]
     closed = cut if isinstance(end, Failed) else [*cut, Closed(complete=False)]
     events, final = responses_events([*closed, end])
-    assert of_item(events, 0)[-1] == ("done", "incomplete")
+    assert events_of_item(events, 0)[-1] == ("done", "incomplete")
     assert final["output"] == [{**MCP, "status": "incomplete", "arguments": "{", "output": None}]
 
 
@@ -419,12 +426,14 @@ def test_responses_cut_call_is_incomplete(end: Delta) -> None:
         ("python", "6 * 7", '{"code":"6 * 7"}'),
     ],
 )
-def test_responses_a_call_to_be_approved(recipient: str, arguments: str, shown: str) -> None:
-    """It ends the response, as an item that is there all at once."""
+def test_responses_call_to_approve_ends_response(
+    recipient: str, arguments: str, shown: str
+) -> None:
+    """It ends the response, as an item that is added complete."""
     label = recipient.partition(".")[0]
     tools = [{"type": "mcp", "server_label": label}]
     events, final = responses_events(
-        [Started(80), *called(recipient, arguments), STOP], tools=tools
+        [Started(80), *call_deltas(recipient, arguments), STOP], tools=tools
     )
     item = {
         "id": f"mcpr_{KEY}0000",
@@ -434,7 +443,7 @@ def test_responses_a_call_to_be_approved(recipient: str, arguments: str, shown: 
         "server_label": label,
     }
     assert final["output"][-1] == item
-    assert [(each["type"], each["item"]) for each in events[-2:]] == [
+    assert [(event["type"], event["item"]) for event in events[-2:]] == [
         ("response.output_item.added", item),
         ("response.output_item.done", item),
     ]
@@ -451,21 +460,23 @@ def test_responses_cut_call_needs_no_approval(end: Delta) -> None:
 def test_responses_call_awaiting_approval_is_no_item() -> None:
     body = {"model": "m", "input": "Hi", "tools": [{**WEATHER, "require_approval": "always"}]}
     emitter = read(body, DEFAULTS, Reverse(), listed=frozenset({"weather"})).emitter(INFO)
-    seen = []
-    for delta in [Started(80), *called("weather.now", "{}"), STOP]:
+    snapshots = []
+    for delta in [Started(80), *call_deltas("weather.now", "{}"), STOP]:
         emitter.feed(delta)
-        seen.append([each["type"] for each in emitter.document()["output"]])
-    assert seen == [[], [], [], ["mcp_approval_request"], ["mcp_approval_request"]]
+        snapshots.append([item["type"] for item in emitter.document()["output"]])
+    assert snapshots == [[], [], [], ["mcp_approval_request"], ["mcp_approval_request"]]
 
 
-def test_responses_a_call_approved_since() -> None:
-    """No message of this turn makes it: the item comes with the run."""
+def test_responses_call_approved_earlier_is_first_item() -> None:
+    """No message of this turn contains it: the item is sent when the call runs."""
     call = ServerCall("call_ab12", "weather.now", '{"city": "Rome"}')
-    deltas = turn(ToolStarted(call), ToolFinished("20 °C"))
+    deltas = turn_deltas(ToolStarted(call), ToolFinished("20 °C"))
     events, final = responses_events(deltas)
     item = {**MCP, "id": f"mcp_{KEY}7fff", "approval_request_id": "mcpr_ab12"}
     assert final["output"][0] == item
-    kinds = [each["type"].removeprefix("response.") for each in events if not each["output_index"]]
+    kinds = [
+        event["type"].removeprefix("response.") for event in events if not event["output_index"]
+    ]
     assert kinds == [
         "output_item.added",
         "mcp_call.in_progress",
@@ -476,16 +487,18 @@ def test_responses_a_call_approved_since() -> None:
     ]
 
 
-def test_responses_a_call_can_be_looked_at_while_it_is_made() -> None:
-    asked = read({"model": "m", "input": "Hi", "tools": TOOLS}, DEFAULTS, Reverse())
-    emitter = asked.emitter(INFO)
-    seen = []
-    for delta in [Started(80), *called("python", "6 * 7"), *ran("42")]:
+def test_responses_call_can_be_read_while_generated() -> None:
+    request = read({"model": "m", "input": "Hi", "tools": TOOLS}, DEFAULTS, Reverse())
+    emitter = request.emitter(INFO)
+    snapshots = []
+    for delta in [Started(80), *call_deltas("python", "6 * 7"), *result_deltas("42")]:
         emitter.feed(delta)
-        seen.append([(each["type"], each.get("status")) for each in emitter.document()["output"]])
+        snapshots.append(
+            [(item["type"], item.get("status")) for item in emitter.document()["output"]]
+        )
     listed = ("mcp_list_tools", None)
     code = "code_interpreter_call"
-    assert seen == [
+    assert snapshots == [
         [listed],
         *[[listed, (code, "in_progress")]] * 3,
         [listed, (code, "interpreting")],
@@ -509,7 +522,7 @@ LISTS: dict[str, tuple[list[dict[str, Any]], list[str], list[tuple[Any, ...]]]] 
 
 
 @pytest.mark.parametrize(("tools", "announced", "expected"), LISTS.values(), ids=LISTS)
-def test_responses_lists_of_tools(
+def test_responses_lists_new_servers_once(
     tools: list[dict[str, Any]], announced: list[str], expected: list[tuple[Any, ...]]
 ) -> None:
     before = [{"type": "mcp_list_tools", "server_label": label, "tools": []} for label in announced]
@@ -517,10 +530,15 @@ def test_responses_lists_of_tools(
     emitter = read({**body, "stream": True}, DEFAULTS, Reverse()).emitter(INFO)
     events = [json.loads(event.data) for event in emitter.feed(Started(80))][2:]
     items = emitter.document()["output"]
-    outcomes = [each["type"].rpartition(".")[2] for each in events[2::4]]
+    outcomes = [event["type"].rpartition(".")[2] for event in events[2::4]]
     assert [
-        (each["server_label"], [tool["name"] for tool in each["tools"]], each["error"], outcome)
-        for each, outcome in zip(items, outcomes, strict=True)
+        (
+            listed["server_label"],
+            [tool["name"] for tool in listed["tools"]],
+            listed["error"],
+            outcome,
+        )
+        for listed, outcome in zip(items, outcomes, strict=True)
     ] == expected
     for item in items:
         assert item["id"] == f"mcpl_{KEY}7f00"
@@ -534,7 +552,7 @@ def test_responses_lists_of_tools(
             assert item["tools"][1]["annotations"] is None
 
 
-# --- Responses, inwards: what comes back.
+# --- Responses: calls in the input.
 
 ROMES = ServerCall("call_ab12", "weather.now", '{"city": "Rome"}')
 ECHO = {"type": "mcp_call", "id": "mcp_ab12", "server_label": "weather", "name": "now",
@@ -690,10 +708,10 @@ ITEMS: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
 
 
 @pytest.mark.parametrize(("items", "expected"), ITEMS.values(), ids=ITEMS)
-def test_calls_of_the_history(items: list[dict[str, Any]], expected: list[Message]) -> None:
+def test_calls_in_input_are_read(items: list[dict[str, Any]], expected: list[Message]) -> None:
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}, *items], "tools": TOOLS}
-    found = read(body, DEFAULTS, Reverse()).turn.messages
-    assert found == (User("Hi"), *expected)
+    messages = read(body, DEFAULTS, Reverse()).turn.messages
+    assert messages == (User("Hi"), *expected)
 
 
 STORED: dict[str, tuple[dict[str, Any], list[Message]]] = {
@@ -718,24 +736,26 @@ STORED: dict[str, tuple[dict[str, Any], list[Message]]] = {
 
 
 @pytest.mark.parametrize(("fields", "expected"), STORED.values(), ids=STORED)
-def test_last_call_of_stored_response(fields: dict[str, Any], expected: list[Message]) -> None:
-    """One that was asked about, or cut: what nobody has approved is not run."""
+def test_last_call_of_stored_response_runs_only_if_approved(
+    fields: dict[str, Any], expected: list[Message]
+) -> None:
+    """It awaits approval, or was cut: without approval it is not run."""
     body = {"model": "m", "tools": TOOLS, "previous_response_id": "resp_1", **fields}
-    asked = read(body, DEFAULTS, Reverse(), (User("Hi"), ROMES))
-    assert asked.turn.messages == (User("Hi"), ROMES, *expected)
-    # What was not run is not stored as such: it may be approved later.
-    kept = tuple(each for each in asked.turn.messages if each != NOT_RUN)
-    assert asked.conversation(asked.turn.messages) == kept
+    request = read(body, DEFAULTS, Reverse(), (User("Hi"), ROMES))
+    assert request.turn.messages == (User("Hi"), ROMES, *expected)
+    # That it was not run is not stored: it may be approved later.
+    stored = tuple(message for message in request.turn.messages if message != NOT_RUN)
+    assert request.conversation(request.turn.messages) == stored
 
 
 def test_results_of_approved_calls_are_stored_after_them() -> None:
     items = [ASKS, ASKS_MORE, APPROVED_MORE, APPROVED, {"role": "user", "content": "In Celsius."}]
     body = {"model": "m", "instructions": "Be brief.", "input": items, "tools": TOOLS}
-    asked = read(body, DEFAULTS, Reverse())
-    instructions, romes, oslos, user = asked.turn.messages
-    of_oslo = replace(result("9 °C"), call_id="call_cd34")
-    done = (instructions, romes, result("20 °C"), oslos, of_oslo, user, Answer("Warm."))
-    assert asked.conversation(done) == done[1:]
+    request = read(body, DEFAULTS, Reverse())
+    instructions, romes, oslos, user = request.turn.messages
+    oslo_result = replace(result("9 °C"), call_id="call_cd34")
+    messages = (instructions, romes, result("20 °C"), oslos, oslo_result, user, Answer("Warm."))
+    assert request.conversation(messages) == messages[1:]
 
 
 def test_late_approval_runs_the_call() -> None:
@@ -748,7 +768,7 @@ def test_late_approval_runs_the_call() -> None:
     assert later.turn.messages == (User("Hi"), ROMES, User("Wait."), Answer("I wait."))
 
 
-NEEDED: list[tuple[dict[str, Any], str]] = [
+REQUIRED_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({**ECHO, "server_label": None}, "input[0].server_label"),
     ({**ECHO, "name": None}, "input[0].name"),
     ({**APPROVED, "approval_request_id": None}, "input[0].approval_request_id"),
@@ -756,19 +776,19 @@ NEEDED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("item", "param"), NEEDED)
-def test_required_fields_of_items(item: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestError) as refused:
+@pytest.mark.parametrize(("item", "param"), REQUIRED_FIELDS)
+def test_missing_field_of_item_is_named(item: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
         read({"model": "m", "input": [item], "tools": TOOLS}, DEFAULTS, Reverse())
-    assert refused.value.param == param
+    assert caught.value.param == param
 
 
-# --- Responses, inwards: what is asked for.
+# --- Responses: requested tools.
 
 ALL = ("weather.now", "weather.later_1")
 BROWSER = ("browser.search", "browser.open", "browser.find")
 
-ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
+NAMESPACES: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     # the request, the recipients in the prompt, those to be approved
     "nothing": ({"tools": []}, (), ()),
     "each of its type": ({"tools": TOOLS}, (*ALL, "python", *BROWSER), ()),
@@ -815,27 +835,27 @@ ASKED: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("fields", "shown", "approval"), ASKED.values(), ids=ASKED)
-def test_namespaces_of_the_request(
+@pytest.mark.parametrize(("fields", "shown", "approval"), NAMESPACES.values(), ids=NAMESPACES)
+def test_requested_tools_and_approvals_are_read(
     fields: dict[str, Any], shown: tuple[str, ...], approval: tuple[str, ...]
 ) -> None:
-    found = read({"model": "m", "input": "Hi", **fields}, DEFAULTS, Reverse()).turn.namespaces
-    assert tuple(name for each in found for name in each.recipients) == shown
+    namespaces = read({"model": "m", "input": "Hi", **fields}, DEFAULTS, Reverse()).turn.namespaces
+    assert tuple(name for namespace in namespaces for name in namespace.recipients) == shown
     asks = [
         name
-        for each in found
-        for name, tool in zip(each.recipients, each.tools, strict=True)
-        if tool.name in each.approval
+        for namespace in namespaces
+        for name, tool in zip(namespace.recipients, namespace.tools, strict=True)
+        if tool.name in namespace.approval
     ]
     assert tuple(asks) == approval
 
 
-def test_everybody_has_them_where_the_server_says_so() -> None:
+def test_tools_for_all_are_in_every_turn() -> None:
     everybody = replace(DEFAULTS, tools_for_all=True)
     body = {"model": "m", "input": "Hi", "max_tool_calls": 3}
-    found = read(body, everybody, Reverse()).turn
-    assert [each.name for each in found.namespaces] == ["weather", "python", "browser"]
-    assert found.max_tool_calls == 3
+    turn = read(body, everybody, Reverse()).turn
+    assert [namespace.name for namespace in turn.namespaces] == ["weather", "python", "browser"]
+    assert turn.max_tool_calls == 3
     assert read(body, Defaults(), Reverse()).turn.max_tool_calls is None  # there are none
 
 
@@ -874,18 +894,18 @@ OWN_NAMES: dict[str, tuple[dict[str, Any], list[str] | None]] = {
 
 
 @pytest.mark.parametrize(("fields", "names"), OWN_NAMES.values(), ids=OWN_NAMES)
-def test_server_with_the_name_of_a_function_is_left_out(
+def test_server_with_name_of_function_is_left_out(
     fields: dict[str, Any], names: list[str] | None
 ) -> None:
     body = {"model": "m", "input": "Hi", **fields}
-    found = read(body, replace(DEFAULTS, tools_for_all=True), Reverse()).turn
+    turn = read(body, replace(DEFAULTS, tools_for_all=True), Reverse()).turn
     if names is None:
-        with pytest.raises(RequestError) as refused:
-            render(found)
-        assert refused.value.param == "tools[1]"
+        with pytest.raises(RequestError) as caught:
+            render(turn)
+        assert caught.value.param == "tools[1]"
         return
-    assert [each.name for each in found.namespaces] == names
-    render(found)
+    assert [namespace.name for namespace in turn.namespaces] == names
+    render(turn)
 
 
 CHOICES: dict[str, tuple[Any, ToolChoice]] = {
@@ -912,7 +932,7 @@ CHOICES: dict[str, tuple[Any, ToolChoice]] = {
 
 
 @pytest.mark.parametrize(("choice", "expected"), CHOICES.values(), ids=CHOICES)
-def test_a_choice_among_them(choice: Any, expected: ToolChoice) -> None:
+def test_server_tools_can_be_chosen(choice: Any, expected: ToolChoice) -> None:
     body = {"model": "m", "input": "Hi", "tools": TOOLS, "tool_choice": choice}
     assert read(body, DEFAULTS, Reverse()).turn.tool_choice == expected
 
@@ -939,25 +959,25 @@ BUILTIN = Defaults(builtin_tools=("python",))
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("server", [BUILTIN, replace(DEFAULTS, tools_for_all=True)])
-def test_no_tool_at_all_where_none_is_chosen(server: Defaults, api: str) -> None:
+def test_tool_choice_none_removes_all_tools(server: Defaults, api: str) -> None:
     """A9: neither in the prompt nor in the grammar."""
-    asked = read_by(api, server, tool_choice=choice(api, "none"))
-    assert (asked.tools, asked.builtin_tools, asked.namespaces) == ((), (), ())
+    turn = read_by(api, server, tool_choice=choice(api, "none"))
+    assert (turn.tools, turn.builtin_tools, turn.namespaces) == ((), (), ())
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("server", [BUILTIN, replace(DEFAULTS, tools_for_all=True)])
-def test_a_call_can_be_required_of_what_the_server_brings(server: Defaults, api: str) -> None:
-    asked = read_by(api, server, tool_choice=choice(api, "required"))
-    assert asked.tool_choice == ToolChoice(required=True)
-    assert grammar_of(asked, Names.of(asked)) is not None
+def test_call_of_server_tools_can_be_required(server: Defaults, api: str) -> None:
+    turn = read_by(api, server, tool_choice=choice(api, "required"))
+    assert turn.tool_choice == ToolChoice(required=True)
+    assert grammar_of(turn, Names.of(turn)) is not None
 
 
 @pytest.mark.parametrize("api", APIS)
-def test_no_call_can_be_required_where_there_is_no_tool(api: str) -> None:
-    with pytest.raises(RequestError) as refused:
+def test_required_call_without_tools_is_refused(api: str) -> None:
+    with pytest.raises(RequestError) as caught:
         read_by(api, DEFAULTS, tool_choice=choice(api, "required"))
-    assert refused.value.param == "tool_choice"
+    assert caught.value.param == "tool_choice"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -1010,9 +1030,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize(("fields", "param"), REFUSED.values(), ids=REFUSED)
 def test_invalid_tools_are_refused(fields: dict[str, Any], param: str) -> None:
     body = {"model": "m", "input": "Hi", "tools": [WEATHER, PYTHON], **fields}
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as caught:
         read(body, DEFAULTS, Reverse())
-    assert refused.value.param == param
+    assert caught.value.param == param
 
 
 # --- Chat Completions.
@@ -1025,38 +1045,42 @@ def chat_call(name: str, arguments: str, output: str, error: str | None) -> dict
 
 CHAT: dict[str, tuple[list[Delta], dict[str, Any]]] = {
     "a call": (
-        [*ROME, *ran("20 °C")],
+        [*ROME, *result_deltas("20 °C")],
         chat_call("weather.now", '{"city": "Rome"}', "20 °C", None),
     ),
     "one that fails": (
-        [*called("python", "6 *", " 7"), *ran("Error: the server has died", DIED)],
+        [*call_deltas("python", "6 *", " 7"), *result_deltas("Error: the server has died", DIED)],
         chat_call("python", "6 * 7", "Error: the server has died", "the server has died"),
     ),
 }
 
 
 @pytest.mark.parametrize(("deltas", "expected"), CHAT.values(), ids=CHAT)
-def test_chat(deltas: list[Delta], expected: dict[str, Any]) -> None:
+def test_chat_has_server_tool_calls(deltas: list[Delta], expected: dict[str, Any]) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     everybody = replace(DEFAULTS, tools_for_all=True)
-    asked = read_chat({**body, "stream": True}, everybody)
-    assert [each.name for each in asked.turn.namespaces] == ["weather", "python", "browser"]
-    emitter = asked.emitter(INFO)
-    sent = [[e.data for e in emitter.feed(delta)] for delta in turn(*deltas)]
-    at = next(n for n, delta in enumerate(turn(*deltas)) if isinstance(delta, ToolFinished))
-    assert [len(each) for each in sent[1:at]] == [0] * (at - 1)  # it is no call of the client's
+    request = read_chat({**body, "stream": True}, everybody)
+    assert [namespace.name for namespace in request.turn.namespaces] == [
+        "weather",
+        "python",
+        "browser",
+    ]
+    emitter = request.emitter(INFO)
+    sent = [[event.data for event in emitter.feed(delta)] for delta in turn_deltas(*deltas)]
+    at = next(n for n, delta in enumerate(turn_deltas(*deltas)) if isinstance(delta, ToolFinished))
+    assert [len(events) for events in sent[1:at]] == [0] * (at - 1)  # the client does not run it
     (chunk,) = map(json.loads, sent[at])
     assert chunk["choices"][0]["delta"] == {"server_tool_calls": [{"index": 0, **expected}]}
     last = json.loads(sent[-1][0])
     assert last["choices"][0]["finish_reason"] == "stop"
 
     emitter = read_chat(body, everybody).emitter(INFO)
-    assert [event for delta in turn(*deltas) for event in emitter.feed(delta)] == []
-    found = emitter.result()
-    assert found["choices"][0]["message"] == {
+    assert [event for delta in turn_deltas(*deltas) for event in emitter.feed(delta)] == []
+    document = emitter.result()
+    assert document["choices"][0]["message"] == {
         "role": "assistant", "content": "Warm.", "refusal": None, "server_tool_calls": [expected]
     }  # fmt: skip
-    details = found["usage"]["completion_tokens_details"]
+    details = document["usage"]["completion_tokens_details"]
     assert details == {"reasoning_tokens": 7, "tool_output_tokens": 5}
 
 
@@ -1068,8 +1092,10 @@ def test_chat(deltas: list[Delta], expected: dict[str, Any]) -> None:
     ],
     ids=["cut", "not run to its end"],
 )
-@pytest.mark.parametrize("before", [[], [*ROME, *ran("20 °C")]], ids=["alone", "behind another"])
-def test_chat_a_call_without_an_answer_did_not_run(before: list[Delta], last: list[Delta]) -> None:
+@pytest.mark.parametrize(
+    "before", [[], [*ROME, *result_deltas("20 °C")]], ids=["alone", "behind another"]
+)
+def test_chat_omits_call_without_result(before: list[Delta], last: list[Delta]) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
     everybody = replace(DEFAULTS, tools_for_all=True)
     streamed: list[dict[str, Any]] = []
@@ -1083,7 +1109,7 @@ def test_chat_a_call_without_an_answer_did_not_run(before: list[Delta], last: li
     for delta in (Started(80), *before, *last):
         emitter.feed(delta)
     message = emitter.result()["choices"][0]["message"]
-    shown = [{"index": at, **each} for at, each in enumerate(message.get("server_tool_calls", []))]
+    shown = [{"index": at, **call} for at, call in enumerate(message.get("server_tool_calls", []))]
     assert shown == streamed
     assert len(shown) == bool(before)
     assert ("server_tool_calls" in message) == bool(before)
@@ -1092,52 +1118,56 @@ def test_chat_a_call_without_an_answer_did_not_run(before: list[Delta], last: li
 # --- Messages.
 
 
-def used(name: str, label: str, given: dict[str, Any]) -> dict[str, Any]:
+def mcp_use(name: str, label: str, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"type": "mcp_tool_use", "id": f"mcptoolu_{KEY}0000", "name": name,
-            "server_name": label, "input": given}  # fmt: skip
+            "server_name": label, "input": arguments}  # fmt: skip
 
 
-def answered(text: str, *, failed: bool = False) -> dict[str, Any]:
+def mcp_result(text: str, *, failed: bool = False) -> dict[str, Any]:
     return {"type": "mcp_tool_result", "tool_use_id": f"mcptoolu_{KEY}0000", "is_error": failed,
             "content": [{"type": "text", "text": text, "citations": None}]}  # fmt: skip
 
 
 MESSAGES: dict[str, tuple[list[Delta], list[dict[str, Any]]]] = {
     "a call": (
-        [*ROME, *ran("20 °C")],
-        [used("now", "weather", {"city": "Rome"}), answered("20 °C")],
+        [*ROME, *result_deltas("20 °C")],
+        [mcp_use("now", "weather", {"city": "Rome"}), mcp_result("20 °C")],
     ),
     "its own name": (
-        [*called("weather.later_1", "{}"), *ran("")],
-        [used("later?", "weather", {}), answered("")],
+        [*call_deltas("weather.later_1", "{}"), *result_deltas("")],
+        [mcp_use("later?", "weather", {}), mcp_result("")],
     ),
     "no such tool": (
-        [*called("weather.never", "{}"), *ran("Error: no", DIED)],
-        [used("never", "weather", {}), answered("Error: no", failed=True)],
+        [*call_deltas("weather.never", "{}"), *result_deltas("Error: no", DIED)],
+        [mcp_use("never", "weather", {}), mcp_result("Error: no", failed=True)],
     ),
     "code": (
-        [*called("python", 'print("é")', "\n"), *ran("é")],
-        [used("python", "python", {"code": 'print("é")\n'}), answered("é")],
+        [*call_deltas("python", 'print("é")', "\n"), *result_deltas("é")],
+        [mcp_use("python", "python", {"code": 'print("é")\n'}), mcp_result("é")],
     ),
     "code that is cut before it begins": (
         [Opened(0, Kind.SERVER_CALL, "python"), Closed(complete=False)],
-        [used("python", "python", {})],
+        [mcp_use("python", "python", {})],
     ),
 }
 
 
 @pytest.mark.parametrize(("deltas", "expected"), MESSAGES.values(), ids=MESSAGES)
-def test_messages(deltas: list[Delta], expected: list[dict[str, Any]]) -> None:
+def test_messages_has_use_and_result_blocks(
+    deltas: list[Delta], expected: list[dict[str, Any]]
+) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     everybody = replace(DEFAULTS, tools_for_all=True)
     emitter = read_messages(body, everybody, Reverse()).emitter(INFO)
-    assert [event for delta in turn(*deltas) for event in emitter.feed(delta)] == []
-    found = emitter.result()
-    assert found["content"] == [*expected, {"type": "text", "text": "Warm."}]
-    assert found["usage"]["output_tokens_details"]["tool_output_tokens"] == 5
+    assert [event for delta in turn_deltas(*deltas) for event in emitter.feed(delta)] == []
+    message = emitter.result()
+    assert message["content"] == [*expected, {"type": "text", "text": "Warm."}]
+    assert message["usage"]["output_tokens_details"]["tool_output_tokens"] == 5
 
     emitter = read_messages({**body, "stream": True}, everybody, Reverse()).emitter(INFO)
-    events = [json.loads(event.data) for delta in turn(*deltas) for event in emitter.feed(delta)]
+    events = [
+        json.loads(event.data) for delta in turn_deltas(*deltas) for event in emitter.feed(delta)
+    ]
     blocks: list[dict[str, Any]] = []
     for event in events:
         if event["type"] == "content_block_start":
@@ -1153,15 +1183,15 @@ def test_messages(deltas: list[Delta], expected: list[dict[str, Any]]) -> None:
     assert blocks[:-1] == expected
 
 
-def test_a_call_of_the_clients_behind_one_of_the_servers() -> None:
-    """It has the id of its message, and is the client's to make."""
+def test_client_call_after_server_call_is_read_back() -> None:
+    """It has the id of its message, and the client runs it."""
     tools = [{"type": "function", "name": "mine", "parameters": None, "strict": False}]
     mine: list[Delta] = [Opened(1, Kind.CALL, "mine"), Text("{}"), Closed()]
     _, final = responses_events(
-        [Started(80), *ROME, *ran("20 °C"), *mine, Finished("tool_calls", None, USAGE)],
+        [Started(80), *ROME, *result_deltas("20 °C"), *mine, Finished("tool_calls", None, USAGE)],
         tools=[*TOOLS, *tools],
     )
-    assert [each["type"] for each in final["output"]] == ["mcp_call", "function_call"]
+    assert [item["type"] for item in final["output"]] == ["mcp_call", "function_call"]
     assert final["output"][1]["call_id"] == INFO.call_id(1)
     sent = [*final["output"], {"type": "function_call_output",
                                "call_id": INFO.call_id(1), "output": "3"}]  # fmt: skip
@@ -1170,14 +1200,14 @@ def test_a_call_of_the_clients_behind_one_of_the_servers() -> None:
         "input": [{"role": "user", "content": "Hi"}, *sent],
         "tools": [*TOOLS, *tools],
     }
-    _, call, answer, own, theirs = read(body, DEFAULTS, Reverse()).turn.messages
+    _, call, answer, client_call, client_result = read(body, DEFAULTS, Reverse()).turn.messages
     assert call == ServerCall(INFO.call_id(0), "weather.now", '{"city": "Rome"}')
     assert answer == ServerResult(INFO.call_id(0), "weather.now", "20 °C")
-    assert own == Call(INFO.call_id(1), "mine", "{}")
-    assert (theirs.call_id, theirs.text) == (INFO.call_id(1), "3")  # type: ignore[union-attr]
+    assert client_call == Call(INFO.call_id(1), "mine", "{}")
+    assert (client_result.call_id, client_result.text) == (INFO.call_id(1), "3")  # type: ignore[union-attr]
 
 
-# --- Servers that a request names by their URLs, and who gets which credentials.
+# --- Servers that a request names by URL, and their credentials.
 
 
 def of_responses(**fields: Any) -> Any:
@@ -1191,7 +1221,7 @@ def of_messages(**fields: Any) -> Any:
 
 
 TOKEN = ("authorization", "Bearer t")
-GIVEN: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
+CLIENT_SERVERS: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
     "a tool": (of_responses, [("mine", "https://mine", "tools[1].server_url", ())]),
     "with a token": (
         lambda: of_responses(authorization="t"),
@@ -1214,17 +1244,19 @@ GIVEN: dict[str, tuple[Any, list[tuple[Any, ...]]]] = {
 }
 
 
-@pytest.mark.parametrize(("read_servers", "expected"), GIVEN.values(), ids=GIVEN)
-def test_servers_of_a_request(read_servers: Any, expected: list[tuple[Any, ...]]) -> None:
-    found = read_servers()
-    assert [(each.label, each.url, each.where, each.headers) for each in found] == expected
-    for each in found:
-        assert "Bearer" not in repr(each)
-        error = each.unreachable("it is away")
+@pytest.mark.parametrize(("read_servers", "expected"), CLIENT_SERVERS.values(), ids=CLIENT_SERVERS)
+def test_servers_of_request_are_read(read_servers: Any, expected: list[tuple[Any, ...]]) -> None:
+    servers = read_servers()
+    assert [
+        (server.label, server.url, server.where, server.headers) for server in servers
+    ] == expected
+    for server in servers:
+        assert "Bearer" not in repr(server)
+        error = server.unreachable("it is away")
         assert "'mine'" in error.message and "it is away" in error.message
 
 
-NOT_TAKEN: dict[str, tuple[Any, str]] = {
+INVALID_SERVERS: dict[str, tuple[Any, str]] = {
     "the operator's": (lambda: of_responses(server_label="weather"), "tools[1].server_url"),
     "headers that are none": (lambda: of_responses(headers=[]), "tools[1].headers"),
     "a name": (lambda: of_responses(headers={"a b": "1"}), "tools[1].headers"),
@@ -1242,14 +1274,14 @@ NOT_TAKEN: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize(("read_servers", "param"), NOT_TAKEN.values(), ids=NOT_TAKEN)
+@pytest.mark.parametrize(("read_servers", "param"), INVALID_SERVERS.values(), ids=INVALID_SERVERS)
 def test_invalid_servers_are_refused(read_servers: Any, param: str) -> None:
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as caught:
         read_servers()
-    assert refused.value.param == param
+    assert caught.value.param == param
 
 
-def test_a_response_repeats_no_credentials() -> None:
+def test_response_repeats_no_credentials() -> None:
     tool = {"type": "mcp", "server_label": "a", "server_url": "https://me:pw@a.example/x?key=1",
             "authorization": "t", "headers": {"X": "1"}}  # fmt: skip
     assert without_secrets(tool) == {
@@ -1272,15 +1304,15 @@ def test_a_response_repeats_no_credentials() -> None:
         ["https://a.example/SECRET"],
     ],
 )
-def test_a_response_repeats_no_secret_of_an_invalid_url(url: object) -> None:
+def test_response_repeats_no_secret_of_invalid_url(url: object) -> None:
     assert "SECRET" not in str(without_secrets({"type": "mcp", "server_url": url}))
 
 
-# --- Messages, inwards.
+# --- Messages: requested tools, and calls in the messages.
 
 ONE = {"type": "url", "name": "weather", "url": "https://a"}
 SET = {"type": "mcp_toolset", "mcp_server_name": "weather"}
-WANTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+MESSAGES_NAMESPACES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "a server": ({"mcp_servers": [ONE]}, ALL),
     "some of it": (
         {"mcp_servers": [{**ONE, "tool_configuration": {"allowed_tools": ["later?"]}}]},
@@ -1300,11 +1332,11 @@ WANTED: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("fields", "shown"), WANTED.values(), ids=WANTED)
-def test_messages_namespaces_of_the_request(fields: dict[str, Any], shown: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("fields", "shown"), MESSAGES_NAMESPACES.values(), ids=MESSAGES_NAMESPACES)
+def test_messages_requested_tools_are_read(fields: dict[str, Any], shown: tuple[str, ...]) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
-    found = read_messages({**body, **fields}, DEFAULTS, Reverse()).turn.namespaces
-    assert tuple(name for each in found for name in each.recipients) == shown
+    namespaces = read_messages({**body, **fields}, DEFAULTS, Reverse()).turn.namespaces
+    assert tuple(name for namespace in namespaces for name in namespace.recipients) == shown
 
 
 @pytest.mark.parametrize(
@@ -1315,22 +1347,22 @@ def test_messages_namespaces_of_the_request(fields: dict[str, Any], shown: tuple
         ({"tools": [{"type": "mcp_toolset"}]}, "tools[0].mcp_server_name"),
     ],
 )
-def test_messages_what_is_refused(fields: dict[str, Any], param: str) -> None:
+def test_messages_unknown_server_is_refused(fields: dict[str, Any], param: str) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
-    with pytest.raises(RequestError) as refused:
+    with pytest.raises(RequestError) as caught:
         read_messages({**body, **fields}, DEFAULTS, Reverse())
-    assert refused.value.param == param
+    assert caught.value.param == param
 
 
-def ended(key: str, text: str) -> dict[str, Any]:
+def history_result(key: str, text: str) -> dict[str, Any]:
     return {"type": "mcp_tool_result", "tool_use_id": key,
             "content": [{"type": "text", "text": text}]}  # fmt: skip
 
 
-FIRST, SECOND = ({**used("now", "weather", {}), "id": f"mcptoolu_{key}"} for key in "12")
-RAN_1, RAN_2 = (ServerCall(f"mcptoolu_{key}", "weather.now", "{}") for key in "12")
-OF_1, OF_2 = ended("mcptoolu_1", "20 °C"), ended("mcptoolu_2", "30 °C")
-GOT_1, GOT_2 = (
+USE_1, USE_2 = ({**mcp_use("now", "weather", {}), "id": f"mcptoolu_{key}"} for key in "12")
+CALL_1, CALL_2 = (ServerCall(f"mcptoolu_{key}", "weather.now", "{}") for key in "12")
+OUTPUT_1, OUTPUT_2 = history_result("mcptoolu_1", "20 °C"), history_result("mcptoolu_2", "30 °C")
+RESULT_1, RESULT_2 = (
     ServerResult(f"mcptoolu_{key}", "weather.now", text)
     for key, text in (("1", "20 °C"), ("2", "30 °C"))
 )
@@ -1338,32 +1370,35 @@ UNANSWERED = ServerResult("mcptoolu_1", "weather.now", NOT_RUN.text)
 WARM = {"type": "text", "text": "Warm."}
 PARALLEL: dict[str, tuple[list[dict[str, Any]], list[Message]]] = {
     "answered in order": (
-        [FIRST, SECOND, OF_1, OF_2, WARM], [RAN_1, GOT_1, RAN_2, GOT_2, Answer("Warm.")]
+        [USE_1, USE_2, OUTPUT_1, OUTPUT_2, WARM],
+        [CALL_1, RESULT_1, CALL_2, RESULT_2, Answer("Warm.")],
     ),
     "answered in another order": (
-        [FIRST, SECOND, OF_2, OF_1, WARM], [RAN_1, GOT_1, RAN_2, GOT_2, Answer("Warm.")]
+        [USE_1, USE_2, OUTPUT_2, OUTPUT_1, WARM],
+        [CALL_1, RESULT_1, CALL_2, RESULT_2, Answer("Warm.")],
     ),
     "one is not": (
-        [FIRST, SECOND, OF_2, WARM],
-        [RAN_1, UNANSWERED, RAN_2, GOT_2, Answer("Warm.")],
+        [USE_1, USE_2, OUTPUT_2, WARM],
+        [CALL_1, UNANSWERED, CALL_2, RESULT_2, Answer("Warm.")],
     ),
     "something is said before the answer": (
-        [FIRST, WARM, OF_1, WARM], [RAN_1, GOT_1, Preamble("Warm."), Answer("Warm.")]
+        [USE_1, WARM, OUTPUT_1, WARM], [CALL_1, RESULT_1, Preamble("Warm."), Answer("Warm.")]
     ),
-    "answered twice": ([FIRST, OF_1, OF_1, WARM], [RAN_1, GOT_1, Answer("Warm.")]),
+    "answered twice": ([USE_1, OUTPUT_1, OUTPUT_1, WARM], [CALL_1, RESULT_1, Answer("Warm.")]),
     "an id comes twice": (
-        [FIRST, OF_1, FIRST, OF_1, WARM], [RAN_1, GOT_1, RAN_1, GOT_1, Answer("Warm.")]
+        [USE_1, OUTPUT_1, USE_1, OUTPUT_1, WARM],
+        [CALL_1, RESULT_1, CALL_1, RESULT_1, Answer("Warm.")],
     ),
     "before its call": (
-        [OF_1, FIRST, WARM],
-        [RAN_1, UNANSWERED, Answer("Warm.")],
+        [OUTPUT_1, USE_1, WARM],
+        [CALL_1, UNANSWERED, Answer("Warm.")],
     ),
-    "the last is still to be run": ([FIRST, SECOND, OF_1], [RAN_1, GOT_1, RAN_2]),
+    "the last is still to be run": ([USE_1, USE_2, OUTPUT_1], [CALL_1, RESULT_1, CALL_2]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("blocks", "expected"), PARALLEL.values(), ids=PARALLEL)
-def test_each_call_of_a_history_has_its_own_answer(
+def test_messages_each_call_has_its_own_result(
     blocks: list[dict[str, Any]], expected: list[Message]
 ) -> None:
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": blocks}]
@@ -1371,8 +1406,8 @@ def test_each_call_of_a_history_has_its_own_answer(
         messages.append({"role": "user", "content": "Bye"})
         expected = [*expected, User("Bye")]
     body = {"model": "m", "max_tokens": 9, "messages": messages, "mcp_servers": [ONE]}
-    found = read_messages(body, DEFAULTS, Reverse()).turn.messages
-    assert found == (User("Hi"), *expected)
+    turn_messages = read_messages(body, DEFAULTS, Reverse()).turn.messages
+    assert turn_messages == (User("Hi"), *expected)
 
 
 PAST: list[tuple[str | None, str, dict[str, Any], tuple[str, str] | None]] = [
@@ -1388,7 +1423,7 @@ PAST: list[tuple[str | None, str, dict[str, Any], tuple[str, str] | None]] = [
 
 
 @pytest.mark.parametrize(("label", "name", "given", "expected"), PAST)
-def test_messages_calls_of_a_history(
+def test_messages_calls_in_history_are_translated(
     label: str | None, name: str, given: dict[str, Any], expected: tuple[str, str] | None
 ) -> None:
     arguments = json.dumps(given)
@@ -1406,13 +1441,15 @@ SHOWN: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("found", "expected"), SHOWN)
-def test_messages_results_of_a_history(found: Any, expected: str) -> None:
+def test_messages_results_in_history_are_texts(found: Any, expected: str) -> None:
     assert messages_tools.result_text(found, "messages[0]", Attachments.OMIT) == expected
 
 
 def test_responses_search_sources_are_sent_on_request() -> None:
     result = "[0] Rome (https://a.example/x). See https://b.example/(y), https://a.example/x"
-    deltas = turn(*called("browser.search", '{"query": "Rome"}'), *ran(result))
+    deltas = turn_deltas(
+        *call_deltas("browser.search", '{"query": "Rome"}'), *result_deltas(result)
+    )
     _, final = responses_events(deltas, include=["web_search_call.action.sources"])
     assert final["output"][0]["action"]["sources"] == [
         {"type": "url", "url": "https://a.example/x"},

@@ -1,4 +1,4 @@
-"""No half of a surrogate pair is left, wherever it is in however long a text."""
+"""Lone surrogates are replaced, wherever they are and however long the text is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from vllm_mlx_harmony.protocols.validation import repair
 A = "a" * 65_535
 HIGH, LOW, BOTH, HALF = "\ud83d", "\ude00", "\U0001f600", "\ufffd"
 
-# A value -> what it is read as.
-MENDED: dict[str, tuple[Any, Any]] = {
+# name: a value, the repaired value
+REPAIRED: dict[str, tuple[Any, Any]] = {
     "nothing to mend": ({"a": [BOTH, 1, None, 1.5, True]}, {"a": [BOTH, 1, None, 1.5, True]}),
     "a value": ([f"a{HIGH}", f"{LOW}a"], [f"a{HALF}", f"{HALF}a"]),
     "a key": ({HIGH: {LOW: []}}, {HALF: {HALF: []}}),
@@ -24,8 +24,8 @@ MENDED: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("value", "expected"), MENDED.values(), ids=MENDED.keys())
-def test_mended(value: Any, expected: Any) -> None:
+@pytest.mark.parametrize(("value", "expected"), REPAIRED.values(), ids=REPAIRED.keys())
+def test_lone_surrogates_are_replaced(value: Any, expected: Any) -> None:
     assert repair(value) == expected
 
 
@@ -35,7 +35,7 @@ def test_infinite_numbers_are_refused(value: Any) -> None:
         repair(value)
 
 
-def test_half_a_pair_in_what_is_too_deep() -> None:
+def test_lone_surrogate_nested_too_deeply_is_refused() -> None:
     deep: Any = HIGH
     for _ in range(600):
         deep = [deep]

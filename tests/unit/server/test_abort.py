@@ -1,4 +1,4 @@
-"""What a process does between SIGABRT and its end."""
+"""What a process does between SIGABRT and its exit."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ ROWS: dict[str, tuple[tuple[str, ...], str, int]] = {
         signal.SIGABRT,
     ),
 }
-"""What is done on the event loop; what is printed, and the signal that ends the process."""
+"""Statements run on the event loop, the expected output, and the signal that ends the process."""
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_process_is_aborted_after_the_work(name: str) -> None:
-    lines, printed, sign = ROWS[name]
+def test_process_aborts_after_work(name: str) -> None:
+    lines, printed, signum = ROWS[name]
     program = PROGRAM.format(body="\n".join(f"    {line}" for line in lines))
     command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.returncode) == (printed, -sign), done.stderr
+    completed = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (completed.stdout, completed.returncode) == (printed, -signum), completed.stderr

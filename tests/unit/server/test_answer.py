@@ -1,4 +1,4 @@
-"""The states of an answer: where each trigger leads, and what ends it in which state."""
+"""The states of an answer: where each trigger leads, and how an answer ends from each state."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ PAIRS = [
 ]
 
 
-def test_every_pair_is_in_the_table() -> None:
+def test_table_covers_all_pairs() -> None:
     assert {(state, trigger) for state, trigger, _ in PAIRS} == {
         (state, trigger) for state in State for trigger in Trigger
     }
 
 
 @pytest.mark.parametrize(("state", "trigger", "following"), PAIRS)
-def test_transitions(state: State, trigger: Trigger, following: str) -> None:
+def test_transitions_match_table(state: State, trigger: Trigger, following: str) -> None:
     if following == "-":
         assert trigger not in TRANSITIONS[state]
         with pytest.raises(RuntimeError, match=f"{state.value}: {trigger.value} is impossible"):
@@ -55,11 +55,11 @@ def test_transitions(state: State, trigger: Trigger, following: str) -> None:
         assert after(state, trigger) is State(following)
 
 
-# --- An answer that is held in each of its states, and is ended, or whose reader leaves.
+# --- An answer is paused in each of its states; then it is ended, or its reader leaves.
 
 
 class Held:
-    """An answer, and what holds it: it waits in its generation, its last events or its release."""
+    """An answer that pauses in one state: while generating, in its last events or on release."""
 
     def __init__(self, state: State) -> None:
         self.state = state
@@ -113,7 +113,7 @@ class Held:
         self.released = True
 
 
-async def reached(held: Held) -> None:
+async def wait_for_state(held: Held) -> None:
     while held.answer._state is not held.state:
         await asyncio.sleep(0)
 
@@ -128,11 +128,11 @@ async def closed(held: Held) -> None:
 
 
 async def left(held: Held) -> None:
-    """Nobody does anything."""
+    """The answer is left alone."""
 
 
 ENDINGS: list[tuple[State, Callable[[Held], Awaitable[None]], str, list[str], bool]] = [
-    # state, what happens, the result in the metrics, what is written last, is the task cancelled
+    # state, action, result in the metrics, last event written, whether the task is cancelled
     (State.WAITING, left, "success", ["Finished"], False),
     (State.WAITING, ended, "timeout", ["Failed"], False),
     (State.WAITING, closed, "client_closed", [], False),
@@ -157,18 +157,18 @@ ENDINGS: list[tuple[State, Callable[[Held], Awaitable[None]], str, list[str], bo
 ]
 
 
-@pytest.mark.parametrize(("state", "happens", "result", "last", "interrupted"), ENDINGS)
-def test_result_of_each_trigger(
+@pytest.mark.parametrize(("state", "action", "result", "last", "interrupted"), ENDINGS)
+def test_action_in_each_state_has_expected_result(
     state: State,
-    happens: Callable[[Held], Awaitable[None]],
+    action: Callable[[Held], Awaitable[None]],
     result: str,
     last: list[str],
     interrupted: bool,
 ) -> None:
     async def test() -> None:
         held = Held(state)
-        await reached(held)
-        await happens(held)
+        await wait_for_state(held)
+        await action(held)
         await asyncio.sleep(0)
         held.gate.set()
         read = [event.data async for event in held.answer]
@@ -177,6 +177,6 @@ def test_result_of_each_trigger(
             await asyncio.sleep(0)
         assert held.answer._state is State.COMPLETE and held.released
         assert (held.results, held.last, held.interrupted) == ([result], last, interrupted)
-        assert (read[-1:] == ["last"]) == (happens is not closed)
+        assert (read[-1:] == ["last"]) == (action is not closed)
 
     asyncio.run(asyncio.wait_for(test(), 60))

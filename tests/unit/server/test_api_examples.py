@@ -1,7 +1,7 @@
-"""The commands of docs/api.md and what they print: each is run, by an application in this process.
+"""The commands of docs/api.md, run against an in-process application, print what the page shows.
 
-Ids, times, digits of durations and numbers of tokens differ from run to run or with the prompt;
-everything else is as it stands on the page.
+Ids, times, durations and token counts vary from run to run or with the prompt; everything else
+must match the page.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _EXAMPLE = re.compile(r"^```sh\n(curl .*?)^```\n\n```json\n(.*?)^```$", re.MULTI
 
 @dataclass(frozen=True)
 class Example:
-    """Commands of the page, and what the last one prints."""
+    """Commands on the page, and the output of the last one."""
 
     commands: str
     printed: Any
 
     @property
     def requests(self) -> Iterator[tuple[str, str, str | None]]:
-        """The method, path and body of each."""
+        """The method, path and body of each command."""
         for command in re.split(r"^(?=curl )", self.commands, flags=re.MULTILINE)[1:]:
             words = shlex.split(command.replace("\\\n", ""))
             body = words[words.index("-d") + 1] if "-d" in words else None
@@ -57,20 +57,20 @@ class Example:
             yield method, url.removeprefix(SERVER), body
 
 
-EXAMPLES = [Example(commands, json.loads(shown)) for commands, shown in _EXAMPLE.findall(PAGE)]
+EXAMPLES = [Example(commands, json.loads(printed)) for commands, printed in _EXAMPLE.findall(PAGE)]
 
 
-class Known(Alone):
+class HostWithContextLength(Alone):
     """A host that knows the context length of its model."""
 
     async def models(self) -> dict[str, Any]:
-        listed = await super().models()
-        listed["data"][0] |= {"max_model_len": 131_072, "owned_by": "vllm-mlx"}
-        return listed
+        models = await super().models()
+        models["data"][0] |= {"max_model_len": 131_072, "owned_by": "vllm-mlx"}
+        return models
 
 
 def comparable(value: Any, name: str = "") -> Any:
-    """``value`` without what differs from run to run."""
+    """``value`` without the parts that vary from run to run."""
     if isinstance(value, dict):
         return {key: comparable(inner, key) for key, inner in value.items()}
     if isinstance(value, list):
@@ -84,9 +84,9 @@ _TIME = re.compile(r"_duration$|^created|_at$")
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: next(example.requests)[1])
-def test_an_example(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example_prints_what_page_shows(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
-    app = application(Known(DecidingEngine(SCRIPTS, 3, likely=LIKELY)))
+    app = application(HostWithContextLength(DecidingEngine(SCRIPTS, 3, likely=LIKELY)))
     with TestClient(app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         for method, path, body in example.requests:
@@ -95,5 +95,5 @@ def test_an_example(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
     assert comparable(response.json()) == comparable(example.printed)
 
 
-def test_there_are_examples() -> None:
+def test_page_has_examples() -> None:
     assert EXAMPLES

@@ -48,8 +48,8 @@ SEEDS = (FIRST_SEED, FIRST_SEED + 1, -(2**63), -(2**63) + 1)
 class Seeded:
     """Generates one of ``answers`` for each seed, ``at_once`` ids at a time.
 
-    ``begun`` are the seeds in the order in which they began, with ``"computed"`` where the prompt
-    was computed, if it ``reports`` that.
+    ``begun`` lists the seeds in the order in which they began and, if the engine ``reports`` it,
+    ``"computed"`` at the point at which the prompt was computed.
     """
 
     answers: tuple[str, ...] = ANSWERS
@@ -65,12 +65,12 @@ class Seeded:
 
     async def generate(self, request: GenerationRequest) -> Steps:
         prompt, seed = request.prompt, request.settings.seed
-        place = len([each for each in self.begun if each != "computed"])
+        place = len([entry for entry in self.begun if entry != "computed"])
         self.begun.append(seed)
         self.prompts.add(prompt)
         self.constraints.append(request.constraint)
         self.running += 1
-        size, cached = len(prompt), size_of_first(place, len(prompt))
+        size, cached = len(prompt), cached_ids(place, len(prompt))
         try:
             if self.remote:
                 yield Step(())
@@ -97,7 +97,7 @@ class Seeded:
         return 0
 
 
-def size_of_first(place: int, size: int) -> int:
+def cached_ids(place: int, size: int) -> int:
     """Cached ids: the first answer finds few, the others all but the last."""
     return size - 1 if place else 7
 
@@ -118,8 +118,8 @@ class Counting(Alone):
         return self.trackers[-1]
 
 
-def run(coming: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(coming, 60))
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 def request(n: int = 4, **fields: Any) -> dict[str, Any]:
@@ -134,13 +134,13 @@ def _off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
-async def whole(engine: Seeded, **fields: Any) -> Any:
+async def complete(engine: Seeded, **fields: Any) -> Any:
     client, _ = clients(Counting(engine))
     return await client.chat.completions.create(**request(**fields))
 
 
-async def streamed(engine: Seeded, **fields: Any) -> tuple[Any, list[int]]:
-    """The completion as the official client puts it together, and the index of every chunk."""
+async def stream_completion(engine: Seeded, **fields: Any) -> tuple[Any, list[int]]:
+    """The completion as assembled by the official client, and the index of every chunk."""
     client, _ = clients(Counting(engine))
     state, indices = ChatCompletionStreamState(), []
     chunks = await client.chat.completions.create(
@@ -153,15 +153,17 @@ async def streamed(engine: Seeded, **fields: Any) -> tuple[Any, list[int]]:
     return state.current_completion_snapshot, indices
 
 
-def written(completion: Any) -> list[tuple[Any, ...]]:
+def summarize(completion: Any) -> list[tuple[Any, ...]]:
     """The choices, in the order of their indices."""
-    found = []
-    for choice in sorted(completion.choices, key=lambda each: each.index):
+    summaries = []
+    for choice in sorted(completion.choices, key=lambda item: item.index):
         message = choice.message
-        calls = [each.function.arguments for each in message.tool_calls or ()]
+        calls = [call.function.arguments for call in message.tool_calls or ()]
         reasoning = getattr(message, "reasoning", None)
-        found.append((choice.index, reasoning, message.content or "", calls, choice.finish_reason))
-    return found
+        summaries.append(
+            (choice.index, reasoning, message.content or "", calls, choice.finish_reason)
+        )
+    return summaries
 
 
 EXPECTED = [
@@ -175,34 +177,34 @@ EXPECTED = [
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 @pytest.mark.parametrize("reports", [False, True])
 @pytest.mark.parametrize("remote", [False, True])
-def test_each_choice_is_an_answer_of_its_own(at_once: int, reports: bool, remote: bool) -> None:
+def test_choices_have_separate_answers(at_once: int, reports: bool, remote: bool) -> None:
     async def test() -> None:
         engine = Seeded(at_once=at_once, reports=reports, remote=remote)
-        completion = await whole(engine)
-        assert written(completion) == EXPECTED
+        completion = await complete(engine)
+        assert summarize(completion) == EXPECTED
         assert [choice.index for choice in completion.choices] == [0, 1, 2, 3]
         again = Seeded(at_once=at_once, reports=reports, remote=remote)
-        snapshot, indices = await streamed(again)
-        assert written(snapshot) == EXPECTED
+        snapshot, indices = await stream_completion(again)
+        assert summarize(snapshot) == EXPECTED
         assert snapshot.usage == completion.usage
         assert engine.begun == again.begun
-        if at_once == 1:  # beside each other, not behind each other
+        if at_once == 1:  # interleaved, not one after the other
             assert indices.index(1) < len(indices) - indices[::-1].index(0) - 1
         assert (engine.running, again.running) == (0, 0)
 
     run(test())
 
 
-def test_the_prompt_counts_once_and_the_answers_are_summed() -> None:
+def test_usage_counts_prompt_once_and_sums_answers() -> None:
     async def test() -> None:
         alone = Seeded()
         host = Counting(Seeded(reports=True))
         client, _ = clients(host)
         together = (await client.chat.completions.create(**request())).usage
-        prompt = (await whole(alone, n=1)).usage.prompt_tokens
+        prompt = (await complete(alone, n=1)).usage.prompt_tokens
         assert together is not None
         assert together.prompt_tokens == prompt
-        assert together.completion_tokens == sum(len(ids(each)) for each in ANSWERS)
+        assert together.completion_tokens == sum(len(ids(answer)) for answer in ANSWERS)
         assert together.prompt_tokens_details is not None
         assert together.prompt_tokens_details.cached_tokens == 7
         (tracker,) = host.trackers
@@ -219,45 +221,47 @@ def test_the_prompt_counts_once_and_the_answers_are_summed() -> None:
     ("reports", "begun"),
     [(True, [SEEDS[0], "computed", *SEEDS[1:]]), (False, [*SEEDS])],
 )
-def test_the_others_begin_when_the_prompt_is_computed(reports: bool, begun: list[Any]) -> None:
+def test_other_choices_begin_after_prompt_is_computed(reports: bool, begun: list[Any]) -> None:
     engine = Seeded(reports=reports)
-    run(whole(engine))
+    run(complete(engine))
     assert engine.begun == begun
     assert len(engine.prompts) == 1
 
 
 @pytest.mark.parametrize("n", [2, 8])
-def test_without_a_seed_the_engine_draws_one_for_each(n: int) -> None:
+def test_engine_draws_seeds_if_none_is_given(n: int) -> None:
     engine = Seeded(answers=ANSWERS[1:2] * n)
-    assert len(run(whole(engine, n=n, seed=None)).choices) == n
+    assert len(run(complete(engine, n=n, seed=None)).choices) == n
     assert engine.begun == [None] * n
 
 
-def test_calls_of_two_choices_have_different_ids() -> None:
-    completion = run(whole(Seeded(answers=(CALL,) * 4)))
+def test_calls_of_choices_have_different_ids() -> None:
+    completion = run(complete(Seeded(answers=(CALL,) * 4)))
     keys = {choice.message.tool_calls[0].id for choice in completion.choices}
     assert len(keys) == 4
 
 
-def test_each_has_a_constraint_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_choices_have_separate_constraints(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE)
     engine = Seeded()
-    run(whole(engine))
+    run(complete(engine))
     assert None not in engine.constraints
-    assert len({id(each) for each in engine.constraints}) == 4
-    assert len({id(each.spec.grammar) for each in engine.constraints if each}) == 1
+    assert len({id(constraint) for constraint in engine.constraints}) == 4
+    assert (
+        len({id(constraint.spec.grammar) for constraint in engine.constraints if constraint}) == 1
+    )
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_when_one_fails_all_end(at: int) -> None:
+def test_failure_of_one_choice_ends_all(at: int) -> None:
     answers = [*ANSWERS[1:2] * 4]
     answers[at] = BREAKS
     engine = Seeded(answers=tuple(answers))
     with pytest.raises(openai.InternalServerError):
-        run(whole(engine))
+        run(complete(engine))
     assert engine.running == 0
     with pytest.raises(openai.APIError):
-        run(streamed(engine))
+        run(stream_completion(engine))
     assert engine.running == 0
 
 

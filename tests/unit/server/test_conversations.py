@@ -16,7 +16,7 @@ import openai
 from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 from starlette.testclient import TestClient
-from test_front_end import CALL, SAID
+from test_front_end import CALL, REPLY
 from test_front_end import SCRIPTS as FRONT_END
 
 from vllm_mlx_harmony.core import vocab
@@ -67,68 +67,82 @@ def run(test: Callable[[Any], Awaitable[None]], host: Alone, key: str = KEY) -> 
     asyncio.run(asyncio.wait_for(running(), 60))
 
 
-async def answer(client: Any, *, stream: bool, **asked: Any) -> Any:
+async def create_response(client: Any, *, stream: bool, **fields: Any) -> Any:
     if not stream:
-        return await client.responses.create(model=MODEL, **asked)
-    async with client.responses.stream(model=MODEL, **asked) as events:
+        return await client.responses.create(model=MODEL, **fields)
+    async with client.responses.stream(model=MODEL, **fields) as events:
         return await events.get_final_response()
 
 
-def test_a_conversation_and_its_items(host: Alone) -> None:
+def test_items_are_added_listed_and_deleted(host: Alone) -> None:
     async def test(client: Any) -> None:
-        made = await client.conversations.create(metadata={"topic": "demo"}, items=[SYSTEM])
-        assert made.object == "conversation"
-        assert await client.conversations.retrieve(made.id) == made
-        changed = await client.conversations.update(made.id, metadata={"topic": "other"})
+        conversation = await client.conversations.create(metadata={"topic": "demo"}, items=[SYSTEM])
+        assert conversation.object == "conversation"
+        assert await client.conversations.retrieve(conversation.id) == conversation
+        changed = await client.conversations.update(conversation.id, metadata={"topic": "other"})
         assert changed.metadata == {"topic": "other"}
-        assert (changed.id, changed.created_at) == (made.id, made.created_at)
+        assert (changed.id, changed.created_at) == (conversation.id, conversation.created_at)
 
         user = {"type": "message", "role": "user", "content": "Hello!"}
-        added = await client.conversations.items.create(made.id, items=[user, user])
-        assert [each.content[0].text for each in added.data] == ["Hello!"] * 2
+        added = await client.conversations.items.create(conversation.id, items=[user, user])
+        assert [item.content[0].text for item in added.data] == ["Hello!"] * 2
         assert added.first_id != added.last_id
-        listed = [each async for each in client.conversations.items.list(made.id, limit=1)]
-        assert [each.role for each in listed] == ["user", "user", "developer"]
-        assert listed[0].id == added.last_id
-        found = await client.conversations.items.retrieve(added.last_id, conversation_id=made.id)
-        assert found == added.data[1]
-        left = await client.conversations.items.delete(added.last_id, conversation_id=made.id)
-        assert left == changed
-        page = await client.conversations.items.list(made.id, order="asc")
-        assert [each.id for each in page.data] == [listed[2].id, added.first_id]
+        items = [item async for item in client.conversations.items.list(conversation.id, limit=1)]
+        assert [item.role for item in items] == ["user", "user", "developer"]
+        assert items[0].id == added.last_id
+        retrieved = await client.conversations.items.retrieve(
+            added.last_id, conversation_id=conversation.id
+        )
+        assert retrieved == added.data[1]
+        shortened = await client.conversations.items.delete(
+            added.last_id, conversation_id=conversation.id
+        )
+        assert shortened == changed
+        page = await client.conversations.items.list(conversation.id, order="asc")
+        assert [item.id for item in page.data] == [items[2].id, added.first_id]
 
-        gone = await client.conversations.delete(made.id)
-        assert (gone.id, gone.deleted, gone.object) == (made.id, True, "conversation.deleted")
+        deletion = await client.conversations.delete(conversation.id)
+        assert (deletion.id, deletion.deleted, deletion.object) == (
+            conversation.id,
+            True,
+            "conversation.deleted",
+        )
         with pytest.raises(openai.NotFoundError) as missing:
-            await client.conversations.retrieve(made.id)
+            await client.conversations.retrieve(conversation.id)
         assert missing.value.code == "conversation_not_found"
 
     run(test, host)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_responses_of_a_conversation(host: Alone, stream: bool) -> None:
-    """Each sees what was said before, and is added; reasoning is one of its items."""
+def test_responses_are_added_to_conversation(host: Alone, stream: bool) -> None:
+    """Each response sees the conversation so far and is added to it, reasoning included."""
 
     async def test(client: Any) -> None:
-        made = await client.conversations.create(items=[SYSTEM])
-        first = await answer(client, stream=stream, input="Hello!", conversation=made.id)
-        assert first.conversation.id == made.id
+        conversation = await client.conversations.create(items=[SYSTEM])
+        first = await create_response(
+            client, stream=stream, input="Hello!", conversation=conversation.id
+        )
+        assert first.conversation.id == conversation.id
         assert first.output_text == "Good day."
-        again = await answer(
-            client, stream=stream, input="And now?", conversation={"id": made.id}, store=False
+        again = await create_response(
+            client,
+            stream=stream,
+            input="And now?",
+            conversation={"id": conversation.id},
+            store=False,
         )
         assert again.output_text == "Still here."
-        page = await client.conversations.items.list(made.id, order="asc")
-        assert [each.type for each in page.data] == [
+        page = await client.conversations.items.list(conversation.id, order="asc")
+        assert [item.type for item in page.data] == [
             *("message", "message", "reasoning", "message"),
             *("message", "message"),
         ]
-        texts = [each.content[0].text for each in page.data if each.type == "message"]
+        texts = [item.content[0].text for item in page.data if item.type == "message"]
         assert texts == ["Be brief.", "Hello!", "Good day.", "And now?", "Still here."]
-        assert [each.id for each in page.data[2:4]] == [each.id for each in first.output]
+        assert [item.id for item in page.data[2:4]] == [item.id for item in first.output]
         own = await client.responses.input_items.list(first.id)
-        assert [each.content[0].text for each in own.data] == ["Hello!"]
+        assert [item.content[0].text for item in own.data] == ["Hello!"]
 
     run(test, host)
     prompt = vocab.encoding().decode(list(host.engine.prompts[-1]))  # type: ignore[attr-defined]
@@ -143,16 +157,16 @@ def test_responses_of_a_conversation(host: Alone, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_tool_loop_in_a_conversation(host: Alone, stream: bool) -> None:
-    """The prompt goes on exactly where the model stopped."""
+    """The prompt continues exactly where the model stopped."""
 
     async def test(client: Any) -> None:
-        made = await client.conversations.create()
-        asked: Any = {"conversation": made.id, "tools": [WEATHER], "stream": stream}
-        first = await answer(client, **asked, input="How is the weather?")
+        conversation = await client.conversations.create()
+        options: Any = {"conversation": conversation.id, "tools": [WEATHER], "stream": stream}
+        first = await create_response(client, **options, input="How is the weather?")
         call = first.output[-1]
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
-        second = await answer(client, **asked, input=[result])
-        assert second.output_text == SAID
+        second = await create_response(client, **options, input=[result])
+        assert second.output_text == REPLY
 
     run(test, host)
     first, second = host.engine.prompts  # type: ignore[attr-defined]
@@ -160,56 +174,62 @@ def test_a_tool_loop_in_a_conversation(host: Alone, stream: bool) -> None:
     assert second[: len(generated)] == generated
 
 
-def test_input_may_be_left_out(host: Alone) -> None:
+def test_input_is_optional(host: Alone) -> None:
     async def test(client: Any) -> None:
         user = {"type": "message", "role": "user", "content": "Hello!"}
-        made = await client.conversations.create(items=[user])
-        assert (await answer(client, stream=False, conversation=made.id)).output_text == "Good day."
+        conversation = await client.conversations.create(items=[user])
+        assert (
+            await create_response(client, stream=False, conversation=conversation.id)
+        ).output_text == "Good day."
         empty = await client.conversations.create()
         with pytest.raises(openai.BadRequestError, match="input"):
-            await answer(client, stream=False, conversation=empty.id)
+            await create_response(client, stream=False, conversation=empty.id)
 
     run(test, host)
 
 
-def test_tenants_are_apart(host: Alone) -> None:
-    """And ids of conversations are no ids of responses."""
-    host.authenticate = _anybody  # type: ignore[method-assign]
+def test_conversations_of_other_tenants_are_not_found(host: Alone) -> None:
+    """Nor is the id of a conversation accepted as that of a response."""
+    host.authenticate = _accept_any_key  # type: ignore[method-assign]
 
     async def test(client: Any) -> None:
-        made = await client.conversations.create(items=[SYSTEM])
+        conversation = await client.conversations.create(items=[SYSTEM])
         other = client.with_options(api_key="other")
-        for asked in (
-            other.conversations.retrieve(made.id),
-            other.conversations.items.create(made.id, items=[SYSTEM]),
-            other.conversations.delete(made.id),
-            other.responses.create(model=MODEL, input="Hello!", conversation=made.id),
-            client.responses.retrieve(made.id),
-            client.responses.create(model=MODEL, input="Hello!", previous_response_id=made.id),
+        for request in (
+            other.conversations.retrieve(conversation.id),
+            other.conversations.items.create(conversation.id, items=[SYSTEM]),
+            other.conversations.delete(conversation.id),
+            other.responses.create(model=MODEL, input="Hello!", conversation=conversation.id),
+            client.responses.retrieve(conversation.id),
+            client.responses.create(
+                model=MODEL, input="Hello!", previous_response_id=conversation.id
+            ),
         ):
             with pytest.raises(openai.NotFoundError):
-                await asked
-        assert len((await client.conversations.items.list(made.id)).data) == 1
+                await request
+        assert len((await client.conversations.items.list(conversation.id)).data) == 1
 
     run(test, host)
 
 
-async def _anybody(connection: Any) -> None:
-    """Every key is right."""
+async def _accept_any_key(connection: Any) -> None:
+    """Every key is valid."""
 
 
 def test_failed_response_is_not_added(host: Alone) -> None:
     async def test(client: Any) -> None:
-        made = await client.conversations.create()
+        conversation = await client.conversations.create()
         with pytest.raises(openai.BadRequestError):
-            await answer(client, stream=False, conversation=made.id, input="Hello!", top_p=2)
-        assert (await client.conversations.items.list(made.id)).data == []
-        first = await answer(client, stream=False, input="Hello!")
+            await create_response(
+                client, stream=False, conversation=conversation.id, input="Hello!", top_p=2
+            )
+        assert (await client.conversations.items.list(conversation.id)).data == []
+        first = await create_response(client, stream=False, input="Hello!")
         with pytest.raises(openai.BadRequestError, match="cannot be combined") as both:
-            await answer(
+            await create_response(
                 client,
                 stream=False,
-                conversation=made.id,
+                conversation=conversation.id,
                 previous_response_id=first.id,
                 input="And now?",
             )
@@ -218,8 +238,8 @@ def test_failed_response_is_not_added(host: Alone) -> None:
     run(test, host)
 
 
-def test_conversation_deleted_during_a_response(host: Alone) -> None:
-    """The response ends, and the conversation remains deleted."""
+def test_append_does_not_recreate_deleted_conversation(host: Alone) -> None:
+    """As when it is deleted during a response, which ends all the same."""
     stored = installed_in(host.app).responses.conversations
     key = AnswerKey("conv_1", "tenant")
     stored.append(key, [{"id": "msg_1", "type": "message"}])
@@ -228,7 +248,7 @@ def test_conversation_deleted_during_a_response(host: Alone) -> None:
     assert missing.value.status == 404
 
 
-def test_one_may_not_grow_without_end(wire: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_conversation_size_is_limited(wire: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conversations, "MAX_ITEMS", 2)
     key = wire.post("/v1/conversations", json={"items": [SYSTEM, SYSTEM]}).json()["id"]
     response = wire.post(f"/v1/conversations/{key}/items", json={"items": [SYSTEM]})
@@ -238,7 +258,7 @@ def test_one_may_not_grow_without_end(wire: TestClient, monkeypatch: pytest.Monk
     assert len(wire.get(f"/v1/conversations/{key}/items").json()["data"]) == 2
 
 
-def test_keys_and_methods(wire: TestClient) -> None:
+def test_wrong_key_and_method_are_refused(wire: TestClient) -> None:
     for path in ("/v1/conversations", "/v1/conversations/conv_1/items"):
         refused = wire.post(path, json={}, headers={"Authorization": "Bearer wrong"})
         assert refused.status_code == 401
@@ -271,7 +291,7 @@ def test_errors_name_the_field(wire: TestClient, body: Any, param: str | None) -
     assert wire.post("/v1/responses", json=reference).json()["error"]["param"] == "conversation.id"
 
 
-def test_errors_of_a_response_name_its_own_input(wire: TestClient) -> None:
+def test_response_errors_name_their_own_input(wire: TestClient) -> None:
     key = wire.post("/v1/conversations", json={"items": [SYSTEM]}).json()["id"]
     body = {"model": MODEL, "input": [OUTPUT], "conversation": key}
     assert wire.post("/v1/responses", json=body).json()["error"]["param"] == "input[0]"

@@ -32,7 +32,7 @@ LIKELY = {
     "urgent": {"A": 0.1, "B": 0.4},
     "Zörn": {"A": 0.2, "B": 0.2, "C": 0.1},
 }
-"""The probabilities of labels, by what a question contains."""
+"""Probabilities of labels, by a part of the question."""
 
 
 @pytest.fixture
@@ -58,11 +58,13 @@ def decisions(*questions: Any, **fields: Any) -> dict[str, Any]:
 ONE = systemone(label=LABEL, urgent=URGENT, anger=ANGER)
 
 
-def test_systemone(wire: TestClient, engine: DecidingEngine) -> None:
+def test_systemone_answers_questions(wire: TestClient, engine: DecidingEngine) -> None:
     answer = wire.post("/v1/systemone", json=ONE)
     assert answer.status_code == 200, answer.text
-    read = ollama.SystemOneResponse.model_validate(answer.json())  # as the official client reads it
-    label, urgent, anger = (read.answers[name] for name in ("label", "urgent", "anger"))
+    parsed = ollama.SystemOneResponse.model_validate(
+        answer.json()
+    )  # as the official client reads it
+    label, urgent, anger = (parsed.answers[name] for name in ("label", "urgent", "anger"))
     assert (label.type, label.choice) == ("choice", "bug")
     assert label.probabilities == pytest.approx({"billing": 0.25, "bug": 0.75, "account": 0})
     entropy = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75))
@@ -71,11 +73,11 @@ def test_systemone(wire: TestClient, engine: DecidingEngine) -> None:
     assert anger.score == pytest.approx(0.8)
     assert anger.legend == {"0": "calm", "1": "cross", "2": "mad"}
     assert anger.probabilities == pytest.approx({"0": 0.4, "1": 0.4, "2": 0.2})
-    assert read.usage.input_tokens == sum(map(len, engine.prompts))
+    assert parsed.usage.input_tokens == sum(map(len, engine.prompts))
 
 
-def test_prompts_begin_with_the_input(wire: TestClient, engine: DecidingEngine) -> None:
-    """So that it is computed once, and end where the answer begins."""
+def test_prompts_begin_with_input(wire: TestClient, engine: DecidingEngine) -> None:
+    """It is computed only once. Prompts end where the answer begins."""
     wire.post("/v1/systemone", json=ONE).raise_for_status()
     texts = [vocab.encoding().decode([*prompt]) for prompt in engine.prompts]
     begin, end = texts[0].split(STATE)
@@ -102,19 +104,19 @@ SCORE = {
 UNKNOWN = {"type": "predicate", "name": "other", "instructions": "It rains."}
 
 
-def test_decisions(engine: DecidingEngine) -> None:
+def test_decisions_answer_questions(engine: DecidingEngine) -> None:
     client, _ = clients(Alone(engine))
     body: Any = decisions(CHOICE, PREDICATE, SCORE, UNKNOWN)
-    found: Any = asyncio.run(client.decisions.create(**body))
-    label, urgent, anger, refused = found.answers
+    response: Any = asyncio.run(client.decisions.create(**body))
+    label, urgent, anger, refused = response.answers
     assert (label.name, label.choice) == ("label", True)
-    assert [each.value for each in label.probabilities] == ["true", True]
-    assert [each.probability for each in label.probabilities] == pytest.approx([0.25, 0.75])
+    assert [option.value for option in label.probabilities] == ["true", True]
+    assert [option.probability for option in label.probabilities] == pytest.approx([0.25, 0.75])
     assert (urgent.name, urgent.probability) == (None, pytest.approx(0.8))
     assert (anger.score, anger.confidence) == (pytest.approx(0.5), pytest.approx(0))
-    assert [each.label for each in anger.probabilities] == ["calm", "cross"]
+    assert [level.label for level in anger.probabilities] == ["calm", "cross"]
     assert (refused.type, refused.name) == ("refusal", "other")
-    assert found.usage.total_tokens == sum(map(len, engine.prompts))
+    assert response.usage.total_tokens == sum(map(len, engine.prompts))
 
 
 INPUT = [
@@ -125,8 +127,8 @@ INPUT = [
 ]
 
 
-def test_input_of_decisions(wire: TestClient, engine: DecidingEngine) -> None:
-    """Messages and calls, as Responses has them."""
+def test_decisions_accept_messages_and_calls(wire: TestClient, engine: DecidingEngine) -> None:
+    """In the format of the Responses API."""
     wire.post("/v1/decisions", json=decisions(PREDICATE, input=INPUT)).raise_for_status()
     text = vocab.encoding().decode([*engine.prompts[0]])
     for part in ("Be fair.", f'{{"text": "{STATE}"}}', "functions.look", "It is down."):
@@ -163,33 +165,35 @@ def test_invalid_requests_name_the_field(
     assert (answer.status_code, error["param"]) == (400, param), error["message"]
 
 
-def test_question_without_an_answer_fails(wire: TestClient) -> None:
+def test_question_without_answer_fails(wire: TestClient) -> None:
     rains = systemone(rain={"type": "noul", "instructions": "It rains."})
     answer = wire.post("/v1/systemone", json=rains)
     assert answer.status_code == 500 and "none of its options" in answer.json()["error"]["message"]
 
 
-def test_input_beyond_the_context_is_refused(wire: TestClient, engine: DecidingEngine) -> None:
+def test_input_beyond_context_is_refused(wire: TestClient, engine: DecidingEngine) -> None:
     answer = wire.post("/v1/systemone", json={**ONE, "state": " a" * 5_000})
     assert answer.json()["error"]["code"] == "context_length_exceeded"
     assert not engine.prompts
 
 
-def test_engine_without_log_probabilities(wire: TestClient, engine: DecidingEngine) -> None:
+def test_engine_without_log_probabilities_is_refused(
+    wire: TestClient, engine: DecidingEngine
+) -> None:
     engine.has_logprobs = False
     answer = wire.post("/v1/systemone", json=ONE)
     assert answer.status_code == 400 and "log probabilities" in answer.json()["error"]["message"]
 
 
-def test_every_option_has_a_label_of_one_token(wire: TestClient, engine: DecidingEngine) -> None:
+def test_option_labels_are_single_tokens(wire: TestClient, engine: DecidingEngine) -> None:
     many = {**LABEL, "criteria": {f"c{at}": None for at in range(255)}}
     wire.post("/v1/systemone", json=systemone(label=many)).raise_for_status()
     text = vocab.encoding().decode([*engine.prompts[0]])
     labels = [line.partition(". c")[0] for line in text.splitlines() if ". c" in line]
-    assert len({*labels}) == 255 and all(len(vocab.encode(each)) == 1 for each in labels)
+    assert len({*labels}) == 255 and all(len(vocab.encode(label)) == 1 for label in labels)
 
 
-def test_other_methods_and_no_key(wire: TestClient) -> None:
+def test_other_method_and_missing_key_are_refused(wire: TestClient) -> None:
     assert wire.get("/v1/decisions").status_code == 405
     del wire.headers["Authorization"]
     assert wire.post("/v1/systemone", json=ONE).status_code == 401

@@ -1,8 +1,8 @@
-"""Editors: requests with the fields that their sources send, and answers read as they read them.
+"""Editors: requests with the fields in their sources, and answers parsed as they parse them.
 
-They cannot be run here. Zed's requests and types are those of `crates/open_ai` (completion.rs,
-open_ai.rs, responses.rs) in https://github.com/zed-industries/zed, those of VS Code of
-`extensions/copilot/src/extension/byok` (openAIEndpoint.ts, customEndpointProvider.ts) and
+The editors cannot be run here. Zed's requests and types are those of `crates/open_ai`
+(completion.rs, open_ai.rs, responses.rs) in https://github.com/zed-industries/zed, those of VS
+Code of `extensions/copilot/src/extension/byok` (openAIEndpoint.ts, customEndpointProvider.ts) and
 `platform/thinking/common/thinkingUtils.ts` in https://github.com/microsoft/vscode. Of Xcode only
 the endpoints are documented:
 https://developer.apple.com/documentation/xcode/setting-up-coding-intelligence.
@@ -52,13 +52,13 @@ Json = dict[str, Any]
 
 
 @dataclass
-class Read:
-    """What an editor has of an answer."""
+class Turn:
+    """What an editor reads from an answer."""
 
     thinking: str = ""
     text: str = ""
     calls: dict[Any, Json] = field(default_factory=dict)
-    """By their index or item: ``id``, ``name`` and ``arguments``."""
+    """``id``, ``name`` and ``arguments``, by the index or item of the call."""
     stop: str = ""
     usage: Json = field(default_factory=dict)
 
@@ -87,7 +87,7 @@ def data(stream: str) -> Iterator[Json]:
 # --- Zed
 
 
-def zed_chat(turns: list[Read]) -> Json:
+def zed_chat_body(turns: list[Turn]) -> Json:
     messages: list[Json] = [
         {"role": "system", "content": SYSTEM},
         {
@@ -121,34 +121,34 @@ def zed_chat(turns: list[Read]) -> Json:
     }
 
 
-def zed_reads_chat(stream: str) -> Read:
-    """By its types: an event has ``choices``, a choice ``index``, usage three numbers."""
-    found = Read()
+def parse_zed_chat(stream: str) -> Turn:
+    """As its types require: an event has ``choices``, a choice ``index``, usage three numbers."""
+    turn = Turn()
     for event in data(stream):
         if usage := event.get("usage"):
             names = ("prompt_tokens", "completion_tokens", "total_tokens")
-            found.usage = {name: int(usage[name]) for name in names}
+            turn.usage = {name: int(usage[name]) for name in names}
         for choice in event["choices"][:1]:
             assert choice["index"] == 0
             delta = choice.get("delta") or {}
             assert delta.get("role") in (None, "user", "assistant", "system", "tool")
-            found.thinking += delta.get("reasoning_content") or ""
-            found.text += delta.get("content") or ""
+            turn.thinking += delta.get("reasoning_content") or ""
+            turn.text += delta.get("content") or ""
             for chunk in delta.get("tool_calls") or ():
-                found.add_call(chunk)
-            found.stop = choice.get("finish_reason") or found.stop
-    return found
+                turn.add_call(chunk)
+            turn.stop = choice.get("finish_reason") or turn.stop
+    return turn
 
 
-def zed_responses(turns: list[Read]) -> Json:
+def zed_responses_body(turns: list[Turn]) -> Json:
     def message(role: str, kind: str, text: str) -> Json:
         return {"type": "message", "role": role, "content": [{"type": kind, "text": text}]}
 
     items = [message("system", "input_text", SYSTEM)]
     items.append(message("user", "input_text", "What does it do?"))
     for turn in turns:
-        called, key = turn.call, {"call_id": turn.call["id"]}
-        items.append({"type": "function_call", **key, **_without_id(called)})
+        call, key = turn.call, {"call_id": turn.call["id"]}
+        items.append({"type": "function_call", **key, **_without_id(call)})
         items.append({"type": "function_call_output", **key, "output": FILE})
     return {
         "model": MODEL,
@@ -168,38 +168,38 @@ def _without_id(call: Json) -> Json:
     return {name: value for name, value in call.items() if name != "id"}
 
 
-def zed_reads_responses(stream: str) -> Read:
-    """Reasoning by its summary; a call by the id of its item, complete when its arguments are."""
-    found = Read()
+def parse_zed_responses(stream: str) -> Turn:
+    """Reasoning comes from summaries; calls, by the id of their item, end with their arguments."""
+    turn = Turn()
     for event in data(stream):
         kind, item = event["type"], event.get("item") or {}
         assert kind not in ("error", "response.error", "response.failed")
         if kind == "response.output_item.added":
             assert isinstance(event["output_index"], int)
             if item["type"] == "function_call":
-                found.calls[item["id"]] = {
+                turn.calls[item["id"]] = {
                     "id": item["call_id"],
                     "name": item["name"],
                     "arguments": item["arguments"],
                 }
         elif kind == "response.reasoning_summary_text.delta":
-            found.thinking += event["delta"]
+            turn.thinking += event["delta"]
         elif kind == "response.output_text.delta":
-            found.text += event["delta"]
+            turn.text += event["delta"]
         elif kind == "response.function_call_arguments.delta":
-            found.calls[event["item_id"]]["arguments"] += event["delta"]
+            turn.calls[event["item_id"]]["arguments"] += event["delta"]
         elif kind == "response.function_call_arguments.done":
-            found.calls[event["item_id"]]["arguments"] = event["arguments"]
+            turn.calls[event["item_id"]]["arguments"] = event["arguments"]
         elif kind == "response.completed":
-            found.usage = event["response"]["usage"]
-            found.stop = "tool_calls" if found.calls else "stop"
-    return found
+            turn.usage = event["response"]["usage"]
+            turn.stop = "tool_calls" if turn.calls else "stop"
+    return turn
 
 
 # --- VS Code
 
 
-def vscode(turns: list[Read]) -> Json:
+def vscode_body(turns: list[Turn]) -> Json:
     """A custom endpoint with ``thinking``: no temperature and no ``max_tokens``."""
     messages: list[Json] = [
         {"role": "system", "content": SYSTEM},
@@ -207,9 +207,9 @@ def vscode(turns: list[Read]) -> Json:
     ]
     for turn in turns:
         function = {"name": turn.call["name"], "arguments": turn.call["arguments"]}
-        called = [{"id": turn.call["id"], "type": "function", "function": function}]
+        calls = [{"id": turn.call["id"], "type": "function", "function": function}]
         # Reasoning without an id is not sent back.
-        messages.append({"role": "assistant", "content": "", "tool_calls": called})
+        messages.append({"role": "assistant", "content": "", "tool_calls": calls})
         messages.append({"role": "tool", "tool_call_id": turn.call["id"], "content": FILE})
     return {
         "messages": messages,
@@ -227,37 +227,37 @@ def vscode(turns: list[Read]) -> Json:
 _EPHEMERAL = {"type": "ephemeral"}
 
 
-def vscode_reads(stream: str) -> Read:
+def parse_vscode(stream: str) -> Turn:
     """Reasoning from the first field that has some; usage must have three numbers."""
-    found = Read()
+    turn = Turn()
     for event in data(stream):
         if usage := event.get("usage"):
             names = ("prompt_tokens", "completion_tokens", "total_tokens")
             assert all(isinstance(usage[name], int) for name in names)
-            found.usage = usage
+            turn.usage = usage
         for choice in event["choices"]:
             delta = choice["delta"]
             fields = ("cot_summary", "reasoning_text", "reasoning_content", "reasoning", "thinking")
-            found.thinking += next(filter(None, map(delta.get, fields)), "")
-            found.text += delta.get("content") or ""
+            turn.thinking += next(filter(None, map(delta.get, fields)), "")
+            turn.text += delta.get("content") or ""
             for chunk in delta.get("tool_calls") or ():
-                found.add_call(chunk)
-            found.stop = choice.get("finish_reason") or found.stop
-    return found
+                turn.add_call(chunk)
+            turn.stop = choice.get("finish_reason") or turn.stop
+    return turn
 
 
 @dataclass(frozen=True)
 class Editor:
     path: str
-    body: Callable[[list[Read]], Json]
-    """A request behind these turns, each of which has made a call."""
-    reads: Callable[[str], Read]
+    body: Callable[[list[Turn]], Json]
+    """The request that follows these turns, each of which made a call."""
+    parse: Callable[[str], Turn]
 
 
 EDITORS = {
-    "Zed": Editor("/v1/chat/completions", zed_chat, zed_reads_chat),
-    "Zed, with Responses": Editor("/v1/responses", zed_responses, zed_reads_responses),
-    "VS Code": Editor("/v1/chat/completions", vscode, vscode_reads),
+    "Zed": Editor("/v1/chat/completions", zed_chat_body, parse_zed_chat),
+    "Zed, with Responses": Editor("/v1/responses", zed_responses_body, parse_zed_responses),
+    "VS Code": Editor("/v1/chat/completions", vscode_body, parse_vscode),
 }
 
 
@@ -275,19 +275,19 @@ def wire(host: Alone) -> Iterator[TestClient]:
 
 
 @pytest.mark.parametrize("name", EDITORS)
-def test_an_editor_reads_a_file(host: Alone, wire: TestClient, name: str) -> None:
+def test_editor_reads_file(host: Alone, wire: TestClient, name: str) -> None:
     """Thinking, the call and the answer arrive; the second prompt continues the first."""
     editor = EDITORS[name]
 
-    def turn(turns: list[Read]) -> Read:
+    def send(turns: list[Turn]) -> Turn:
         response = wire.post(editor.path, json=editor.body(turns))
         assert response.status_code == 200, response.text
-        return editor.reads(response.text)
+        return editor.parse(response.text)
 
-    first = turn([])
+    first = send([])
     assert (first.thinking, first.text, first.stop) == (THOUGHT, "", "tool_calls")
     assert (first.call["name"], first.call["arguments"]) == ("read_file", ARGUMENTS)
-    second = turn([first])
+    second = send([first])
     assert (second.thinking, second.text, second.calls, second.stop) == (
         "Easy.",
         ANSWER,
@@ -302,7 +302,7 @@ def test_an_editor_reads_a_file(host: Alone, wire: TestClient, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", EDITORS)
-def test_editor_without_the_key_gets_401(wire: TestClient, name: str) -> None:
+def test_editor_without_key_gets_401(wire: TestClient, name: str) -> None:
     editor = EDITORS[name]
     headers = {"Authorization": "Bearer none"}
     response = wire.post(editor.path, json=editor.body([]), headers=headers)
@@ -311,10 +311,10 @@ def test_editor_without_the_key_gets_401(wire: TestClient, name: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models?", "/v1/models/"])
-def test_editors_list_the_models(wire: TestClient, path: str) -> None:
-    """Xcode 26 has been seen to ask with the question mark
-    (https://github.com/ai-forever/gpt2giga/pull/28); VS Code asks below the URL of a group."""
-    listed = wire.get(path, headers={"Content-Type": "application/json"}).json()
-    (model,) = listed["data"]
-    assert (listed["object"], model["object"], model["id"]) == ("list", "model", MODEL)
+def test_editors_list_models(wire: TestClient, path: str) -> None:
+    """Xcode 26 has been seen to append the question mark
+    (https://github.com/ai-forever/gpt2giga/pull/28); VS Code appends the path to a group's URL."""
+    models = wire.get(path, headers={"Content-Type": "application/json"}).json()
+    (model,) = models["data"]
+    assert (models["object"], model["object"], model["id"]) == ("list", "model", MODEL)
     assert isinstance(model["created"], int) and isinstance(model["owned_by"], str)

@@ -25,7 +25,7 @@ KIB = 1024
 
 
 class Selector(selectors.SelectSelector):
-    """Waits for nothing, but puts the clock of its loop forward."""
+    """Never waits, but advances the clock of its loop."""
 
     now = 0.0
 
@@ -68,7 +68,7 @@ def read(events: EventBuffer, count: int) -> None:
 
 
 READS: dict[str, tuple[float, float, dict[int, Any], list[tuple[int, Event | None]]]] = {
-    # ping_seconds, seconds that the reader is busy after each event, what is put when, what is read
+    # ping_seconds, seconds the reader is busy after an event, events by time of put, expected reads
     "nothing": (0, 0, {3: CLOSE}, [(3, None)]),
     "in order": (0, 0, {1: [A, B], 4: [C], 6: CLOSE}, [(1, A), (1, B), (4, C), (6, None)]),
     "nothing is put": (0, 0, {1: [], 2: [A], 3: CLOSE}, [(2, A), (3, None)]),
@@ -95,7 +95,9 @@ READS: dict[str, tuple[float, float, dict[int, Any], list[tuple[int, Event | Non
 
 
 @pytest.mark.parametrize(("ping_seconds", "busy", "puts", "reads"), READS.values(), ids=READS)
-def test_times_of_reads(ping_seconds: float, busy: float, puts: Any, reads: Any) -> None:
+def test_events_and_pings_are_read_on_time(
+    ping_seconds: float, busy: float, puts: Any, reads: Any
+) -> None:
     async def test() -> list[tuple[float, Event | None]]:
         clock = asyncio.get_running_loop().time
         events = buffer(ping_seconds=ping_seconds)
@@ -107,18 +109,18 @@ def test_times_of_reads(ping_seconds: float, busy: float, puts: Any, reads: Any)
 
         writing = asyncio.ensure_future(write())
         await asyncio.sleep(0)
-        found: list[tuple[float, Event | None]] = []
+        timeline: list[tuple[float, Event | None]] = []
         while not events.read_to_end:
             event = await events.get()
-            found.append((round(clock(), 6), event))
+            timeline.append((round(clock(), 6), event))
             await asyncio.sleep(busy)
         await writing
-        return found
+        return timeline
 
     assert run(test()) == reads
 
 
-def test_no_timer_is_left_behind() -> None:
+def test_discard_cancels_ping_timer() -> None:
     async def test() -> None:
         events = buffer(ping_seconds=5)
         events.put([A])
@@ -133,7 +135,7 @@ def test_no_timer_is_left_behind() -> None:
 
 
 @pytest.mark.parametrize("how", ["put", "close", "discard"])
-def test_a_change_is_noticed(how: str) -> None:
+def test_changed_waits_for_change(how: str) -> None:
     async def test() -> None:
         events = buffer()
         waiting = asyncio.ensure_future(events.changed())
@@ -153,7 +155,7 @@ def test_discarded_buffer_is_empty() -> None:
 
 
 READABLE: list[tuple[list[int], list[int]]] = [
-    # sizes of events in KiB, how many are sent together
+    # sizes of events in KiB, numbers of events that are sent together
     ([], []),
     ([1, 1, 1], [3]),
     ([20, 20, 20], [2, 1]),
@@ -163,18 +165,18 @@ READABLE: list[tuple[list[int], list[int]]] = [
 
 
 @pytest.mark.parametrize(("sizes", "pieces"), READABLE)
-def test_events_sent_together(sizes: list[int], pieces: list[int]) -> None:
+def test_small_events_are_sent_together(sizes: list[int], pieces: list[int]) -> None:
     assert PIECE == 32 * KIB
     events = buffer()
     events.put(map(sized, sizes))
-    found = []
+    counts = []
     while more := events.readable():
-        found.append(len(more))
-    assert found == pieces and events.bytes == 0
+        counts.append(len(more))
+    assert counts == pieces and events.bytes == 0
 
 
 CAPACITY: dict[str, tuple[int, list[tuple[int, int]], list[bool]]] = {
-    # capacity in KiB, size of each group in KiB and events that are read before it, whether full
+    # capacity in KiB, size in KiB of each group and events read before it, whether it is exceeded
     "the first group does not count": (1, [(500, 0)], [False]),
     "what fits": (4, [(500, 0), (4, 0)], [False, False]),
     "one more": (4, [(500, 0), (4, 0), (1, 0)], [False, False, True]),
@@ -185,18 +187,20 @@ CAPACITY: dict[str, tuple[int, list[tuple[int, int]], list[bool]]] = {
 
 
 @pytest.mark.parametrize(("capacity", "groups", "exceeded"), CAPACITY.values(), ids=CAPACITY)
-def test_capacity(capacity: int, groups: list[tuple[int, int]], exceeded: list[bool]) -> None:
+def test_exceeded_capacity_is_reported(
+    capacity: int, groups: list[tuple[int, int]], exceeded: list[bool]
+) -> None:
     events = buffer(capacity * KIB)
-    found = []
+    results = []
     for size, reads in groups:
         read(events, reads)
         events.put([sized(size)])
-        found.append(events.exceeds_capacity())
-    assert found == exceeded
+        results.append(events.exceeds_capacity())
+    assert results == exceeded
 
 
 ROOM: list[tuple[list[int], int | None]] = [
-    # sizes of unread events in KiB, how many have to be read until there is room; None: none
+    # sizes of unread events in KiB, number of reads until there is room, or None
     ([], None),
     ([64, 64], None),
     ([64, 64, 64], 2),
@@ -206,7 +210,7 @@ ROOM: list[tuple[list[int], int | None]] = [
 
 
 @pytest.mark.parametrize(("sizes", "reads"), ROOM)
-def test_room(sizes: list[int], reads: int | None) -> None:
+def test_writer_waits_for_room(sizes: list[int], reads: int | None) -> None:
     async def test() -> int | None:
         assert HIGH_WATER == 128 * KIB
         events = buffer()

@@ -1,4 +1,4 @@
-"""The APIs over a fake engine, in process, through the official clients: no host at all."""
+"""The APIs over a fake engine, in process, through the official clients, without a real host."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SCRIPTS = {
     "18 degrees": f"{ANSWER}It is 18 °C: très doux ☀.<|return|>",
     "Hello!": "<|channel|>final<|message|>Good day.<|return|>",
 }
-SAID = "It is 18 °C: très doux ☀."
+REPLY = "It is 18 °C: très doux ☀."
 USER = [{"role": "user", "content": "Hello!"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 
@@ -60,26 +60,26 @@ def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(params=[1, 3, 1000])
 def host(request: pytest.FixtureRequest) -> Alone:
-    """Ids one by one, a few and all at once."""
+    """The engine generates ids one by one, a few at a time, or all at once."""
     return Alone(ScriptedEngine(SCRIPTS, request.param))
 
 
 async def by_chat(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
     client, _ = clients(host)
     tool = {"name": name, "description": "Tells the weather.", "parameters": CITY}
-    asked: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": tool}]}
+    options: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": tool}]}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
     async def turn() -> Any:
         if not stream:
             return (
-                (await client.chat.completions.create(**asked, messages=messages))
+                (await client.chat.completions.create(**options, messages=messages))
                 .choices[0]
                 .message
             )
         state = ChatCompletionStreamState()  # the client's stream() takes strict tools only
         async for chunk in await client.chat.completions.create(
-            **asked, messages=messages, stream=True
+            **options, messages=messages, stream=True
         ):
             state.handle_chunk(chunk)
         return state.get_final_completion().choices[0].message
@@ -98,19 +98,19 @@ async def by_responses(host: Alone, stream: bool, name: str = "weather") -> tupl
     client, _ = clients(host)
     tool = {"type": "function", "name": name, "parameters": CITY, "strict": False}
 
-    async def turn(**asked: Any) -> Any:
-        asked = {"model": MODEL, "tools": [tool], **asked}
+    async def turn(**options: Any) -> Any:
+        options = {"model": MODEL, "tools": [tool], **options}
         if not stream:
-            return await client.responses.create(**asked)
-        async with client.responses.stream(**asked) as events:
+            return await client.responses.create(**options)
+        async with client.responses.stream(**options) as events:
             return await events.get_final_response()
 
     first = await turn(input="How is the weather?")
     call = first.output[-1]
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 degrees"}
     second = await turn(input=[result], previous_response_id=first.id)
-    kept = await client.responses.retrieve(second.id)
-    assert kept.output_text == second.output_text
+    stored = await client.responses.retrieve(second.id)
+    assert stored.output_text == second.output_text
     return call.name, call.arguments, second.output_text
 
 
@@ -118,12 +118,12 @@ async def by_messages(host: Alone, stream: bool, name: str = "weather") -> tuple
     _, client = clients(host)
     tool = {"name": name, "input_schema": CITY}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
-    asked: dict[str, Any] = {"model": MODEL, "max_tokens": 500, "tools": [tool]}
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 500, "tools": [tool]}
 
     async def turn() -> Any:
         if not stream:
-            return await client.messages.create(**asked, messages=messages)
-        async with client.messages.stream(**asked, messages=messages) as events:
+            return await client.messages.create(**options, messages=messages)
+        async with client.messages.stream(**options, messages=messages) as events:
             return await events.get_final_message()
 
     first = await turn()
@@ -143,10 +143,10 @@ async def by_ollama(host: Alone, stream: bool, name: str = "weather") -> tuple[s
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 
     async def turn() -> Any:
-        asked: Any = {"model": MODEL, "messages": messages, "tools": [{"function": function}]}
+        options: Any = {"model": MODEL, "messages": messages, "tools": [{"function": function}]}
         if not stream:
-            return (await client.chat(**asked)).message
-        lines = [line.message async for line in await client.chat(**asked, stream=True)]
+            return (await client.chat(**options)).message
+        lines = [line.message async for line in await client.chat(**options, stream=True)]
         calls = [call for line in lines for call in line.tool_calls or ()]
         texts = {
             field: "".join(getattr(line, field) or "" for line in lines)
@@ -168,15 +168,15 @@ Loop = Callable[..., Awaitable[tuple[str, str, str]]]
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
 def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
-    found = asyncio.run(asyncio.wait_for(loop(host, stream), 30))
-    assert found == ("weather", '{"city":"Paris"}', SAID)
+    result = asyncio.run(asyncio.wait_for(loop(host, stream), 30))
+    assert result == ("weather", '{"city":"Paris"}', REPLY)
     assert host.lent == 0
     assert [tracker.results[0] for tracker in host.trackers] == ["success"] * 2
-    # The second prompt begins with the first and the very ids that were generated, reasoning
-    # included, which the Chat client does not send back.
+    # The second prompt begins with the first and the generated ids, including the reasoning, which
+    # the Chat client does not send back.
     first, second = host.engine.prompts  # type: ignore[attr-defined]
-    spoken = (*first, *ids(CALL))
-    assert second[: len(spoken)] == spoken
+    generated = (*first, *ids(CALL))
+    assert second[: len(generated)] == generated
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -185,20 +185,20 @@ def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
     ("name", "alias"),
     [("python", "python_tool"), ("browser_search", "browser_search"), ("bash", "bash_tool")],
 )
-def test_a_function_named_like_a_trained_tool(
+def test_function_named_like_trained_tool_can_be_called(
     loop: Loop, stream: bool, name: str, alias: str
 ) -> None:
     script = CALL.replace("functions.weather", f"functions.{alias}")
     engine = ScriptedEngine({**SCRIPTS, "How is the weather?": script}, 3)
-    found = asyncio.run(asyncio.wait_for(loop(Alone(engine), stream, name), 30))
-    assert found == (name, '{"city":"Paris"}', SAID)
+    result = asyncio.run(asyncio.wait_for(loop(Alone(engine), stream, name), 30))
+    assert result == (name, '{"city":"Paris"}', REPLY)
     first, second = (vocab.encoding().decode(list(prompt)) for prompt in engine.prompts)
     assert f"type {alias} = (_: {{" in first
     assert second.startswith(first + script)
     assert f"<|start|>functions.{alias} to=assistant" in second
 
 
-# --- Compaction: the model's own summary is what a conversation goes on from.
+# --- Compaction: a conversation continues from the model's own summary.
 
 COMPACTS = "Do not call any tool. Write only the message.<|end|>"
 GOES_ON = "<|message|>They said hello.<|end|>"
@@ -220,7 +220,7 @@ COMPACTED: dict[str, Any] = {
 }
 
 
-async def compacted(host: Alone, how: str) -> Any:
+async def compact(host: Alone, how: str) -> Any:
     client, _ = clients(host)
     if how == "whole":
         return await client.responses.create(**COMPACTED)
@@ -234,8 +234,8 @@ async def compacted(host: Alone, how: str) -> Any:
         async with client.responses.stream(**COMPACTED) as events:
             return await events.get_final_response()
     stream = await client.responses.create(**COMPACTED, stream=True, background=True)
-    done = [event async for event in stream]
-    assert [event.type for event in done] == [
+    received = [event async for event in stream]
+    assert [event.type for event in received] == [
         "response.created",
         "response.queued",
         "response.in_progress",
@@ -243,7 +243,7 @@ async def compacted(host: Alone, how: str) -> Any:
         "response.output_item.done",
         "response.completed",
     ]
-    return done[-1].response
+    return received[-1].response
 
 
 @pytest.mark.parametrize("how", ["whole", "streamed", "background", "background, streamed"])
@@ -252,15 +252,15 @@ def test_compacted_conversation_continues(how: str) -> None:
 
     async def test() -> None:
         client, _ = clients(host)
-        answer = await compacted(host, how)
+        answer = await compact(host, how)
         (item,) = answer.output
         assert (item.type, answer.status, answer.store) == ("compaction", "completed", True)
         assert "hello" not in item.encrypted_content
-        kept = await client.responses.retrieve(answer.id)
-        assert kept.output == answer.output
-        asked = await client.responses.input_items.list(answer.id)
-        assert [each.type for each in asked.data] == ["message", "message"]
-        # By its item, as Codex goes on, and by its id.
+        stored = await client.responses.retrieve(answer.id)
+        assert stored.output == answer.output
+        inputs = await client.responses.input_items.list(answer.id)
+        assert [message.type for message in inputs.data] == ["message", "message"]
+        # It continues by the item, as Codex does, or by the id of the response.
         window = [item.model_dump(exclude_none=True)]
         by_item = await client.responses.create(model=MODEL, input=window)
         assert by_item.output_text == "I remember."
@@ -271,13 +271,13 @@ def test_compacted_conversation_continues(how: str) -> None:
 
     asyncio.run(asyncio.wait_for(test(), 30))
     assert host.lent == 0
-    first, _, last = (vocab.encoding().decode(list(each)) for each in host.engine.prompts)  # type: ignore[attr-defined]
-    assert "type weather = " in first  # what the prefix cache has of the conversation is used
+    first, _, last = (vocab.encoding().decode(list(prompt)) for prompt in host.engine.prompts)  # type: ignore[attr-defined]
+    assert "type weather = " in first  # the prefix cache of the conversation is used
     assert f"<|start|>user{GOES_ON}<|start|>user<|message|>More.<|end|>" in last
     assert "Good day." not in last
 
 
-def test_compaction_of_a_stored_conversation_keeps_user_messages() -> None:
+def test_compaction_of_stored_conversation_keeps_user_messages() -> None:
     host = Alone(ScriptedEngine(COMPACTION, 3))
 
     async def test() -> None:
@@ -288,12 +288,12 @@ def test_compaction_of_a_stored_conversation_keeps_user_messages() -> None:
         )
         document = await client.responses.compact(model=MODEL, previous_response_id=second.id)
         *users, item = document.output
-        assert [(each.type, each.content[0].text) for each in users] == [
+        assert [(message.type, message.content[0].text) for message in users] == [
             ("message", "Hello!"),
             ("message", "More."),
         ]
         assert item.type == "compaction"
-        window = [each.model_dump(exclude_none=True) for each in document.output]
+        window = [entry.model_dump(exclude_none=True) for entry in document.output]
         answer = await client.responses.create(model=MODEL, input=window)
         assert answer.output_text == "I remember."
 
@@ -301,7 +301,7 @@ def test_compaction_of_a_stored_conversation_keeps_user_messages() -> None:
     assert host.lent == 0
 
 
-def test_a_conversation_is_compacted_over_a_websocket() -> None:
+def test_websocket_compacts_conversation() -> None:
     host = Alone(ScriptedEngine(COMPACTION, 3))
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
@@ -319,7 +319,7 @@ def test_a_conversation_is_compacted_over_a_websocket() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_compaction_without_a_summary_is_an_error(stream: bool) -> None:
+def test_compaction_without_summary_fails(stream: bool) -> None:
     scripts = {**COMPACTION, COMPACTS: "<|channel|>analysis<|message|>Hm.<|end|>"}
     host = Alone(ScriptedEngine(scripts, 3))
 
@@ -341,37 +341,36 @@ def test_the_same_events_over_a_websocket(host: Alone) -> None:
     create = {"type": "response.create", "model": MODEL, "input": "Hello!"}
     with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
         socket.send_json(create)
-        names = []
-        while not names or names[-1] != "response.completed":
-            event = socket.receive_json()
-            names.append(event["type"])
-    assert event["response"]["output"][-1]["content"][0]["text"] == "Good day."
-    assert names[:2] == ["response.created", "response.in_progress"]
+        events = [socket.receive_json()]
+        while events[-1]["type"] != "response.completed":
+            events.append(socket.receive_json())
+    response = check_documents(events)
+    assert response["output"][-1]["content"][0]["text"] == "Good day."
 
 
-def test_a_closed_websocket_holds_nothing(host: Alone) -> None:
-    """Its last response may be a conversation of megabytes: no collection of garbage is to find it,
-    which would hold the event loop for as long as it looks at all of its items."""
+def test_closed_websocket_frees_its_responses(host: Alone) -> None:
+    """Its last response may hold megabytes. A garbage collection must not find it: it would block
+    the event loop while it visits all items."""
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     create = {"type": "response.create", "model": MODEL, "input": "Hello!", "store": False}
 
-    def stored() -> int:
-        return sum(isinstance(each, StoredResponse) for each in gc.get_objects())
+    def count_stored_responses() -> int:
+        return sum(isinstance(candidate, StoredResponse) for candidate in gc.get_objects())
 
     gc.collect()
-    before = stored()  # other tests have stores of their own
+    before = count_stored_responses()  # other tests have their own stores
     gc.disable()
     try:
         client = TestClient(application(host), base_url="http://localhost")
         with client.websocket_connect("/v1/responses", headers=bearer) as socket:
-            for _ in range(2):  # the second begins when the first is remembered
+            for _ in range(2):  # the second begins once the first is stored
                 socket.send_json(create)
                 while socket.receive_json()["type"] != "response.completed":
                     pass
-        until = time.monotonic() + 5  # the thread that made the second may still have it
-        while stored() != before and time.monotonic() < until:
+        deadline = time.monotonic() + 5  # the thread that created the second may still hold it
+        while count_stored_responses() != before and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert stored() == before
+        assert count_stored_responses() == before
     finally:
         gc.enable()
 
@@ -379,46 +378,46 @@ def test_a_closed_websocket_holds_nothing(host: Alone) -> None:
 LINE = "[image left out: this model reads text only]"
 
 
-async def look(host: Alone, path: str, stream: bool) -> str:
-    """What is said of a picture, by the official client for ``path``."""
+async def ask_about_picture(host: Alone, path: str, stream: bool) -> str:
+    """The answer to a picture, through the official client for ``path``."""
     openai_client, anthropic_client = clients(host)
     url = "data:image/png;base64,AAAA"
-    asked: dict[str, Any] = {"model": MODEL}
+    options: dict[str, Any] = {"model": MODEL}
     if path == "ollama":
-        asked["messages"] = [{"role": "user", "images": ["AAAA"]}]
+        options["messages"] = [{"role": "user", "images": ["AAAA"]}]
         client = ollama_client(host)
         if not stream:
-            return str((await client.chat(**asked)).message.content)
-        lines = await client.chat(**asked, stream=True)
+            return str((await client.chat(**options)).message.content)
+        lines = await client.chat(**options, stream=True)
         return "".join([line.message.content or "" async for line in lines])
     if path == "chat":
         image: dict[str, Any] = {"type": "image_url", "image_url": {"url": url}}
-        asked["messages"] = [{"role": "user", "content": [image]}]
+        options["messages"] = [{"role": "user", "content": [image]}]
         if not stream:
-            whole = await openai_client.chat.completions.create(**asked)
+            whole = await openai_client.chat.completions.create(**options)
             return str(whole.choices[0].message.content)
-        async with openai_client.chat.completions.stream(**asked) as chunks:
+        async with openai_client.chat.completions.stream(**options) as chunks:
             return str((await chunks.get_final_completion()).choices[0].message.content)
     if path == "responses":
         image = {"type": "input_image", "image_url": url, "detail": "auto"}
-        asked["input"] = [{"role": "user", "content": [image]}]
+        options["input"] = [{"role": "user", "content": [image]}]
         if not stream:
-            return (await openai_client.responses.create(**asked)).output_text
-        async with openai_client.responses.stream(**asked) as events:
+            return (await openai_client.responses.create(**options)).output_text
+        async with openai_client.responses.stream(**options) as events:
             return (await events.get_final_response()).output_text
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
-    asked["messages"] = [{"role": "user", "content": [{"type": "image", "source": source}]}]
-    asked["max_tokens"] = 50
+    options["messages"] = [{"role": "user", "content": [{"type": "image", "source": source}]}]
+    options["max_tokens"] = 50
     if not stream:
-        message: Any = await anthropic_client.messages.create(**asked)
+        message: Any = await anthropic_client.messages.create(**options)
     else:
-        async with anthropic_client.messages.stream(**asked) as spoken:
-            message = await spoken.get_final_message()
+        async with anthropic_client.messages.stream(**options) as message_stream:
+            message = await message_stream.get_final_message()
     return str(message.content[-1].text)
 
 
 class PredictingEngine(ScriptedEngine):
-    """Tries every id with another one before it."""
+    """Counts each id as an accepted prediction, and two others as rejected."""
 
     predicted: tuple[int, ...] = ()
 
@@ -429,20 +428,20 @@ class PredictingEngine(ScriptedEngine):
             yield step._replace(accepted=tried, rejected=2 * tried)
 
 
-async def predicted(host: Alone, path: str, stream: bool, content: Any) -> dict[str, Any]:
-    """The details of the usage of an answer, and of its prediction in Chat."""
+async def prediction_usage(host: Alone, path: str, stream: bool, content: Any) -> dict[str, Any]:
+    """The usage details of an answer, which has a prediction in Chat."""
     client, _ = clients(host)
     if path == "responses":
         response = await client.responses.create(model=MODEL, input="Hello!", store=False)
         assert response.usage is not None
         return response.usage.output_tokens_details.model_dump()
-    asked: Any = {"model": MODEL, "messages": USER, "stream": stream}
+    options: Any = {"model": MODEL, "messages": USER, "stream": stream}
     if content is not None:
-        asked["prediction"] = {"type": "content", "content": content}
-    found = await client.chat.completions.create(
-        **asked, **({"stream_options": {"include_usage": True}} if stream else {})
+        options["prediction"] = {"type": "content", "content": content}
+    answer = await client.chat.completions.create(
+        **options, **({"stream_options": {"include_usage": True}} if stream else {})
     )
-    usage = [chunk async for chunk in found][-1].usage if stream else found.usage
+    usage = [chunk async for chunk in answer][-1].usage if stream else answer.usage
     return dict(usage.completion_tokens_details.model_dump(exclude_unset=True))
 
 
@@ -460,11 +459,11 @@ async def predicted(host: Alone, path: str, stream: bool, content: Any) -> dict[
     ],
     ids=["absent", "empty", "text", "parts", "not a control token", "cut"],
 )
-def test_a_prediction_reaches_the_engine_and_is_counted(
+def test_prediction_reaches_engine_and_is_counted(
     path: str, stream: bool, content: Any, text: str
 ) -> None:
     engine = PredictingEngine(SCRIPTS, 3)
-    details = asyncio.run(predicted(Alone(engine), path, stream, content))
+    details = asyncio.run(prediction_usage(Alone(engine), path, stream, content))
     accepted = len(ids(SCRIPTS["Hello!"]))
     assert details == {
         "reasoning_tokens": 0,
@@ -476,25 +475,25 @@ def test_a_prediction_reaches_the_engine_and_is_counted(
 
 
 def test_prediction_is_not_sent_to_engines_without_drafts() -> None:
-    """Nothing is tokenized for it."""
+    """It is not even tokenized."""
     engine = PredictingEngine(SCRIPTS, 3)
     engine.has_prediction = False
-    asyncio.run(predicted(Alone(engine), "chat", False, "Good day."))
+    asyncio.run(prediction_usage(Alone(engine), "chat", False, "Good day."))
     assert engine.predicted == ()
 
 
-def test_an_answer_without_predictions_counts_none() -> None:
+def test_answer_without_predictions_counts_none() -> None:
     host = Alone(ScriptedEngine(SCRIPTS, 3))
-    details = asyncio.run(predicted(host, "chat", False, "Good day."))
+    details = asyncio.run(prediction_usage(host, "chat", False, "Good day."))
     assert details == {"reasoning_tokens": 0}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", ["chat", "responses", "messages", "ollama"])
-def test_the_model_can_say_that_it_got_no_picture(path: str, stream: bool) -> None:
-    spoken = "<|channel|>final<|message|>I cannot see pictures.<|return|>"
-    host = Alone(ScriptedEngine({LINE: spoken}, 3, False))
-    assert asyncio.run(look(host, path, stream)) == "I cannot see pictures."
+def test_prompt_mentions_omitted_picture(path: str, stream: bool) -> None:
+    script = "<|channel|>final<|message|>I cannot see pictures.<|return|>"
+    host = Alone(ScriptedEngine({LINE: script}, 3, False))
+    assert asyncio.run(ask_about_picture(host, path, stream)) == "I cannot see pictures."
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -507,37 +506,37 @@ def test_the_model_can_say_that_it_got_no_picture(path: str, stream: bool) -> No
         ("ollama", "messages[0].images[0]"),
     ],
 )
-def test_a_server_may_refuse_pictures(path: str, where: str, stream: bool) -> None:
+def test_server_can_refuse_pictures(path: str, where: str, stream: bool) -> None:
     class Refusing(Alone):
         def defaults(self, engine: Engine | None) -> Defaults:
             return Defaults(date=None, attachments=Attachments.REFUSE)
 
     refused = (openai.BadRequestError, anthropic.BadRequestError, ollama.ResponseError)
     with pytest.raises(refused, match=re.escape(f"{where} is of type")):
-        asyncio.run(look(Refusing(ScriptedEngine(SCRIPTS, 3, False)), path, stream))
+        asyncio.run(ask_about_picture(Refusing(ScriptedEngine(SCRIPTS, 3, False)), path, stream))
 
 
 @pytest.mark.parametrize("path", ["chat", "responses", "messages"])
 def test_refusals_have_the_shape_of_their_api(host: Alone, path: str) -> None:
-    async def asking(key: str = KEY, **fields: Any) -> Any:
+    async def create(key: str = KEY, **fields: Any) -> Any:
         openai_client, anthropic_client = clients(host, key)
         user: Any = [{"role": "user", "content": "Hello!"}]
-        asked: dict[str, Any] = {"model": MODEL, **fields}
+        options: dict[str, Any] = {"model": MODEL, **fields}
         if path == "chat":
-            return await openai_client.chat.completions.create(messages=user, **asked)
+            return await openai_client.chat.completions.create(messages=user, **options)
         if path == "responses":
-            return await openai_client.responses.create(input="Hello!", **asked)
-        return await anthropic_client.messages.create(messages=user, **{"max_tokens": 9, **asked})
+            return await openai_client.responses.create(input="Hello!", **options)
+        return await anthropic_client.messages.create(messages=user, **{"max_tokens": 9, **options})
 
     errors: Any = anthropic if path == "messages" else openai
     count = "top_logprobs" if path == "responses" else "top_k"
-    for error, asked in [
-        (errors.AuthenticationError, asking("wrong")),
-        (errors.NotFoundError, asking(model="nobody")),
-        (errors.BadRequestError, asking(extra_body={count: -2})),
+    for error, request in [
+        (errors.AuthenticationError, create("wrong")),
+        (errors.NotFoundError, create(model="nobody")),
+        (errors.BadRequestError, create(extra_body={count: -2})),
     ]:
         with pytest.raises(error) as refused:
-            asyncio.run(asked)
+            asyncio.run(request)
         assert refused.value.body is not None
     assert host.lent == 0
 
@@ -556,20 +555,20 @@ LIMITS: list[tuple[str, str, int]] = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("path", "field", "limit"), LIMITS)
-def test_a_limit_above_the_servers_is_an_upper_bound(
+def test_limit_above_servers_is_lowered(
     path: str, field: str, limit: int, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The answer is cut where the server's limit is (E3), and the log has a line about it."""
+    """The answer is cut at the server's limit (E3), and the log has a line about it."""
     caplog.set_level("INFO", "vllm_mlx_harmony")
     engine = ScriptedEngine({"Hello!": f"<|channel|>final<|message|>{LONG}<|return|>"}, 50)
     client = TestClient(application(Alone(engine)), headers={"Authorization": f"Bearer {KEY}"})
-    asked = {"input": "Hello!"} if path.endswith("responses") else {"messages": USER}
-    answer = client.post(path, json={"model": MODEL, **asked, field: limit, "stream": stream})
+    prompt = {"input": "Hello!"} if path.endswith("responses") else {"messages": USER}
+    answer = client.post(path, json={"model": MODEL, **prompt, field: limit, "stream": stream})
     assert answer.status_code == 200, answer.text
     cut = {"/v1/responses": '"status":"incomplete"', "/v1/messages": '"max_tokens"'}
     assert cut.get(path, '"finish_reason":"length"') in answer.text
     assert answer.text.count("word") >= 990
-    lines = [each.message for each in caplog.records if "limit" in each.message]
+    lines = [record.message for record in caplog.records if "limit" in record.message]
     assert lines == ([] if limit < 0 else [f"{field} exceeds this server's limit, which is 1000"])
 
 
@@ -584,18 +583,18 @@ TOO_LONG = {
 
 @pytest.mark.parametrize("path", TOO_LONG)
 @pytest.mark.parametrize("long", ["one text", "many messages"])
-def test_error_for_long_prompt_has_the_context_length(
+def test_error_for_long_prompt_names_context_length(
     path: str, long: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (vocab, render):
         monkeypatch.setattr(module, "MAX_PROMPT_TOKENS", 10_000)
     texts = [" word" * 30_000] if long == "one text" else [" word" * 3_000] * 5
-    spoken = [{"role": "user", "content": text} for text in texts]
+    messages = [{"role": "user", "content": text} for text in texts]
     host = Alone(ScriptedEngine(SCRIPTS, 1, context_length=4096))
     client = TestClient(application(host), headers={"Authorization": f"Bearer {KEY}"})
     limit = {} if path.endswith(("responses", "count_tokens")) else {"max_tokens": 9}
-    asked = {"input" if path.endswith("responses") else "messages": spoken, **limit}
-    answer = client.post(path, json={"model": MODEL, **asked})
+    body = {"input" if path.endswith("responses") else "messages": messages, **limit}
+    answer = client.post(path, json={"model": MODEL, **body})
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert TOO_LONG[path] in message
@@ -603,10 +602,10 @@ def test_error_for_long_prompt_has_the_context_length(
     assert host.lent == 0
 
 
-def test_work_that_grows_with_a_request_is_not_done_by_the_event_loop(
+def test_expensive_work_runs_outside_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The names of all tools, and the fields that nobody reads."""
+    """It grows with the request: collecting names of tools, and validating unused fields."""
     in_loop: dict[str, bool] = {}
 
     def watch(module: Any, name: str) -> None:
@@ -627,15 +626,15 @@ def test_work_that_grows_with_a_request_is_not_done_by_the_event_loop(
     host = Alone(ScriptedEngine(SCRIPTS, 1))
     client = TestClient(application(host), headers={"Authorization": f"Bearer {KEY}"})
     tools = [{"type": "function", "function": {"name": "weather"}}]
-    asked = {"model": MODEL, "messages": USER, "tools": tools}
-    assert client.post("/v1/chat/completions", json=asked).status_code == 200
+    body = {"model": MODEL, "messages": USER, "tools": tools}
+    assert client.post("/v1/chat/completions", json=body).status_code == 200
     control = {"id": "chatcmpl-00", "action": "reasoning_end"}
     assert client.post("/v1/chat/completions/control", json=control).status_code == 200
     assert in_loop == {"expected_headers": False, "validate": False}
 
 
 IMPOSSIBLE = {"type": "object", "properties": {"n": {"not": {"type": "string"}}}}
-"""What ``not`` says cannot be enforced (docs/api.md)."""
+"""``not`` cannot be enforced (docs/api.md)."""
 
 TYPED = {"type": "json_schema", "schema": IMPOSSIBLE, "name": "n", "strict": True}
 
@@ -649,17 +648,17 @@ FORMATS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("api", "fields", "where"), FORMATS, ids=lambda each: str(each)[:30])
-def test_an_impossible_format_is_refused_by_its_field(
+@pytest.mark.parametrize(("api", "fields", "where"), FORMATS, ids=lambda value: str(value)[:30])
+def test_error_for_impossible_format_names_field(
     api: str, fields: dict[str, Any], where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE)
-    asked = {"input": "Hello!"} if api == "responses" else {"messages": USER, "max_tokens": 9}
+    body = {"input": "Hello!"} if api == "responses" else {"messages": USER, "max_tokens": 9}
     client = TestClient(
         application(Alone(ScriptedEngine(SCRIPTS, 1))), headers={"Authorization": f"Bearer {KEY}"}
     )
     path = "/v1/chat/completions" if api == "chat" else f"/v1/{api}"
-    refused = client.post(path, json={"model": MODEL, **asked, **fields})
+    refused = client.post(path, json={"model": MODEL, **body, **fields})
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert where == error["param"] if "param" in error else error["message"].startswith(where)
@@ -667,8 +666,8 @@ def test_an_impossible_format_is_refused_by_its_field(
 
 
 @pytest.mark.parametrize("how", ["cancelled", "the server ends"])
-def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
-    """The client has its error at once, but the model must not be unloaded before the step ends."""
+def test_engine_is_not_released_during_step(how: str) -> None:
+    """The client gets its error at once, but the model stays loaded until the step ends."""
 
     async def test() -> None:
         computed, computing = asyncio.Event(), asyncio.Event()
@@ -686,7 +685,7 @@ def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
         host = Alone(engine)
         client, _ = clients(host)
         user: Any = [{"role": "user", "content": "Hello!"}]
-        asked = asyncio.ensure_future(
+        task = asyncio.ensure_future(
             client.with_options(max_retries=0).chat.completions.create(model=MODEL, messages=user)
         )
         await computing.wait()
@@ -695,12 +694,12 @@ def test_an_engine_in_the_middle_of_a_step_is_not_given_back(how: str) -> None:
             assert host.answers.cancel(key)
         else:
             host.answers.end_all(HostError("the server is shutting down", code="shutting_down"))
-        done, _ = await asyncio.wait({asked}, timeout=60)
+        done, _ = await asyncio.wait({task}, timeout=60)
         lent = host.lent
-        computed.set()  # before anything fails, because it must end first
+        computed.set()  # before any assertion, so that the step ends even if one fails
         assert done and lent == 1
         with pytest.raises(openai.APIStatusError):
-            await asked
+            await task
         while host.lent:
             await asyncio.sleep(0)
 
@@ -735,24 +734,26 @@ def test_unknown_ids_methods_and_keys_are_refused() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_expired_timeout_is_counted(stream: bool, recwarn: pytest.WarningsRecorder) -> None:
-    """As when a prompt took longer to render than there was time: it is accounted for."""
+    """As when rendering the prompt takes longer than the timeout."""
     host = Alone(ScriptedEngine(SCRIPTS))
     client = TestClient(application(host), base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
     user = [{"role": "user", "content": "Hello!"}]
-    asked = {"model": MODEL, "messages": user, "timeout": 1e-9, "stream": stream}
-    late = client.post("/v1/chat/completions", json=asked)
+    body = {"model": MODEL, "messages": user, "timeout": 1e-9, "stream": stream}
+    late = client.post("/v1/chat/completions", json=body)
     assert (late.status_code, late.json()["error"]["code"]) == (504, "timeout")
     assert (host.lent, [tracker.results for tracker in host.trackers]) == (0, [["timeout"]])
-    assert not [each for each in recwarn if "never awaited" in str(each.message)]
+    assert not [warning for warning in recwarn if "never awaited" in str(warning.message)]
 
 
-def test_the_front_end_brings_no_host_along() -> None:
-    """In an environment without vllm-mlx nothing of it can be imported; here nothing should be."""
+def test_front_end_imports_no_host() -> None:
+    """Without vllm-mlx, none of it could be imported; where it is installed, none should be."""
     import subprocess
 
     code = "import sys, vllm_mlx_harmony.server.app; print(*sys.modules, sep='\\n')"
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    loaded = {name.partition(".")[0] for name in ran.stdout.split()}
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    loaded = {name.partition(".")[0] for name in completed.stdout.split()}
     assert loaded & {"vllm_mlx", "mlx", "mlx_lm", "torch", "fastapi"} == set()
     assert ResponsesRequest.__module__.startswith("vllm_mlx_harmony.protocols")

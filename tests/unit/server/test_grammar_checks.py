@@ -1,4 +1,4 @@
-"""The helper process that tries grammars: what it stops, whom it answers, and how it ends."""
+"""The helper process that tries grammars: what it stops, whom it serves, and how it ends."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ ENDLESS = grammar(multiple_of(99_999_989))
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[WorkerPool]:
-    with closing(WorkerPool()) as one:
-        yield one
+    with closing(WorkerPool()) as worker_pool:
+        yield worker_pool
 
 
-def soon(true: Callable[[], bool], seconds: float = 60.0) -> bool:
-    until = time.monotonic() + seconds
-    while not true() and time.monotonic() < until:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         time.sleep(0.02)
-    return true()
+    return condition()
 
 
 def in_threads(*functions: Callable[[], object]) -> list[threading.Thread]:
@@ -80,14 +80,14 @@ def test_verdict_is_cached_for_its_tenant(
         assert GrammarCheck(tenant, pool)(LARK["5000 rules"]) == LIMIT_EXCEEDED
     assert tried == ["a", "b"]
     tried.clear()
-    tenant, found = "c", list[str]()
+    tenant, verdicts = "c", list[str]()
 
     def ask() -> None:
-        found.append(GrammarCheck(tenant, pool)(ENDLESS))
+        verdicts.append(GrammarCheck(tenant, pool)(ENDLESS))
 
     for thread in in_threads(*[ask] * 8):
         thread.join()
-    assert found == [LIMIT_EXCEEDED] * 8
+    assert verdicts == [LIMIT_EXCEEDED] * 8
     assert tried == ["c"], "who waited for a place gets the verdict of the first"
 
 
@@ -102,12 +102,12 @@ def test_large_valid_grammar_passes(pool: WorkerPool) -> None:
     assert not GrammarCheck("large", pool)(grammar(deep))
 
 
-@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_dead_or_hanging_process_is_replaced(sent: int) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+def test_dead_or_hanging_process_is_replaced(signum: int) -> None:
     with closing(WorkerPool()) as pool:
         first = worker(pool)
         pool.idle[0]._socket.settimeout(0.5)
-        os.kill(first, sent)
+        os.kill(first, signum)
         with pytest.raises(CheckUnavailable):
             GrammarCheck("t", pool)('start: "b"')
         assert not psutil.pid_exists(first)
@@ -116,10 +116,10 @@ def test_dead_or_hanging_process_is_replaced(sent: int) -> None:
 
 
 def test_memory_of_a_check_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that takes `grammar_process.MEMORY`, and writes to all of it, gets no verdict."""
+    """A check that writes to `grammar_process.MEMORY` bytes is stopped."""
     take = "lambda *_: (bytearray(b'x') * {size}, __import__('time').sleep(1)) and ''"
-    most = grammar_process.MEMORY
-    for size, verdict in ((most // 4, ""), (most, LIMIT_EXCEEDED)):
+    limit = grammar_process.MEMORY
+    for size, verdict in ((limit // 4, ""), (limit, LIMIT_EXCEEDED)):
         program = grammar_checks._PROGRAM.replace(
             "; from vllm_mlx_harmony.server.grammar_process import main",
             "; from vllm_mlx_harmony.server import grammar_process"
@@ -130,7 +130,7 @@ def test_memory_of_a_check_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
             assert GrammarCheck("t", pool)('start: "a"') == verdict
 
 
-def test_without_a_helper_process_nothing_is_known(
+def test_check_without_helper_process_is_unavailable(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(WorkerPool()) as pool:
@@ -157,7 +157,7 @@ def test_tenants_take_turns() -> None:
     with GrammarCheck("holder", pool).writing():
         for tenant in ("a", "a", "a", "b", "b"):
             threads.extend(in_threads(partial(write, tenant)))
-            assert soon(lambda: len(pool.writing.waiting) == len(threads))
+            assert wait_until(lambda: len(pool.writing.waiting) == len(threads))
     for thread in threads:
         thread.join()
     assert order == ["a", "b", "a", "b", "a"]
@@ -166,11 +166,11 @@ def test_tenants_take_turns() -> None:
 
 
 def test_slow_check_does_not_delay_other_tenants(pool: WorkerPool) -> None:
-    ended = threading.Event()
+    stop = threading.Event()
 
     def attack(index: int) -> None:
         for number in range(20):
-            if not ended.is_set():
+            if not stop.is_set():
                 text = grammar(multiple_of(99_000_000 + 100 * index + number))
                 GrammarCheck("attacker", pool)(text)
 
@@ -180,12 +180,12 @@ def test_slow_check_does_not_delay_other_tenants(pool: WorkerPool) -> None:
             assert GrammarCheck("other", pool)(grammar(multiple_of(number + 1))) == ""
         assert any(thread.is_alive() for thread in threads)
     finally:
-        ended.set()
+        stop.set()
         for thread in threads:
             thread.join()
 
 
-def test_request_waits_for_so_long(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_waits_for_limited_time(pool: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     with pool.checking.place("slow"):
         monkeypatch.setattr(grammar_checks, "REQUEST_WAIT_SECONDS", 0.1)
         with pytest.raises(CheckUnavailable, match="timed out"):
@@ -197,15 +197,15 @@ def test_request_waits_for_so_long(pool: WorkerPool, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has a niceness of its own on Linux")
-def test_process_is_nice_and_of_no_process_group_of_the_server(
+def test_process_is_nice_and_in_its_own_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C does not reach it. Its session is the server's, beside which its niceness counts."""
+    """Ctrl-C does not reach it. It stays in the server's session, within which niceness counts."""
     monkeypatch.setattr(grammar_checks, "NICE", 3)
     with closing(WorkerPool()) as pool:
         pid = worker(pool)
-        mine = os.getpriority(os.PRIO_PROCESS, 0)
-        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, mine + 3)
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, niceness + 3)
         assert os.getsid(pid) == os.getsid(0)
         assert os.getpgid(pid) == pid != os.getpgid(0)
 
@@ -243,7 +243,7 @@ def test_killed_server_leaves_no_process(busy: bool) -> None:
     assert psutil.wait_procs(started, 60)[1] == []
 
 
-def test_process_imports_the_library_and_nothing_else() -> None:
+def test_process_imports_only_library() -> None:
     program = (
         "import json, sys; sys.path[:] = json.loads(sys.argv[1])\n"
         "from vllm_mlx_harmony.server import grammar_process\n"
@@ -256,7 +256,7 @@ def test_process_imports_the_library_and_nothing_else() -> None:
         check=True,
     )
     imported = json.loads(run.stdout)
-    known = {name.partition(".")[0] for name in imported}
-    assert known - sys.stdlib_module_names - {"__main__"} == {"llguidance", "vllm_mlx_harmony"}
+    packages = {name.partition(".")[0] for name in imported}
+    assert packages - sys.stdlib_module_names - {"__main__"} == {"llguidance", "vllm_mlx_harmony"}
     ours = {name for name in imported if name.startswith("vllm_mlx_harmony.")}
     assert ours == {"vllm_mlx_harmony.server", "vllm_mlx_harmony.server.grammar_process"}

@@ -1,5 +1,5 @@
-"""What would end a server, through the front end: answered where nothing strict was asked for,
-refused where it was, and with nothing of the library in the words."""
+"""Schemas and syntaxes that would kill a server, through the front end: strict ones are refused,
+others ignored, and no error has a message of the library."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ pytestmark = pytest.mark.usefixtures("patient_checks")
 def client() -> Iterator[TestClient]:
     engine = ScriptedEngine({"Hello!": FINAL}, 1_000, context_length=None)
     host = Alone(engine, seconds=900.0)
-    one = TestClient(application(host), base_url="http://localhost")
-    one.headers["Authorization"] = f"Bearer {KEY}"
-    yield one
+    test_client = TestClient(application(host), base_url="http://localhost")
+    test_client.headers["Authorization"] = f"Bearer {KEY}"
+    yield test_client
     assert host.lent == 0
 
 
 def request(api: str, schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
     """The path and the body of a request with a tool, or with a response format."""
     chat, responses = "/v1/chat/completions", "/v1/responses"
-    asked = {"name": "f", "schema": schema, "strict": strict}
+    response_format = {"name": "f", "schema": schema, "strict": strict}
     tool = {"name": "f", "parameters": schema, "strict": strict}
     claude = {"name": "f", "input_schema": schema, "strict": strict}
     kind = {"type": "json_schema"}
@@ -44,8 +44,11 @@ def request(api: str, schema: Any, strict: bool) -> tuple[str, dict[str, Any]]:
         "chat": (chat, {"messages": HELLO, "tools": [{"type": "function", "function": tool}]}),
         "responses": (responses, {"input": "Hello!", "tools": [{"type": "function", **tool}]}),
         "messages": ("/v1/messages", {"messages": HELLO, "tools": [claude], "max_tokens": 100}),
-        "format": (chat, {"messages": HELLO, "response_format": {**kind, "json_schema": asked}}),
-        "text": (responses, {"input": "Hello!", "text": {"format": {**kind, **asked}}}),
+        "format": (
+            chat,
+            {"messages": HELLO, "response_format": {**kind, "json_schema": response_format}},
+        ),
+        "text": (responses, {"input": "Hello!", "text": {"format": {**kind, **response_format}}}),
     }[api]
 
 
@@ -82,7 +85,7 @@ def test_dangerous_syntax_is_refused(client: TestClient, name: str) -> None:
         assert client.post(path, json={"model": MODEL, **body}).status_code == answer.status_code
 
 
-def test_only_strict_schemas_and_syntaxes_start_the_process(client: TestClient) -> None:
+def test_only_strict_schemas_and_syntaxes_start_process(client: TestClient) -> None:
     grammar_checks.POOL.close()
     schemas = [*SCHEMAS.values(), pattern(r"^(\s*\S+){1,300}$"), {"type": "object"}]
     for schema in schemas:
@@ -96,10 +99,10 @@ def test_only_strict_schemas_and_syntaxes_start_the_process(client: TestClient) 
     assert grammar_checks.POOL.idle
 
 
-def test_grammar_is_left_out_while_the_process_is_busy(
+def test_grammar_is_omitted_while_process_is_busy(
     client: TestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Strict: try again soon. Otherwise any arguments will do, this time."""
+    """A strict request is to be sent again; for others, any arguments will do this time."""
 
     def busy(*_: Any) -> None:
         raise grammar_checks.CheckUnavailable("timed out waiting for the checker")

@@ -1,4 +1,4 @@
-"""Requests that no API is asked for, keys, time limits: HTTP around the three APIs, in process."""
+"""HTTP around the three APIs, in process: unknown paths, keys, time limits."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def client(host: Alone, **headers: str) -> TestClient:
     ],
 )
 @pytest.mark.parametrize("key", [KEY, "wrong"])
-def test_an_unknown_path_is_an_error_of_the_api(method: str, path: str, key: str) -> None:
+def test_unknown_path_gets_error_of_its_api(method: str, path: str, key: str) -> None:
     """Nothing is redirected: a client would lose its body, or send it twice."""
-    asking = client(Alone(ScriptedEngine(SCRIPTS)), authorization=f"Bearer {key}")
-    answer = asking.request(method, path, json=CHAT, follow_redirects=False)
+    test_client = client(Alone(ScriptedEngine(SCRIPTS)), authorization=f"Bearer {key}")
+    answer = test_client.request(method, path, json=CHAT, follow_redirects=False)
     if path == "/":  # there is a HEAD, for Claude Code
         assert (answer.status_code, answer.headers["allow"]) == (405, "HEAD")
         return
@@ -77,7 +77,7 @@ def test_an_unknown_path_is_an_error_of_the_api(method: str, path: str, key: str
 
 
 class Counts(Alone):
-    """A host that counts how often it is asked for a key."""
+    """A host that counts its key checks."""
 
     authenticated = 0
 
@@ -102,16 +102,16 @@ RIGHT, WRONG, ODD = f"Bearer {KEY}", "Bearer wrong", "Bearer sécret".encode()
         ({"Authorization": WRONG}, 401),
     ],
 )
-def test_a_key_is_checked_once(headers: dict[str, Any], status: int) -> None:
-    """A host counts and logs what it rejects."""
+def test_key_is_checked_once(headers: dict[str, Any], status: int) -> None:
+    """Hosts count and log each rejection."""
     host = Counts(ScriptedEngine(SCRIPTS))
-    asking = TestClient(host.app, base_url="http://localhost", headers=headers)
-    assert asking.post("/v1/messages", json=MESSAGES).status_code == status
+    test_client = TestClient(host.app, base_url="http://localhost", headers=headers)
+    assert test_client.post("/v1/messages", json=MESSAGES).status_code == status
     assert host.authenticated == 1
 
 
 class Slow(ScriptedEngine):
-    """Takes ten seconds, and never longer than 0.1 seconds for an id."""
+    """Takes ten seconds, but never more than 0.1 seconds for an id."""
 
     async def generate(self, request: GenerationRequest) -> Steps:
         for _ in range(100):
@@ -122,32 +122,32 @@ class Slow(ScriptedEngine):
 @pytest.mark.parametrize(
     ("path", "body"), [("/v1/chat/completions", CHAT), ("/v1/messages", MESSAGES)]
 )
-def test_a_timeout_is_counted_as_one(path: str, body: dict[str, Any]) -> None:
-    """The limit of an answer that is not streamed ends it while it is generated."""
+def test_timeout_is_counted_as_timeout(path: str, body: dict[str, Any]) -> None:
+    """An answer that is not streamed is ended by its limit during generation."""
     host = Alone(Slow(SCRIPTS), seconds=0.5)
     answer = client(host).post(path, json=body)
     assert answer.status_code == 504
     assert "timed out" in answer.text
-    assert [each.results[0] for each in host.trackers] == ["timeout"]
+    assert [tracker.results[0] for tracker in host.trackers] == ["timeout"]
     assert host.lent == 0
 
 
 class Watches(Alone):
-    """A host that waits for the client's disconnection while it loads a model."""
+    """A host that watches for a disconnect of the client while it loads a model."""
 
     async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
         messages: list[str] = []
 
-        async def gone() -> None:
+        async def wait_for_disconnect() -> None:
             while len(messages) < 9 and "http.disconnect" not in messages:
                 messages.append((await request.receive())["type"])
 
-        await _for(0.1, gone())
+        await _wait_at_most(0.1, wait_for_disconnect())
         assert len(messages) < 2, messages
         return await super().acquire(request, model, deadline)
 
 
-async def _for(seconds: float, waiting: Awaitable[None]) -> None:
+async def _wait_at_most(seconds: float, waiting: Awaitable[None]) -> None:
     try:
         await asyncio.wait_for(waiting, seconds)
     except TimeoutError:
@@ -191,7 +191,7 @@ def test_lease_ends_with_its_block_or_is_handed_over(handed_over: bool, fails: b
     assert releases == ([] if handed_over else ["released"])
 
 
-def test_a_host_may_wait_for_a_websockets_disconnection() -> None:
+def test_host_can_wait_for_websocket_disconnect() -> None:
     with client(Watches(ScriptedEngine(SCRIPTS))).websocket_connect("/v1/responses") as socket:
         socket.send_json({"type": "response.create", "model": MODEL, "input": "Hello!"})
         names = [socket.receive_json()["type"]]
@@ -225,18 +225,21 @@ def test_stalled_upload_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert b"request_timeout" in sent[1]["body"]
 
 
-def test_long_prompt_is_rejected_before_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_is_rejected_before_grammar_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     async def constraint_for(*_: Any) -> None:
         raise AssertionError("a grammar was made")
 
     monkeypatch.setattr(serving, "constraint_for", constraint_for)
-    got = client(Alone(ScriptedEngine(SCRIPTS, context_length=10))).post(
+    response = client(Alone(ScriptedEngine(SCRIPTS, context_length=10))).post(
         "/v1/chat/completions", json=CHAT
     )
-    assert (got.status_code, got.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert (response.status_code, response.json()["error"]["code"]) == (
+        400,
+        "context_length_exceeded",
+    )
 
 
-def test_answer_that_begins_during_a_shutdown_fails() -> None:
+def test_answer_begun_during_shutdown_fails() -> None:
     class Slow(Alone):
         """The shutdown begins while the engine is leased."""
 
@@ -244,13 +247,13 @@ def test_answer_that_begins_during_a_shutdown_fails() -> None:
             front_end_of(request).answers.reject_new(True)
             return await super().acquire(request, *more)
 
-    got = client(Slow(ScriptedEngine(SCRIPTS))).post("/v1/chat/completions", json=CHAT)
-    assert got.status_code == 503
-    assert got.json()["error"]["code"] == SHUTTING_DOWN
+    response = client(Slow(ScriptedEngine(SCRIPTS))).post("/v1/chat/completions", json=CHAT)
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == SHUTTING_DOWN
 
 
 class Transport:
-    """What a stream asks of a connection. As uvloop's, it raises once it is closed."""
+    """The methods of a transport that streams use. Like uvloop's, it raises once it is closed."""
 
     def __init__(self, calls_before_closed: int = 100) -> None:
         self.limits: list[int | None] = []
@@ -267,23 +270,24 @@ class Transport:
 
 
 @pytest.mark.parametrize(("calls_before_closed", "limits"), [(100, [0, None]), (1, [0]), (0, [])])
-def test_a_stream_leaves_a_connection_as_it_was(
+def test_stream_restores_write_buffer_limits(
     calls_before_closed: int, limits: list[int | None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A later answer on it, which has no time limit for its reader, would wait for each write.
+    """Otherwise a later answer on the connection, whose reader has no time limit, would wait for
+    each write.
 
-    A connection that the client has closed is left alone, and its engine is freed all the same.
+    A closed connection is left alone, and the engine is released all the same.
     """
     transport = Transport(calls_before_closed)
     monkeypatch.setattr(streams, "transport_of", lambda _: transport)
     host = Alone(ScriptedEngine(SCRIPTS))
-    got = client(host).post("/v1/chat/completions", json={**CHAT, "stream": True})
-    assert got.text.endswith("data: [DONE]\n\n")
+    response = client(host).post("/v1/chat/completions", json={**CHAT, "stream": True})
+    assert response.text.endswith("data: [DONE]\n\n")
     assert (transport.limits, host.lent) == (limits, 0)
 
 
 class Fails:
-    """An observer of which every method raises, or its making."""
+    """An observer of which one method raises."""
 
     def __init__(self, method: str) -> None:
         self._method = method
@@ -300,17 +304,17 @@ class Fails:
 @pytest.mark.parametrize("method", ["", "prompt", "step", "events", "whole", "ended"])
 def test_failing_observer_changes_no_answer(method: str, stream: bool) -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
-    asking = client(host)
+    test_client = client(host)
 
     def make(_: Observed) -> Any:
         if not method:
             raise ValueError("no observer")
         return Fails(method)
 
-    asked = {**CHAT, "stream": stream}
+    body = {**CHAT, "stream": stream}
     installed_in(host.app).observe.append(make)
-    got = asking.post("/v1/chat/completions", json=asked)
-    assert got.status_code == 200
-    assert "Good" in got.text and ("[DONE]" in got.text) is stream
+    response = test_client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200
+    assert "Good" in response.text and ("[DONE]" in response.text) is stream
     assert host.trackers[0].results == ["success"]
     assert host.lent == 0

@@ -1,4 +1,4 @@
-"""The endpoint of ids: off unless it is switched on; then what a gateway needs of it."""
+"""The endpoint for token ids: off by default; if it is on, it has what a gateway needs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROMPT = list(ids("<|start|>user<|message|>Hello!<|end|><|start|>assistant"))
 
 
 class Waits(ScriptedEngine):
-    """Says one id, when ``until`` is true."""
+    """Generates one id, once ``until`` is true."""
 
     def __init__(self, scripts: dict[str, str], until: Callable[[], bool]) -> None:
         super().__init__(scripts)
@@ -45,41 +45,41 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Alone:
 
 
 def client(host: Alone) -> TestClient:
-    asking = TestClient(host.app, base_url="http://localhost")
-    asking.headers["Authorization"] = f"Bearer {KEY}"
-    return asking
+    test_client = TestClient(host.app, base_url="http://localhost")
+    test_client.headers["Authorization"] = f"Bearer {KEY}"
+    return test_client
 
 
 def events(text: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
 
 
-def test_it_is_off(host: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_is_off_by_default(host: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ID_ENDPOINT_VARIABLE)
-    asked = {"prompt": PROMPT, "settings": SETTINGS}
-    for answer in (client(host).get(PATH), client(host).post(PATH, json=asked)):
+    body = {"prompt": PROMPT, "settings": SETTINGS}
+    for answer in (client(host).get(PATH), client(host).post(PATH, json=body)):
         assert answer.status_code == 404
         assert ID_ENDPOINT_VARIABLE in answer.json()["error"]["message"]
     assert host.lent == 0
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_origins_come_with_the_ids(host: Alone, asked: bool) -> None:
+@pytest.mark.parametrize("requested", [False, True])
+def test_origins_are_sent_on_request(host: Alone, requested: bool) -> None:
     class Reporting(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> Steps:
             async for step in super().generate(request):
                 yield step._replace(origins="m" * len(step.ids) if request.settings.origins else "")
 
     host.engine = Reporting({"Hello!": SCRIPT}, at_once=2)
-    settings = {**SETTINGS, "origins": True} if asked else SETTINGS
+    settings = {**SETTINGS, "origins": True} if requested else SETTINGS
     answer = client(host).post(PATH, json={"model": MODEL, "prompt": PROMPT, "settings": settings})
     for event in events(answer.text):
-        assert event.get("origins", "") == "m" * len(event["ids"]) * asked
+        assert event.get("origins", "") == "m" * len(event["ids"]) * requested
 
 
-def test_ids_in_and_every_id_out(host: Alone) -> None:
-    asked = {"model": MODEL, "prompt": PROMPT, "settings": SETTINGS}
-    answer = client(host).post(PATH, json=asked)
+def test_all_generated_ids_are_sent(host: Alone) -> None:
+    body = {"model": MODEL, "prompt": PROMPT, "settings": SETTINGS}
+    answer = client(host).post(PATH, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
     stream = events(answer.text)
     assert tuple(token for event in stream for token in event["ids"]) == ids(SCRIPT)
@@ -88,9 +88,9 @@ def test_ids_in_and_every_id_out(host: Alone) -> None:
     assert (host.lent, host.trackers[0].results[0]) == (0, "success")
 
 
-def test_a_limit_is_a_length(host: Alone) -> None:
-    asked = {"prompt": PROMPT, "settings": {**SETTINGS, "max_tokens": 3}}
-    stream = events(client(host).post(PATH, json=asked).text)
+def test_token_limit_finishes_with_length(host: Alone) -> None:
+    body = {"prompt": PROMPT, "settings": {**SETTINGS, "max_tokens": 3}}
+    stream = events(client(host).post(PATH, json=body).text)
     assert stream[-1]["finish"] == "length"
     assert tuple(token for event in stream for token in event["ids"]) == ids(SCRIPT)[:3]
 
@@ -114,14 +114,17 @@ def test_a_limit_is_a_length(host: Alone) -> None:
     ],
 )
 def test_invalid_field_is_named(host: Alone, fields: dict[str, Any], param: str) -> None:
-    asked = {"prompt": PROMPT, "settings": SETTINGS, **fields}
-    answer = client(host).post(PATH, json=asked)
+    body = {"prompt": PROMPT, "settings": SETTINGS, **fields}
+    answer = client(host).post(PATH, json=body)
     assert answer.status_code in (400, 404)
     assert answer.json()["error"]["param"] == param
-    assert (host.lent, host.trackers) == (0, [])  # one that never ends would count as running
+    assert (host.lent, host.trackers) == (
+        0,
+        [],
+    )  # a tracker that never finishes would count as running
 
 
-def test_it_asks_for_a_key_and_says_who_it_is(host: Alone) -> None:
+def test_endpoint_requires_key_and_identifies_itself(host: Alone) -> None:
     assert "harmony" in client(host).get(PATH).json()
     without = TestClient(host.app, base_url="http://localhost")
     assert without.get(PATH).status_code == 401
@@ -132,10 +135,8 @@ MANY = 100_000
 
 
 @pytest.mark.parametrize("limit", ["", "60000"], ids=["by default", "as the operator wants"])
-def test_a_prompt_may_be_as_long_as_the_context(
-    host: Alone, limit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A body may have 50,000 JSON values, in which the ids of a prompt are not counted."""
+def test_prompt_may_fill_context(host: Alone, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit of 50,000 JSON values in a body does not include the ids of a prompt."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_MAX_VALUES", limit)
     host.engine.context_length = 131_072  # type: ignore[misc]
     prompt = [PROMPT[0]] * (MANY - len(PROMPT)) + PROMPT
@@ -167,23 +168,23 @@ def test_prediction_is_passed_on_and_counted(host: Alone) -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [(PATH, 200), ("/v1/chat/completions", 413)])
-def test_ids_of_other_apis_are_counted(host: Alone, path: str, status: int) -> None:
+def test_ids_sent_to_other_apis_count_as_values(host: Alone, path: str, status: int) -> None:
     host.engine.context_length = 131_072  # type: ignore[misc]
     body = {"prompt": PROMPT[:1] * MANY + PROMPT, "settings": SETTINGS}
     assert client(host).post(path, json=body).status_code == status
 
 
-def test_each_answer_can_be_ended(host: Alone) -> None:
-    """The answers of one tenant, which has many: a shutdown ends all of them."""
+def test_all_answers_of_tenant_are_running(host: Alone) -> None:
+    """A shutdown ends those that are running, of which one tenant may have many."""
     running: list[int] = []
     host.engine = Waits({}, until=lambda: len(running) > 2)
 
-    async def ask(asking: httpx.AsyncClient) -> None:
+    async def post(http: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "settings": SETTINGS}
-        sent = asyncio.ensure_future(asking.post(PATH, json=body))
+        request = asyncio.ensure_future(http.post(PATH, json=body))
         await asyncio.sleep(0.1)
         running.append(len(host.answers.running))
-        await sent
+        await request
 
     async def test() -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
@@ -191,13 +192,13 @@ def test_each_answer_can_be_ended(host: Alone) -> None:
             transport=httpx.ASGITransport(host.app),
             base_url="http://localhost",
             headers=headers,
-        ) as asking:
-            await asyncio.gather(*(ask(asking) for _ in range(3)))
+        ) as http:
+            await asyncio.gather(*(post(http) for _ in range(3)))
 
     asyncio.run(test())
     assert running == [3, 3, 3]
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_the_version(host: Alone, method: str) -> None:
+def test_endpoint_answers_get_and_head(host: Alone, method: str) -> None:
     assert client(host).request(method, PATH).status_code == 200

@@ -1,4 +1,4 @@
-"""The inspector's data: what it shows of a request, to whom, and what it must not do."""
+"""The inspector's data: what it shows of a request, to whom, and what it must not keep."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ class Site:
         self.undo = inspector.install(self.app, lambda: [SECTION])
         self.browser = TestClient(self.app, base_url="http://localhost")
 
-    def ask(self, api: str = "chat_completions", key: str = KEY, **more: Any) -> Any:
+    def post(self, api: str = "chat_completions", key: str = KEY, **fields: Any) -> Any:
         path, body = BODIES[api]
         headers = {"authorization": f"Bearer {key}"}
         client = TestClient(self.app, base_url="http://localhost")
-        return client.post(path, json={"model": "gpt-oss-20b", **body, **more}, headers=headers)
+        return client.post(path, json={"model": "gpt-oss-20b", **body, **fields}, headers=headers)
 
     def get(self, path: str, key: str = KEY) -> Any:
         headers = {"authorization": f"Bearer {key}"}
@@ -94,16 +94,15 @@ class Site:
         return self.browser.post("/harmony/inspector/login", json={"key": key}, headers=headers)
 
     def shut_down_after(self, monkeypatch: pytest.MonkeyPatch, checks: int) -> None:
-        """The shutdown begins after this many checks for one by the inspector, not by the
-        middleware."""
+        """Begins the shutdown after one check by the middleware and ``checks`` by the inspector."""
         answers = installed_in(self.app).answers
         results = iter([None] * (1 + checks))
         monkeypatch.setattr(answers, "rejection", lambda: next(results, shutting_down()))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.get("requests").json()["requests"]
-        return found
+        requests: list[dict[str, Any]] = self.get("requests").json()["requests"]
+        return requests
 
 
 @pytest.fixture
@@ -116,36 +115,36 @@ def site() -> Site:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", BODIES)
-def test_a_request_with_its_prompt_and_every_id(site: Site, api: str, stream: bool) -> None:
-    answer = site.ask(api, stream=stream)
+def test_request_is_shown_with_prompt_and_all_ids(site: Site, api: str, stream: bool) -> None:
+    answer = site.post(api, stream=stream)
     assert answer.status_code == 200, answer.text
     (row,) = site.rows
     assert (row["api"], row["state"], row["stream"]) == (api, "success", stream)
     assert row["generated"] == len(ids(SCRIPT))
     assert row["seconds"] >= row["first"] > 0
-    found = site.get(f"requests/{row['id']}").json()
-    assert json.loads(found["body"])["model"] == "gpt-oss-20b"
-    assert found["path"] == BODIES[api][0]
-    assert tuple(found["prompt"]["ids"]) == site.host.engine.prompts[0]  # type: ignore[attr-defined]
-    assert "".join(found["prompt"]["texts"]) == vocab.encoding().decode(found["prompt"]["ids"])
+    details = site.get(f"requests/{row['id']}").json()
+    assert json.loads(details["body"])["model"] == "gpt-oss-20b"
+    assert details["path"] == BODIES[api][0]
+    assert tuple(details["prompt"]["ids"]) == site.host.engine.prompts[0]  # type: ignore[attr-defined]
+    assert "".join(details["prompt"]["texts"]) == vocab.encoding().decode(details["prompt"]["ids"])
     output = site.get(f"requests/{row['id']}/output").json()
     assert tuple(output["ids"]) == ids(SCRIPT)
     assert "".join(output["texts"]) == SCRIPT
     assert output["times"] == sorted(output["times"])
-    shown = "".join(output["events"])
-    assert shown == answer.text if stream else json.loads(shown) == answer.json()
+    events = "".join(output["events"])
+    assert events == answer.text if stream else json.loads(events) == answer.json()
 
 
 def test_unstarted_background_response_is_not_listed(site: Site) -> None:
-    """Only requests that have ended are dropped, so it would be there for ever."""
+    """Only ended requests are dropped from the list, so it would stay for ever."""
     installed_in(site.app).settings = ServerSettings(background_bytes=-1)
-    assert site.ask("responses", background=True).status_code == 503
+    assert site.post("responses", background=True).status_code == 503
     assert site.rows == []
 
 
 @dataclass
 class Reporting(ScriptedEngine):
-    """It reports that all ids were copied, if it is asked."""
+    """Reports that all ids were copied, if origins are requested."""
 
     async def generate(self, request: GenerationRequest) -> Steps:
         async for step in super().generate(request):
@@ -155,13 +154,13 @@ class Reporting(ScriptedEngine):
 @pytest.mark.parametrize(("engine", "origin"), [(ScriptedEngine, "?"), (Reporting, "c")])
 def test_each_id_has_its_origin(engine: Any, origin: str) -> None:
     site = Site(TwoKeys(engine({"Hello!": SCRIPT})))
-    site.ask()
-    found = site.get(f"requests/{site.rows[0]['id']}/output?tokens=2").json()
-    assert found["origins"] == origin * (len(ids(SCRIPT)) - 2)
+    site.post()
+    output = site.get(f"requests/{site.rows[0]['id']}/output?tokens=2").json()
+    assert output["origins"] == origin * (len(ids(SCRIPT)) - 2)
 
 
 def test_known_records_are_not_sent_again(site: Site) -> None:
-    site.ask(stream=True)
+    site.post(stream=True)
     path = f"requests/{site.rows[0]['id']}/output"
     whole = site.get(path).json()
     rest = site.get(f"{path}?tokens=3&events=2").json()
@@ -171,18 +170,18 @@ def test_known_records_are_not_sent_again(site: Site) -> None:
     assert site.get(f"{path}?tokens=-1").json()["ids"] == whole["ids"]
 
 
-def test_changes_come_as_events(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    site.ask()
+def test_changes_are_sent_as_events(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    site.post()
     site.shut_down_after(monkeypatch, 3)
     monkeypatch.setattr(routes, "SECONDS", 0)
     answer = site.get("events")
     assert answer.headers["content-type"].startswith("text/event-stream")
     name, data = answer.text.strip().split("\n")
     assert name == "event: all"
-    assert [each["state"] for each in json.loads(data.removeprefix("data: "))] == ["success"]
+    assert [row["state"] for row in json.loads(data.removeprefix("data: "))] == ["success"]
 
 
-def test_a_silent_stream_has_comments(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_stream_has_comments(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.shut_down_after(monkeypatch, 5)
     monkeypatch.setattr(routes, "SECONDS", 0.01)
     monkeypatch.setattr(routes, "MAX_SILENCE", 0.02)
@@ -210,20 +209,20 @@ def test_stream_ends_when_its_key_is_revoked(
     assert events(path).text == "event: all\ndata: []\n\n"
 
 
-def test_the_server(site: Site) -> None:
-    site.ask()
-    refused = site.ask(messages="none")
-    found = site.get("server").json()
-    assert found["sections"][1] == [SECTION[0], [list(each) for each in SECTION[1]]]
-    shown = {name: value for name, value, _ in found["sections"][0][1]}
-    assert (shown["finished"], shown["running"], shown["waiting"]) == (1, 0, 0)
-    assert sum(found["minutes"]) == len(ids(SCRIPT)) and len(found["minutes"]) == 60
-    (error,) = found["errors"]
+def test_server_figures_are_shown(site: Site) -> None:
+    site.post()
+    refused = site.post(messages="none")
+    server = site.get("server").json()
+    assert server["sections"][1] == [SECTION[0], [list(entry) for entry in SECTION[1]]]
+    figures = {name: value for name, value, _ in server["sections"][0][1]}
+    assert (figures["finished"], figures["running"], figures["waiting"]) == (1, 0, 0)
+    assert sum(server["minutes"]) == len(ids(SCRIPT)) and len(server["minutes"]) == 60
+    (error,) = server["errors"]
     assert (error["what"], error["status"]) == ("POST /v1/chat/completions", 400)
     assert error["message"] == refused.json()["error"]["message"]
 
 
-def test_a_failure_of_the_engine_has_its_reason() -> None:
+def test_engine_failure_is_shown_with_reason() -> None:
     class Broken(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> Steps:
             async for step in super().generate(request):
@@ -231,15 +230,17 @@ def test_a_failure_of_the_engine_has_its_reason() -> None:
                 raise OutputError("the cable was cut")
 
     site = Site(Alone(Broken({"Hello!": SCRIPT})))
-    site.ask(stream=True)
+    site.post(stream=True)
     assert (site.rows[0]["state"], site.rows[0]["failure"]) == ("error", "the cable was cut")
-    assert "the cable was cut" in [each["message"] for each in site.get("server").json()["errors"]]
+    assert "the cable was cut" in [
+        error["message"] for error in site.get("server").json()["errors"]
+    ]
 
 
 # --- Who may see it
 
 
-def test_the_page_is_open_and_the_data_is_not(site: Site) -> None:
+def test_page_is_public_and_data_is_not(site: Site) -> None:
     page = site.browser.get("/harmony")
     assert page.status_code == 200 and "text/html" in page.headers["content-type"]
     for name in DATA:
@@ -249,22 +250,22 @@ def test_the_page_is_open_and_the_data_is_not(site: Site) -> None:
     assert site.get("requests", key="wrong").status_code == 401
 
 
-def test_a_login_opens_a_session_and_a_logout_ends_it(site: Site) -> None:
-    site.ask()
+def test_login_opens_session_and_logout_ends_it(site: Site) -> None:
+    site.post()
     assert site.log_in("wrong").status_code == 401
     assert site.log_in("schlüssel").status_code == 401
     cookie = site.log_in().headers["set-cookie"]
     assert "HttpOnly" in cookie and "SameSite=strict" in cookie and "Path=/harmony;" in cookie
     assert "Secure" not in cookie and KEY not in cookie
     assert len(site.browser.get("/harmony/inspector/requests").json()["requests"]) == 1
-    kept = dict(site.browser.cookies)
+    cookies = dict(site.browser.cookies)
     site.browser.post("/harmony/inspector/logout")
-    for name, value in kept.items():
-        site.browser.cookies.set(name, value)  # a copy of it
+    for name, value in cookies.items():
+        site.browser.cookies.set(name, value)  # a copy of the cookie
     assert site.browser.get("/harmony/inspector/requests").status_code == 401
 
 
-def test_a_cookie_of_https_is_secure(site: Site) -> None:
+def test_https_cookie_is_secure(site: Site) -> None:
     browser = TestClient(site.app, base_url="https://localhost")
     assert (
         "Secure"
@@ -272,9 +273,7 @@ def test_a_cookie_of_https_is_secure(site: Site) -> None:
     )
 
 
-def test_a_session_ends_with_its_key_and_after_a_time(
-    site: Site, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_session_ends_with_its_key_or_expires(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.log_in(OTHER)
     assert site.browser.get("/harmony/inspector/requests").status_code == 200
     monkeypatch.setattr(TwoKeys, "authenticate", Alone.authenticate)  # only one key is left
@@ -294,9 +293,9 @@ def test_sessions_are_bounded(site: Site) -> None:
         assert site.browser.post("/harmony/inspector/login", content=body).status_code == 400
 
 
-def test_each_key_sees_its_own_requests(site: Site) -> None:
-    site.ask()
-    site.ask(messages="none")
+def test_key_sees_only_its_own_requests(site: Site) -> None:
+    site.post()
+    site.post(messages="none")
     row = site.rows[0]
     assert site.get("requests", OTHER).json()["requests"] == []
     assert site.get("server", OTHER).json()["errors"] == []
@@ -319,7 +318,7 @@ def test_each_key_sees_its_own_requests(site: Site) -> None:
         ({"origin": "null"}, 403),
     ],
 )
-def test_other_pages_may_do_nothing(site: Site, headers: dict[str, str], status: int) -> None:
+def test_other_origins_are_forbidden(site: Site, headers: dict[str, str], status: int) -> None:
     assert site.log_in(**headers).status_code == status
     site.log_in()
     cross = {name: value for name, value in headers.items() if value != "none"}
@@ -327,19 +326,19 @@ def test_other_pages_may_do_nothing(site: Site, headers: dict[str, str], status:
     assert answer.status_code == (200 if headers.get("sec-fetch-site") == "none" else status)
 
 
-def test_without_a_key_it_is_open_to_pages_of_its_own_only() -> None:
+def test_keyless_inspector_is_open_to_own_pages_only() -> None:
     host = Alone(ScriptedEngine({"Hello!": SCRIPT}))
     host.requires_key = False
     site = Site(host)
-    site.ask()
-    found = site.browser.get("/harmony/inspector/requests").json()
-    assert not found["keyed"] and len(found["requests"]) == 1
+    site.post()
+    listing = site.browser.get("/harmony/inspector/requests").json()
+    assert not listing["keyed"] and len(listing["requests"]) == 1
     for headers in ({"host": "evil.example"}, {"origin": "http://localhost:3000"}):
         assert site.browser.get("/harmony/inspector/requests", headers=headers).status_code == 403
 
 
-def test_every_response_forbids_what_is_not_needed(site: Site) -> None:
-    names = [each.name for each in routes._STATIC.iterdir() if each.name != "index.html"]
+def test_responses_have_security_headers(site: Site) -> None:
+    names = [file.name for file in routes._STATIC.iterdir() if file.name != "index.html"]
     paths = ["/harmony", *(f"/harmony/inspector/{name}" for name in (*names, *DATA))]
     for path in paths:
         headers = site.browser.get(path).headers
@@ -350,9 +349,9 @@ def test_every_response_forbids_what_is_not_needed(site: Site) -> None:
     assert site.browser.get("/harmony/inspector/../record.py").status_code == 404
 
 
-def test_pages_load_nothing_from_elsewhere_and_set_no_markup() -> None:
-    for each in routes._STATIC.iterdir():
-        text = each.read_text("utf-8")
+def test_pages_load_nothing_external_and_set_no_markup() -> None:
+    for file in routes._STATIC.iterdir():
+        text = file.read_text("utf-8")
         addresses = set(re.findall(r"https?://[^\s'\"]+", text))
         assert addresses <= {
             "http://www.w3.org/2000/svg",
@@ -366,7 +365,7 @@ def test_pages_load_nothing_from_elsewhere_and_set_no_markup() -> None:
 # --- Ending
 
 
-async def _from_the_page(
+async def _post_during_answer(
     engine: ScriptedEngine, action: str, **fields: Any
 ) -> tuple[list[httpx.Response], httpx.Response]:
     """The responses to ``action``, during the answer and after it, and the answer."""
@@ -378,20 +377,20 @@ async def _from_the_page(
         headers={"authorization": f"Bearer {KEY}"},
     ) as client:
         body = {"model": "gpt-oss-20b", **body, **fields}
-        asking = asyncio.ensure_future(client.post(path, json=body))
+        request = asyncio.ensure_future(client.post(path, json=body))
         row: dict[str, Any] = {}
         while row.get("generated", 0) < 5:
-            assert not asking.done(), asking.result().text
+            assert not request.done(), request.result().text
             await asyncio.sleep(0)
             rows = (await client.get("/harmony/inspector/requests")).json()["requests"]
             row = rows[0] if rows else {}
         assert row["state"] == "answer"
         url = f"/harmony/inspector/requests/{row['id']}/{action}"
-        first, answer = await client.post(url), await asking
+        first, answer = await client.post(url), await request
         return [first, await client.post(url)], answer
 
 
-def test_a_request_is_ended_from_the_page() -> None:
+def test_page_ends_request() -> None:
     class Endless(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> Steps:
             yield Step(ids("<|channel|>final<|message|>"))
@@ -399,16 +398,16 @@ def test_a_request_is_ended_from_the_page() -> None:
                 yield Step(ids("so "))
                 await asyncio.sleep(0.01)
 
-    ended, answer = asyncio.run(_from_the_page(Endless({"Hello!": SCRIPT}), "end"))
-    assert [each.json() for each in ended] == [{"ended": True}, {"ended": False}]
+    responses, answer = asyncio.run(_post_during_answer(Endless({"Hello!": SCRIPT}), "end"))
+    assert [response.json() for response in responses] == [{"ended": True}, {"ended": False}]
     assert answer.status_code == 499 and "cancelled" in answer.text
 
 
-def test_reasoning_is_ended_from_the_page() -> None:
+def test_page_ends_reasoning() -> None:
     thinks = f"<|channel|>analysis<|message|>{'so ' * 5_000}<|end|>"
     engine = ObedientEngine({"Hello!": thinks}, context_length=None)
-    ended, answer = asyncio.run(_from_the_page(engine, "answer", reasoning_effort="high"))
-    assert [each.status_code for each in ended] == [200, 409]
+    responses, answer = asyncio.run(_post_during_answer(engine, "answer", reasoning_effort="high"))
+    assert [response.status_code for response in responses] == [200, 409]
     (choice,) = answer.json()["choices"]
     assert choice["message"]["content"] == "Well."
     assert choice["message"]["reasoning_ended_by"] == "request"
@@ -422,16 +421,16 @@ def observed(key: str = "a", raw: bytes = b"{}", value: object = None) -> Observ
     return Observed("responses", "/v1/responses", document, "m", True, key, "t", "o")
 
 
-def test_tool_results_are_marked_as_such() -> None:
-    seen = Log().observe(observed())
-    seen.prompt((1, 2), None)
-    seen.step(Step((3, 4, 99)))  # the last one is beyond the end of the output
-    seen.prompt((1, 2, 3, 4, 50, 51), None)
-    seen.step(Step((5,), "length"))
-    assert list(seen.output) == [3, 4, 50, 51, 5]
-    assert seen.results == [(2, 4)] and seen.generated == 3 and len(seen.times) == 5
-    assert seen.origins == b"?????"
-    assert seen.summary()["finish"] == "length"
+def test_tool_results_are_marked() -> None:
+    entry = Log().observe(observed())
+    entry.prompt((1, 2), None)
+    entry.step(Step((3, 4, 99)))  # the last one is beyond the end of the output
+    entry.prompt((1, 2, 3, 4, 50, 51), None)
+    entry.step(Step((5,), "length"))
+    assert list(entry.output) == [3, 4, 50, 51, 5]
+    assert entry.results == [(2, 4)] and entry.generated == 3 and len(entry.times) == 5
+    assert entry.origins == b"?????"
+    assert entry.summary()["finish"] == "length"
 
 
 @pytest.mark.parametrize(
@@ -443,12 +442,12 @@ def test_tool_results_are_marked_as_such() -> None:
         ([Step((7,), cached_tokens=6)], "answer", 6),
     ],
 )
-def test_the_state_of_a_request(steps: list[Step], state: str, cached: int) -> None:
-    seen = Log().observe(observed())
-    seen.prompt((1, 2), None)
+def test_steps_determine_state_of_request(steps: list[Step], state: str, cached: int) -> None:
+    entry = Log().observe(observed())
+    entry.prompt((1, 2), None)
     for step in steps:
-        seen.step(step)
-    assert (seen.summary()["state"], seen.cached) == (state, cached)
+        entry.step(step)
+    assert (entry.summary()["state"], entry.cached) == (state, cached)
 
 
 TOKEN = "c2VjcmV0"
@@ -463,32 +462,32 @@ TOKEN = "c2VjcmV0"
     ],
 )
 def test_credentials_of_tool_servers_are_not_kept(document: dict[str, Any]) -> None:
-    seen = Log().observe(observed(raw=dumps(document).encode(), value=document))
-    assert seen.body is not None and TOKEN.encode() not in seen.body
+    entry = Log().observe(observed(raw=dumps(document).encode(), value=document))
+    assert entry.body is not None and TOKEN.encode() not in entry.body
     assert TOKEN in dumps(document)
-    assert json.loads(seen.body).keys() == document.keys()
+    assert json.loads(entry.body).keys() == document.keys()
 
 
-def test_a_record_holds_neither_the_parsed_body_nor_the_grammar() -> None:
+def test_record_holds_neither_parsed_body_nor_grammar() -> None:
     class Value(dict[str, Any]):
-        """What can be referred to weakly."""
+        """A dictionary that can have weak references."""
 
     value, constraint = Value(), Constraint(ConstraintSpec(min_tokens=1))
-    left = weakref.ref(value), weakref.ref(constraint)
-    seen = Log().observe(observed(value=value))
-    seen.prompt((1,), constraint)
-    seen.ended("success", Usage(), None)
+    references = weakref.ref(value), weakref.ref(constraint)
+    entry = Log().observe(observed(value=value))
+    entry.prompt((1,), constraint)
+    entry.ended("success", Usage(), None)
     del value, constraint
-    assert [each() for each in left] == [None, None]
+    assert [reference() for reference in references] == [None, None]
 
 
-def test_a_body_is_shown_as_it_was_sent() -> None:
+def test_body_is_shown_as_sent() -> None:
     tool = b'{"name": "f", "parameters": {"headers": 1}}'
     raw = b'{"input" : "headers, authorization", "tools": [%s]}' % tool
     assert Log().observe(observed(raw=raw, value=json.loads(raw))).body == raw
 
 
-def test_the_log_is_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_is_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     log = Log()
     running = log.observe(observed("running"))
     for number in range(record.MAX_RECORDS + 50):
@@ -500,29 +499,29 @@ def test_the_log_is_bounded_in_number_and_bytes(monkeypatch: pytest.MonkeyPatch)
         last = log.observe(observed(f"long {number}"))
         last.prompt(tuple(range(5000)), None)
         last.ended("success", Usage(), None)
-    assert sum(each.nbytes for each in log.of(None)) <= 100_000
+    assert sum(entry.nbytes for entry in log.of(None)) <= 100_000
     assert log.find("long 19", None) is last
 
 
 def test_long_answers_and_bodies_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "MAX_ANSWER", 1000)
     monkeypatch.setattr(record, "MAX_BODY", 10)
-    seen = Log().observe(observed(raw=b"x" * 11))
-    assert seen.body is None
+    entry = Log().observe(observed(raw=b"x" * 11))
+    assert entry.body is None
     for _ in range(100):
-        seen.events([Event("x" * 100)])
-    assert len(seen.frames) + seen.dropped == 100 and 10 <= len(seen.frames) <= 12
-    seen.whole({"text": "y" * 2000})
-    assert seen.dropped
+        entry.events([Event("x" * 100)])
+    assert len(entry.frames) + entry.dropped == 100 and 10 <= len(entry.frames) <= 12
+    entry.whole({"text": "y" * 2000})
+    assert entry.dropped
 
 
-def test_undone_nothing_is_left(site: Site) -> None:
+def test_undo_removes_inspector(site: Site) -> None:
     site.undo()
     assert front_end_of(HTTPConnection({"type": "http", "app": site.app})).observe == []
     assert site.browser.get("/harmony").status_code == 404
-    assert site.ask().status_code == 200
+    assert site.post().status_code == 200
 
 
-def test_without_it_there_is_no_page() -> None:
+def test_page_is_missing_without_inspector() -> None:
     client = TestClient(application(Alone(ScriptedEngine({}))), base_url="http://localhost")
     assert client.get("/harmony").status_code == 404

@@ -1,4 +1,4 @@
-"""Log probabilities in Chat Completions and Responses: of content alone, streamed as whole."""
+"""Log probabilities in Chat Completions and Responses: of content only, whole and streamed."""
 
 from __future__ import annotations
 
@@ -70,15 +70,15 @@ def chat(text: str = "Hello!", **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 @pytest.mark.parametrize("most", [None, 0, 5, 20])
 @pytest.mark.parametrize("n", [1, 2])
-def test_chat(at_once: int, most: int | None, n: int) -> None:
-    asked = chat(logprobs=True, n=n, **({} if most is None else {"top_logprobs": most}))
+def test_chat_has_logprobs_of_content(at_once: int, most: int | None, n: int) -> None:
+    options = chat(logprobs=True, n=n, **({} if most is None else {"top_logprobs": most}))
     entries = expected(PREAMBLE, most or 0) + expected(FINAL, most or 0)
 
     async def test() -> None:
         client, _ = clients(Alone(ScriptedEngine(SCRIPTS, at_once)))
-        whole = await client.chat.completions.create(**asked)
+        whole = await client.chat.completions.create(**options)
         state = ChatCompletionStreamState()
-        async for chunk in await client.chat.completions.create(**asked, stream=True):
+        async for chunk in await client.chat.completions.create(**options, stream=True):
             state.handle_chunk(chunk)
             for choice in chunk.choices:
                 content = getattr(choice.delta, "content", None)
@@ -89,7 +89,7 @@ def test_chat(at_once: int, most: int | None, n: int) -> None:
                 assert choice.message.content == f"{PREAMBLE}\n{FINAL}"
                 assert choice.logprobs is not None
                 assert choice.logprobs.refusal is None
-                dumped = [each.model_dump() for each in choice.logprobs.content or ()]
+                dumped = [token.model_dump() for token in choice.logprobs.content or ()]
                 assert dumped == entries
 
     asyncio.run(test())
@@ -97,21 +97,23 @@ def test_chat(at_once: int, most: int | None, n: int) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"logprobs": False, "top_logprobs": 0}])
-def test_chat_without(wire: TestClient, stream: bool, fields: dict[str, Any]) -> None:
+def test_chat_omits_unrequested_logprobs(
+    wire: TestClient, stream: bool, fields: dict[str, Any]
+) -> None:
     answer = wire.post("/v1/chat/completions", json=chat(stream=stream, **fields))
     assert '"logprobs":null' in answer.text
     assert '"logprobs":{' not in answer.text
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_has_none(wire: TestClient, stream: bool) -> None:
+def test_call_has_no_logprobs(wire: TestClient, stream: bool) -> None:
     answer = wire.post("/v1/chat/completions", json=chat("Call.", stream=stream, logprobs=True))
     assert answer.status_code == 200
     assert '"logprobs":{' not in answer.text
 
 
 INCLUDE = {"include": ["message.output_text.logprobs"]}
-ASKED: dict[str, tuple[dict[str, Any], int | None]] = {
+REQUESTED: dict[str, tuple[dict[str, Any], int | None]] = {
     "include": (INCLUDE, 0),
     "both": ({**INCLUDE, "top_logprobs": 3}, 3),
     "a number": ({"top_logprobs": 20}, 20),
@@ -119,9 +121,11 @@ ASKED: dict[str, tuple[dict[str, Any], int | None]] = {
 }
 
 
-@pytest.mark.parametrize(("fields", "most"), ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize(("fields", "most"), REQUESTED.values(), ids=REQUESTED)
 @pytest.mark.parametrize("wire", [{"at_once": 1}, {"at_once": 3}], indirect=True)
-def test_responses(wire: TestClient, fields: dict[str, Any], most: int | None) -> None:
+def test_responses_have_logprobs_of_content(
+    wire: TestClient, fields: dict[str, Any], most: int | None
+) -> None:
     body = {"model": MODEL, "input": "Hello!", **fields}
     whole = wire.post("/v1/responses", json=body).json()
     answer = wire.post("/v1/responses", json={**body, "stream": True})
@@ -148,7 +152,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize(("path", "body", "param"), REFUSED.values(), ids=REFUSED)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("wire", [{"has_logprobs": False}], indirect=True)
-def test_an_engine_without_them(
+def test_logprobs_are_refused_without_engine_support(
     wire: TestClient, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
     answer = wire.post(path, json={**body, "stream": stream})

@@ -1,4 +1,4 @@
-"""Ollama's and LM Studio's endpoints, as they are on the wire and for the official client."""
+"""Ollama's and LM Studio's endpoints, on the wire and through the official client."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ SCRIPTS = {
 }
 
 
-class Known(Alone):
+class HostWithContextLength(Alone):
     """A host that knows the context length of its model."""
 
     async def models(self) -> dict[str, Any]:
-        listed = await super().models()
-        listed["data"][0]["max_model_len"] = 4096
-        return listed
+        models = await super().models()
+        models["data"][0]["max_model_len"] = 4096
+        return models
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Known:
+def host(monkeypatch: pytest.MonkeyPatch) -> HostWithContextLength:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     monkeypatch.setenv(settings.variable("model_names"), "gpt-oss:20b")
-    return Known(ScriptedEngine(SCRIPTS, 3))
+    return HostWithContextLength(ScriptedEngine(SCRIPTS, 3))
 
 
 @pytest.fixture
-def wire(host: Known) -> Iterator[TestClient]:
+def wire(host: HostWithContextLength) -> Iterator[TestClient]:
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
@@ -59,20 +59,20 @@ DETAILS = {
 }
 
 
-def test_models_of_the_official_client(host: Known) -> None:
+def test_official_client_lists_and_shows_models(host: HostWithContextLength) -> None:
     client = ollama_client(host)
 
     async def test() -> None:
-        listed = await client.list()
-        assert [each.model for each in listed.models] == [MODEL, "gpt-oss:20b"]
+        listing = await client.list()
+        assert [model.model for model in listing.models] == [MODEL, "gpt-oss:20b"]
         (running,) = (await client.ps()).models
         assert (running.model, running.context_length) == (MODEL, 4096)
-        shown = await client.show("gpt-oss:20b")
-        assert shown.modelinfo == {
+        details = await client.show("gpt-oss:20b")
+        assert details.modelinfo == {
             "general.architecture": "gptoss",
             "gptoss.context_length": 4096,
         }
-        assert shown.capabilities == ["completion", "tools", "thinking"]
+        assert details.capabilities == ["completion", "tools", "thinking"]
         with pytest.raises(ollama.ResponseError) as refused:
             await client.show("llama3")
         assert refused.value.status_code == 404
@@ -82,13 +82,13 @@ def test_models_of_the_official_client(host: Known) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_one_prompt(host: Known, stream: bool) -> None:
+def test_generate_answers_prompt(host: HostWithContextLength, stream: bool) -> None:
     client = ollama_client(host)
 
     async def test() -> tuple[str, str, str]:
-        asked: Any = {"model": "gpt-oss:20b", "prompt": "Hello!", "stream": stream}
-        found = await client.generate(**asked)
-        lines = [line async for line in found] if stream else [found]
+        options: Any = {"model": "gpt-oss:20b", "prompt": "Hello!", "stream": stream}
+        response = await client.generate(**options)
+        lines = [line async for line in response] if stream else [response]
         thinking = "".join(line.thinking or "" for line in lines)
         assert {line.model for line in lines} == {"gpt-oss:20b"}
         return thinking, "".join(line.response for line in lines), lines[-1].done_reason
@@ -98,8 +98,8 @@ def test_one_prompt(host: Known, stream: bool) -> None:
     assert [tracker.api for tracker in host.trackers] == ["ollama_generate"]
 
 
-def test_a_stream_is_lines(wire: TestClient) -> None:
-    """And it is the default."""
+def test_stream_has_json_lines(wire: TestClient) -> None:
+    """Streaming is the default."""
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
     response = wire.post("/api/chat", json=body)
     assert response.headers["content-type"] == "application/x-ndjson"
@@ -110,8 +110,8 @@ def test_a_stream_is_lines(wire: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["chat", "generate"])
-def test_a_request_without_a_prompt_loads_the_model(
-    host: Known, wire: TestClient, path: str
+def test_request_without_prompt_loads_model(
+    host: HostWithContextLength, wire: TestClient, path: str
 ) -> None:
     answer = wire.post(f"/api/{path}", json={"model": "gpt-oss:20b", "keep_alive": "5m"}).json()
     assert (answer["model"], answer["done"], answer["done_reason"]) == ("gpt-oss:20b", True, "load")
@@ -134,7 +134,9 @@ ERRORS: list[tuple[str, str, object, int]] = [
 
 
 @pytest.mark.parametrize(("method", "path", "body", "status"), ERRORS)
-def test_errors(wire: TestClient, method: str, path: str, body: object, status: int) -> None:
+def test_invalid_request_gets_error_text(
+    wire: TestClient, method: str, path: str, body: object, status: int
+) -> None:
     response = wire.request(method, path, json=body)
     assert response.status_code == status
     assert [*response.json()] == ["error"]
@@ -142,19 +144,19 @@ def test_errors(wire: TestClient, method: str, path: str, body: object, status: 
 
 
 @pytest.mark.parametrize("path", ["tags", "ps", "version", "v0/models"])
-def test_a_key_is_required(wire: TestClient, path: str) -> None:
+def test_key_is_required(wire: TestClient, path: str) -> None:
     assert wire.get(f"/api/{path}").status_code == 200
     refused = wire.get(f"/api/{path}", headers={"Authorization": "Bearer wrong"})
     assert refused.status_code == 401
     assert isinstance(refused.json()["error"], dict if path == "v0/models" else str)
 
 
-def test_the_version_is_new_enough_for_its_clients(wire: TestClient) -> None:
+def test_version_is_new_enough_for_clients(wire: TestClient) -> None:
     version = wire.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)
 
 
-def test_the_models_of_lm_studio(wire: TestClient) -> None:
+def test_lm_studio_lists_models(wire: TestClient) -> None:
     entry = {
         "id": MODEL,
         "object": "model",
@@ -166,20 +168,20 @@ def test_the_models_of_lm_studio(wire: TestClient) -> None:
         "max_context_length": 4096,
         "loaded_context_length": 4096,
     }
-    listed = {"object": "list", "data": [entry, {**entry, "id": "gpt-oss:20b"}]}
-    assert wire.get("/api/v0/models").json() == listed
-    assert wire.get("/api/v0/models/").json() == listed
-    assert wire.get("/api/v0/models/gpt-oss:20b").json() == listed["data"][1]
+    models = {"object": "list", "data": [entry, {**entry, "id": "gpt-oss:20b"}]}
+    assert wire.get("/api/v0/models").json() == models
+    assert wire.get("/api/v0/models/").json() == models
+    assert wire.get("/api/v0/models/gpt-oss:20b").json() == models["data"][1]
     missing = wire.get("/api/v0/models/llama3")
     assert missing.status_code == 404
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/api/v0/models"])
-def test_a_name_is_no_longer_than_in_a_request(
-    path: str, host: Known, monkeypatch: pytest.MonkeyPatch
+def test_length_of_model_name_is_limited(
+    path: str, host: HostWithContextLength, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where a pattern would match it."""
+    """As in requests, even if a pattern would match it."""
     monkeypatch.setenv(settings.variable("model_names"), "gpt-*")
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
@@ -198,12 +200,12 @@ class FailingEngine(ScriptedEngine):
             raise RuntimeError("broken")
 
 
-def test_an_error_in_a_stream_reaches_the_official_client(host: Known) -> None:
+def test_stream_error_reaches_official_client(host: HostWithContextLength) -> None:
     host.engine = FailingEngine({"Hello!": "<|channel|>final<|message|>One two three four"}, 5)
 
     async def test() -> None:
-        asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
-        lines = await ollama_client(host).chat(**asked, stream=True)
+        options: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
+        lines = await ollama_client(host).chat(**options, stream=True)
         async for line in lines:
             assert line.message.content == "One two"
 

@@ -1,4 +1,4 @@
-"""A server beats for other servers as long as it has answers that they may want to end."""
+"""A server sends heartbeats as long as it has answers that other servers may cancel."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER = AnswerKey("abc", "somebody")
 def test_answer_between_heartbeats_can_be_cancelled(
     when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was prepared just then, and runs at the next heartbeat."""
+    """It is begun at that moment, and runs at the next heartbeat."""
     beats = 0
     cancelled: list[AnswerKey] = []
 
@@ -48,12 +48,12 @@ def test_answer_between_heartbeats_can_be_cancelled(
     heartbeat, observed = Heartbeat(directory), Observed()
 
     class Loop(asyncio.SelectorEventLoop):
-        """Has something else to do while a thread works."""
+        """Begins the answer while a thread sends the heartbeat."""
 
-        def run_in_executor(self, *given: Any) -> Any:  # type: ignore[override]
+        def run_in_executor(self, *arguments: Any) -> Any:  # type: ignore[override]
             if beats == 2 and when == "after a heartbeat":
                 heartbeat.begin(observed)
-            return super().run_in_executor(*given)
+            return super().run_in_executor(*arguments)
 
     async def test() -> None:
         heartbeat.begin(observed)

@@ -1,7 +1,7 @@
-"""How far a prompt is: who is shown it, how often, and who must not see it.
+"""Prompt progress: which clients get it, how often, and which must not.
 
-The engine of these tests reports its progress and moves the clock of the event loop between two
-reports, so that no test waits.
+The engine of these tests advances the clock of the event loop between its reports, so that no test
+waits.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from vllm_mlx_harmony.server.app import application
 
 T = TypeVar("T")
 Reports = Sequence[tuple[float, Progress]]
-"""Progress, each after so many seconds."""
+"""Progress, each with the seconds before it."""
 
 SCRIPT = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
-SAID = "Good day."
+REPLY = "Good day."
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """An event loop whose clock is put forward; by itself it hardly moves."""
+    """An event loop whose clock is advanced by hand; by itself it hardly moves."""
 
     ahead = 0.0
 
@@ -47,10 +47,10 @@ class Loop(asyncio.SelectorEventLoop):
         return super().time() / 50 + self.ahead
 
 
-def run(coming: Coroutine[Any, Any, T]) -> T:
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
     loop = Loop()
     try:
-        return loop.run_until_complete(coming)
+        return loop.run_until_complete(coroutine)
     finally:
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
@@ -58,7 +58,7 @@ def run(coming: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(eq=False)
 class Reporting(ScriptedEngine):
-    """Reports its progress, then answers; ``late`` is reported behind the first ids."""
+    """Reports its progress, then answers; ``late`` is reported after the first ids."""
 
     scripts: dict[str, str] = field(default_factory=lambda: SCRIPT)
     reports: Reports = ()
@@ -111,7 +111,7 @@ PATHS = {
 }
 
 
-async def posted(engine: Reporting, api: str, **fields: Any) -> str:
+async def post(engine: Reporting, api: str, **fields: Any) -> str:
     """The body of an answer."""
     path, body = PATHS[api]
     transport = httpx.ASGITransport(application(Alone(engine)))
@@ -127,23 +127,23 @@ def lines(body: str, prefix: str) -> list[str]:
 
 
 def comments(body: str) -> list[dict[str, int]]:
-    return [json.loads(each) for each in lines(body, ": prompt_progress ")]
+    return [json.loads(comment) for comment in lines(body, ": prompt_progress ")]
 
 
 def chunks(body: str) -> list[dict[str, Any]]:
-    return [json.loads(each) for each in lines(body, "data: ") if each != "[DONE]"]
+    return [json.loads(line) for line in lines(body, "data: ") if line != "[DONE]"]
 
 
-def shown(body: str) -> list[tuple[int, int]]:
-    """Place and what is processed, of everything that a client is shown of the progress."""
-    found = [chunk["prompt_progress"] for chunk in chunks(body) if "prompt_progress" in chunk]
-    return [(each.get("place", 0), each["processed"]) for each in [*found, *comments(body)]]
+def progress_of(body: str) -> list[tuple[int, int]]:
+    """Place and processed ids of all reports that a client gets."""
+    reports = [chunk["prompt_progress"] for chunk in chunks(body) if "prompt_progress" in chunk]
+    return [(report.get("place", 0), report["processed"]) for report in [*reports, *comments(body)]]
 
 
-ASKED: dict[str, Any] = {"return_progress": True}
+RETURN_PROGRESS: dict[str, Any] = {"return_progress": True}
 
 ROWS: dict[str, tuple[Reports, list[tuple[int, int]], list[tuple[int, int]]]] = {
-    # What is reported; what chunks show where they are asked for; what comments show.
+    # reports of the engine; progress in chunks, if it is requested; progress in comments
     "slow": (SLOW, [(2, 10), (1, 10), (0, 30), (0, 70), (0, 100)], [(1, 10), (0, 30), (0, 70)]),
     "quick": (QUICK, [(0, 10), (0, 100)], []),
     "twice a second": (TWICE, [(0, 10), (0, 12), (0, 14)], [(0, 12), (0, 14)]),
@@ -153,91 +153,91 @@ ROWS: dict[str, tuple[Reports, list[tuple[int, int]], list[tuple[int, int]]]] = 
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_chunks_have_the_progress_on_request(row: str) -> None:
-    reports, asked, _ = ROWS[row]
-    body = run(posted(Reporting(reports=reports), "chat", stream=True, **ASKED))
-    assert shown(body) == asked and not comments(body)
+def test_chunks_have_progress_on_request(row: str) -> None:
+    reports, expected, _ = ROWS[row]
+    body = run(post(Reporting(reports=reports), "chat", stream=True, **RETURN_PROGRESS))
+    assert progress_of(body) == expected and not comments(body)
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
 @pytest.mark.parametrize("row", ROWS)
-def test_comments_show_the_progress_in_the_other_streams(row: str, api: str) -> None:
-    reports, _, commented = ROWS[row]
-    body = run(posted(Reporting(reports=reports), api, stream=True))
-    assert shown(body) == commented and "prompt_progress" not in "".join(lines(body, "data: "))
+def test_other_streams_have_progress_in_comments(row: str, api: str) -> None:
+    reports, _, expected = ROWS[row]
+    body = run(post(Reporting(reports=reports), api, stream=True))
+    assert progress_of(body) == expected and "prompt_progress" not in "".join(lines(body, "data: "))
 
 
-@pytest.mark.parametrize("fields", [ASKED, {}], ids=str)
+@pytest.mark.parametrize("fields", [RETURN_PROGRESS, {}], ids=str)
 @pytest.mark.parametrize("api", PATHS)
-def test_at_most_two_a_second(api: str, fields: dict[str, Any]) -> None:
-    body = run(posted(Reporting(reports=DENSE), api, stream=True, **fields))
-    assert len(shown(body)) == (0 if api == "chat" and not fields else 4 + (api == "chat"))
+def test_progress_is_sent_at_most_twice_a_second(api: str, fields: dict[str, Any]) -> None:
+    body = run(post(Reporting(reports=DENSE), api, stream=True, **fields))
+    assert len(progress_of(body)) == (0 if api == "chat" and not fields else 4 + (api == "chat"))
 
 
-def test_the_fields_are_those_of_llama_cpp() -> None:
-    """Every chunk is one of the stream, without a delta; usage stays where it was."""
+def test_progress_has_fields_of_llama_cpp() -> None:
+    """Its chunks are like the others, but without a delta; usage stays in the last chunk."""
     options = {"include_usage": True}
     engine = Reporting(reports=SLOW)
-    body = run(posted(engine, "chat", stream=True, stream_options=options, **ASKED))
-    found = chunks(body)
-    last = next(each for each in reversed(found) if "prompt_progress" in each)
+    body = run(post(engine, "chat", stream=True, stream_options=options, **RETURN_PROGRESS))
+    parsed = chunks(body)
+    last = next(chunk for chunk in reversed(parsed) if "prompt_progress" in chunk)
     assert last["prompt_progress"] == {"total": 100, "cache": 10, "processed": 100, "time_ms": 1500}
     choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": None}
     assert last["choices"] == [choice] and last["usage"] is None
     assert {key: last[key] for key in ("id", "object", "created", "model")} == {
-        key: found[0][key] for key in ("id", "object", "created", "model")
+        key: parsed[0][key] for key in ("id", "object", "created", "model")
     }
-    assert found[0]["choices"][0]["delta"]["role"] == "assistant"
-    at_place = next(each for each in found if "prompt_progress" in each)["prompt_progress"]
+    assert parsed[0]["choices"][0]["delta"]["role"] == "assistant"
+    at_place = next(chunk for chunk in parsed if "prompt_progress" in chunk)["prompt_progress"]
     assert at_place == {"total": 100, "cache": 10, "processed": 10, "time_ms": 0, "place": 2}
 
 
-UNASKED: dict[str, tuple[str, dict[str, Any]]] = {
+WITHOUT_PROGRESS: dict[str, tuple[str, dict[str, Any]]] = {
     "chat, not asked": ("chat", {"stream": True}),
     "chat, false": ("chat", {"stream": True, "return_progress": False}),
     "chat, null": ("chat", {"stream": True, "return_progress": None}),
-    "chat, whole": ("chat", ASKED),
-    "responses, whole": ("responses", ASKED),
-    "messages, whole": ("messages", ASKED),
+    "chat, whole": ("chat", RETURN_PROGRESS),
+    "responses, whole": ("responses", RETURN_PROGRESS),
+    "messages, whole": ("messages", RETURN_PROGRESS),
 }
 
 
-@pytest.mark.parametrize(("api", "fields"), UNASKED.values(), ids=UNASKED)
-def test_streams_are_unchanged_without_the_flag(api: str, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("api", "fields"), WITHOUT_PROGRESS.values(), ids=WITHOUT_PROGRESS)
+def test_streams_are_unchanged_without_flag(api: str, fields: dict[str, Any]) -> None:
     def normalized(engine: Reporting) -> str:
         """An answer without its ids and times."""
-        return re.sub(r"[0-9a-f]{20,}|\b\d{9,}(\.\d+)?", "", run(posted(engine, api, **fields)))
+        return re.sub(r"[0-9a-f]{20,}|\b\d{9,}(\.\d+)?", "", run(post(engine, api, **fields)))
 
     assert normalized(Reporting(reports=SLOW)) == normalized(Reporting())
 
 
 @pytest.mark.parametrize("api", PATHS)
-def test_no_progress_is_sent_after_the_first_token(api: str) -> None:
+def test_no_progress_is_sent_after_first_token(api: str) -> None:
     engine = Reporting(reports=SLOW, late=at(100, 9.9))
-    body = run(posted(engine, api, stream=True, **ASKED))
+    body = run(post(engine, api, stream=True, **RETURN_PROGRESS))
     expected = ROWS["slow"][1 if api == "chat" else 2]
-    assert shown(body) == expected
+    assert progress_of(body) == expected
     assert body.rindex("prompt_progress") < body.index("Good")
 
 
 @pytest.mark.parametrize("refused", [1, "yes", {}])
-def test_the_flag_is_a_boolean(refused: object) -> None:
+def test_flag_must_be_boolean(refused: object) -> None:
     async def status() -> int:
         transport = httpx.ASGITransport(application(Alone(Reporting())))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             path, body = PATHS["chat"]
-            asked = {"model": MODEL, **body, "return_progress": refused}
+            payload = {"model": MODEL, **body, "return_progress": refused}
             headers = {"authorization": f"Bearer {KEY}"}
-            return (await client.post(path, json=asked, headers=headers)).status_code
+            return (await client.post(path, json=payload, headers=headers)).status_code
 
     assert run(status()) == 400
 
 
-def test_pings_come_between_the_comments(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A comment is no event for a client that waits for one: silence is measured without them."""
+def test_pings_are_sent_despite_comments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Comments are not events: they do not break the silence that pings must break."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
     reports = [(0.6, at(place, 0.0, 20 - place)) for place in range(20)]
-    body = run(posted(Reporting(reports=reports), "messages", stream=True))
+    body = run(post(Reporting(reports=reports), "messages", stream=True))
     pings = body.count("event: ping")
     assert 4 <= pings <= 6 and len(comments(body)) == 19
 
@@ -249,13 +249,13 @@ def documents(body: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("api", ["chat", "responses"])
-def test_silence_has_events_that_clients_parse(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Clients give up on a stream in which they find none (semantics E1), and proxies on a
-    connection on which nothing comes."""
+def test_silence_is_filled_with_valid_events(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients give up on a stream without events (semantics E1), and proxies on a silent
+    connection."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
     reports = [(0.6, at(place, 0.0, 20 - place)) for place in range(20)]
-    silent = documents(run(posted(Reporting(reports=reports), api, stream=True)))
-    plain = documents(run(posted(Reporting(), api, stream=True)))
+    silent = documents(run(post(Reporting(reports=reports), api, stream=True)))
+    plain = documents(run(post(Reporting(), api, stream=True)))
     assert 4 <= len(silent) - len(plain) <= 6
     if api == "chat":
         empty = [event for event in silent if event["choices"][0]["delta"] == {}]
@@ -271,7 +271,7 @@ def test_silence_has_events_that_clients_parse(api: str, monkeypatch: pytest.Mon
         assert all(ping["response"] == created["response"] for ping in pings)
 
 
-# --- Clients do not notice
+# --- Clients ignore progress
 
 
 async def by_chat(engine: Reporting) -> str | None:
@@ -279,7 +279,7 @@ async def by_chat(engine: Reporting) -> str | None:
     state = ChatCompletionStreamState()
     messages: list[Any] = [{"role": "user", "content": "Hello!"}]
     async for chunk in await client.chat.completions.create(
-        model=MODEL, messages=messages, stream=True, extra_body=ASKED
+        model=MODEL, messages=messages, stream=True, extra_body=RETURN_PROGRESS
     ):
         state.handle_chunk(chunk)
     message = state.get_final_completion().choices[0].message
@@ -305,23 +305,23 @@ async def by_messages(engine: Reporting) -> str | None:
 
 
 @pytest.mark.parametrize("client", [by_chat, by_responses, by_messages])
-def test_official_clients_do_not_notice(client: Any) -> None:
-    assert run(client(Reporting(reports=SLOW))) == SAID
+def test_official_clients_ignore_progress(client: Any) -> None:
+    assert run(client(Reporting(reports=SLOW))) == REPLY
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
-def test_other_readers_of_event_streams_skip_comments(api: str) -> None:
-    """httpx-sse reads as the specification has it: no event for a comment and its empty line."""
+def test_httpx_sse_skips_comments(api: str) -> None:
+    """It follows the specification, in which a comment and its empty line are no event."""
 
     async def events(engine: Reporting) -> list[str]:
         path, body = PATHS[api]
         transport = httpx.ASGITransport(application(Alone(engine)))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             headers = {"authorization": f"Bearer {KEY}"}
-            asked = {"model": MODEL, **body, "stream": True}
-            connecting = aconnect_sse(client, "POST", path, json=asked, headers=headers)
+            payload = {"model": MODEL, **body, "stream": True}
+            connecting = aconnect_sse(client, "POST", path, json=payload, headers=headers)
             async with connecting as source:
                 return [event.event async for event in source.aiter_sse()]
 
-    found = run(events(Reporting(reports=SLOW)))
-    assert found == run(events(Reporting())) and len(found) > 5
+    names = run(events(Reporting(reports=SLOW)))
+    assert names == run(events(Reporting())) and len(names) > 5

@@ -1,4 +1,4 @@
-"""Reasoning that is ended (semantics C5): what each API says of it, streamed and not."""
+"""Reasoning that is cut short (semantics C5): how each API reports it, whole and streamed."""
 
 from __future__ import annotations
 
@@ -27,65 +27,65 @@ GRID = ("0 " * 10 + "\n") * 10
 
 
 class Counting(Alone):
-    """A host that counts whose reasoning was ended, and by what."""
+    """A host that records why reasoning was ended."""
 
     def __init__(self, thoughts: str) -> None:
         output = f"{ANALYSIS}{thoughts}<|end|><|start|>assistant{ObedientEngine.ANSWER}"
         super().__init__(ObedientEngine({"Hm?": output}))
-        self.ended: list[str] = []
+        self.reasons: list[str] = []
 
-    def max_tokens(self, asked: int | None) -> int:
-        return asked or 10_000
+    def max_tokens(self, requested: int | None) -> int:
+        return requested or 10_000
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
         tracker = super().tracker(api, stream=stream)
-        tracker.reasoning_ended = self.ended.append  # type: ignore[method-assign]
+        tracker.reasoning_ended = self.reasons.append  # type: ignore[method-assign]
         return tracker
 
 
 async def by_chat(host: Alone, stream: bool, budget: int | None) -> tuple[str, Any]:
     client, _ = clients(host)
-    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hm?"}]}
+    options: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hm?"}]}
     if budget is not None:
-        asked["extra_body"] = {"thinking_token_budget": budget}
+        options["extra_body"] = {"thinking_token_budget": budget}
     if stream:
-        async with client.chat.completions.stream(**asked) as events:
+        async with client.chat.completions.stream(**options) as events:
             message: Any = (await events.get_final_completion()).choices[0].message
     else:
-        message = (await client.chat.completions.create(**asked)).choices[0].message
+        message = (await client.chat.completions.create(**options)).choices[0].message
     return str(message.content), (message.model_extra or {}).get("reasoning_ended_by")
 
 
 async def by_responses(host: Alone, stream: bool, budget: int | None) -> tuple[str, Any]:
     client, _ = clients(host)
-    asked: dict[str, Any] = {"model": MODEL, "input": "Hm?"}
+    options: dict[str, Any] = {"model": MODEL, "input": "Hm?"}
     if budget is not None:
-        asked["extra_body"] = {"thinking_token_budget": budget}
+        options["extra_body"] = {"thinking_token_budget": budget}
     if stream:
-        async with client.responses.stream(**asked) as events:
+        async with client.responses.stream(**options) as events:
             response: Any = await events.get_final_response()
     else:
-        response = await client.responses.create(**asked)
-    kept = await client.responses.retrieve(response.id)
-    found = (response.model_extra or {}).get("reasoning_ended_by")
-    assert (kept.model_extra or {}).get("reasoning_ended_by") == found
-    return response.output_text, found
+        response = await client.responses.create(**options)
+    stored = await client.responses.retrieve(response.id)
+    reason = (response.model_extra or {}).get("reasoning_ended_by")
+    assert (stored.model_extra or {}).get("reasoning_ended_by") == reason
+    return response.output_text, reason
 
 
 async def by_messages(host: Alone, stream: bool, budget: int | None) -> tuple[str, Any]:
     _, client = clients(host)
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": 9_000,
         "messages": [{"role": "user", "content": "Hm?"}],
     }
     if budget is not None:
-        asked["thinking"] = {"type": "enabled", "budget_tokens": budget}
+        options["thinking"] = {"type": "enabled", "budget_tokens": budget}
     if stream:
-        async with client.messages.stream(**asked) as events:
+        async with client.messages.stream(**options) as events:
             message: Any = await events.get_final_message()
     else:
-        message = await client.messages.create(**asked)
+        message = await client.messages.create(**options)
     details = message.usage.output_tokens_details
     return message.content[-1].text, (details.model_extra or {}).get("reasoning_ended_by")
 
@@ -102,13 +102,13 @@ ROWS: dict[str, tuple[str, int | None, str | None]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
-@pytest.mark.parametrize(("thoughts", "budget", "by"), ROWS.values(), ids=ROWS)
-def test_the_answer_the_log_and_the_metrics_say_so(
+@pytest.mark.parametrize(("thoughts", "budget", "reason"), ROWS.values(), ids=ROWS)
+def test_answer_log_and_metrics_say_why_reasoning_ended(
     ask: Callable[..., Any],
     stream: bool,
     thoughts: str,
     budget: int | None,
-    by: str | None,
+    reason: str | None,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -116,9 +116,9 @@ def test_the_answer_the_log_and_the_metrics_say_so(
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(thoughts)
     with caplog.at_level(logging.INFO, generation.logger.name):
-        assert asyncio.run(ask(host, stream, budget)) == ("Well.", by)
-    assert host.ended == ([by] if by else [])
-    assert any("reasoning cut short" in each for each in caplog.messages) is bool(by)
+        assert asyncio.run(ask(host, stream, budget)) == ("Well.", reason)
+    assert host.reasons == ([reason] if reason else [])
+    assert any("reasoning cut short" in message for message in caplog.messages) is bool(reason)
 
 
 PATHS = {
@@ -136,11 +136,11 @@ CHOSEN: dict[str, tuple[str, dict[str, Any]]] = {
     "thinking in Messages": ("/v1/messages", {"thinking": {"type": "adaptive"}}),
     "effort in Messages": ("/v1/messages", {"output_config": {"effort": "high"}}),
 }
-"""How a request says how much reasoning it wants."""
+"""Requests that say how much reasoning they want."""
 
 
 def probe(path: str, limit: int, **fields: Any) -> tuple[str, int]:
-    """A test of a connection: the answer's JSON, and how many tokens it took."""
+    """A connection test, as clients send it: the answer's JSON, and its number of tokens."""
     client = TestClient(
         application(Counting("We need to think about this one. " * 60)),
         headers={"Authorization": f"Bearer {KEY}"},
@@ -155,7 +155,7 @@ def probe(path: str, limit: int, **fields: Any) -> tuple[str, int]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("limit", [16, 64, 100, 256])
-def test_a_small_limit_leaves_room_for_an_answer(
+def test_small_limit_leaves_room_for_answer(
     path: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
@@ -165,7 +165,7 @@ def test_a_small_limit_leaves_room_for_an_answer(
 
 
 @pytest.mark.parametrize(("path", "fields"), CHOSEN.values(), ids=CHOSEN)
-def test_not_if_the_request_says_how_much_reasoning_it_wants(
+def test_small_limit_keeps_requested_reasoning(
     path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
@@ -181,8 +181,10 @@ TOOLS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_nor_if_the_model_may_call_a_tool(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without reasoning, it would answer where it should call."""
+def test_small_limit_keeps_reasoning_before_tool_calls(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without reasoning, the model would answer where it should call."""
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
     text, used = probe(path, 100, tools=[TOOLS[path]])
     assert "Well." not in text and used == 100
@@ -196,7 +198,7 @@ def test_nor_if_the_model_may_call_a_tool(path: str, monkeypatch: pytest.MonkeyP
     ("variable", "limit"),
     [("VLLM_MLX_HARMONY_REASONING_BUDGET", 100), (enforcement.GRAMMAR_VARIABLE, 100), ("", 257)],
 )
-def test_nor_if_budgets_are_off_or_the_limit_is_not_small(
+def test_reasoning_is_kept_without_budgets_or_small_limit(
     path: str, variable: str, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE, raising=False)
@@ -206,7 +208,7 @@ def test_nor_if_budgets_are_off_or_the_limit_is_not_small(
     assert "Well." not in text and used == limit
 
 
-# --- By hand.
+# --- Control requests.
 
 THOUGHTS = "One, two, three. " * 400
 CONTROL = "/v1/chat/completions/control"
@@ -217,8 +219,8 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def controlled(host: Alone, path: str, key: str = KEY) -> tuple[dict[str, Any], str]:
-    """What is said of the control of a stream that has begun to reason, and the stream."""
+async def end_reasoning(host: Alone, path: str, key: str = KEY) -> tuple[dict[str, Any], str]:
+    """The response to a control request during the reasoning of a stream, and the stream."""
     headers = {"Authorization": f"Bearer {KEY}"}
     transport = httpx.ASGITransport(host.app)
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
@@ -238,38 +240,38 @@ async def controlled(host: Alone, path: str, key: str = KEY) -> tuple[dict[str, 
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_by_hand(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The id may be that of any API; the answer says that it was asked for."""
+def test_control_request_ends_reasoning(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The id may be that of any API; the answer says that a request ended its reasoning."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
-    verdict, text = asyncio.run(asyncio.wait_for(controlled(host, path), 60))
+    verdict, text = asyncio.run(asyncio.wait_for(end_reasoning(host, path), 60))
     assert verdict == {"success": True}
     assert "Well." in text and '"reasoning_ended_by":"request"' in text
-    assert host.ended == ["request"]
+    assert host.reasons == ["request"]
     assert host.lent == 0
 
 
-def test_not_by_hand_where_reasoning_is_not_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_request_fails_if_reasoning_is_unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "0")
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
-    verdict, text = asyncio.run(asyncio.wait_for(controlled(host, "/v1/chat/completions"), 60))
+    verdict, text = asyncio.run(asyncio.wait_for(end_reasoning(host, "/v1/chat/completions"), 60))
     assert verdict["success"] is False
     assert "cannot be ended" in verdict["message"]
     assert "Well" in text and "reasoning_ended_by" not in text
 
 
-def test_another_key_has_no_such_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_request_with_other_key_finds_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def anybody(connection: Any) -> None:
-        """Every key is right."""
+        """Every key is valid."""
 
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
     host.authenticate = anybody  # type: ignore[method-assign]
-    asked = controlled(host, "/v1/chat/completions", key="other")
-    verdict, text = asyncio.run(asyncio.wait_for(asked, 60))
+    request = end_reasoning(host, "/v1/chat/completions", key="other")
+    verdict, text = asyncio.run(asyncio.wait_for(request, 60))
     assert verdict == {"success": False, "message": "no answer with this id is being generated"}
     assert "reasoning_ended_by" not in text
 

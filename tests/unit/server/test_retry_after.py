@@ -1,4 +1,4 @@
-"""429 and 503 say when to come back, in the header that the SDKs of OpenAI and Anthropic read.
+"""429 and 503 have a Retry-After header, which the SDKs of OpenAI and Anthropic read.
 
 An error event on a WebSocket has no headers of its own; Codex reads them from a field ``headers``.
 """
@@ -46,7 +46,7 @@ async def refusing(refusal: Exception) -> AsyncIterator[Alone]:
 
 @asynccontextmanager
 async def full() -> AsyncIterator[Alone]:
-    """The engine has as many requests in its queue as it may."""
+    """A host whose engine has a full queue."""
 
     def generate(*_: Any) -> Steps:
         raise HostError("32 requests are waiting already", code="queue_full")
@@ -58,7 +58,7 @@ async def full() -> AsyncIterator[Alone]:
 
 @asynccontextmanager
 async def ending() -> AsyncIterator[Alone]:
-    """The server shuts down."""
+    """A host that is shutting down."""
     host = Alone(ScriptedEngine({}))
     host.answers.reject_new(True)
     yield host
@@ -82,39 +82,39 @@ CAUSES: dict[str, tuple[Callable[[], Any], int, str | None]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("cause", "status", "expected"), CAUSES.values(), ids=CAUSES)
-def test_a_refusal_says_when_to_come_back(
+def test_refusal_has_retry_after_header(
     cause: Callable[[], Any], status: int, expected: str | None, stream: bool
 ) -> None:
-    async def refused() -> None:
+    async def send_requests() -> None:
         async with cause() as host:
             openai, anthropic = clients(host)
-            asking: list[Any] = [
+            requests: list[Any] = [
                 openai.chat.completions.create(model=MODEL, messages=USER, stream=stream),
                 openai.responses.create(model=MODEL, input="Hello!", stream=stream),
                 anthropic.messages.create(model=MODEL, messages=USER, max_tokens=10, stream=stream),
             ]
-            for client, request in zip((openai, openai, anthropic), asking, strict=True):
+            for client, request in zip((openai, openai, anthropic), requests, strict=True):
                 with pytest.raises(Exception, match=str(status)) as caught:
                     await request
                 answer = caught.value.response  # type: ignore[attr-defined]
                 assert answer.status_code == status
                 assert answer.headers.get("retry-after") == expected
                 if expected is not None:
-                    read = client._parse_retry_after_header(answer.headers)
-                    assert read == float(expected)
+                    seconds = client._parse_retry_after_header(answer.headers)
+                    assert seconds == float(expected)
 
-    asyncio.run(refused())
+    asyncio.run(send_requests())
 
 
 ONCE_OPEN = {name: cause for name, cause in CAUSES.items() if name != "the server ends"}
-"""The server that ends opens no WebSocket: it answers the handshake as any other request."""
+"""A server that shuts down opens no WebSocket: it refuses the handshake like any request."""
 
 
 @pytest.mark.parametrize(("cause", "status", "expected"), ONCE_OPEN.values(), ids=ONCE_OPEN)
-def test_an_error_event_of_a_websocket_has_the_same_header(
+def test_websocket_error_event_has_retry_after_header(
     cause: Callable[[], Any], status: int, expected: str | None
 ) -> None:
-    async def refused() -> None:
+    async def check_event() -> None:
         async with cause() as host:
             event = await asyncio.to_thread(_first_event, host)
             assert (event["type"], event["status"]) == ("error", status)
@@ -122,7 +122,7 @@ def test_an_error_event_of_a_websocket_has_the_same_header(
             assert event.get("headers") == headers
             assert host.lent == 0
 
-    asyncio.run(refused())
+    asyncio.run(check_event())
 
 
 def _first_event(host: Alone) -> Any:

@@ -1,4 +1,4 @@
-"""Every row through every API, streamed and not, with ids one by one, a few and all at once.
+"""Every row through every API, whole and streamed, with ids one by one, a few and all at once.
 
 In process: the official clients, the front end, a fake engine. `tests/system/served` has some
 of the rows on sockets, on both of the host's engines.
@@ -42,11 +42,11 @@ from vllm_mlx_harmony.server.app import application
 
 SCRIPTS = {f"<|message|>{row.id}<|end|>": row.output for row in GENERATED}
 AT_ONCE = (1, 3)
-"""How many ids come at a time in a stream; a whole answer gets all of them at once."""
+"""Ids per step of a stream; an answer that is not streamed has only one step."""
 
 
 class Front:
-    """The front end over engines that hand on ids in groups of several sizes."""
+    """The front end over engines with steps of several sizes."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -59,13 +59,13 @@ class Front:
             self.wire[size].headers["Authorization"] = f"Bearer {KEY}"
 
     def run(self, test: Coroutine[Any, Any, None]) -> None:
-        """In the loop that the clients belong to."""
+        """Runs ``test`` in the event loop of the clients."""
         self._loop.run_until_complete(asyncio.wait_for(test, 60))
 
     def close(self) -> None:
-        """The clients and the loop."""
-        for several in self.clients.values():
-            for client in several:
+        """Closes the clients and the loop."""
+        for pair in self.clients.values():
+            for client in pair:
                 self._loop.run_until_complete(client.close())
         for client in self.ollama.values():
             self._loop.run_until_complete(client.close())
@@ -86,15 +86,15 @@ every_row: Callable[..., Any] = pytest.mark.parametrize("row", GENERATED, ids=la
 
 
 @every_row
-def test_chat(front: Front, row: Row) -> None:
+def test_chat_answers_match_row(front: Front, row: Row) -> None:
     async def test() -> None:
-        asked = chat_request(row, MODEL)
-        whole = await front.clients[1000][0].chat.completions.create(**asked)
+        request = chat_request(row, MODEL)
+        whole = await front.clients[1000][0].chat.completions.create(**request)
         streamed = []
         for size in AT_ONCE:
             state = ChatCompletionStreamState()
             chunks = await front.clients[size][0].chat.completions.create(
-                **asked, stream=True, stream_options={"include_usage": True}
+                **request, stream=True, stream_options={"include_usage": True}
             )
             async for chunk in chunks:
                 state.handle_chunk(chunk)
@@ -105,36 +105,36 @@ def test_chat(front: Front, row: Row) -> None:
 
 
 @pytest.mark.parametrize("row", [row for row in GENERATED if not row.stop], ids=lambda row: row.id)
-def test_responses(front: Front, row: Row) -> None:
-    """Every event of the streams is checked as it stands on the wire."""
-    asked = responses_request(row, MODEL)
+def test_responses_match_row(front: Front, row: Row) -> None:
+    """Every event of the streams is checked on the wire."""
+    request = responses_request(row, MODEL)
     streamed = []
     for size in AT_ONCE:
-        answer = front.wire[size].post("/v1/responses", json={**asked, "stream": True})
+        answer = front.wire[size].post("/v1/responses", json={**request, "stream": True})
         assert answer.status_code == 200, answer.text
         streamed.append(check(from_wire(answer.text)))
 
     async def test() -> None:
-        whole = await front.clients[1000][0].responses.create(**asked)
+        whole = await front.clients[1000][0].responses.create(**request)
         check_responses(row, whole.model_dump(mode="json", exclude_unset=True), *streamed)
 
     front.run(test())
 
 
 @every_row
-def test_messages(front: Front, row: Row) -> None:
-    """One of the streams is checked as it stands on the wire."""
-    asked = messages_request(row, MODEL)
-    answer = front.wire[3].post("/v1/messages", json={**asked, "stream": True})
+def test_messages_match_row(front: Front, row: Row) -> None:
+    """One of the streams is checked on the wire."""
+    request = messages_request(row, MODEL)
+    answer = front.wire[3].post("/v1/messages", json={**request, "stream": True})
     blocks = [block.split("\n") for block in answer.text.split("\n\n") if block[:1] == "e"]
     events = [(name[len("event: ") :], data[len("data: ") :]) for name, data in blocks]
     assert checked(events).error is None
 
     async def test() -> None:
-        whole = await front.clients[1000][1].messages.create(**asked)
+        whole = await front.clients[1000][1].messages.create(**request)
         streamed = []
         for size in AT_ONCE:
-            async with front.clients[size][1].messages.stream(**asked) as stream:
+            async with front.clients[size][1].messages.stream(**request) as stream:
                 streamed.append(await stream.get_final_message())
         check_messages(row, whole, *streamed)
 
@@ -144,13 +144,13 @@ def test_messages(front: Front, row: Row) -> None:
 @pytest.mark.parametrize(
     "row", [row for row in GENERATED if not row.one_call], ids=lambda row: row.id
 )
-def test_ollama(front: Front, row: Row) -> None:
-    asked = ollama_request(row, MODEL)
+def test_ollama_answers_match_row(front: Front, row: Row) -> None:
+    request = ollama_request(row, MODEL)
 
     async def test() -> None:
-        answers = [[await front.ollama[1000].chat(**asked)]]
+        answers = [[await front.ollama[1000].chat(**request)]]
         for size in AT_ONCE:
-            lines = await front.ollama[size].chat(**asked, stream=True)
+            lines = await front.ollama[size].chat(**request, stream=True)
             answers.append([line async for line in lines])
         check_ollama(row, *answers)
 

@@ -55,7 +55,7 @@ READ: list[tuple[str, str, object]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), READ)
-def test_values(name: str, text: str, expected: object) -> None:
+def test_valid_values_are_read(name: str, text: str, expected: object) -> None:
     assert read(name, text) == expected
 
 
@@ -90,7 +90,7 @@ INVALID: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), INVALID)
-def test_invalid_values(name: str, text: str, expected: str) -> None:
+def test_invalid_values_are_rejected(name: str, text: str, expected: str) -> None:
     with pytest.raises(HostError) as raised:
         read(name, text)
     message = raised.value.message
@@ -102,7 +102,7 @@ def test_empty_environment_has_the_defaults() -> None:
     assert ServerSettings.read({}) == ServerSettings()
 
 
-def test_a_secret_is_not_shown() -> None:
+def test_repr_hides_secret() -> None:
     assert "secret" not in repr(ServerSettings(seal_key="secret"))
 
 
@@ -110,11 +110,11 @@ def test_a_secret_is_not_shown() -> None:
 
 ROW = re.compile(r"^\| `VLLM_MLX_HARMONY_([A-Z_]+)` \| (.+) \|$", re.MULTILINE)
 ROWS = dict(ROW.findall(PAGE.read_text("utf-8")))
-"""The variables of the page, without their prefix, and what it says about them."""
+"""Variables on the page, without their prefix, and their descriptions."""
 
 
-def test_the_page_has_every_setting() -> None:
-    assert {name.lower() for name in ROWS} == {each.name for each in fields(ServerSettings)}
+def test_page_lists_all_settings() -> None:
+    assert {name.lower() for name in ROWS} == {field.name for field in fields(ServerSettings)}
 
 
 IN_PROSE = (None, "", (), True, False)
@@ -125,7 +125,7 @@ IN_PROSE = (None, "", (), True, False)
     ("name", "default"),
     [(name, value) for name, value in asdict(ServerSettings()).items() if value not in IN_PROSE],
 )
-def test_the_page_has_the_defaults(name: str, default: object) -> None:
+def test_page_states_defaults(name: str, default: object) -> None:
     documented = re.search(r"Default: `?([\w.-]+)`?", ROWS[name.upper()])
     assert documented is not None
     assert read(name, documented[1]) == default
@@ -134,5 +134,5 @@ def test_the_page_has_the_defaults(name: str, default: object) -> None:
 @pytest.mark.parametrize(
     ("nbytes", "expected"), [(5, "5 bytes"), (3 << 29, "1.5 GiB"), (64 << 20, "64 MiB")]
 )
-def test_size(nbytes: int, expected: str) -> None:
+def test_size_is_formatted(nbytes: int, expected: str) -> None:
     assert size(nbytes) == expected

@@ -1,4 +1,4 @@
-"""Kept answers: what comes back, what is dropped, and what survives a kill."""
+"""Stored responses: what comes back, what is dropped, and what survives a kill."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MESSAGES: tuple[Message, ...] = (
 )
 
 
-def kept(key: str, size: int = 0) -> StoredResponse:
+def response(key: str, size: int = 0) -> StoredResponse:
     return StoredResponse(
         key, {"id": key, "text": "é" * size}, [{"type": "message"}], MESSAGES, TENANT
     )
@@ -69,26 +69,26 @@ def kept(key: str, size: int = 0) -> StoredResponse:
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     opened: list[FileStore] = []
 
-    def open_one(**limits: int) -> Store:
+    def open_with(**limits: int) -> Store:
         if request.param == "memory":
             return MemoryStore(**limits)
         opened.append(FileStore(tmp_path / "new" / "kept.db", **limits))
         return opened[-1]
 
-    yield open_one
+    yield open_with
     for store in opened:
         store.close()
 
 
-def test_comes_back_as_it_was(open_store: Open) -> None:
+def test_response_comes_back_unchanged(open_store: Open) -> None:
     store = open_store()
-    store.put(kept("a"))
-    assert store.get("a", TENANT) == kept("a")
+    store.put(response("a"))
+    assert store.get("a", TENANT) == response("a")
     assert store.get("b", TENANT) is None
 
 
 def test_long_response_comes_back(open_store: Open) -> None:
-    """It is written in parts: in one, others would wait for 4 ms for each megabyte."""
+    """It is written in parts: otherwise, others would wait 4 ms for each megabyte."""
     store = open_store()
     text = '"é😀\\\n' * 2**20
     items = [
@@ -97,12 +97,12 @@ def test_long_response_comes_back(open_store: Open) -> None:
             "content": [{"text": text, "more": [None, 1.5, {}, []], text: {"a": 1, "b": [2, 3]}}],
         }
     ]
-    long = replace(kept("a"), input_items=items, document={"id": "a", "text": text})
+    long = replace(response("a"), input_items=items, document={"id": "a", "text": text})
     store.put(long)
     assert store.get("a", TENANT) == long
 
 
-def test_declarations_of_a_conversation_come_back(open_store: Open) -> None:
+def test_declarations_come_back(open_store: Open) -> None:
     schema = {"type": "object", "properties": {"a": {"enum": [1, None, 2.5]}}}
     lark = Syntax("lark", 'start: "a"')
     find = Tool("crm__find", "Finds.", schema, "input[0]", True, origin=("find", "crm"))
@@ -118,112 +118,112 @@ def test_declarations_of_a_conversation_come_back(open_store: Open) -> None:
     )
     store = open_store()
     store.put(StoredResponse("a", {}, [], messages, TENANT))
-    back = store.get("a", TENANT)
-    assert back is not None
-    assert back.messages == messages
-    assert back.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
+    stored = store.get("a", TENANT)
+    assert stored is not None
+    assert stored.messages == messages
+    assert stored.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
 
 
-def test_put_again_replaces(open_store: Open) -> None:
+def test_second_put_replaces_response(open_store: Open) -> None:
     store = open_store()
-    store.put(kept("a"))
-    store.put(kept("a", size=3))
-    assert store.get("a", TENANT) == kept("a", size=3)
+    store.put(response("a"))
+    store.put(response("a", size=3))
+    assert store.get("a", TENANT) == response("a", size=3)
 
 
-def test_deleted_is_gone(open_store: Open) -> None:
+def test_deleted_response_is_gone(open_store: Open) -> None:
     store = open_store()
-    store.put(kept("a"))
+    store.put(response("a"))
     assert store.delete("a", TENANT)
     assert not store.delete("a", TENANT)
     assert store.get("a", TENANT) is None
 
 
-def there(store: Store, *keys: str) -> list[str]:
+def stored_keys(store: Store, *keys: str) -> list[str]:
     return [key for key in keys if store.get(key, TENANT) is not None]
 
 
 def test_least_recently_used_is_evicted_first(open_store: Open) -> None:
     store = open_store(max_count=2)
-    store.put(kept("a"))
-    store.put(kept("b"))
+    store.put(response("a"))
+    store.put(response("b"))
     store.get("a", TENANT)
-    store.put(kept("c"))
-    assert there(store, "a", "b", "c") == ["a", "c"]
+    store.put(response("c"))
+    assert stored_keys(store, "a", "b", "c") == ["a", "c"]
 
 
-def test_bounded_by_bytes(open_store: Open) -> None:
+def test_store_is_bounded_by_bytes(open_store: Open) -> None:
     store = open_store(max_bytes=5000)
     for key in "abcdef":
-        store.put(kept(key, size=300))  # 6 bytes a character
-    assert there(store, *"abcdef") == ["e", "f"]
+        store.put(response(key, size=300))  # 6 bytes a character
+    assert stored_keys(store, *"abcdef") == ["e", "f"]
 
 
-def test_response_larger_than_the_store_is_not_kept(open_store: Open) -> None:
+def test_response_larger_than_store_is_not_stored(open_store: Open) -> None:
     store = open_store(max_bytes=5000)
-    store.put(kept("a"))
-    store.put(kept("b", size=5000))
-    assert there(store, "a", "b") == ["a"]
+    store.put(response("a"))
+    store.put(response("b", size=5000))
+    assert stored_keys(store, "a", "b") == ["a"]
 
 
 def test_deeply_nested_response_comes_back(open_store: Open) -> None:
-    """As deep as bodies may be: 500 levels, of which pydantic's parser reads 200."""
+    """Bodies may have 500 levels, of which pydantic's parser reads 200."""
     nested: Any = "here"
     for _ in range(500):
         nested = {"a": [nested]} if len(str(nested)) % 2 else [nested]
-    deep = replace(kept("a"), document={"id": "a", "metadata": nested})
+    deep = replace(response("a"), document={"id": "a", "metadata": nested})
     store = open_store()
     store.put(deep)
     assert store.get("a", TENANT) == deep
 
 
-def test_memory_counts_bytes() -> None:
+def test_memory_limit_is_in_bytes() -> None:
     store = MemoryStore(max_bytes=10_000)
     for key, text in {"a": "😀" * 700, "b": "x" * 7000}.items():
-        store.put(replace(kept(key), document={"id": key, "text": text}))
+        store.put(replace(response(key), document={"id": key, "text": text}))
     held = sum(sys.getsizeof(store._texts.get((TENANT, key)) or "") for key in "ab")
     assert 7000 < held <= 10_000
 
 
-def test_memory_counts_what_it_holds() -> None:
+def test_emptied_memory_store_has_size_zero() -> None:
     store = MemoryStore()
-    store.put(kept("a", size=9))
-    store.put(kept("a"))
-    store.put(kept("b"))
+    store.put(response("a", size=9))
+    store.put(response("a"))
+    store.put(response("b"))
     assert store.delete("a", TENANT)
     assert store.delete("b", TENANT)
     assert store._texts.size == 0
 
 
-def test_a_file_survives_a_restart(tmp_path: Path) -> None:
+def test_file_survives_restart(tmp_path: Path) -> None:
     before = FileStore(tmp_path / "kept.db")
-    before.put(kept("a"))
+    before.put(response("a"))
     before.close()
     after = FileStore(tmp_path / "kept.db")
-    assert after.get("a", TENANT) == kept("a")
+    assert after.get("a", TENANT) == response("a")
     after.close()
 
 
 def test_read_only_file_can_be_read(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
-    store.put(kept("a"))
+    store.put(response("a"))
     store._database.file.execute("PRAGMA query_only=ON")
     with pytest.raises(StoreError):
-        store.put(kept("b"))
-    assert there(store, "a", "b") == ["a"]
+        store.put(response("b"))
+    assert stored_keys(store, "a", "b") == ["a"]
     store._database.file.execute("PRAGMA query_only=OFF")
-    store.put(kept("b"))
-    assert there(store, "a", "b") == ["a", "b"]
+    store.put(response("b"))
+    assert stored_keys(store, "a", "b") == ["a", "b"]
     store.close()
 
 
-def test_unrequested_text_is_not_loaded(tmp_path: Path) -> None:
-    """What was written again stands in the log."""
+def test_get_does_not_rewrite_text(tmp_path: Path) -> None:
+    """Rewritten texts would be in the write-ahead log."""
     store = FileStore(tmp_path / "kept.db")
     for number in range(50):
-        store.put(kept(f"r{number}", size=50_000))
+        store.put(response(f"r{number}", size=50_000))
     store._database.file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    store.put(kept("a"))
+    store.put(response("a"))
     store.get("r0", TENANT)
     store.get("a", TENANT)
     assert (tmp_path / "kept.db-wal").stat().st_size < 100_000
@@ -233,7 +233,7 @@ def test_unrequested_text_is_not_loaded(tmp_path: Path) -> None:
 def test_evicted_response_leaves_nothing(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db", max_count=2)
     for key in ("a", "b", "b", "c", "d"):
-        store.put(kept(key))
+        store.put(response(key))
     store.delete("d", TENANT)
     assert store._database.file.execute("SELECT id FROM response_texts").fetchall() == [("c",)]
     store.close()
@@ -241,11 +241,11 @@ def test_evicted_response_leaves_nothing(tmp_path: Path) -> None:
 
 def test_other_tenants_get_nothing(open_store: Open) -> None:
     store = open_store()
-    store.put(kept("a"))
+    store.put(response("a"))
     assert store.get("a", "another") is None
     assert not store.delete("a", "another")
-    store.put(replace(kept("a", size=3), tenant="another"))
-    assert store.get("a", TENANT) == kept("a")
+    store.put(replace(response("a", size=3), tenant="another"))
+    assert store.get("a", TENANT) == response("a")
 
 
 # --- What can happen to a file.
@@ -262,7 +262,7 @@ def text(path: Path) -> None:
 def damaged(path: Path) -> None:
     store = FileStore(path)
     for number in range(50):
-        store.put(kept(f"r{number}", size=1000))
+        store.put(response(f"r{number}", size=1000))
     store.close()
     with path.open("r+b") as file:
         for page in range(2, 40):
@@ -282,11 +282,11 @@ def below_a_file(path: Path) -> None:
     path.parent.write_text("")
 
 
-@pytest.mark.parametrize("made", [directory, text, damaged, from_the_future, below_a_file])
-def test_unusable_file_is_refused(made: Callable[[Path], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("create", [directory, text, damaged, from_the_future, below_a_file])
+def test_unusable_file_is_refused(create: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "dir" / "kept.db"
     path.parent.mkdir()
-    made(path)
+    create(path)
     before = path.read_bytes() if path.is_file() else b""
     with pytest.raises(StoreError) as refused:
         FileStore(path)
@@ -295,12 +295,12 @@ def test_unusable_file_is_refused(made: Callable[[Path], None], tmp_path: Path) 
     assert (path.read_bytes() if path.is_file() else b"") == before
 
 
-def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
+def test_file_is_private_to_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "new" / "kept.db"
     FileStore(path).close()
     path.chmod(0o644)
     store = FileStore(path)
-    store.put(kept("a"))
+    store.put(response("a"))
     modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.iterdir()}
     assert modes == dict.fromkeys(
         ["kept.db", "kept.db-wal", "kept.db-shm", "kept.db.reserve"], 0o600
@@ -311,32 +311,30 @@ def test_the_file_is_its_owners_alone(tmp_path: Path) -> None:
 
 def test_reads_do_not_write(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db", max_count=2)
-    store.put(kept("a"))
-    store.put(kept("b"))
+    store.put(response("a"))
+    store.put(response("b"))
     log = tmp_path / "kept.db-wal"
     before = log.stat()
     for _ in range(20):
         assert store.get("a", TENANT) is not None
     after = log.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
-    store.put(kept("c"))  # what was read counts as used all the same
-    assert there(store, "a", "b", "c") == ["a", "c"]
+    store.put(response("c"))  # a read counts as use all the same
+    assert stored_keys(store, "a", "b", "c") == ["a", "c"]
     store.close()
 
 
-def test_a_lock_of_somebody_else_is_waited_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_foreign_lock_is_waited_for_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stores, "_BUSY", 0.3)
     monkeypatch.setattr(stores, "_PAUSE", 0.5)
     store = FileStore(tmp_path / "kept.db")
-    store.put(kept("a"))
+    store.put(response("a"))
     other = sqlite3.connect(tmp_path / "kept.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
 
     def put(number: int) -> bool:
         with pytest.raises(StoreError):
-            store.put(kept(f"r{number}"))
+            store.put(response(f"r{number}"))
         return True
 
     began = time.monotonic()
@@ -346,17 +344,17 @@ def test_a_lock_of_somebody_else_is_waited_for_once(
     other.execute("ROLLBACK")
     other.close()
     time.sleep(0.5)
-    store.put(kept("b"))
-    assert there(store, "a", "b") == ["a", "b"]
+    store.put(response("b"))
+    assert stored_keys(store, "a", "b") == ["a", "b"]
     store.close()
 
 
-def test_readers_do_not_wait_for_a_writer(tmp_path: Path) -> None:
+def test_readers_do_not_wait_for_writer(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
-    store.put(kept("a"))
+    store.put(response("a"))
     other = sqlite3.connect(tmp_path / "kept.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    assert store.get("a", TENANT) == kept("a")
+    assert store.get("a", TENANT) == response("a")
     other.execute("ROLLBACK")
     other.close()
     store.close()
@@ -366,51 +364,51 @@ def test_readers_do_not_wait_for_a_writer(tmp_path: Path) -> None:
 def test_removed_file_is_recreated(tmp_path: Path, replaced: bool) -> None:
     path = tmp_path / "kept.db"
     store = FileStore(path)
-    store.put(kept("a"))
+    store.put(response("a"))
     for file in tmp_path.iterdir():
         file.unlink()
     if replaced:
         other = FileStore(path)
-        other.put(kept("b"))
+        other.put(response("b"))
         other.close()
-    assert there(store, "a", "b") == (["b"] if replaced else [])
-    store.put(kept("c"))
+    assert stored_keys(store, "a", "b") == (["b"] if replaced else [])
+    store.put(response("c"))
     store.close()
     after = FileStore(path)
-    assert there(after, "a", "b", "c") == [*(["b"] if replaced else []), "c"]
+    assert stored_keys(after, "a", "b", "c") == [*(["b"] if replaced else []), "c"]
     after.close()
 
 
-def test_a_removed_directory_is_no_error_of_the_program(tmp_path: Path) -> None:
+def test_removed_directory_is_a_store_error(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "dir" / "kept.db")
-    store.put(kept("a"))
+    store.put(response("a"))
     shutil.rmtree(tmp_path / "dir")
     (tmp_path / "dir").write_text("")
-    for call in (lambda: store.put(kept("b")), lambda: store.get("a", TENANT)):
+    for call in (lambda: store.put(response("b")), lambda: store.get("a", TENANT)):
         with pytest.raises(StoreError) as failed:
             call()
         assert failed.value.status == 503
 
 
 def test_temporarily_missing_file_is_opened_again(tmp_path: Path) -> None:
-    """Also when it was looked for meanwhile: as with a directory that is mounted again."""
+    """Even after a failed read in the meantime, as with a directory that is mounted again."""
     path, away = tmp_path / "dir" / "kept.db", tmp_path / "away"
     store = FileStore(path)
-    store.put(kept("a"))
+    store.put(response("a"))
     path.parent.rename(away)
     path.parent.write_text("")
     with pytest.raises(StoreError):
         store.get("a", TENANT)
     path.parent.unlink()
     away.rename(path.parent)
-    assert there(store, "a") == ["a"]
-    store.put(kept("b"))
-    assert there(store, "a", "b") == ["a", "b"]
+    assert stored_keys(store, "a") == ["a"]
+    store.put(response("b"))
+    assert stored_keys(store, "a", "b") == ["a", "b"]
     store.close()
 
 
 class FullDisk(sqlite3.Connection):
-    """Takes nothing as long as the reserve beside the file takes the last of the room."""
+    """Refuses all writes as long as the reserve beside the file takes up the last space."""
 
     reserve: Path
 
@@ -426,28 +424,28 @@ def test_full_disk_stores_nothing_but_still_deletes(
     path = tmp_path / "kept.db"
     monkeypatch.setattr(FullDisk, "reserve", path.with_name("kept.db.reserve"), raising=False)
     first = FileStore(path)
-    first.put(kept("a"))
-    first.put(kept("b"))
+    first.put(response("a"))
+    first.put(response("b"))
     first.close()
     connect = partial(sqlite3.connect, factory=FullDisk)
     monkeypatch.setattr(sqlite3, "connect", connect)
     store = FileStore(path)
     with pytest.raises(StoreError, match="full"):
-        store.put(kept("c"))
+        store.put(response("c"))
     assert store.delete("a", TENANT)
-    assert there(store, "a", "b", "c") == ["b"]
+    assert stored_keys(store, "a", "b", "c") == ["b"]
     assert FullDisk.reserve.stat().st_size > 0
     store.close()
 
 
-def test_a_file_of_another_layout_is_no_obstacle(tmp_path: Path) -> None:
+def test_file_of_other_layout_is_usable(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "kept.db") as old:
         old.execute("CREATE TABLE kept (id TEXT PRIMARY KEY, text TEXT, size INT, used INT)")
         old.execute("CREATE INDEX kept_used ON kept (used)")
     old.close()
     store = FileStore(tmp_path / "kept.db")
-    store.put(kept("a"))
-    assert there(store, "a") == ["a"]
+    store.put(response("a"))
+    assert stored_keys(store, "a") == ["a"]
     store.close()
 
 
@@ -464,7 +462,7 @@ WRITER = dedent("""
 """)
 
 
-def test_a_file_survives_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
+def test_file_survives_kill_during_write(tmp_path: Path) -> None:
     path = tmp_path / "kept.db"
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(path)],
@@ -473,20 +471,20 @@ def test_a_file_survives_a_kill_in_the_middle_of_a_write(tmp_path: Path) -> None
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     )
     assert writer.stdout is not None
-    events_of = [writer.stdout.readline() for _ in range(20)]
+    lines = [writer.stdout.readline() for _ in range(20)]
     writer.send_signal(signal.SIGKILL)
     rest = writer.stdout.read().split()
     writer.wait()
-    last = int((rest or [events_of[-1]])[-1])
+    last = int((rest or [lines[-1]])[-1])
     store = FileStore(path)
     assert all(store.get(f"r{number}", TENANT) is not None for number in range(last + 1))
     assert store.get(f"r{last + 2}", TENANT) is None
-    store.put(kept("a"))
-    assert store.get("a", TENANT) == kept("a")
+    store.put(response("a"))
+    assert store.get("a", TENANT) == response("a")
     store.close()
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_the_servers_store(named: bool, tmp_path: Path) -> None:
+def test_named_store_is_a_file(named: bool, tmp_path: Path) -> None:
     store = stores.open_store(str(tmp_path / "kept.db") if named else "")
     assert isinstance(store, FileStore if named else MemoryStore)

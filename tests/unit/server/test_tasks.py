@@ -1,4 +1,4 @@
-"""When the process is prepared for serving."""
+"""When a process is prepared for serving."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT = 0.005
 
 @pytest.fixture
 def freezes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The calls of ``gc.freeze`` in a process that is not prepared; nothing is really frozen."""
+    """The calls of ``gc.freeze`` in an unprepared process; nothing is really frozen."""
     calls: list[str] = []
     monkeypatch.setattr(gc, "freeze", lambda: calls.append("freeze"))
     monkeypatch.setattr(gc, "unfreeze", lambda: calls.append("unfreeze"))
@@ -33,20 +33,20 @@ def requests(number: int) -> None:
         asyncio.run(tasks.in_thread(gc.isenabled))
 
 
-def test_requests_freeze_nothing_in_a_prepared_process(freezes: list[str]) -> None:
-    """What belongs to open connections would never be freed."""
+def test_requests_freeze_nothing_in_prepared_process(freezes: list[str]) -> None:
+    """Otherwise, objects of open connections would never be freed."""
     tasks.prepare_process()
     requests(2)
     assert freezes == ["freeze"]
 
 
-def test_first_request_prepares_the_process(freezes: list[str]) -> None:
-    """Its engine was loaded for it."""
+def test_first_request_prepares_process(freezes: list[str]) -> None:
+    """The engine was loaded for that request."""
     requests(2)
     assert freezes == ["freeze"]
 
 
-def test_process_is_prepared_again_after_an_engine_was_stopped(freezes: list[str]) -> None:
+def test_process_is_prepared_again_after_engine_stops(freezes: list[str]) -> None:
     tasks.prepare_process()
     tasks.unfreeze()
     requests(2)

@@ -1,4 +1,4 @@
-"""``/tokenize``, ``/detokenize``, ``/props``, and where lists of models have the context length."""
+"""``/tokenize``, ``/detokenize``, ``/props``, and the context length in lists of models."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 LENGTH = 4096
 
 
-class Known(Alone):
+class HostWithContextLength(Alone):
     """A host that knows the context length of its model."""
 
     async def models(self) -> dict[str, Any]:
-        listed = await super().models()
-        listed["data"][0]["max_model_len"] = LENGTH
-        return listed
+        models = await super().models()
+        models["data"][0]["max_model_len"] = LENGTH
+        return models
 
 
 @pytest.fixture
-def host() -> Known:
-    return Known(ScriptedEngine({"Hi.": "<|channel|>final<|message|>Hello.<|return|>"}))
+def host() -> HostWithContextLength:
+    return HostWithContextLength(
+        ScriptedEngine({"Hi.": "<|channel|>final<|message|>Hello.<|return|>"})
+    )
 
 
 @pytest.fixture
-def wire(host: Known) -> Iterator[TestClient]:
+def wire(host: HostWithContextLength) -> Iterator[TestClient]:
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
@@ -47,8 +49,8 @@ TEXTS: dict[str, list[int]] = {
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_a_text(wire: TestClient, text: str) -> None:
-    """As vLLM and as llama.cpp; what looks like a control token is text."""
+def test_text_is_tokenized_and_restored(wire: TestClient, text: str) -> None:
+    """In vLLM's and in llama.cpp's format. Text that looks like a control token remains text."""
     tokens = TEXTS[text]
     assert not vocab.TURN_ENDS.union((vocab.START,)).intersection(tokens)
     expected = {"count": len(tokens), "max_model_len": LENGTH, "tokens": tokens, "token_strs": None}
@@ -60,8 +62,8 @@ def test_a_text(wire: TestClient, text: str) -> None:
     }
 
 
-def test_texts_of_tokens(wire: TestClient) -> None:
-    """Of parts of characters, llama.cpp has the bytes."""
+def test_tokens_are_returned_with_their_texts(wire: TestClient) -> None:
+    """llama.cpp returns the bytes of partial characters."""
     tokens = vocab.encode("ก 👍🏽")
     body = {"prompt": "ก 👍🏽", "return_token_strs": True}
     assert wire.post("/tokenize", json=body).json()["token_strs"] == ["ก", " 👍", "�", "�"]
@@ -69,12 +71,12 @@ def test_texts_of_tokens(wire: TestClient) -> None:
     assert pieces["tokens"] == [
         {"id": tokens[0], "piece": "ก"},
         {"id": tokens[1], "piece": " 👍"},
-        *({"id": each, "piece": list(vocab.token_bytes(each))} for each in tokens[2:]),
+        *({"id": token, "piece": list(vocab.token_bytes(token))} for token in tokens[2:]),
     ]
 
 
-def test_tokens_of_messages_are_the_prompt(host: Known, wire: TestClient) -> None:
-    """Its model may be left out."""
+def test_tokens_of_messages_match_prompt(host: HostWithContextLength, wire: TestClient) -> None:
+    """The model may be omitted."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     body = {"messages": [{"role": "user", "content": "Hi."}], "tools": tools}
     tokens = wire.post("/tokenize", json=body).json()
@@ -101,15 +103,17 @@ ERRORS: list[tuple[str, object, str | None]] = [
 
 
 @pytest.mark.parametrize(("path", "body", "param"), ERRORS)
-def test_errors(host: Known, wire: TestClient, path: str, body: object, param: str | None) -> None:
+def test_error_names_field(
+    host: HostWithContextLength, wire: TestClient, path: str, body: object, param: str | None
+) -> None:
     response = wire.post(path, json=body)
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param
     assert host.lent == 0
 
 
-def test_limits(wire: TestClient) -> None:
-    """A text may have as many tokens as any prompt, and ids as many as a context."""
+def test_long_texts_are_limited(wire: TestClient) -> None:
+    """A text may have as many tokens as a prompt; ids may be as many as the context."""
     tokens = [220] * text_limits.CONTEXT_TOKENS
     assert wire.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == " " * len(tokens)
     response = wire.post("/tokenize", json={"prompt": "a b " * 2**20})
@@ -117,7 +121,7 @@ def test_limits(wire: TestClient) -> None:
     assert wire.post("/tokenize", json={"prompt": "x", "model": "nobody"}).status_code == 404
 
 
-def test_properties(wire: TestClient) -> None:
+def test_props_describe_model(wire: TestClient) -> None:
     properties = wire.get("/props").json()
     assert properties.pop("build_info") == "vllm-mlx-harmony"
     assert properties == {
@@ -129,13 +133,13 @@ def test_properties(wire: TestClient) -> None:
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize", "/props"])
-def test_a_key_is_required(wire: TestClient, path: str) -> None:
+def test_key_is_required(wire: TestClient, path: str) -> None:
     method = "GET" if path == "/props" else "POST"
     refused = wire.request(method, path, headers={"Authorization": "Bearer wrong"}, json={})
     assert refused.status_code == 401
 
 
-def test_the_context_length_is_where_clients_look_for_it(wire: TestClient) -> None:
+def test_models_have_context_length_where_clients_look(wire: TestClient) -> None:
     (entry,) = wire.get("/v1/models").json()["data"]
     assert wire.get(f"/v1/models/{MODEL}").json() == entry
     fields = ("max_model_len", "context_length", "context_window", "max_context_length")
@@ -143,7 +147,7 @@ def test_the_context_length_is_where_clients_look_for_it(wire: TestClient) -> No
     assert entry["meta"] == {"n_ctx": LENGTH}
 
 
-def test_unknown_context_length() -> None:
+def test_unknown_context_length_is_omitted() -> None:
     client = TestClient(Alone(ScriptedEngine({})).app, base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
     (entry,) = client.get("/v1/models").json()["data"]

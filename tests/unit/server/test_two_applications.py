@@ -1,4 +1,4 @@
-"""Two applications in one process: neither has, or ends, anything of the other."""
+"""Two applications in one process: neither sees or ends anything of the other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Gated(ScriptedEngine):
-    """Ends its answers when the gate is open."""
+    """Ends its answers once the gate is open."""
 
     def __init__(self) -> None:
         super().__init__(SCRIPTS)
@@ -48,27 +48,27 @@ def client(host: Alone) -> TestClient:
     return TestClient(host.app, base_url="http://localhost", headers=HEADERS)
 
 
-def loop_client(host: Alone) -> httpx.AsyncClient:
+def async_client(host: Alone) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(host.app)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=HEADERS)
 
 
 def test_stored_responses_are_found_in_their_application() -> None:
-    one, other = (client(Alone(ScriptedEngine(SCRIPTS))) for _ in range(2))
-    path = f"/v1/responses/{one.post('/v1/responses', json=INPUT).json()['id']}"
-    assert (one.get(path).status_code, other.get(path).status_code) == (200, 404)
-    assert (other.delete(path).status_code, one.delete(path).status_code) == (404, 200)
+    first, second = (client(Alone(ScriptedEngine(SCRIPTS))) for _ in range(2))
+    path = f"/v1/responses/{first.post('/v1/responses', json=INPUT).json()['id']}"
+    assert (first.get(path).status_code, second.get(path).status_code) == (200, 404)
+    assert (second.delete(path).status_code, first.delete(path).status_code) == (404, 200)
 
 
 def test_conversations_are_found_in_their_application() -> None:
-    one, other = (client(Alone(ScriptedEngine(SCRIPTS))) for _ in range(2))
-    key = one.post("/v1/conversations", json={}).json()["id"]
+    first, second = (client(Alone(ScriptedEngine(SCRIPTS))) for _ in range(2))
+    key = first.post("/v1/conversations", json={}).json()["id"]
     path = f"/v1/conversations/{key}"
-    assert (one.get(path).status_code, other.get(path).status_code) == (200, 404)
-    asked = {**INPUT, "conversation": key}
-    answered = [each.post("/v1/responses", json=asked).status_code for each in (one, other)]
-    assert answered == [200, 404]
-    assert (other.delete(path).status_code, one.delete(path).status_code) == (404, 200)
+    assert (first.get(path).status_code, second.get(path).status_code) == (200, 404)
+    body = {**INPUT, "conversation": key}
+    statuses = [http.post("/v1/responses", json=body).status_code for http in (first, second)]
+    assert statuses == [200, 404]
+    assert (second.delete(path).status_code, first.delete(path).status_code) == (404, 200)
 
 
 def test_generated_turns_are_reused_in_their_application() -> None:
@@ -86,15 +86,15 @@ def test_generated_turns_are_reused_in_their_application() -> None:
 
 def test_background_responses_belong_to_their_application() -> None:
     async def test() -> None:
-        one, other = Alone(Gated()), Alone(Gated())
-        async with loop_client(one) as here, loop_client(other) as there:
-            created = await here.post("/v1/responses", json={**INPUT, "background": True})
+        first, second = Alone(Gated()), Alone(Gated())
+        async with async_client(first) as first_client, async_client(second) as second_client:
+            created = await first_client.post("/v1/responses", json={**INPUT, "background": True})
             path = f"/v1/responses/{created.json()['id']}"
-            assert (await here.get(path)).json()["status"] in ("queued", "in_progress")
+            assert (await first_client.get(path)).json()["status"] in ("queued", "in_progress")
             for method, end in (("GET", ""), ("POST", "/cancel"), ("DELETE", "")):
-                assert (await there.request(method, path + end)).status_code == 404
-            assert (len(one.answers.running), len(other.answers.running)) == (1, 0)
-            assert (await here.post(f"{path}/cancel")).json()["status"] == "cancelled"
+                assert (await second_client.request(method, path + end)).status_code == 404
+            assert (len(first.answers.running), len(second.answers.running)) == (1, 0)
+            assert (await first_client.post(f"{path}/cancel")).json()["status"] == "cancelled"
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -102,22 +102,22 @@ def test_background_responses_belong_to_their_application() -> None:
 def test_shutdown_ends_only_answers_of_its_application() -> None:
     async def test() -> None:
         hosts = Alone(Gated()), Alone(Gated())
-        ended, running = hosts
-        async with loop_client(ended) as here, loop_client(running) as there:
+        stopped, running = hosts
+        async with async_client(stopped) as stopped_client, async_client(running) as running_client:
             answers = [
-                asyncio.ensure_future(each.post("/v1/chat/completions", json=CHAT))
-                for each in (here, there)
+                asyncio.ensure_future(http.post("/v1/chat/completions", json=CHAT))
+                for http in (stopped_client, running_client)
             ]
             while not all(host.answers.running for host in hosts):
                 await asyncio.sleep(0.01)
-            (key,) = ended.answers.running
+            (key,) = stopped.answers.running
             assert not running.answers.cancel(key)
-            ended.answers.reject_new(True)
-            ended.answers.end_all(shutting_down())
+            stopped.answers.reject_new(True)
+            stopped.answers.end_all(shutting_down())
             failed = await answers[0]
             assert failed.json()["error"]["code"] == SHUTTING_DOWN
-            assert (await here.get("/v1/models")).status_code == 503
-            assert (await there.get("/v1/models")).status_code == 200
+            assert (await stopped_client.get("/v1/models")).status_code == 503
+            assert (await running_client.get("/v1/models")).status_code == 200
             assert not answers[1].done()
             for host in hosts:
                 host.engine.gate.set()  # type: ignore[attr-defined]

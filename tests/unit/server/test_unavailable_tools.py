@@ -1,4 +1,4 @@
-"""Tools that nobody runs (semantics A13): what the official clients get, streamed and not."""
+"""Tools that cannot be run (semantics A13): what official clients get, whole and streamed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Idle(ObedientEngine):
 
 async def message(stream: bool, **fields: Any) -> Any:
     _, client = clients(Alone(Idle()))
-    asked: Any = {
+    options: Any = {
         "model": MODEL,
         "max_tokens": 50,
         "messages": [{"role": "user", "content": QUESTION}],
@@ -45,8 +45,8 @@ async def message(stream: bool, **fields: Any) -> Any:
         **fields,
     }
     if not stream:
-        return await client.messages.create(**asked)
-    async with client.messages.stream(**asked) as events:
+        return await client.messages.create(**options)
+    async with client.messages.stream(**options) as events:
         async for _ in events:
             pass
         return await events.get_final_message()
@@ -54,7 +54,7 @@ async def message(stream: bool, **fields: Any) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("fields", [{}, {"tool_choice": PINNED}], ids=["alone", "pinned"])
-def test_a_search_by_messages_fails_without_the_model(fields: Any, stream: bool) -> None:
+def test_messages_search_fails_without_running_model(fields: Any, stream: bool) -> None:
     answer = asyncio.run(message(stream, **fields))
     call, result, text = answer.content
     assert (call.type, call.name) == ("server_tool_use", "web_search")
@@ -69,41 +69,41 @@ def test_a_search_by_messages_fails_without_the_model(fields: Any, stream: bool)
 
 @pytest.mark.parametrize("mode", ["stream", "whole", "background"])
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "web_search_preview"}])
-def test_a_search_by_responses_fails_without_the_model(mode: str, choice: Any) -> None:
-    async def response() -> tuple[Any, Any]:
+def test_responses_search_fails_without_running_model(mode: str, choice: Any) -> None:
+    async def create() -> tuple[Any, Any]:
         client, _ = clients(Alone(Idle()))
-        asked: Any = {
+        options: Any = {
             "model": MODEL,
             "input": QUESTION,
             "tools": [{"type": "web_search"}],
             "tool_choice": choice,
         }
         if mode == "stream":
-            async with client.responses.stream(**asked) as events:
+            async with client.responses.stream(**options) as events:
                 return await events.get_final_response(), client
-        made = await client.responses.create(**asked, background=mode == "background")
-        while made.status in ("queued", "in_progress"):
+        response = await client.responses.create(**options, background=mode == "background")
+        while response.status in ("queued", "in_progress"):
             await asyncio.sleep(0.01)
-            made = await client.responses.retrieve(made.id)
-        return made, client
+            response = await client.responses.retrieve(response.id)
+        return response, client
 
     async def check() -> None:
-        answer, client = await response()
-        search, answered = answer.output
+        answer, client = await create()
+        search, final = answer.output
         assert (search.type, search.status) == ("web_search_call", "failed")
-        assert (answer.output_text, answered.status) == (NO_SEARCH, "completed")
+        assert (answer.output_text, final.status) == (NO_SEARCH, "completed")
         assert (answer.status, answer.model_extra["unavailable_tools"]) == (
             "completed",
             ["web_search"],
         )
         stored = await client.responses.retrieve(answer.id)
         assert stored.output_text == NO_SEARCH
-        assert [item.id for item in stored.output] == [search.id, answered.id]
+        assert [item.id for item in stored.output] == [search.id, final.id]
 
     asyncio.run(check())
 
 
-def test_the_model_answers_after_the_refusal() -> None:
+def test_model_answers_after_failed_search() -> None:
     async def check() -> None:
         engine = ObedientEngine({"From memory, then.": ObedientEngine.ANSWER})
         client, _ = clients(Alone(engine))

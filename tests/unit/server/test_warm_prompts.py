@@ -19,7 +19,7 @@ SYSTEM = {"role": "system", "content": "Answer in rhymes."}
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[]", "[[]]", "[1]", "[[1]]", "[null]"])
-def test_a_file_without_conversations_is_rejected(tmp_path: Path, content: str) -> None:
+def test_file_without_conversations_is_rejected(tmp_path: Path, content: str) -> None:
     file = tmp_path / "prompts.json"
     file.write_text(content)
     with pytest.raises(HostError, match=r"--warm-prompts: .*prompts\.json"):
@@ -31,16 +31,16 @@ def test_missing_file_is_named(tmp_path: Path) -> None:
         read(str(tmp_path / "none"))
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
+def test_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "prompts.json"
     file.write_text(json.dumps([[SYSTEM]]))
     assert read(str(file)) == [[SYSTEM]]
 
 
 @pytest.mark.parametrize("last", [[], [{"role": "user", "content": "Hello"}]], ids=["", "asked"])
-def test_prompts_begin_with_everything_before_the_last_question(last: list[Any]) -> None:
-    found = beginning([SYSTEM, *last], Defaults(), render)
-    text = vocab.encoding().decode(found)
+def test_beginning_ends_before_last_question(last: list[Any]) -> None:
+    token_ids = beginning([SYSTEM, *last], Defaults(), render)
+    text = vocab.encoding().decode(token_ids)
     assert text.endswith("<|start|>user<|message|>") and "Answer in rhymes." in text
     body = {"model": "m", "messages": [SYSTEM, {"role": "user", "content": "Other"}]}
-    assert render(chat.read(body, Defaults()).turn).ids[: len(found)] == found
+    assert render(chat.read(body, Defaults()).turn).ids[: len(token_ids)] == token_ids

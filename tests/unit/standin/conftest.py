@@ -1,4 +1,4 @@
-"""A stand-in directory per session, and the encoding to write and read token ids with."""
+"""A stand-in directory, and the encoding of text to token ids."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Encode = Callable[[str], list[int]]
 
 @pytest.fixture(scope="session")
 def encode() -> Encode:
-    """Text to ids, control tokens written out."""
+    """Encodes text, in which control tokens are written out, to ids."""
     harmony = vocab.encoding()
     return lambda text: harmony.encode(text, allowed_special="all")
 

@@ -1,4 +1,4 @@
-"""A stand-in whose script is forbidden: whatever the grammar, its answer ends and obeys it."""
+"""A stand-in whose script the grammar forbids: its answers still end and obey the grammar."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SCHEMAS = {"person": PERSON, "tree": TREE, "anything": {"type": "object"}}
 TOOLS = tuple(Tool(name, parameters=schema) for name, schema in SCHEMAS.items())
 CALL = ToolChoice(required=True)
 
-WANTED = {
+OUTPUTS = {
     "prose": "<|channel|>analysis<|message|>What do they want?<|end|><|start|>assistant"
     "<|channel|>final<|message|>I would rather talk about the sea, which is blue.<|return|>",
     "a tool that is not there": "<|channel|>commentary to=functions.delete <|constrain|>json"
@@ -61,7 +61,7 @@ WANTED = {
     "nothing but thoughts": f"<|channel|>analysis<|message|>{'Wait, wait. ' * 20}<|end|>",
 }
 
-ASKED: Mapping[str, Mapping[str, Any]] = {
+TURNS: Mapping[str, Mapping[str, Any]] = {
     "a call": {"tools": TOOLS, "tool_choice": CALL},
     "a call of tree": {"tools": TOOLS, "tool_choice": ToolChoice(required=True, names=("tree",))},
     "a call without thinking": {"tools": TOOLS, "tool_choice": CALL, "thinking": False},
@@ -76,7 +76,7 @@ ASKED: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    scripts = [standin.Script(f"{want}?", output) for want, output in WANTED.items()]
+    scripts = [standin.Script(f"{want}?", output) for want, output in OUTPUTS.items()]
     return load_model(standin.write(tmp_path_factory.mktemp("model"), scripts))[0]
 
 
@@ -85,8 +85,8 @@ def ids_in_words() -> mx.array:
     return mx.arange(32, dtype=mx.uint32)
 
 
-def answered(model: Any, prompt: list[int], turn: Turn) -> list[int]:
-    """What the model says at temperature 1 when it is held to what the turn may say."""
+def generate(model: Any, prompt: list[int], turn: Turn) -> list[int]:
+    """What the model generates at temperature 1, constrained to the grammar of the turn."""
     grammar = grammar_of(turn, Names.of(turn))
     assert grammar is not None
     matcher, mask = compile_grammar(grammar).matcher(), Mask()
@@ -104,13 +104,15 @@ def answered(model: Any, prompt: list[int], turn: Turn) -> list[int]:
 
 
 @pytest.mark.nightly(sample=4)
-@pytest.mark.parametrize("want", WANTED)
-@pytest.mark.parametrize("asked", ASKED)
-def test_an_answer_ends_and_obeys(model: Any, encode: Encode, asked: str, want: str) -> None:
-    turn = Turn(messages=(User("Hi."),), **ASKED[asked])
+@pytest.mark.parametrize("want", OUTPUTS)
+@pytest.mark.parametrize("kind", TURNS)
+def test_constrained_answer_ends_and_obeys(
+    model: Any, encode: Encode, kind: str, want: str
+) -> None:
+    turn = Turn(messages=(User("Hi."),), **TURNS[kind])
     prompt = encode(f"<|start|>user<|message|>{want}?<|end|><|start|>assistant")
     *_, last = vocab.encoding().parse_messages_from_completion_tokens(
-        answered(model, prompt, turn), Role.ASSISTANT
+        generate(model, prompt, turn), Role.ASSISTANT
     )
     output = last.content[0].text
     if last.recipient is not None:

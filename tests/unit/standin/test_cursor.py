@@ -1,4 +1,4 @@
-"""Scripts are followed from the ids alone, wherever in a completion the history stands."""
+"""Scripts are followed from ids alone, wherever in a completion the history ends."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOST = str(FALLBACK.completion)
 
 
 class Player:
-    """Plays a book against prompts, as an engine would: one id at a time, nothing kept."""
+    """Plays a book as an engine would: one id at a time, without state."""
 
     def __init__(self, encode: Encode, scripts: Sequence[Script]) -> None:
         self.encode = encode
@@ -38,7 +38,7 @@ class Player:
         return cursor.next_step(history, self.book, self.decode)
 
     def play(self, prompt: str, answer: Sequence[int] = (), limit: int = 200) -> list[int]:
-        """All ids up to one that ends a turn, those of ``answer`` first."""
+        """All ids of the answer up to the end of the turn; it begins with ``answer``."""
         history, generated = self.encode(prompt), list(answer)
         while len(generated) < limit and not (
             generated and generated[-1] in (vocab.RETURN, vocab.CALL)
@@ -118,7 +118,7 @@ def test_completion_is_followed(
 
 
 @pytest.mark.parametrize(("scripts", "prompt", "output"), ROWS.values(), ids=ROWS.keys())
-def test_any_beginning_is_continued(
+def test_any_prefix_is_continued(
     encode: Encode, scripts: list[Script], prompt: str, output: str
 ) -> None:
     player, ids = Player(encode, scripts), encode(output)
@@ -126,23 +126,23 @@ def test_any_beginning_is_continued(
     assert steps == ids
 
 
-def test_header_begun_by_the_prompt(encode: Encode) -> None:
+def test_header_in_prompt_is_continued(encode: Encode) -> None:
     player = Player(encode, [Script("Hi", PLAIN)])
-    begun = "<|channel|>final<|message|>"
-    assert player.play(SYSTEM + HI + OPEN + begun) == encode(PLAIN)[len(encode(begun)) :]
+    header = "<|channel|>final<|message|>"
+    assert player.play(SYSTEM + HI + OPEN + header) == encode(PLAIN)[len(encode(header)) :]
 
 
 @pytest.mark.parametrize("output", [PLAIN, REASONED], ids=["plain", "reasoned"])
-def test_forced_token_keeps_the_position(encode: Encode, output: str) -> None:
+def test_forced_token_keeps_position(encode: Encode, output: str) -> None:
     player, ids = Player(encode, [Script("Hi", output)]), encode(output)
     for place in range(len(ids) - 1):
         if place and ids[place - 1] == vocab.START:
-            continue  # a message of somebody else: no longer this answer
-        answer = [*ids[:place], 0]  # id 0 is "!", which is in neither completion's place
+            continue  # begins a message of another role
+        answer = [*ids[:place], 0]  # id 0 is "!", which neither completion has
         assert player.play(SYSTEM + HI + OPEN, answer)[place + 1 :] == ids[place + 1 :]
 
 
-def test_ends_for_ever_after_the_completion(encode: Encode) -> None:
+def test_return_repeats_after_completion(encode: Encode) -> None:
     player = Player(encode, [Script("Hi", CALL)])
     history = encode(SYSTEM + HI + OPEN + CALL)
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_ids_are_played_unchanged(encode: Encode) -> None:
     assert Player(encode, [Script("Hi", halves)]).play(SYSTEM + HI + OPEN) == halves
 
 
-def test_delay_and_fault_are_at_their_place(encode: Encode) -> None:
+def test_delay_and_fault_are_at_their_ids(encode: Encode) -> None:
     player = Player(encode, [Script("Hi", PLAIN, delay_ms=7, fail_at=3)])
     prompt, ids = encode(SYSTEM + HI + OPEN), encode(PLAIN)
     steps = [player.step([*prompt, *ids[:cut]]) for cut in range(len(ids))]
@@ -163,7 +163,7 @@ def test_delay_and_fault_are_at_their_place(encode: Encode) -> None:
     assert [step.fails for step in steps] == [cut == 3 for cut in range(len(ids))]
 
 
-def test_no_delay_and_no_fault_for_an_earlier_turn(encode: Encode) -> None:
+def test_earlier_turn_has_no_delay_or_fault(encode: Encode) -> None:
     player = Player(encode, [Script("Hi", PLAIN, delay_ms=7, fail_at=0), Script("Bye", PLAIN)])
     bye = HI.replace("Hi", "Bye")
     history = encode(SYSTEM + HI + OPEN + PLAIN.replace("<|return|>", "<|end|>") + bye + OPEN)
@@ -171,13 +171,13 @@ def test_no_delay_and_no_fault_for_an_earlier_turn(encode: Encode) -> None:
     assert (step.token, step.delay_ms, step.fails) == (encode(PLAIN)[0], 0, False)
 
 
-def test_table_gives_the_bytes_back() -> None:
+def test_table_is_read_back() -> None:
     tokens = [b"a", b"", bytes(range(255)), "é".encode()]
     content = b"".join(bytes((len(token),)) + token for token in tokens)
     assert cursor.read_table(content) == tokens
 
 
-def test_decoder_replaces_what_is_no_text() -> None:
+def test_decoder_replaces_invalid_bytes() -> None:
     decode = cursor.decoder([b"a", b"\xf0\x9f", b"\x99\x82", b"<|end|>"])
     assert decode([0, 1, 2, 3]) == "a🙂<|end|>"
     assert decode([1, 0]) == "\ufffda"

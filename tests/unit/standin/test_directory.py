@@ -1,4 +1,4 @@
-"""What is in a model directory, and that it says what it is."""
+"""The contents of a stand-in's model directory."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write_tiny(tmp_path_factory.mktemp("tiny"), seed=1)
 
 
-def test_stops_are_those_of_gpt_oss(directory: Path, tiny: Path) -> None:
+def test_stop_ids_are_those_of_gpt_oss(directory: Path, tiny: Path) -> None:
     for place in (directory, tiny):
         for name in ("config.json", "generation_config.json"):
             stops = json.loads((place / name).read_text())["eos_token_id"]
             assert stops == [vocab.RETURN, vocab.ENDOFTEXT, vocab.CALL]
 
 
-def test_both_say_that_they_are_not_gpt_oss(directory: Path, tiny: Path) -> None:
+def test_directories_state_they_are_not_gpt_oss(directory: Path, tiny: Path) -> None:
     for place in (directory, tiny):
         assert "not gpt-oss" in (place / "README.md").read_text().splitlines()[0]
     assert "not gpt-oss" in (directory / cursor.BOOK).read_text()
@@ -49,7 +49,7 @@ def test_no_partial_file_is_left(directory: Path, tiny: Path) -> None:
     assert not [*directory.glob("*.part"), *tiny.glob("*.part")]
 
 
-def test_tiny_weights_fill_the_file(tiny: Path) -> None:
+def test_tiny_weights_fill_file(tiny: Path) -> None:
     with (tiny / "model.safetensors").open("rb") as file:
         (size,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(size))
@@ -59,7 +59,7 @@ def test_tiny_weights_fill_the_file(tiny: Path) -> None:
     assert 8 + size + ends[-1] == (tiny / "model.safetensors").stat().st_size
 
 
-def test_seed_decides_the_tiny_weights(tiny: Path, tmp_path: Path) -> None:
+def test_seed_determines_tiny_weights(tiny: Path, tmp_path: Path) -> None:
     def weights(place: Path) -> bytes:
         with (place / "model.safetensors").open("rb") as file:
             file.seek(50_000_000)
@@ -69,7 +69,7 @@ def test_seed_decides_the_tiny_weights(tiny: Path, tmp_path: Path) -> None:
     assert weights(standin.write_tiny(tmp_path / "other", seed=2)) != weights(tiny)
 
 
-def test_a_book_follows_a_rescript(tmp_path: Path, encode: Encode) -> None:
+def test_rescript_replaces_book(tmp_path: Path, encode: Encode) -> None:
     standin.rescript(tmp_path, [standin.Script("a", "one")])
     before = cursor.read_book(tmp_path)
     assert cursor.read_book(tmp_path) is before
@@ -77,7 +77,7 @@ def test_a_book_follows_a_rescript(tmp_path: Path, encode: Encode) -> None:
     assert cursor.read_book(tmp_path).entries[0].completion == tuple(encode("two"))
 
 
-def test_text_becomes_ids_without_openai_harmony_too(
+def test_text_is_encoded_without_openai_harmony(
     directory: Path, encode: Encode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> None:

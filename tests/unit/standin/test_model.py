@@ -34,12 +34,10 @@ ANSWER = (
 
 
 def script(name: str) -> standin.Script:
-    """Answers a message that names ``name`` with an answer of its own, of a length of its own."""
+    """Answers a message that names ``name``; answers of different names differ in length."""
     generated = ANSWER.format(name * (2 + len(name) % 5)) + "<|return|>"
     pattern = re.compile(rf"\A<\|start\|>system.*user {name}\.<\|end\|>", re.DOTALL)
-    return standin.Script(
-        pattern, generated, whole_prompt=True
-    )  # finds padding, if it is let through
+    return standin.Script(pattern, generated, whole_prompt=True)  # sees padding that is not masked
 
 
 NAMES = ["a", "bb", "ccc", "dddd", "eeeee", "ffffff", "ggggggg", "hhhhhhhh"]
@@ -53,7 +51,7 @@ def prompt(name: str, words: int) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stand-in with a script per name, and one that breaks."""
+    """A stand-in with a script for each name and one that fails."""
     broken = standin.Script("user broken.", "<|channel|>final<|message|>No.", fail_at=2)
     scripts = [*(script(name) for name in NAMES), broken]
     return standin.write(tmp_path_factory.mktemp("model"), scripts)
@@ -66,7 +64,7 @@ def model(place: Path) -> Any:
 
 
 def run(model: Any, ids: list[int], **options: Any) -> list[int]:
-    """What mlx-lm's plain generator makes of a prompt, up to a `<|return|>`."""
+    """What mlx-lm's plain generator generates, up to a `<|return|>`."""
     generated: list[int] = []
     for token, _ in generate_step(mx.array(ids), model, max_tokens=400, **options):
         generated.append(int(token))
@@ -79,7 +77,7 @@ def expected(encode: Encode, name: str) -> list[int]:
     return encode(str(script(name).completion))
 
 
-def test_caches_have_the_layout_of_gpt_oss(model: Any) -> None:
+def test_caches_have_layout_of_gpt_oss(model: Any) -> None:
     caches = make_prompt_cache(model)
     assert [type(cache) for cache in caches] == [RotatingKVCache, KVCache] * 2
     assert caches[0].max_size == 128
@@ -88,14 +86,14 @@ def test_caches_have_the_layout_of_gpt_oss(model: Any) -> None:
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("words", [0, 100, 110, 111, 112, 113, 114, 115, 700])
 @pytest.mark.parametrize("chunk", [1, 17, 2048])
-def test_prompts_of_any_length_in_any_chunks(
+def test_script_is_played_for_any_prompt_and_chunk_length(
     model: Any, encode: Encode, words: int, chunk: int
 ) -> None:
     ids = encode(prompt("bb", words))
     assert run(model, ids, prefill_step_size=chunk) == expected(encode, "bb")
 
 
-def test_all_weight_is_on_the_scripted_token(model: Any, encode: Encode) -> None:
+def test_scripted_token_has_all_probability(model: Any, encode: Encode) -> None:
     logits = model(mx.array([encode(prompt("bb", 3))]))[0, -1]
     assert int(mx.argmax(logits)) == vocab.CHANNEL
     probability = mx.softmax(logits)[vocab.CHANNEL]
@@ -104,7 +102,7 @@ def test_all_weight_is_on_the_scripted_token(model: Any, encode: Encode) -> None
     assert float(biased) < 1e-6
 
 
-def test_last_positions_have_logits_of_their_own(model: Any, encode: Encode) -> None:
+def test_last_positions_have_their_own_logits(model: Any, encode: Encode) -> None:
     generated = expected(encode, "bb")
     ids = [*encode(prompt("bb", 40)), *generated[:5]]
     logits = model(mx.array([ids]))[0, -6:]
@@ -120,7 +118,7 @@ def test_trimmed_cache_is_reused(model: Any, encode: Encode) -> None:
     assert run(model, other[same:], prompt_cache=caches) == expected(encode, "ccc")
 
 
-def test_copied_cache_forks(model: Any, encode: Encode) -> None:
+def test_copied_cache_can_fork(model: Any, encode: Encode) -> None:
     head, tails = encode(prompt("x", 300))[:200], ["bb", "dddd"]
     caches = make_prompt_cache(model)
     model(mx.array([head]), cache=caches)
@@ -130,7 +128,7 @@ def test_copied_cache_forks(model: Any, encode: Encode) -> None:
 
 
 @pytest.mark.parametrize("chunk", [64, 2048])
-def test_eight_at_once(model: Any, encode: Encode, chunk: int) -> None:
+def test_eight_prompts_are_batched(model: Any, encode: Encode, chunk: int) -> None:
     batch = BatchGenerator(
         model, stop_tokens=[[vocab.RETURN]], max_tokens=400, prefill_step_size=chunk
     )
@@ -149,7 +147,7 @@ def test_eight_at_once(model: Any, encode: Encode, chunk: int) -> None:
     assert [generated[uid] for uid in uids] == [expected(encode, name) for name in NAMES]
 
 
-def test_script_breaks_the_model(model: Any, encode: Encode) -> None:
+def test_failing_script_raises(model: Any, encode: Encode) -> None:
     steps = generate_step(mx.array(encode(prompt("broken", 3))), model, max_tokens=50)
     with pytest.raises(RuntimeError, match="fail here"):
         list(steps)
@@ -174,7 +172,7 @@ def test_running_model_follows_new_scripts(encode: Encode, tmp_path: Path, place
     assert run(model, ids) == encode("<|channel|>final<|message|>New.<|return|>")
 
 
-def test_tiny_is_a_real_gpt_oss(tmp_path: Path) -> None:
+def test_tiny_is_real_gpt_oss(tmp_path: Path) -> None:
     from mlx_lm.models import gpt_oss
 
     model = load_model(standin.write_tiny(tmp_path / "tiny"))[0]

@@ -1,4 +1,4 @@
-"""The `tokenizer.json` cuts and joins text exactly as openai-harmony does."""
+"""The `tokenizer.json` encodes and decodes text exactly as openai-harmony does."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TEXTS = {
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
-def test_text_becomes_the_same_ids(tokenizer: Any, encode: Encode, text: str) -> None:
+def test_text_encodes_to_same_ids(tokenizer: Any, encode: Encode, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     assert ids == encode(text)
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
@@ -51,7 +51,7 @@ def test_text_becomes_the_same_ids(tokenizer: Any, encode: Encode, text: str) ->
 
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=60))
 @settings(max_examples=examples(300), deadline=None)
-def test_any_text_becomes_the_same_ids(tokenizer: Any, encode: Encode, text: str) -> None:
+def test_any_text_encodes_to_same_ids(tokenizer: Any, encode: Encode, text: str) -> None:
     assert tokenizer.encode(text, add_special_tokens=False).ids == encode(text)
 
 
@@ -67,7 +67,7 @@ def test_control_names_are_those_of_openai_harmony() -> None:
     assert [decode([token]) for token in tokens] == [control_name(token) for token in tokens]
 
 
-def test_table_holds_the_bytes_of_every_id(directory: Path) -> None:
+def test_table_holds_bytes_of_every_id(directory: Path) -> None:
     table = cursor.read_table((directory / cursor.TABLE).read_bytes())
     assert len(table) == VOCAB_SIZE
     sample = [*range(0, vocab.STARTOFTEXT, 997), vocab.STARTOFTEXT - 1]
@@ -75,11 +75,11 @@ def test_table_holds_the_bytes_of_every_id(directory: Path) -> None:
     assert table[vocab.CALL] == b"<|call|>"
 
 
-def test_ranks_are_read_from_a_tiktoken_file() -> None:
+def test_ranks_are_read_from_tiktoken_file() -> None:
     assert parse_ranks(b"IQ== 0\nIg== 1\n\nw6k= 2\n") == {b"!": 0, b'"': 1, "é".encode(): 2}
 
 
-def test_bytes_are_spelt_one_printable_character_each() -> None:
+def test_bytes_are_spelt_as_printable_characters() -> None:
     spelt = spell(bytes(range(256)))
     assert len(set(spelt)) == 256
     assert all(character.isprintable() and not character.isspace() for character in spelt)

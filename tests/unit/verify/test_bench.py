@@ -1,4 +1,4 @@
-"""bench, on a server in this process: what is measured, not how long it takes."""
+"""bench, on a server in this process: what it measures, not the times."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ANY = ("--key", KEY, "--repeat", "2")
 
 
 def engine(*scripts: Script) -> BookEngine:
-    made = BookEngine(scripts)
-    made.context_length = 40_000
-    return made
+    book = BookEngine(scripts)
+    book.context_length = 40_000
+    return book
 
 
-def test_all_that_fits_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_measures_all_that_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [str(tmp_path / name) for name in ("a.json", "a.html")]
     with serving(engine=engine(TALE, SHORT)) as url:
         code = main(["bench", url, *ANY, "--json", files[0], "--html", files[1]])
     shown = capsys.readouterr().out
     assert code == 0, shown
-    found = json.loads(Path(files[0]).read_text("utf-8"))
-    curves = found["curves"]
+    document = json.loads(Path(files[0]).read_text("utf-8"))
+    curves = document["curves"]
     assert {name: sorted(map(int, curve)) for name, curve in curves.items()} == {
         "first token, cold": [1_000, 8_000, 32_000],
         "first token, warm": [1_000, 8_000, 32_000],
@@ -44,12 +44,12 @@ def test_all_that_fits_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture
         "longest pause, undisturbed": [8_000],
         "longest pause beside a prompt": [8_000],
     }
-    values = [each for curve in curves.values() for each in curve.values()]
-    assert all(len(each) == 2 and min(each) >= 0 for each in values)
+    values = [runs for curve in curves.values() for runs in curve.values()]
+    assert all(len(runs) == 2 and min(runs) >= 0 for runs in values)
     later = [max(curves["tool loop, computed"][str(turn)]) for turn in range(2, TURNS + 1)]
     assert 400 < min(later) <= max(later) < 700, "only the last result is computed"
-    assert set(found["machine"]) >= {"processor", "memory", "system", "python"}
-    assert not {"127.0.0.1", str(tmp_path), KEY} & set(re.split(r'["/: ]', json.dumps(found)))
+    assert set(document["machine"]) >= {"processor", "memory", "system", "python"}
+    assert not {"127.0.0.1", str(tmp_path), KEY} & set(re.split(r'["/: ]', json.dumps(document)))
     page = Path(files[1]).read_text("utf-8")
     assert page.count("<svg") == 4 and "<script" not in page and "src=" not in page
     for name in curves:
@@ -59,7 +59,7 @@ def test_all_that_fits_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_failed_measurement_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """An answer of one word has no speed; what else can be measured is."""
+    """An answer of one word has no speed; the other measurements are made."""
     with serving(engine=engine(SHORT)) as url:
         assert main(["bench", url, *ANY, "--longest", "1000"]) == 1
     shown = capsys.readouterr().out
@@ -75,11 +75,11 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize("name", UNUSABLE)
-def test_unmeasurable_server_is_an_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unmeasurable_server_is_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     old, new, problem = UNUSABLE[name]
     fault = Fault(
         lambda method, path, body: "messages" in body,
-        reply=lambda given: Reply(given.status, given.text.replace(old, new)),
+        reply=lambda response: Reply(response.status, response.text.replace(old, new)),
     )
     with serving(fault, engine(SHORT)) as url:
         assert main(["bench", url, *ANY]) == 2
@@ -95,7 +95,7 @@ ODD = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_input(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_input_is_error(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, problem = ODD[name]
     assert main(["bench", *arguments]) == 2
     assert problem in capsys.readouterr().err
@@ -111,15 +111,15 @@ def test_odd_input(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         (512, 100_000, []),
     ],
 )
-def test_prompts_fit_the_context(context: int | None, most: int, lengths: list[str]) -> None:
-    names = [each.name for each in plan(context, most)]
+def test_prompts_fit_context(context: int | None, most: int, lengths: list[str]) -> None:
+    names = [measurement.name for measurement in plan(context, most)]
     assert [name.split()[2] for name in names if name.startswith("first")] == lengths
     room = min(context or most, most)
     assert any("loop" in name for name in names) == (room > 11_000)
 
 
-def test_every_curve_has_a_unit_and_ratios_are_of_medians() -> None:
-    one = {"curves": {name: {"1": [1.0, 2.0, 9.0]} for name in CURVES}}
-    other = {"curves": {name: {"1": [4.0]} for name in CURVES}}
-    table = results.compared(one, other)
+def test_comparison_has_ratio_of_medians_for_every_curve() -> None:
+    first = {"curves": {name: {"1": [1.0, 2.0, 9.0]} for name in CURVES}}
+    second = {"curves": {name: {"1": [4.0]} for name in CURVES}}
+    table = results.compared(first, second)
     assert [*table.columns[-1].cells] == ["2.00"] * len(CURVES)

@@ -1,4 +1,4 @@
-"""Checks of the format and of the loop, each with a fault; every other check passes beside it."""
+"""Faults for the checks of the format and the loop: only the check in question fails."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ GREETING = next(case for case in CASES if case.name == "no-call-greeting")
 
 
 def passed(url: str, *only: str) -> dict[str, bool]:
-    return {name: each.state == "passed" for name, each in outcomes(url, *only).items()}
+    return {name: outcome.state == "passed" for name, outcome in outcomes(url, *only).items()}
 
 
-# --- A prompt that does not arrive: another is answered
+# --- Prompts that are swapped for others
 
 PROMPTS = {
     **{case.name: case.prompt for case in CASES},
@@ -37,35 +37,35 @@ PROMPTS = {
 }
 
 
-def dumped(text: str) -> str:
+def escape(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-def test_each_check_has_a_prompt() -> None:
+def test_each_check_has_prompt() -> None:
     others = {"choice-none", "reasoning-returned", "reasoning-effort"}  # have a fault below
     assert {*PROMPTS, *others} == {name for name, *_ in formats.ROWS}
 
 
 @pytest.mark.parametrize("half", [0, 1])
 @pytest.mark.parametrize("api", APIS)
-def test_exactly_those_fail_whose_prompt_is_another(api: str, half: int) -> None:
+def test_only_checks_of_swapped_prompts_fail(api: str, half: int) -> None:
     broken = {name: text for at, (name, text) in enumerate(PROMPTS.items()) if at % 2 == half}
 
     def swap(body: Request) -> None:
         text = json.dumps(body)
         for name, prompt in broken.items():
             other = FORECAST.prompt if name.startswith("no-call") else GREETING.prompt
-            text = text.replace(dumped(prompt), dumped(other))
+            text = text.replace(escape(prompt), escape(other))
         body.clear()
         body.update(json.loads(text))
 
     with serving(Fault(lambda method, path, body: "model" in body, request=swap)) as url:
-        found = passed(url, f"format.{api}")
-    failing = {name.split(".")[2] for name, right in found.items() if not right}
+        results = passed(url, f"format.{api}")
+    failing = {name.split(".")[2] for name, right in results.items() if not right}
     assert failing == set(broken)
 
 
-# --- Faults of a kind
+# --- Other faults
 
 
 def recursively(change: Callable[[Any], Any]) -> Callable[[Request], None]:
@@ -73,8 +73,8 @@ def recursively(change: Callable[[Any], Any]) -> Callable[[Request], None]:
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
-            return change({name: walk(each) for name, each in value.items()})
-        return [walk(each) for each in value] if isinstance(value, list) else value
+            return change({name: walk(item) for name, item in value.items()})
+        return [walk(item) for item in value] if isinstance(value, list) else value
 
     def changed(body: Request) -> None:
         new = walk(body)
@@ -85,37 +85,44 @@ def recursively(change: Callable[[Any], Any]) -> Callable[[Request], None]:
 
 
 def without(*names: str) -> Callable[[Any], Any]:
-    return lambda each: {name: value for name, value in each.items() if name not in names}
+    return lambda mapping: {name: value for name, value in mapping.items() if name not in names}
 
 
 def thoughtless(value: Any) -> Any:
-    """History without reasoning, in any API."""
+    """Removes reasoning from a history, in any API."""
     value = without("reasoning", "reasoning_content")(value) if "role" in value else value
     for name in ("input", "content"):
         if isinstance(value.get(name), list):
             kinds = ("reasoning", "thinking")
-            value[name] = [each for each in value[name] if each.get("type") not in kinds]
-    for name in ("id", "call_id", "tool_call_id", "tool_use_id"):  # or the turn is remembered
+            value[name] = [part for part in value[name] if part.get("type") not in kinds]
+    for name in (
+        "id",
+        "call_id",
+        "tool_call_id",
+        "tool_use_id",
+    ):  # or the server recognizes the turn
         if isinstance(value.get(name), str):
             value[name] += "0"
     return value
 
 
 def ignorant(value: Any) -> Any:
-    """No system prompt, in any API."""
+    """Removes the system prompt, in any API."""
     if isinstance(value.get("messages"), list):
-        value["messages"] = [each for each in value["messages"] if each["role"] != "system"]
+        value["messages"] = [
+            message for message in value["messages"] if message["role"] != "system"
+        ]
     return without("system", "instructions")(value)
 
 
 def no_code(value: Any) -> Any:
-    """The result of the third page without its code, and so with another answer in the end."""
+    """Removes the code from the last page, which changes the final answer."""
     text = json.dumps(value)
     return json.loads(re.sub(rf"Page {loop.TURNS}\. ", "Nothing. ", text))
 
 
 def cut(body: Request) -> None:
-    """Leaves no room for the whole call."""
+    """Limits the answer to fewer tokens than the call has."""
     name = "max_output_tokens" if "input" in body else "max_tokens"
     body[name] = 30
 
@@ -135,7 +142,7 @@ ANY: Callable[..., bool] = lambda method, path, body: method == "POST"  # noqa: 
 
 
 def reply(change: Callable[[str], str]) -> Callable[[Any], Any]:
-    return lambda given: type(given)(given.status, change(given.text))
+    return lambda response: type(response)(response.status, change(response.text))
 
 
 KINDS: dict[str, tuple[Fault, set[str]]] = {
@@ -182,16 +189,16 @@ KINDS: dict[str, tuple[Fault, set[str]]] = {
 
 
 BESIDE = ("choice-*", "reasoning-*", "system-*", "call-forecast", "remembers", "cached")
-"""What is run beside a fault of a kind."""
+"""The checks that run with each of these faults."""
 
 
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_exactly_the_checks_of_a_kind_fail(kind: str, api: str) -> None:
+def test_fault_fails_only_its_checks(kind: str, api: str) -> None:
     fault, expected = KINDS[kind]
     with serving(fault) as url:
-        found = passed(url, *(f"*.{api}.{names}" for names in BESIDE))
-    failing = {name.replace(f".{api}", "") for name, right in found.items() if not right}
+        results = passed(url, *(f"*.{api}.{names}" for names in BESIDE))
+    failing = {name.replace(f".{api}", "") for name, right in results.items() if not right}
     assert failing == expected
 
 
@@ -208,8 +215,8 @@ def test_repeated_checks_count_each_run() -> None:
 
     fault = Fault(every_other, request=cut)
     with serving(fault) as url:
-        found = outcomes(url, "format.chat.call-forecast", "wire.chat.bad-json", repeat=4)
-    forecast, other = found["format.chat.call-forecast"], found["wire.chat.bad-json"]
+        results = outcomes(url, "format.chat.call-forecast", "wire.chat.bad-json", repeat=4)
+    forecast, other = results["format.chat.call-forecast"], results["wire.chat.bad-json"]
     assert (forecast.state, forecast.passed, forecast.runs) == ("failed", 2, 4)
     assert "arguments that are not JSON" in forecast.problem and forecast.received
     assert (other.state, other.passed, other.runs) == ("passed", 1, 1)
@@ -225,7 +232,7 @@ def test_repeated_checks_count_each_run() -> None:
         (("x",), 0),
     ],
 )
-def test_only(only: tuple[str, ...], count: int | None) -> None:
+def test_only_selects_checks(only: tuple[str, ...], count: int | None) -> None:
     from vllm_mlx_harmony.verify.suite import CHECKS
 
     assert len(checks.chosen(CHECKS, only)) == (len(CHECKS) if count is None else count)

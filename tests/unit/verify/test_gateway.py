@@ -1,4 +1,4 @@
-"""Every check passes through a gateway, too, in front of a server of this project."""
+"""Every check passes through a gateway in front of a server of this project."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_mlx_harmony.verify import wire
 from vllm_mlx_harmony.verify.suite import CHECKS
 
 
-def test_everything_passes_through_a_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_checks_pass_through_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "1")
     for name, seconds in TIMES.items():
@@ -28,6 +28,8 @@ def test_everything_passes_through_a_gateway(monkeypatch: pytest.MonkeyPatch) ->
         keys = (Key("test", digest(KEY)),)
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), keys=keys, model=MODEL)
         with served(gateway(settings)) as base:
-            found = outcomes(base)
-    assert {name: each.problem for name, each in found.items() if each.state != "passed"} == {}
-    assert len(found) == len(CHECKS) == 266
+            results = outcomes(base)
+    assert {
+        name: outcome.problem for name, outcome in results.items() if outcome.state != "passed"
+    } == {}
+    assert len(results) == len(CHECKS) == 266

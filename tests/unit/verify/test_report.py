@@ -1,4 +1,4 @@
-"""What is made of outcomes: the rates, the results file, the page, and what differs between two."""
+"""Reports of outcomes: rates, the results file, the page, and comparisons."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ MIXED = [
 
 
 @pytest.mark.parametrize("width", [50, 120])
-def test_the_verdict(width: int) -> None:
+def test_verdict_fits_width_and_has_all_parts(width: int) -> None:
     file = io.StringIO()
     console = Console(file=file, width=width, highlight=False)
     console.print(report.verdict(CHECKS, MIXED))
-    for each in MIXED:
-        if each.state == "failed":
-            console.print(report.failure(each))
+    for result in MIXED:
+        if result.state == "failed":
+            console.print(report.failure(result))
     shown = file.getvalue()
     assert max(map(len, shown.splitlines())) <= width
     words = " ".join(shown.split())
@@ -54,14 +54,14 @@ def test_the_verdict(width: int) -> None:
         assert part in words
 
 
-def test_rates_need_what_they_count() -> None:
+def test_rates_need_checks_they_count() -> None:
     assert report.scores(MIXED[:3]) == []
     none = [outcome("format.chat.call-a", "failed"), outcome("format.chat.no-call-b", "passed", 1)]
     assert report.scores(none) == ["tool calls: recall 0.0%, precision 0.0%"]
 
 
 class Page(HTMLParser):
-    """Tags that are open, everything that could be loaded, and the text."""
+    """The open tags, attributes that load something, and text of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_is_whole_and_alone() -> None:
+def test_page_is_complete_and_self_contained() -> None:
     results = report.document("a<model>", 4, MIXED)
     page = Page(report.html(CHECKS, results, MIXED))
     assert (page.open, page.loaded) == ([], [])
@@ -91,7 +91,7 @@ def test_the_page_is_whole_and_alone() -> None:
         assert part in page.text
 
 
-def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_comparison_reports_regressions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     worse = [outcome("wire.chat.stop", "failed", problem="x"), *MIXED[1:]]
     names = []
     for name, outcomes in (("a", MIXED), ("b", worse)):

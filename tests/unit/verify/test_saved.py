@@ -1,4 +1,4 @@
-"""Cases of the inspector as checks."""
+"""Cases saved by the inspector, run as checks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_mlx_harmony.verify import wire
 from vllm_mlx_harmony.verify.apis import APIS, Api
 
 
-def saved(directory: Path, api: Api, **fields: Any) -> str:
+def save_case(directory: Path, api: Api, **fields: Any) -> str:
     file = directory / f"{api.name}.json"
     body = {**api.body("the model of another server", wire.TIME), **fields}
     file.write_text(json.dumps({"case": 1, "path": api.path, "body": body}), "utf-8")
@@ -23,10 +23,10 @@ def saved(directory: Path, api: Api, **fields: Any) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_cases_pass_and_fail(
+def test_saved_cases_pass_and_fail(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, stream: bool
 ) -> None:
-    files = [saved(tmp_path, api, stream=stream) for api in APIS]
+    files = [save_case(tmp_path, api, stream=stream) for api in APIS]
     command = [part for file in files for part in ("--case", file)]
     with serving() as url:
         assert main(["verify", url, "--key", KEY, *command]) == 0
@@ -34,7 +34,9 @@ def test_cases_pass_and_fail(
     assert "3 passed" in shown and "case" in shown
     other = Fault(
         lambda method, path, body: "tools" in body,
-        reply=lambda given: Reply(given.status, given.text.replace("get_time", "get_date")),
+        reply=lambda response: Reply(
+            response.status, response.text.replace("get_time", "get_date")
+        ),
     )
     with serving(other) as url:
         assert main(["verify", url, "--key", KEY, *command]) == 1
@@ -46,7 +48,9 @@ def test_cases_pass_and_fail(
     "text",
     ["", "[]", "{}", '{"case": 1, "path": "/", "body": {}}', '{"case": 1, "path": 1, "body": 1}'],
 )
-def test_other_files(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_files_are_refused(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "other.json"
     file.write_text(text, "utf-8")
     assert main(["verify", "http://127.0.0.1:9", "--case", str(file)]) == 2

@@ -1,4 +1,4 @@
-"""How a document is held to the SDKs' types, and what is reported of one that does not fit."""
+"""Validation of documents against the SDKs' types, and the errors it reports."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ CHANGES: dict[str, tuple[str, dict[str, Any], tuple[Any, ...], object, str]] = {
     "an event of no type": ("ResponseStreamEvent", DELTA, ("type",), "x.y", "unknown type 'x.y'"),
     "an event without a type": ("ResponseStreamEvent", DELTA, ("type",), None, "Field required at"),
 }
-"""Type, document, the place that is changed (``None``: removed), and what is reported."""
+"""Type, document, the path that is changed, its new value (``None``: removed), and the error."""
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_error_is_of_the_matching_union_member(name: str) -> None:
+def test_error_names_matching_union_member(name: str) -> None:
     kind, document, (*path, last), value, problem = CHANGES[name]
     document = changed = deepcopy(document)
     for step in path:

@@ -387,6 +387,7 @@ class DiskCache:
             return
         if row.start and not self._index.has(row.parent):
             self._written.clear()
+            self._counters.dropped += 1
             return
         path, gone = self._pieces / row.file, None
         try:
@@ -550,6 +551,7 @@ class DiskCache:
                     gone = self._index.put(key, content, self.budget)
                     self._counters.evictions += len(gone)
                     self._changed(gone)
+                    self._works("writing")
 
         if not self._refuses:
             self._put(_Job(write, key, len(content)), self._turns)

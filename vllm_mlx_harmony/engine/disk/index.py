@@ -135,7 +135,7 @@ def key_of(*parts: bytes | memoryview) -> bytes:
 class Index(Database):
     """The database in ``directory``.
 
-    All methods raise ``sqlite3.Error`` and ``OSError``; creation raises ``Later`` as well.
+    All methods raise ``sqlite3.Error`` and ``OSError``; creation raises ``NewerSchema`` as well.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -245,7 +245,7 @@ def contents_of(directory: Path) -> Contents | None:
     """What a directory holds, without changing it; ``None`` if there is no index, and nothing if
     an earlier version wrote it.
 
-    Raises ``sqlite3.Error`` and ``Later``.
+    Raises ``sqlite3.Error`` and ``NewerSchema``.
     """
     path = directory / NAME
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Hosted MCP of OpenAI's Agents SDK, in process: its own loop ends where the server's answers."""
+"""Hosted MCP tools of OpenAI's Agents SDK, in process: the server runs them, not the SDK."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import agents
 from agents import memory
 from fakes import MODEL
 from local import weather
-from test_responses_loop import LAST, _no_grammars, client, finally_, serving, text_of
+from test_responses_loop import LAST, _no_grammars, client, run_async, serving, text_of
 
 __all__ = ["_no_grammars"]
 
-ASK: dict[str, Any] = {"type": "mcp", "server_label": "weather"}
+MCP_TOOL: dict[str, Any] = {"type": "mcp", "server_label": "weather"}
 
 
-def agent(api: Any, **tool: Any) -> Any:
+def make_agent(api: Any, **tool: Any) -> Any:
     agents.set_tracing_disabled(True)
     hosted = agents.HostedMCPTool(
-        tool_config={**ASK, **tool.pop("config", {})},
+        tool_config={**MCP_TOOL, **tool.pop("config", {})},
         **tool,
     )
     model = agents.OpenAIResponsesModel(MODEL, api)
@@ -31,26 +31,26 @@ def agent(api: Any, **tool: Any) -> Any:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_hosted(stream: bool) -> None:
+def test_hosted_tool_runs_on_server(stream: bool) -> None:
     host = serving(weather(), scripts={"Rome: 20 °C": LAST})
 
-    async def asked() -> Any:
-        one = agent(client(host), config={"require_approval": "never"})
+    async def run_agent() -> Any:
+        agent = make_agent(client(host), config={"require_approval": "never"})
         if not stream:
-            return await agents.Runner.run(one, "Where is it warm?")
-        result = agents.Runner.run_streamed(one, "Where is it warm?")
+            return await agents.Runner.run(agent, "Where is it warm?")
+        result = agents.Runner.run_streamed(agent, "Where is it warm?")
         async for _ in result.stream_events():
             pass
         return result
 
-    result = finally_(asked())
+    result = run_async(run_agent())
     assert result.final_output == "It is warm."
     raw = [item.raw_item.type for item in result.new_items if hasattr(item.raw_item, "type")]
     assert "mcp_call" in raw
 
 
 @pytest.mark.parametrize("approve", [True, False])
-def test_approval_by_a_callback(approve: bool) -> None:
+def test_callback_approves_or_rejects_call(approve: bool) -> None:
     server = weather()
     host = serving(server, scripts={"Rome: 20 °C": LAST})
 
@@ -58,11 +58,11 @@ def test_approval_by_a_callback(approve: bool) -> None:
         assert request.data.name == "now"
         return {"approve": approve} if approve else {"approve": False, "reason": "no"}
 
-    async def asked() -> Any:
-        one = agent(client(host), on_approval_request=answer)
-        return await agents.Runner.run(one, "Where is it warm?")
+    async def run_agent() -> Any:
+        agent = make_agent(client(host), on_approval_request=answer)
+        return await agents.Runner.run(agent, "Where is it warm?")
 
-    assert finally_(asked()).final_output == "It is warm."
+    assert run_async(run_agent()).final_output == "It is warm."
     assert server.called == ([("now", {"city": "Rome"})] if approve else [])
 
 
@@ -72,26 +72,26 @@ def test_interrupted_run_is_approved_and_resumed(stream: bool, approve: bool) ->
     server = weather()
     host = serving(server, scripts={"Rome: 20 °C": LAST, "In Celsius.": LAST})
 
-    async def run(one: Any, given: Any) -> Any:
+    async def run(agent: Any, run_input: Any) -> Any:
         if not stream:
-            return await agents.Runner.run(one, given)
-        result = agents.Runner.run_streamed(one, given)
+            return await agents.Runner.run(agent, run_input)
+        result = agents.Runner.run_streamed(agent, run_input)
         async for _ in result.stream_events():
             pass
         return result
 
-    async def asked() -> None:
-        one = agent(client(host), config={"require_approval": "always"})
-        result = await run(one, "Where is it warm?")
+    async def converse() -> None:
+        agent = make_agent(client(host), config={"require_approval": "always"})
+        result = await run(agent, "Where is it warm?")
         (request,) = result.interruptions
-        state = await agents.RunState.from_string(one, result.to_state().to_string())
+        state = await agents.RunState.from_string(agent, result.to_state().to_string())
         (state.approve if approve else state.reject)(state.get_interruptions()[0])
-        result = await run(one, state)
+        result = await run(agent, state)
         assert (request.name, result.final_output) == ("now", "It is warm.")
         more = [*result.to_input_list(), {"role": "user", "content": "In Celsius."}]
-        assert (await run(one, more)).final_output == "It is warm."
+        assert (await run(agent, more)).final_output == "It is warm."
 
-    finally_(asked())
+    run_async(converse())
     assert server.called == ([("now", {"city": "Rome"})] if approve else [])
 
 
@@ -101,7 +101,7 @@ def test_session_is_compacted_after_each_turn(mode: Any) -> None:
     summary = "<|channel|>final<|message|>They said hello.<|return|>"
     host = serving(scripts={order: summary, "And again.": LAST})
 
-    async def asked() -> list[str]:
+    async def converse() -> list[str]:
         api = client(host)
         session = memory.OpenAIResponsesCompactionSession(
             "x",
@@ -111,14 +111,14 @@ def test_session_is_compacted_after_each_turn(mode: Any) -> None:
             compaction_mode=mode,
             should_trigger_compaction=lambda _: True,
         )
-        one = agents.Agent(name="a", model=agents.OpenAIResponsesModel(MODEL, api))
+        agent = agents.Agent(name="a", model=agents.OpenAIResponsesModel(MODEL, api))
         for text in ("Say hello.", "And again."):
-            result = await agents.Runner.run(one, text, session=session)
+            result = await agents.Runner.run(agent, text, session=session)
             assert result.final_output == "It is warm."
         return [str(item["type"]) for item in await session.get_items()]
 
     agents.set_tracing_disabled(True)
-    assert finally_(asked())[-1] == "compaction"
+    assert run_async(converse())[-1] == "compaction"
     prompts = [text_of(prompt) for prompt in host.engine.prompts]  # type: ignore[attr-defined]
     assert "<|start|>user<|message|>They said hello.<|end|>" in prompts[2]
     assert "It is warm." not in prompts[2]

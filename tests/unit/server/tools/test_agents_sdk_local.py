@@ -1,4 +1,4 @@
-"""Tools of OpenAI's Agents SDK that run on the client: what it runs is what the model called."""
+"""Tools of OpenAI's Agents SDK that run on the client, just as the model called them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ pytest.importorskip("agents")
 
 import agents
 from fakes import MODEL, Alone, ScriptedEngine
-from test_responses_loop import _no_grammars, client, finally_
+from test_responses_loop import _no_grammars, client, run_async
 
 __all__ = ["_no_grammars"]
 
@@ -39,7 +39,7 @@ class Editor:
 
 
 class Screen(agents.AsyncComputer):
-    """One that can only be clicked on."""
+    """A computer that can only be clicked on."""
 
     environment = "linux"  # type: ignore[assignment]
     dimensions = (800, 600)  # type: ignore[assignment]
@@ -87,7 +87,7 @@ ROWS: dict[str, tuple[Any, str, object, str]] = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("name", ROWS)
-def test_a_loop(name: str, stream: bool) -> None:
+def test_sdk_runs_what_model_called(name: str, stream: bool) -> None:
     make, arguments, expected, result = ROWS[name]
     header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
     scripts = {
@@ -99,7 +99,7 @@ def test_a_loop(name: str, stream: bool) -> None:
     host = Alone(ScriptedEngine(scripts, 3, context_length=100_000))
     ran.clear()
 
-    async def asked() -> Any:
+    async def run_agent() -> Any:
         agents.set_tracing_disabled(True)
         model = agents.OpenAIResponsesModel(MODEL, client(host))
         agent = agents.Agent(name="a", model=model, tools=[make()])
@@ -110,5 +110,5 @@ def test_a_loop(name: str, stream: bool) -> None:
             pass
         return streamed
 
-    assert finally_(asked()).final_output == "Done."
+    assert run_async(run_agent()).final_output == "Done."
     assert ran == [expected]

@@ -79,36 +79,36 @@ def site() -> Iterator[Site]:
         yield site
 
 
-def run(coming: Any) -> Any:
+def run(coroutine: Any) -> Any:
     async def bounded() -> Any:
-        return await asyncio.wait_for(coming, 60)
+        return await asyncio.wait_for(coroutine, 60)
 
     return asyncio.run(bounded())
 
 
-def called(site: Site, *calls: tuple[str, dict[str, Any]], **options: Any) -> list[str]:
+def call_tools(site: Site, *calls: tuple[str, dict[str, Any]], **options: Any) -> list[str]:
     """The results of calls in one conversation."""
 
     async def results() -> list[str]:
         session = web.browser(site).session({}, "", **options)
         return [(await session.call(tool, arguments)).text for tool, arguments in calls]
 
-    found: list[str] = run(results())
-    return found
+    texts: list[str] = run(results())
+    return texts
 
 
-def failing(site: Site, *calls: tuple[str, dict[str, Any]], **options: Any) -> tuple[str, str]:
+def error_of(site: Site, *calls: tuple[str, dict[str, Any]], **options: Any) -> tuple[str, str]:
     """The message and the code of the error of the last call."""
     with pytest.raises(ToolError) as error:
-        called(site, *calls, **options)
+        call_tools(site, *calls, **options)
     return str(error.value), error.value.code
 
 
 # --- The tools
 
 
-def test_search(site: Site) -> None:
-    (text,) = called(site, ("search", {"query": " where is\nrome ", "topn": 3}))
+def test_search_lists_results(site: Site) -> None:
+    (text,) = call_tools(site, ("search", {"query": " where is\nrome ", "topn": 3}))
     assert site.queries() == ["where is rome"]
     assert text == (
         "[0] where is rome\n**viewing lines [0 - 5] of 5**\n\n"
@@ -117,17 +117,17 @@ def test_search(site: Site) -> None:
     )
 
 
-def test_a_page_as_text(site: Site) -> None:
-    (text,) = called(site, ("open", {"id": f"{site.url}/rome"}))
+def test_page_is_shown_as_text(site: Site) -> None:
+    (text,) = call_tools(site, ("open", {"id": f"{site.url}/rome"}))
     page = read_page(text)
     assert page is not None
     assert (page.cursor, page.title, page.url) == (0, "Rome", f"{site.url}/rome")
     assert page.lines == LINES
 
 
-def test_a_conversation(site: Site) -> None:
-    """Cursors count up; without one, the latest page is meant."""
-    texts = called(
+def test_cursors_refer_to_earlier_pages(site: Site) -> None:
+    """Cursors count up; without one, the latest page is used."""
+    texts = call_tools(
         site,
         ("search", {"query": "x"}),
         ("open", {"id": 0}),
@@ -139,7 +139,7 @@ def test_a_conversation(site: Site) -> None:
         ("open", {"id": 1, "cursor": 0, "loc": 3, "num_lines": 1}),
     )
     pages = [read_page(text) for text in texts]
-    shown = [(each.cursor, each.title, each.first, each.lines[:1]) for each in pages if each]
+    shown = [(page.cursor, page.title, page.first, page.lines[:1]) for page in pages if page]
     assert shown == [
         (0, "x", 0, (f"【0†Rome†127.0.0.1:{site.port}】",)),
         (1, "Rome", 0, ("# Rome",)),
@@ -151,14 +151,14 @@ def test_a_conversation(site: Site) -> None:
         (7, "Italy", 3, ("",)),
     ]
     assert pages[3] is not None and len(pages[3].lines) == 2
-    # A page is fetched once; one that is named by its URL again, and its source beside it.
+    # A page is fetched once, and once more for its source.
     assert [path for path, _ in site.asked[1:]] == ["/rome", "/italy", "/rome"]
 
 
-def test_a_long_page_is_shown_in_parts(site: Site) -> None:
+def test_long_page_is_shown_in_parts(site: Site) -> None:
     first, rest = (
         read_page(text)
-        for text in called(site, ("open", {"id": f"{site.url}/italy"}), ("open", {"loc": 150}))
+        for text in call_tools(site, ("open", {"id": f"{site.url}/italy"}), ("open", {"loc": 150}))
     )
     assert first is not None and rest is not None
     assert (first.total, rest.total) == (799, 799)
@@ -167,24 +167,26 @@ def test_a_long_page_is_shown_in_parts(site: Site) -> None:
 
 
 def test_continued_conversation_knows_earlier_pages(site: Site) -> None:
-    """Earlier pages are known by what the model read of them."""
-    earlier = called(site, ("search", {"query": "x"}), ("open", {"id": 0}))
-    earlier += called(site, ("open", {"id": f"{site.url}/rome"}), ("find", {"pattern": "two"}))[1:]
+    """They are restored from what the model read of them."""
+    earlier = call_tools(site, ("search", {"query": "x"}), ("open", {"id": 0}))
+    earlier += call_tools(site, ("open", {"id": f"{site.url}/rome"}), ("find", {"pattern": "two"}))[
+        1:
+    ]
     earlier[2] = earlier[2].replace("[1]", "[5]")
-    shown = {each.cursor: each for each in map(read_page, earlier) if each}
+    earlier_pages = {page.cursor: page for page in map(read_page, earlier) if page}
 
     async def results() -> list[str]:
-        session = web.browser(site).session(shown, "")
+        session = web.browser(site).session(earlier_pages, "")
         calls: list[dict[str, Any]] = [
             {"id": 0},
             {"id": 0, "cursor": 1},
             {"id": 1, "cursor": 0},
             {"cursor": 5},
         ]
-        return [(await session.call("open", each)).text for each in calls]
+        return [(await session.call("open", arguments)).text for arguments in calls]
 
     pages = [read_page(text) for text in run(results())]
-    assert [(each.cursor, each.title, each.first) for each in pages if each] == [
+    assert [(page.cursor, page.title, page.first) for page in pages if page] == [
         (6, "Rome", 2),
         (7, "Italy", 0),
         (8, "Italy", 0),
@@ -206,10 +208,8 @@ def test_continued_conversation_knows_earlier_pages(site: Site) -> None:
         (("close", {}), "the browser has no tool close"),
     ],
 )
-def test_calls_that_cannot_be_made(
-    site: Site, call: tuple[str, dict[str, Any]], problem: str
-) -> None:
-    assert problem in failing(site, call)[0]
+def test_invalid_calls_fail(site: Site, call: tuple[str, dict[str, Any]], problem: str) -> None:
+    assert problem in error_of(site, call)[0]
 
 
 @pytest.mark.parametrize(
@@ -220,45 +220,45 @@ def test_calls_that_cannot_be_made(
         (("find", {"pattern": "x"}), "open a result to find text in its page"),
     ],
 )
-def test_calls_that_refer_to_nothing(
+def test_references_to_nothing_fail(
     site: Site, call: tuple[str, dict[str, Any]], problem: str
 ) -> None:
-    text, code = failing(site, ("search", {"query": "x"}), call)
-    assert any(each in text for each in problem.split("|"))
+    text, code = error_of(site, ("search", {"query": "x"}), call)
+    assert any(alternative in text for alternative in problem.split("|"))
     assert code == "invalid_tool_input"
 
 
-def test_a_line_beyond_the_end(site: Site) -> None:
-    text, _ = failing(site, ("open", {"id": f"{site.url}/rome", "loc": 10**9}))
+def test_line_beyond_end_is_an_error(site: Site) -> None:
+    text, _ = error_of(site, ("open", {"id": f"{site.url}/rome", "loc": 10**9}))
     assert text == "the page has no line 1000000000: its last line is 14"
 
 
-def test_limits_of_the_request(site: Site) -> None:
+def test_limits_of_request_are_enforced(site: Site) -> None:
     limits = WebLimits(allowed=("a.example",))
-    assert called(site, ("search", {"query": "x"}), limits=limits)[0].endswith(
+    assert call_tools(site, ("search", {"query": "x"}), limits=limits)[0].endswith(
         "L0: No results were found."
     )
     assert site.queries() == ["x site:a.example"]
     opened = ("open", {"id": f"{site.url}/rome"})
     problem = ("the request does not allow pages of this site", "url_not_allowed")
-    assert failing(site, opened, limits=limits) == problem
-    assert failing(site, opened, limits=WebLimits(blocked=("127.0.0.1",))) == problem
+    assert error_of(site, opened, limits=limits) == problem
+    assert error_of(site, opened, limits=WebLimits(blocked=("127.0.0.1",))) == problem
     search = ("search", {"query": "x"})
-    assert failing(site, search, search, limits=WebLimits(searches=1)) == (
+    assert error_of(site, search, search, limits=WebLimits(searches=1)) == (
         "the request allows no more searches",
         "max_uses_exceeded",
     )
     limits = WebLimits(fetches=1)
-    assert failing(site, search, ("open", {"id": 0}), opened, limits=limits)[1] == (
+    assert error_of(site, search, ("open", {"id": 0}), opened, limits=limits)[1] == (
         "max_uses_exceeded"
     )
 
 
 def test_pages_of_one_tenant_are_not_cached_for_another(site: Site) -> None:
     async def results() -> None:
-        made = web.browser(site)
+        shared_browser = web.browser(site)
         for tenant in ("a", "a", "b"):
-            session = made.session({}, tenant)
+            session = shared_browser.session({}, tenant)
             await session.call("search", {"query": "x"})
             await session.call("open", {"id": 0})
 
@@ -266,7 +266,7 @@ def test_pages_of_one_tenant_are_not_cached_for_another(site: Site) -> None:
     assert [path for path, _ in site.asked if path == "/rome"] == ["/rome"] * 2
 
 
-def test_one_page_at_a_time_from_a_host(site: Site) -> None:
+def test_pages_of_one_host_are_fetched_one_at_a_time(site: Site) -> None:
     def slow(write: Any) -> None:
         time.sleep(0.1)
         write.write(b"<p>x")
@@ -275,8 +275,10 @@ def test_one_page_at_a_time_from_a_host(site: Site) -> None:
         site.add(f"/slow{number}", slow)
 
     async def results() -> None:
-        made = web.browser(site)
-        calls = (made.call("open", {"id": f"{site.url}/slow{number}"}) for number in range(4))
+        shared_browser = web.browser(site)
+        calls = (
+            shared_browser.call("open", {"id": f"{site.url}/slow{number}"}) for number in range(4)
+        )
         await asyncio.gather(*calls)
 
     run(results())
@@ -335,7 +337,7 @@ def test_private_address_needs_a_permitted_host(site: Site) -> None:
     assert run(Fetcher([UrlPattern.read(site.url)]).fetch(url)).content == ROME.encode()
 
 
-def test_a_redirect_to_a_private_address(site: Site) -> None:
+def test_redirect_to_private_address_is_refused(site: Site) -> None:
     """Each hop is checked like a first request."""
     with web.serving() as inner:
         inner.add("/secret", "secret")
@@ -355,13 +357,13 @@ def test_a_redirect_to_a_private_address(site: Site) -> None:
 
 
 def test_name_is_resolved_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is resolved once: the second answer, a private address, is not asked for."""
-    asked: list[str] = []
+    """A second answer of the DNS, a private address, has no effect."""
+    resolved: list[str] = []
     connected: list[str] = []
 
     async def getaddrinfo(_: object, host: str, port: int, **__: object) -> list[Any]:
-        asked.append(host)
-        address = "93.184.215.14" if len(asked) == 1 else "127.0.0.1"
+        resolved.append(host)
+        address = "93.184.215.14" if len(resolved) == 1 else "127.0.0.1"
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port))]
 
     async def handle(self: object, request: Any) -> Any:
@@ -372,11 +374,11 @@ def test_name_is_resolved_once(site: Site, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("httpx2.AsyncHTTPTransport.handle_async_request", handle)
     with pytest.raises(ToolError, match="no network"):
         run(Fetcher().fetch("http://rebinding.example/"))
-    assert (asked, connected) == (["rebinding.example"], ["93.184.215.14"])
+    assert (resolved, connected) == (["rebinding.example"], ["93.184.215.14"])
 
 
-def test_a_page_of_a_gigabyte(site: Site) -> None:
-    """Its beginning is read, and its connection closed."""
+def test_huge_page_is_cut(site: Site) -> None:
+    """Only its beginning is read; then its connection is closed."""
     sent = 0
 
     def endless(write: Any) -> None:
@@ -387,7 +389,7 @@ def test_a_page_of_a_gigabyte(site: Site) -> None:
             sent += len(part)
 
     site.add("/big", endless, Content_Length=str(2**30))
-    (text,) = called(site, ("open", {"id": f"{site.url}/big", "loc": 10, "num_lines": 1}))
+    (text,) = call_tools(site, ("open", {"id": f"{site.url}/big", "loc": 10, "num_lines": 1}))
     page = read_page(text)
     assert page is not None and 5_000 < page.total < MAX_LINES
     assert sent < 100 * 2**20
@@ -397,7 +399,7 @@ def test_slow_page_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(fetching, "SECONDS", 0.5)
     site.add("/drops", web.slowly)
     began = time.monotonic()
-    assert failing(site, ("open", {"id": f"{site.url}/drops"})) == (
+    assert error_of(site, ("open", {"id": f"{site.url}/drops"})) == (
         "the page was not sent in time",
         "url_not_accessible",
     )
@@ -406,7 +408,7 @@ def test_slow_page_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_unexpected_compression_is_refused(site: Site) -> None:
     site.add("/bomb", b"\x1f\x8b" + b"x" * 100, Content_Encoding="gzip")
-    text, code = failing(site, ("open", {"id": f"{site.url}/bomb"}))
+    text, code = error_of(site, ("open", {"id": f"{site.url}/bomb"}))
     assert "compressed" in text and code == "url_not_accessible"
 
 
@@ -434,7 +436,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("kind", ["text/html", "text/plain"])
-def test_hostile_pages(name: str, kind: str) -> None:
+def test_hostile_page_is_read_within_bounds(name: str, kind: str) -> None:
     """They are read in bounded time, into bounded lines without control characters."""
     began = time.process_time()
     content = HOSTILE[name][: fetching.MAX_BYTES]
@@ -444,7 +446,7 @@ def test_hostile_pages(name: str, kind: str) -> None:
     assert max(map(len, document.lines)) <= 400
     text = "\n".join(document.lines)
     assert "root:" not in text
-    assert not [each for each in text if each < " " and each != "\n"]
+    assert not [character for character in text if character < " " and character != "\n"]
 
 
 def fetched(content: str | bytes, kind: str, charset: str | None = "utf-8") -> Fetched:
@@ -475,11 +477,11 @@ def fetched(content: str | bytes, kind: str, charset: str | None = "utf-8") -> F
         ("<article>short</article><p>more", "text/html", ("short", "", "more")),
     ],
 )
-def test_reading(content: str, kind: str, lines: tuple[str, ...]) -> None:
+def test_content_is_read_as_lines(content: str, kind: str, lines: tuple[str, ...]) -> None:
     assert read(fetched(content, kind)).lines == lines
 
 
-def test_encodings() -> None:
+def test_charsets_are_decoded() -> None:
     latin = "<p>é</p>".encode("latin-1")
     assert read(fetched(latin, "text/html", "iso-8859-1")).lines == ("é",)
     declared = "<meta charset=iso-8859-1><p>é</p>".encode("latin-1")
@@ -496,8 +498,8 @@ def test_other_content_types_are_refused() -> None:
         assert error.value.code == "unsupported_content_type"
 
 
-def test_the_status_of_a_page(site: Site) -> None:
-    text, code = failing(site, ("open", {"id": f"{site.url}/none"}))
+def test_missing_page_is_an_error(site: Site) -> None:
+    text, code = error_of(site, ("open", {"id": f"{site.url}/none"}))
     assert (text, code) == ("the server responds with 404 Not Found", "url_not_accessible")
 
 
@@ -522,24 +524,24 @@ def test_failing_search_engine_is_an_error(
     site: Site, status: int, body: str, problem: str, code: str
 ) -> None:
     site.add("/search", body, status, Location="/rome")
-    text, found = failing(site, ("search", {"query": "x"}))
-    assert problem in text and found == code
+    text, actual_code = error_of(site, ("search", {"query": "x"}))
+    assert problem in text and actual_code == code
     assert [path for path, _ in site.asked if path == "/rome"] == []
 
 
 def test_silent_search_engine_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "SECONDS", 0.3)
     site.add("/search", web.slowly)
-    assert failing(site, ("search", {"query": "x"})) == (
+    assert error_of(site, ("search", {"query": "x"})) == (
         "the search engine does not respond",
         "unavailable",
     )
 
 
-def test_no_search_engine() -> None:
+def test_unreachable_search_engine_is_an_error() -> None:
     with web.serving() as gone:
         pass
-    text, code = failing(gone, ("search", {"query": "x"}))
+    text, code = error_of(gone, ("search", {"query": "x"}))
     assert "cannot be reached" in text and code == "unavailable"
 
 
@@ -547,9 +549,9 @@ def test_no_search_engine() -> None:
 def test_malformed_results_are_left_out(site: Site, result: object) -> None:
     body = json.dumps({"results": [result, {"url": f"{site.url}/rome", "title": None}]})
     site.add("/search", body)
-    (text,) = called(site, ("search", {"query": "x"}))
+    (text,) = call_tools(site, ("search", {"query": "x"}))
     page = read_page(text)
-    assert page is not None and [each.url for each in page.found] == [f"{site.url}/rome"]
+    assert page is not None and [hit.url for hit in page.found] == [f"{site.url}/rome"]
 
 
 BRAVE = {
@@ -615,14 +617,14 @@ TAVILY = {
         ),
     ],
 )
-def test_engines_with_a_key(
+def test_engine_sends_its_key(
     name: str, document: object, sent: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     httpx2 = guarded_http.httpx2
-    seen: list[Any] = []
+    requests: list[Any] = []
 
     def answer(request: Any) -> Any:
-        seen.append(request)
+        requests.append(request)
         return httpx2.Response(200, json=document)
 
     def client(url: Any, headers: Any, *, private: bool) -> Any:
@@ -633,7 +635,7 @@ def test_engines_with_a_key(
     engine = engine_of(name, {f"{name.upper()}_API_KEY": " s3cret "})
     assert "s3cret" not in repr(engine) and engine.name == name
     assert run(engine.search("rome & x", 5)) == [Hit("Rome", "https://a.example/", "A city.")]
-    (request,) = seen
+    (request,) = requests
     where, header, body = sent
     assert f"{request.method} {request.url}" == where
     field, _, value = header.partition(": ")
@@ -641,7 +643,7 @@ def test_engines_with_a_key(
     assert (json.loads(request.content) if request.content else None) == body
 
 
-def test_ddgs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddgs_results_and_errors_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     ddgs = pytest.importorskip("ddgs.ddgs")
     from ddgs.exceptions import DDGSException, RatelimitException
 
@@ -675,33 +677,36 @@ def test_ddgs(monkeypatch: pytest.MonkeyPatch) -> None:
         ("tavily:x", "is not one of"),
     ],
 )
-def test_engines_that_do_not_exist(text: str, problem: str) -> None:
+def test_invalid_engines_are_refused(text: str, problem: str) -> None:
     with pytest.raises(HostError, match=problem.replace("?", r"\?")):
         engine_of(text, {})
 
 
-def test_settings() -> None:
+def test_settings_configure_browser() -> None:
     url = "http://127.0.0.1:8888/"
     settings = ServerSettings(web_search=f"searxng:{url}", web_intranet=("http://wiki.lan",))
-    made = package.of(settings)
-    assert isinstance(made.engine, JsonEngine) and made.engine.name == f"searxng at {url}"
-    assert isinstance(made, browser.Browser)
+    web_browser = package.of(settings)
+    assert (
+        isinstance(web_browser.engine, JsonEngine)
+        and web_browser.engine.name == f"searxng at {url}"
+    )
+    assert isinstance(web_browser, browser.Browser)
     with pytest.raises(HostError, match="not a URL pattern"):
         package.of(ServerSettings(web_search="ddgs", web_intranet=("wiki",)))
 
 
-def test_the_toolbox_of_web_search() -> None:
-    """Without tools it is the browser alone; beside tool servers, none may have its name."""
+def test_web_search_adds_browser_to_toolbox() -> None:
+    """Without tools it has only the browser; with tool servers, none may be named like it."""
     settings = ServerSettings(web_search="searxng:http://127.0.0.1:9")
     server = ServerConfig(transport="streamable-http", url="http://127.0.0.1:9/mcp")
     config = ToolsConfig(servers={"weather": server})
-    made = Toolbox.of(config, settings)
-    assert (made.labels, made.use) == (["browser"], Use.ON)
-    assert made.lines == [
+    toolbox = Toolbox.of(config, settings)
+    assert (toolbox.labels, toolbox.use) == (["browser"], Use.ON)
+    assert toolbox.lines == [
         "browser: search, open, find",
         "the web is searched with searxng at http://127.0.0.1:9, and pages are opened from here",
     ]
-    made = Toolbox.of(config, replace(settings, tools=Use.ALL))
-    assert (made.labels, made.use) == (["browser", "weather"], Use.ALL)
+    toolbox = Toolbox.of(config, replace(settings, tools=Use.ALL))
+    assert (toolbox.labels, toolbox.use) == (["browser", "weather"], Use.ALL)
     with pytest.raises(HostError, match="are both named 'browser'"):
         Toolbox.of(ToolsConfig(servers={"browser": server}), replace(settings, tools=Use.ON))

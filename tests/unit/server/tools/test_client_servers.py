@@ -29,7 +29,7 @@ from fakes import KEY, MODEL, Alone, ScriptedEngine
 from local import weather
 from official_clients import clients
 from starlette.testclient import TestClient
-from test_responses_loop import CALLED, LAST, _no_grammars, client, create, finally_, outline
+from test_responses_loop import CALLED, LAST, _no_grammars, client, create, outline, run_async
 from test_toolbox import serving as mcp_serving
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -51,7 +51,7 @@ from vllm_mlx_harmony.server.tools.toolbox import REQUEST_SERVERS, Toolbox
 __all__ = ["_no_grammars"]
 
 SECRET = "s3cret-token"
-SAID = "what it said"
+BODY_TEXT = "what it said"
 WHO = CALLED.format("caller.who", "{}")
 SCRIPTS = {
     "Who am I?": WHO,
@@ -64,51 +64,53 @@ SCRIPTS = {
 
 def serving(*patterns: str, scripts: dict[str, str] | None = None, **limits: Any) -> Alone:
     host = Alone(ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000))
-    clients = ClientServers([UrlPattern.read(each) for each in patterns], 600.0)
-    host.toolbox = Toolbox((weather(),), ToolsConfig(**limits), Use.ON, clients)
+    client_tools = ClientServers([UrlPattern.read(pattern) for pattern in patterns], 600.0)
+    host.toolbox = Toolbox((weather(),), ToolsConfig(**limits), Use.ON, client_tools)
     return host
 
 
-def given(port: int, **more: Any) -> dict[str, Any]:
+def mcp_tool(port: int, **more: Any) -> dict[str, Any]:
     url = f"http://127.0.0.1:{port}/{more.pop('path', 'mcp')}"
     tool = {"type": "mcp", "server_label": "caller", "server_url": url, "require_approval": "never"}
     return {**tool, **more}
 
 
 @pytest.fixture(scope="module", params=["streamable-http", "sse"])
-def there(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
-    """A real server, and the path of its URL."""
+def endpoint(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
+    """The port of a real server, and the path of its URL."""
     port = free_port()
     with mcp_serving(port, request.param, "caller"):
         yield port, "sse" if request.param == "sse" else "mcp"
 
 
-def quiet(host: Alone, body: Callable[[], Any]) -> Any:
-    """What ``body`` returns; no task and no connection is left of it."""
+def run_cleanly(host: Alone, body: Callable[[], Any]) -> Any:
+    """The result of ``body``, which must leave no task and no connection behind."""
 
     async def bounded() -> Any:
         before = len(asyncio.all_tasks())
-        found = await asyncio.wait_for(body(), 60)
+        result = await asyncio.wait_for(body(), 60)
         for _ in range(50):
             if len(asyncio.all_tasks()) == before:
                 break
             await asyncio.sleep(0.1)
         assert len(asyncio.all_tasks()) == before, asyncio.all_tasks()
-        return found
+        return result
 
-    found = asyncio.run(bounded())
+    result = asyncio.run(bounded())
     assert host.lent == 0
-    return found
+    return result
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_responses(there: tuple[int, str], stream: bool, caplog: pytest.LogCaptureFixture) -> None:
-    port, path = there
+def test_responses_call_server_with_credentials(
+    endpoint: tuple[int, str], stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    port, path = endpoint
     host = serving(f"http://127.0.0.1:{port}/*")
-    tool = given(port, path=path, authorization=SECRET, headers={"X-Team": "red"})
+    tool = mcp_tool(port, path=path, authorization=SECRET, headers={"X-Team": "red"})
     caplog.set_level(logging.INFO)
     request = {"input": "Who am I?", "tools": [tool], "stream": stream}
-    response, _ = quiet(host, lambda: create(host, **request))
+    response, _ = run_cleanly(host, lambda: create(host, **request))
     result = f"Bearer {SECRET} red 127.0.0.1:{port}"
     assert outline(response) == [
         ("mcp_list_tools", ["who"], None),
@@ -116,7 +118,7 @@ def test_responses(there: tuple[int, str], stream: bool, caplog: pytest.LogCaptu
         ("reasoning", "Done."),
         ("message", "It is warm."),
     ]
-    # Credentials are nowhere: not in what the response repeats, not in the log.
+    # Credentials are neither in the response nor in the log.
     (echoed,) = response.tools
     assert echoed.server_url == f"http://127.0.0.1:{port}/<redacted>"
     assert SECRET not in json.dumps(response.model_dump()["tools"])
@@ -125,11 +127,11 @@ def test_responses(there: tuple[int, str], stream: bool, caplog: pytest.LogCaptu
     assert host.toolbox.counts[REQUEST_SERVERS].calls == 1
 
 
-def test_a_websocket(there: tuple[int, str]) -> None:
-    port, path = there
+def test_websocket_calls_server(endpoint: tuple[int, str]) -> None:
+    port, path = endpoint
     host = serving(f"http://127.0.0.1:{port}/*")
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
-    request = {"model": MODEL, "input": "Who am I?", "tools": [given(port, path=path)]}
+    request = {"model": MODEL, "input": "Who am I?", "tools": [mcp_tool(port, path=path)]}
     with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
         socket.send_json({"type": "response.create", **request})
         event = socket.receive_json()
@@ -142,8 +144,8 @@ def test_a_websocket(there: tuple[int, str]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_messages(there: tuple[int, str], stream: bool) -> None:
-    port, path = there
+def test_messages_call_server(endpoint: tuple[int, str], stream: bool) -> None:
+    port, path = endpoint
     host = serving(f"http://127.0.0.1:{port}/*")
     server = {"type": "url", "name": "caller", "url": f"http://127.0.0.1:{port}/{path}"}
     request: dict[str, Any] = {
@@ -165,7 +167,7 @@ def test_messages(there: tuple[int, str], stream: bool) -> None:
                 return counted, await events.get_final_message()
         return counted, await client.beta.messages.create(**request)
 
-    counted, message = quiet(host, body)
+    counted, message = run_cleanly(host, body)
     kinds = [block.type for block in message.content]
     assert kinds == ["mcp_tool_use", "mcp_tool_result", "thinking", "text"]
     assert message.content[1].content[0].text.startswith(f"Bearer {SECRET} ")
@@ -174,7 +176,7 @@ def test_messages(there: tuple[int, str], stream: bool) -> None:
 
 
 def test_tool_list_is_cached_for_equal_credentials() -> None:
-    """The calls go to the server all the same; after a while it is asked again."""
+    """Calls still go to the server."""
     port = free_port()
     host = serving(f"http://127.0.0.1:{port}")
     lists: list[float] = []
@@ -183,44 +185,44 @@ def test_tool_list_is_cached_for_equal_credentials() -> None:
         with mcp_serving(port, "streamable-http", "caller"):
             for _ in range(2):
                 began = time.monotonic()
-                await create(host, input="Say hello.", tools=[given(port)])
+                await create(host, input="Say hello.", tools=[mcp_tool(port)])
                 lists.append(time.monotonic() - began)
-        # It has gone. What is remembered still holds; a call says that nobody is there.
-        response, _ = await create(host, input="Who am I?", tools=[given(port)])
-        (call,) = [each for each in response.output if each.type == "mcp_call"]
+        # The server is gone. The cached list is still used; a call fails.
+        response, _ = await create(host, input="Who am I?", tools=[mcp_tool(port)])
+        (call,) = [item for item in response.output if item.type == "mcp_call"]
         assert call.status == "failed"
-        # Another token is another caller, who has asked for nothing yet.
+        # Another token is another caller, for whom nothing is cached.
         with pytest.raises(openai.APIStatusError) as caught:
-            await create(host, input="Say hello.", tools=[given(port, authorization="other")])
+            await create(host, input="Say hello.", tools=[mcp_tool(port, authorization="other")])
         assert caught.value.status_code == 424
 
     host.engine.scripts["Say hello."] = LAST  # type: ignore[attr-defined]
-    quiet(host, body)
+    run_cleanly(host, body)
 
 
-def test_a_list_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cached_tool_list_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_servers, "REMEMBERED", 0.0)
     port = free_port()
     host = serving(f"http://127.0.0.1:{port}", scripts={"Say hello.": LAST})
 
     async def body() -> None:
         with mcp_serving(port, "streamable-http", "caller"):
-            await create(host, input="Say hello.", tools=[given(port)])
+            await create(host, input="Say hello.", tools=[mcp_tool(port)])
         with pytest.raises(openai.APIStatusError) as caught:
-            await create(host, input="Say hello.", tools=[given(port)])
+            await create(host, input="Say hello.", tools=[mcp_tool(port)])
         assert caught.value.status_code == 424
 
-    quiet(host, body)
+    run_cleanly(host, body)
 
 
-def test_in_the_background() -> None:
-    """The connection lasts as long as the answer, not as the request for it."""
+def test_background_response_calls_server() -> None:
+    """The connection lasts as long as the answer, not only as long as the request for it."""
     port = free_port()
     host = serving(f"http://127.0.0.1:{port}")
 
     async def body() -> Any:
         with mcp_serving(port, "streamable-http", "caller"):
-            tools = [given(port, authorization=SECRET)]
+            tools = [mcp_tool(port, authorization=SECRET)]
             request: dict[str, Any] = {"input": "Who am I?", "tools": tools, "background": True}
             response, _ = await create(host, **request)
             api = client(host)
@@ -231,27 +233,27 @@ def test_in_the_background() -> None:
                 response = await api.responses.retrieve(response.id)
             return response
 
-    response = quiet(host, body)
-    assert [each[0] for each in outline(response)][:2] == ["mcp_list_tools", "mcp_call"]
+    response = run_cleanly(host, body)
+    assert [item[0] for item in outline(response)][:2] == ["mcp_list_tools", "mcp_call"]
     assert response.output_text == "It is warm."
     assert SECRET not in json.dumps(response.model_dump()["tools"])
 
 
 def test_client_disconnect_cancels_the_call() -> None:
-    """And the connection, in the middle of it."""
+    """It closes the connection, too."""
     port = free_port()
     sleeps = CALLED.format("caller.sleep", '{"seconds": 3600}')
     host = serving(f"http://127.0.0.1:{port}", scripts={"Sleep.": sleeps})
 
     async def body() -> None:
         with mcp_serving(port, "streamable-http", "slow"):
-            asked = asyncio.ensure_future(create(host, input="Sleep.", tools=[given(port)]))
+            request = asyncio.ensure_future(create(host, input="Sleep.", tools=[mcp_tool(port)]))
             while not (host.toolbox and host.toolbox.counts.get(REQUEST_SERVERS)):
                 await asyncio.sleep(0.1)
-            asked.cancel()
-            await asyncio.wait({asked})
+            request.cancel()
+            await asyncio.wait({request})
 
-    quiet(host, body)
+    run_cleanly(host, body)
     assert host.toolbox is not None
     assert (
         host.toolbox.counts[REQUEST_SERVERS].calls,
@@ -291,29 +293,29 @@ def test_forbidden_servers_are_refused(
     if "connector_id" in more:
         more = {**more, "server_url": None}
     with pytest.raises(openai.BadRequestError) as caught:
-        finally_(create(host, input="Say hello.", tools=[given(9, **more)]))
+        run_async(create(host, input="Say hello.", tools=[mcp_tool(9, **more)]))
     assert caught.value.param == where
     assert why in caught.value.message
     assert host.lent == 0
 
 
-def test_two_servers_of_one_name_are_refused() -> None:
-    tools = [given(9), given(9, path="other")]
+def test_servers_with_same_name_are_refused() -> None:
+    tools = [mcp_tool(9), mcp_tool(9, path="other")]
     with pytest.raises(openai.BadRequestError) as caught:
-        finally_(create(serving("http://127.0.0.1:9"), input="Say hello.", tools=tools))
+        run_async(create(serving("http://127.0.0.1:9"), input="Say hello.", tools=tools))
     assert caught.value.param == "tools[1].server_url"
 
 
-def test_credentials_without_a_url_are_refused() -> None:
+def test_credentials_without_url_are_refused() -> None:
     tool = {"type": "mcp", "server_label": "weather", "authorization": SECRET}
     with pytest.raises(openai.BadRequestError) as caught:
-        finally_(create(serving(), input="Say hello.", tools=[tool]))
+        run_async(create(serving(), input="Say hello.", tools=[tool]))
     assert caught.value.param == "tools[0].authorization"
     assert SECRET not in str(caught.value)
 
 
 class _Strange(BaseHTTPRequestHandler):
-    """What a server may do that is none; ``seen`` are the paths and tokens that came."""
+    """A server that does not speak MCP; ``seen`` are the paths and tokens of its requests."""
 
     seen: ClassVar[list[tuple[str, str | None]]] = []
     elsewhere = ""
@@ -329,7 +331,7 @@ class _Strange(BaseHTTPRequestHandler):
         elif self.path == "/silent":
             time.sleep(8)
         elif self.path == "/no-rpc":
-            body = json.dumps({SAID: 1}).encode()
+            body = json.dumps({BODY_TEXT: 1}).encode()
             self.send_response(200)
             self.send_header("content-type", "application/json")
             self.send_header("content-length", str(len(body)))
@@ -375,9 +377,9 @@ FAULTS = ["redirect", "silent", "endless", "no-rpc", "denied"]
 def test_unreachable_server_is_an_error(
     path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """424 as with OpenAI, 400 as with Anthropic, soon; where it redirects to hears nothing.
+    """424 as from OpenAI, 400 as from Anthropic, and soon. Redirects are not followed.
 
-    What it says is in no log.
+    Nothing that the server sends is logged.
     """
     caplog.set_level(logging.INFO)
     monkeypatch.setattr(client_servers, "CONNECTING", 2.0)
@@ -389,7 +391,7 @@ def test_unreachable_server_is_an_error(
         began = time.monotonic()
 
         async def body() -> None:
-            tool = given(port, path=path, authorization=SECRET)
+            tool = mcp_tool(port, path=path, authorization=SECRET)
             with pytest.raises(openai.APIStatusError) as caught:
                 await create(host, input="Say hello.", tools=[tool])
             error = caught.value
@@ -407,12 +409,12 @@ def test_unreachable_server_is_an_error(
                 )
             assert "Connection error while communicating with MCP server" in str(refused.value)
 
-        quiet(host, body)
+        run_cleanly(host, body)
     assert time.monotonic() - began < 30
     assert _Strange.seen
     assert "/stolen" not in [path for path, _ in _Strange.seen]
     assert SECRET not in caplog.text
-    assert SAID not in caplog.text
+    assert BODY_TEXT not in caplog.text
 
 
 @pytest.mark.parametrize("path", ["sse", "mcp", "redirect"])
@@ -420,7 +422,7 @@ def test_unreachable_server_is_an_error(
 def test_url_of_operator_server_is_secret(
     how: str, path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It may have a secret in it; what is wrong with the server is said all the same."""
+    """It may contain a secret; the log says what is wrong with the server all the same."""
     caplog.set_level(logging.INFO)
 
     async def problem(server: McpServer) -> str:
@@ -431,8 +433,8 @@ def test_url_of_operator_server_is_secret(
         await server.stop()
         return server.problem
 
-    with strange() as there:
-        port = there.server_address[1]
+    with strange() as strange_server:
+        port = strange_server.server_address[1]
         _Strange.elsewhere = f"http://127.0.0.1:{port + 1}/{SECRET}/elsewhere"
         url = f"http://127.0.0.1:{port}/{SECRET}/{path}"
         config = ServerConfig.model_validate({"transport": how, "url": url})
@@ -445,16 +447,16 @@ def test_url_of_operator_server_is_secret(
         assert reason == "it responds with 401 Unauthorized"
 
 
-def test_private_address_needs_an_explicit_pattern() -> None:
-    """Names that lead there are refused, however they are written; nothing is connected to."""
+def test_private_address_needs_explicit_pattern() -> None:
+    """Names of private addresses are refused in every spelling, before any connection."""
     _Strange.seen.clear()
     with strange() as server:
         port = server.server_address[1]
         for name in ("localhost", "127.0.0.1", "2130706433", "0x7f.1", "[::ffff:127.0.0.1]"):
             host = serving(f"http://*:{port}")
-            tool = {**given(port), "server_url": f"http://{name}:{port}/mcp"}
+            tool = {**mcp_tool(port), "server_url": f"http://{name}:{port}/mcp"}
             with pytest.raises(openai.APIStatusError) as caught:
-                finally_(create(host, input="Say hello.", tools=[tool]))
+                run_async(create(host, input="Say hello.", tools=[tool]))
             assert caught.value.status_code == 424, name
             assert "no public address" in caught.value.message or "cannot be resolved" in (
                 caught.value.message
@@ -498,7 +500,7 @@ PATTERNS: list[tuple[str, str, bool]] = [
 
 
 @pytest.mark.parametrize(("pattern", "url", "allowed"), PATTERNS)
-def test_patterns(pattern: str, url: str, allowed: bool) -> None:
+def test_pattern_allows_matching_urls(pattern: str, url: str, allowed: bool) -> None:
     assert str(UrlPattern.read(pattern)) == pattern
     try:
         parsed = httpx2.URL(url)
@@ -570,7 +572,7 @@ ADDRESSES = {
 
 
 @pytest.mark.parametrize(("address", "public"), ADDRESSES.items())
-def test_addresses(address: str, public: bool) -> None:
+def test_public_addresses_are_recognized(address: str, public: bool) -> None:
     assert is_public(address) is public
 
 
@@ -581,7 +583,7 @@ def test_addresses(address: str, public: bool) -> None:
 def test_compressed_bodies_are_refused(
     encodings: tuple[str, ...], refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes are counted as they arrive: there must not be a thousand times as many in them."""
+    """Bytes are counted as they arrive: decompressed, they could be a thousand times as many."""
     closed: list[bool] = []
 
     class Body(httpx2.ByteStream):
@@ -590,7 +592,7 @@ def test_compressed_bodies_are_refused(
 
     async def connect(self: Any, request: httpx2.Request) -> httpx2.Response:
         assert request.headers.get_list("accept-encoding") == ["identity"]
-        headers = [("content-encoding", each) for each in encodings]
+        headers = [("content-encoding", encoding) for encoding in encodings]
         body = gzip.compress(b"fine") if refused else b"fine"
         return httpx2.Response(200, headers=headers, stream=Body(body))
 
@@ -598,8 +600,8 @@ def test_compressed_bodies_are_refused(
 
     async def body() -> None:
         url = httpx2.URL("http://127.0.0.1/mcp")
-        asked = [("accept-encoding", "gzip, br")]  # a request has headers of its client's choice
-        async with guarded_http.client(url, asked, private=True) as http:
+        client_headers = [("accept-encoding", "gzip, br")]  # a request may have any headers
+        async with guarded_http.client(url, client_headers, private=True) as http:
             if not refused:
                 assert (await http.get(url)).text == "fine"
                 return
@@ -610,13 +612,13 @@ def test_compressed_bodies_are_refused(
     assert closed
 
 
-def test_connection_goes_to_the_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name is resolved once: a DNS that answers with another address later is not asked."""
-    asked: list[str] = []
+def test_connection_goes_to_checked_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name is resolved once: later answers of the DNS have no effect."""
+    resolved: list[str] = []
     connected: list[str] = []
 
     async def addresses(host: str, port: int, *, private: bool) -> list[str]:
-        asked.append(host)
+        resolved.append(host)
         return ["203.0.113.7"]
 
     async def connect(self: Any, request: httpx2.Request) -> httpx2.Response:
@@ -636,4 +638,4 @@ def test_connection_goes_to_the_checked_address(monkeypatch: pytest.MonkeyPatch)
                 await http.get("https://other.example/mcp")
 
     asyncio.run(body())
-    assert (asked, connected) == (["mcp.example"], ["203.0.113.7"])
+    assert (resolved, connected) == (["mcp.example"], ["203.0.113.7"])

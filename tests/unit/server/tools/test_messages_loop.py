@@ -1,4 +1,4 @@
-"""Messages: turns that are paused and given back, and MCP servers that a request names."""
+"""Messages: turns that are paused and resumed, and MCP servers that a request names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("anthropic")
 import anthropic
 from fakes import Alone, ids
 from test_chat_and_messages_loop import AGAIN, USER, _as_scripted, messages, serving
-from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND, finally_
+from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND, run_async
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server import enforcement
@@ -23,7 +23,7 @@ __all__ = ["_as_scripted"]
 
 
 def assistant_message(message: Any) -> dict[str, Any]:
-    """A message as a client gives it back."""
+    """An assistant message as a client returns it."""
     content = [block.model_dump(exclude_none=True) for block in message.content]
     return {"role": "assistant", "content": content}
 
@@ -33,74 +33,74 @@ def kinds(message: Any) -> list[str]:
 
 
 def prompts(host: Alone) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = host.engine.prompts  # type: ignore[attr-defined]
-    return found
+    token_ids: list[tuple[int, ...]] = host.engine.prompts  # type: ignore[attr-defined]
+    return token_ids
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("dropped", [(), ("thinking",)], ids=["all", "without thinking"])
 def test_paused_turn_is_resumed(stream: bool, dropped: tuple[str, ...]) -> None:
     host = serving(max_tool_calls=1)
-    first = finally_(messages(host, stream))
+    first = run_async(messages(host, stream))
     assert first.stop_reason == "pause_turn"
     call = ["thinking", "mcp_tool_use"]
     assert kinds(first) == [*call, "mcp_tool_result", *call]
     history = [*USER, assistant_message(first)]
-    given = history[-1]["content"]
-    history[-1]["content"] = [block for block in given if block["type"] not in dropped]
-    second = finally_(messages(host, stream, messages=history))
+    content = history[-1]["content"]
+    history[-1]["content"] = [block for block in content if block["type"] not in dropped]
+    second = run_async(messages(host, stream, messages=history))
     assert kinds(second) == ["mcp_tool_result", *call]
     assert second.content[0].tool_use_id == first.content[-1].id
     assert second.content[0].content[0].text == "42"
     assert second.stop_reason == "pause_turn"
-    # The prompt is what was generated, the call that was pending, and its answer; nothing twice.
-    zero, one, two = prompts(host)
-    assert list(one) == [*zero, *ids(FIRST + RESULTS[0] + OPENING)]
-    assert list(two) == [*one, *ids(SECOND + RESULTS[1] + OPENING)]
-    # Given back in one message or in two, it goes on to the answer.
-    third = finally_(messages(host, stream, messages=[*history, assistant_message(second)]))
+    # The prompt has the generated ids, the pending call and its result, and nothing twice.
+    first_prompt, second_prompt, third_prompt = prompts(host)
+    assert list(second_prompt) == [*first_prompt, *ids(FIRST + RESULTS[0] + OPENING)]
+    assert list(third_prompt) == [*second_prompt, *ids(SECOND + RESULTS[1] + OPENING)]
+    # Returned in one message or in two, the turn continues to the answer.
+    third = run_async(messages(host, stream, messages=[*history, assistant_message(second)]))
     assert (third.stop_reason, third.content[-1].text) == ("end_turn", "It is warm.")
     assert host.lent == 0
 
 
-def test_abandoned_paused_turn() -> None:
-    """The call that was pending is answered with that, and nothing is run."""
+def test_abandoned_turn_runs_nothing() -> None:
+    """Its pending call gets a result that says so, and is not run."""
     host = serving(max_tool_calls=1)
-    first = finally_(messages(host, False))
-    again = finally_(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
+    first = run_async(messages(host, False))
+    again = run_async(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     assert kinds(again) == ["thinking", "text"]
     not_run = "<|start|>python to=assistant<|channel|>analysis<|message|>[this call did not finish"
     assert not_run in text_of(prompts(host)[-1])
-    # Nor is it where the request wants no tools: the model is to answer without.
+    # Nor is it run if the request wants no tools: the model answers without.
     none = {"type": "none"}
     host.engine.scripts["did not finish"] = LAST  # type: ignore[attr-defined]
-    answered = finally_(
+    answer = run_async(
         messages(host, False, messages=[*USER, assistant_message(first)], tool_choice=none)
     )
-    assert kinds(answered) == ["thinking", "text"]
+    assert kinds(answer) == ["thinking", "text"]
 
 
 def text_of(prompt: tuple[int, ...]) -> str:
     return str(vocab.encoding().decode_utf8(list(prompt)))
 
 
-def test_turn_ending_with_a_result_is_continued() -> None:
+def test_turn_ending_with_result_is_continued() -> None:
     host = serving(max_tool_calls=1)
-    first = finally_(messages(host, False))
+    first = run_async(messages(host, False))
     history = [
         *USER,
         {**assistant_message(first), "content": assistant_message(first)["content"][:3]},
     ]
-    second = finally_(messages(host, False, messages=history))
+    second = run_async(messages(host, False, messages=history))
     assert kinds(second)[:3] == ["thinking", "mcp_tool_use", "mcp_tool_result"]
     assert second.content[1].name == "python"
 
 
-def test_a_history_of_another_server() -> None:
-    """Nothing of it was generated here: it is rendered, as the calls that it tells of."""
-    first = finally_(messages(serving(), False))
+def test_history_of_other_server_is_rendered() -> None:
+    """Nothing of it was generated here: its calls and results are rendered."""
+    first = run_async(messages(serving(), False))
     host = serving()
-    finally_(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
+    run_async(messages(host, False, messages=[*USER, assistant_message(first), AGAIN]))
     (prompt,) = prompts(host)
     analysis = "<|start|>assistant<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
     assert analysis + RESULTS[1] in text_of(prompt)
@@ -146,18 +146,18 @@ NAMED: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 
 @pytest.mark.parametrize(("request_", "tools"), NAMED.values(), ids=NAMED)
-def test_a_request_names_servers(request_: dict[str, Any], tools: set[str]) -> None:
+def test_request_selects_servers_and_tools(request_: dict[str, Any], tools: set[str]) -> None:
     host = serving(Use.ON)
-    finally_(messages(host, False, messages=[AGAIN], **request_))
+    run_async(messages(host, False, messages=[AGAIN], **request_))
     text = text_of(prompts(host)[0])
     shown = {name for name in ("now", "fails", "dies", "sleep") if f"type {name} = (" in text}
     assert shown == tools
     assert "python" not in text
 
 
-def test_a_call_of_a_named_server_is_run() -> None:
+def test_call_of_named_server_is_run() -> None:
     host = serving(Use.ON, scripts={"Rome: 20 °C": LAST})
-    message = finally_(messages(host, True, mcp_servers=[WEATHER]))
+    message = run_async(messages(host, True, mcp_servers=[WEATHER]))
     assert kinds(message) == ["thinking", "mcp_tool_use", "mcp_tool_result", "thinking", "text"]
     assert message.content[1].server_name == "weather"
 
@@ -178,12 +178,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("request_", "where"), REFUSED)
 def test_unknown_server_is_refused(request_: dict[str, Any], where: str) -> None:
     with pytest.raises(anthropic.BadRequestError) as caught:
-        finally_(messages(serving(Use.ON), False, messages=[AGAIN], **request_))
+        run_async(messages(serving(Use.ON), False, messages=[AGAIN], **request_))
     assert where in str(caught.value)
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "now"}])
-def test_a_call_of_the_servers_can_be_required(
+def test_server_call_can_be_required(
     choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
@@ -195,5 +195,5 @@ def test_a_call_of_the_servers_can_be_required(
         },
     )
     request = {"messages": [AGAIN], "mcp_servers": [WEATHER], "tool_choice": choice}
-    message = finally_(messages(host, False, **request))
+    message = run_async(messages(host, False, **request))
     assert kinds(message) == ["mcp_tool_use", "mcp_tool_result", "thinking", "text"]

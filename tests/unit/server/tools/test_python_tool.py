@@ -15,14 +15,14 @@ import pytest
 pytest.importorskip("mcp")
 
 
-from test_toolbox import ask, toolbox, within
+from test_toolbox import call_tool, toolbox, within
 
 from vllm_mlx_harmony.server.tools.config import read
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "python_tool"
 PLAIN = (sys.executable, "-I", "-")
-"""No sandbox at all: what is proved with it is how a program is run, and ended."""
+"""No sandbox: for tests of how a program is run and ended."""
 
 
 def interpreter(*sandbox: str, seconds: float = 20) -> dict[str, dict[str, Any]]:
@@ -52,17 +52,17 @@ ROWS: list[tuple[str, str]] = [
 ]
 
 
-def test_output_of_code() -> None:
+def test_code_output_is_returned() -> None:
     box = toolbox(interpreter(*PLAIN))
 
     async def body() -> list[str]:
         codes = [*(code for code, _ in ROWS), "1 +"]
-        return [(await ask(box, "python", code)).text.rstrip("\n") for code in codes]
+        return [(await call_tool(box, "python", code)).text.rstrip("\n") for code in codes]
 
-    *found, syntax = within(box, body)
-    for (code, expected), text in zip(ROWS, found, strict=True):
-        shown = "\n".join(line for line in text.splitlines() if set(line) - set(" ^~"))
-        assert shown.startswith(expected.rstrip("\n")), code
+    *outputs, syntax = within(box, body)
+    for (code, expected), text in zip(ROWS, outputs, strict=True):
+        output = "\n".join(line for line in text.splitlines() if set(line) - set(" ^~"))
+        assert output.startswith(expected.rstrip("\n")), code
     assert "SyntaxError: invalid syntax" in syntax
 
 
@@ -70,14 +70,14 @@ def test_calls_share_no_state() -> None:
     box = toolbox(interpreter(*PLAIN))
 
     async def body() -> str:
-        await ask(box, "python", "kept = 1")
-        return (await ask(box, "python", "kept")).text
+        await call_tool(box, "python", "kept = 1")
+        return (await call_tool(box, "python", "kept")).text
 
     assert "NameError: name 'kept' is not defined" in within(box, body)
 
 
 def test_hanging_call_is_killed(tmp_path: Path) -> None:
-    """So is what it has started, also when it does not listen."""
+    """So are its child processes, even if they ignore SIGTERM."""
     box = toolbox(interpreter(*PLAIN, seconds=3))
     note = tmp_path / "pid"
     code = (
@@ -88,33 +88,33 @@ def test_hanging_call_is_killed(tmp_path: Path) -> None:
         "print('begun', flush=True)\n"
         "time.sleep(600)"
     )
-    answered = within(box, lambda: ask(box, "python", code))
-    assert answered.text == "begun\n\n[ended after 3 seconds]"
+    result = within(box, lambda: call_tool(box, "python", code))
+    assert result.text == "begun\n\n[ended after 3 seconds]"
     assert not any(map(runs, map(int, note.read_text().split())))
 
 
-def test_output_without_end_is_cut() -> None:
+def test_endless_output_is_cut() -> None:
     box = toolbox(interpreter(*PLAIN))
     code = "while True: print('x' * 1000)"
-    answered = within(box, lambda: ask(box, "python", code, room=1_000_000))
-    assert "more characters were cut off" in answered.text or "bytes of output]" in answered.text
+    result = within(box, lambda: call_tool(box, "python", code, room=1_000_000))
+    assert "more characters were cut off" in result.text or "bytes of output]" in result.text
 
 
 def test_failing_sandbox_is_an_error() -> None:
     box = toolbox(interpreter("sh", "-c", "echo no such image >&2; exit 125"))
-    assert within(box, lambda: ask(box, "python", "1")).text == "no such image\n"
+    assert within(box, lambda: call_tool(box, "python", "1")).text == "no such image\n"
     box = toolbox(interpreter(str(EXAMPLE / "no-such-program")))
-    answered = within(box, lambda: ask(box, "python", "1"))
-    assert answered.failure is not None
+    result = within(box, lambda: call_tool(box, "python", "1"))
+    assert result.failure is not None
 
 
-def test_without_a_sandbox_it_does_not_start() -> None:
+def test_server_without_sandbox_does_not_start() -> None:
     command = [sys.executable, str(EXAMPLE / "server.py")]
-    ended = subprocess.run(
+    completed = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False
     )
-    assert ended.returncode == 1
-    assert "runs no code outside of a sandbox" in ended.stderr
+    assert completed.returncode == 1
+    assert "runs no code outside of a sandbox" in completed.stderr
 
 
 def _namespaces_work() -> bool:
@@ -124,14 +124,14 @@ def _namespaces_work() -> bool:
 
 
 @pytest.mark.skipif(not _namespaces_work(), reason="no namespaces without privileges here")
-def test_a_sandbox_without_a_network() -> None:
-    """Linux's own: no network, no process to be seen from outside, all of them gone with it."""
+def test_sandbox_has_no_network() -> None:
+    """Linux namespaces: no network, no outside processes, and all its own end with the sandbox."""
     box = toolbox(interpreter("unshare", "-Urnpf", "--kill-child", *PLAIN))
 
     async def body() -> list[str]:
         fetch = "import socket; socket.create_connection(('127.0.0.1', 53), 5)"
-        mine = "import os; os.getpid()"
-        return [(await ask(box, "python", code)).text for code in (fetch, mine)]
+        own_pid = "import os; os.getpid()"
+        return [(await call_tool(box, "python", code)).text for code in (fetch, own_pid)]
 
     refused, pid = within(box, body)
     assert "OSError" in refused
@@ -139,8 +139,8 @@ def test_a_sandbox_without_a_network() -> None:
     assert pid == "1\n"
 
 
-def test_shipped_configuration() -> None:
-    """It is read, its server is the one beside it, and the sandbox has neither network nor disk."""
+def test_shipped_configuration_isolates_sandbox() -> None:
+    """It is valid and names the server beside it; the sandbox has neither network nor disk."""
     config = read(EXAMPLE / "mcp.json").servers["python"]
     server, *sandbox = config.args
     assert (EXAMPLE.parents[1] / server).is_file()

@@ -1,4 +1,4 @@
-"""The loop through the Responses API: over a fake engine, in process, by the official client."""
+"""The tool loop of the Responses API, over a fake engine, in process, with the official client."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def client(host: Alone) -> openai.AsyncOpenAI:
     )
 
 
-def finally_(run: Awaitable[Any]) -> Any:
+def run_async(run: Awaitable[Any]) -> Any:
     async def bounded() -> Any:
         return await asyncio.wait_for(run, 120)  # type: ignore[arg-type]
 
@@ -114,21 +114,21 @@ async def create(host: Alone, stream: bool = False, **request: Any) -> tuple[Any
     request = {"model": MODEL, "tools": TOOLS, **request}
     if not stream:
         return await client(host).responses.create(**request), []
-    events = [each async for each in await client(host).responses.create(**request, stream=True)]
-    assert [each.sequence_number for each in events] == list(range(len(events)))
+    events = [event async for event in await client(host).responses.create(**request, stream=True)]
+    assert [event.sequence_number for event in events] == list(range(len(events)))
     return events[-1].response, events
 
 
 def outline(response: Any) -> list[tuple[Any, ...]]:
-    """The items, each as what of it matters."""
-    return [_item(each) for each in response.output]
+    """The relevant fields of each output item."""
+    return [_item(item) for item in response.output]
 
 
 def _item(item: Any) -> tuple[Any, ...]:
     if item.type in ("message", "reasoning"):
         return item.type, item.content[0].text
     if item.type == "mcp_list_tools":
-        return item.type, [each.name for each in item.tools], item.error
+        return item.type, [tool.name for tool in item.tools], item.error
     if item.type == "mcp_call":
         return item.type, item.name, item.arguments, item.output, item.status
     if item.type == "code_interpreter_call":
@@ -154,14 +154,14 @@ LOOP: list[tuple[Any, ...]] = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("at_once", [1, 4, 1000])
-def test_three_calls_and_an_answer(at_once: int, stream: bool) -> None:
+def test_loop_runs_three_calls_and_answers(at_once: int, stream: bool) -> None:
     host = serving(at_once=at_once)
     include = ["code_interpreter_call.outputs"]
     request = {"input": "Where is it warm?", "include": include}
-    response, events = finally_(create(host, stream, **request))
+    response, events = run_async(create(host, stream, **request))
     assert outline(response) == LOOP
     assert response.status == "completed"
-    # Each continuation begins with exactly the ids so far, and nothing else is generated from.
+    # Each further prompt has exactly the ids so far, and there are no others.
     first, *others = host.engine.prompts  # type: ignore[attr-defined]
     so_far = list(first)
     for generated, result, prompt in zip((FIRST, SECOND, THIRD), RESULTS, others, strict=True):
@@ -175,13 +175,13 @@ def test_three_calls_and_an_answer(at_once: int, stream: bool) -> None:
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens
     assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
     if stream:
-        done = [each.item for each in events if each.type == "response.output_item.done"]
-        assert [each.model_dump() for each in done] == [
-            each.model_dump() for each in response.output
+        items = [event.item for event in events if event.type == "response.output_item.done"]
+        assert [item.model_dump() for item in items] == [
+            item.model_dump() for item in response.output
         ]
 
 
-FOUND = (
+SEARCH_TEXT = (
     "[0] A page\nURL: https://a.example/x_(y)?q=1&r=2\n"
     "[1] Another (see http://b.example/z), and (https://c.example/d).\n"
     "[2] the first once more: https://a.example/x_(y)?q=1&r=2 【3†https://d.example†x】\n"
@@ -190,18 +190,18 @@ FOUND = (
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("included", [True, False])
-def test_the_sources_of_a_search(included: bool, stream: bool) -> None:
+def test_search_sources_are_included_on_request(included: bool, stream: bool) -> None:
     async def search(query: str) -> ToolResult:
-        return ToolResult(FOUND)
+        return ToolResult(SEARCH_TEXT)
 
-    found = browser()
-    found.runs["search"] = (None, search)
+    search_browser = browser()
+    search_browser.runs["search"] = (None, search)
     scripts = {"Where is it warm?": THIRD, "[2] the first once more": LAST}
-    host = serving(found, scripts=scripts)
+    host = serving(search_browser, scripts=scripts)
     include = ["web_search_call.action.sources"] if included else []
     request = {"input": "Where is it warm?", "tools": TOOLS[2:], "include": include}
-    response, events = finally_(create(host, stream, **request))
-    (call,) = [each for each in response.output if each.type == "web_search_call"]
+    response, events = run_async(create(host, stream, **request))
+    (call,) = [item for item in response.output if item.type == "web_search_call"]
     urls = [
         "https://a.example/x_(y)?q=1&r=2",
         "http://b.example/z",
@@ -209,10 +209,10 @@ def test_the_sources_of_a_search(included: bool, stream: bool) -> None:
         "https://d.example",
     ]
     sources = call.action.sources
-    assert (sources and [each.url for each in sources]) == (urls if included else None)
+    assert (sources and [source.url for source in sources]) == (urls if included else None)
     if stream:
-        done = [each.item for each in events if each.type == "response.output_item.done"]
-        assert call in done
+        items = [event.item for event in events if event.type == "response.output_item.done"]
+        assert call in items
 
 
 ORDERS = {
@@ -245,23 +245,23 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("kind", ORDERS)
-def test_the_order_of_events(kind: str) -> None:
-    response, events = finally_(create(serving(), True, input="Where is it warm?"))
-    index = next(at for at, each in enumerate(response.output) if each.type == kind)
-    found: list[str] = []
+def test_events_of_calls_are_in_order(kind: str) -> None:
+    response, events = run_async(create(serving(), True, input="Where is it warm?"))
+    index = next(at for at, output in enumerate(response.output) if output.type == kind)
+    names: list[str] = []
     text = ""
     for event in events:
         if getattr(event, "output_index", None) != index:
             continue
         name = event.type.removeprefix("response.").removeprefix("output_item.")
         text += event.delta if name.endswith(".delta") else ""
-        if not (found and found[-1] == name):
-            found.append(name)
+        if not (names and names[-1] == name):
+            names.append(name)
         if name not in ("added", "done"):
             assert event.item_id == response.output[index].id
-    assert found == ORDERS[kind]
+    assert names == ORDERS[kind]
     item = response.output[index]
-    assert text == getattr(item, "arguments", "") or getattr(item, "code", "")
+    assert text == getattr(item, "arguments", getattr(item, "code", ""))
 
 
 FAILURES = {
@@ -275,61 +275,61 @@ FAILURES = {
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("question", FAILURES)
-def test_failed_call_is_shown_to_the_model(question: str, stream: bool) -> None:
+def test_failed_call_is_shown_to_model(question: str, stream: bool) -> None:
     server = weather()
     server.timeout = 0.2
-    response, events = finally_(create(serving(server), stream, input=question, tools=TOOLS[:1]))
-    call = next(each for each in response.output if each.type == "mcp_call")
+    response, events = run_async(create(serving(server), stream, input=question, tools=TOOLS[:1]))
+    call = next(item for item in response.output if item.type == "mcp_call")
     kind, text = FAILURES[question]
     assert (call.status, call.output, call.error.type) == ("failed", None, kind)
     content = getattr(call.error, "content", None)
-    shown = call.error.message if content is None else content[0]["text"]
-    assert shown.startswith(text)
+    message = call.error.message if content is None else content[0]["text"]
+    assert message.startswith(text)
     assert outline(response)[-1] == ("message", "It is warm.")
-    names = [each.type for each in events]
+    names = [event.type for event in events]
     assert not stream or "response.mcp_call.failed" in names
     assert server.running == 0
 
 
 def test_returned_calls_are_not_run_again() -> None:
-    """By itself, or by the id of the response: the prompt begins with the ids as generated."""
+    """Returned as items or by the id of the response, they are in the prompt as generated."""
     for by_id in (False, True):
         host = serving()
         include = ["code_interpreter_call.outputs"]
-        asked = {"input": "Where is it warm?", "tools": TOOLS[:2], "include": include}
+        request = {"input": "Where is it warm?", "tools": TOOLS[:2], "include": include}
         scripts = {"<|message|>42<|end|>": LAST}
         host.engine.scripts.update(scripts)  # type: ignore[attr-defined]
-        first, _ = finally_(create(host, **asked))
+        first, _ = run_async(create(host, **request))
         again = {"role": "user", "content": "Say hello."}
         history = [{"role": "user", "content": "Where is it warm?"}]
-        output = [each.model_dump(exclude_none=True) for each in first.output]
+        output = [item.model_dump(exclude_none=True) for item in first.output]
         more = (
             {"input": [again], "previous_response_id": first.id}
             if by_id
             else {"input": [*history, *output, again]}
         )
-        second, _ = finally_(create(host, **{**asked, **more}))
+        second, _ = run_async(create(host, **{**request, **more}))
         assert outline(second) == [("reasoning", "Done."), ("message", "It is warm.")]
         prompts = host.engine.prompts  # type: ignore[attr-defined]
         start = len(prompts[0])
-        left = FIRST.partition(OPENING)[2] + RESULTS[0] + OPENING
-        left += SECOND.partition(OPENING)[2] + RESULTS[1] + OPENING
-        left += "<|channel|>final<|message|>It is warm.<|end|>"
-        expected = ids(left + "<|start|>user<|message|>Say hello.<|end|>" + OPENING)
+        replayed = FIRST.partition(OPENING)[2] + RESULTS[0] + OPENING
+        replayed += SECOND.partition(OPENING)[2] + RESULTS[1] + OPENING
+        replayed += "<|channel|>final<|message|>It is warm.<|end|>"
+        expected = ids(replayed + "<|start|>user<|message|>Say hello.<|end|>" + OPENING)
         assert prompts[-1][start:] == expected
 
 
-def test_a_call_of_the_clients_within_the_loop() -> None:
+def test_client_call_interrupts_loop() -> None:
     host = serving(scripts={"Rome: 20 °C": CALLED.format("functions.mine", "{}")})
     tools = [*TOOLS, MINE]
-    first, _ = finally_(create(host, input="Ask it, then me.", tools=tools))
-    assert [each[0] for each in outline(first)][1:] == ["reasoning", "mcp_call", "function_call"]
+    first, _ = run_async(create(host, input="Ask it, then me.", tools=tools))
+    assert [row[0] for row in outline(first)][1:] == ["reasoning", "mcp_call", "function_call"]
     result = {
         "type": "function_call_output",
         "call_id": first.output[-1].call_id,
         "output": "this is mine",
     }
-    second, _ = finally_(create(host, input=[result], previous_response_id=first.id, tools=tools))
+    second, _ = run_async(create(host, input=[result], previous_response_id=first.id, tools=tools))
     assert outline(second) == [("reasoning", "Done."), ("message", "It is warm.")]
     _, two, three = host.engine.prompts  # type: ignore[attr-defined]
     whole = list(two) + ids_list(CALLED.format("functions.mine", "{}"))
@@ -347,12 +347,12 @@ def ids_list(text: str) -> list[int]:
 @pytest.mark.parametrize("approve", [True, False])
 @pytest.mark.parametrize("by_id", [True, False])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_approval(approve: bool, by_id: bool, stream: bool) -> None:
+def test_only_approved_call_is_run(approve: bool, by_id: bool, stream: bool) -> None:
     server = weather()
     host = serving(server, scripts={"Rome: 20 °C": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]  # OpenAI's default is to ask
-    first, _ = finally_(create(host, stream, input="Where is it warm?", tools=tools))
-    assert [each[0] for each in outline(first)] == [
+    first, _ = run_async(create(host, stream, input="Where is it warm?", tools=tools))
+    assert [row[0] for row in outline(first)] == [
         "mcp_list_tools",
         "reasoning",
         "mcp_approval_request",
@@ -367,94 +367,121 @@ def test_approval(approve: bool, by_id: bool, stream: bool) -> None:
         "reason": "too warm",
     }
     history: list[Any] = [{"role": "user", "content": "Where is it warm?"}]
-    history += [each.model_dump(exclude_none=True) for each in first.output]
+    history += [item.model_dump(exclude_none=True) for item in first.output]
     more: dict[str, Any] = {"input": [*history, answer]}
     if by_id:
         more = {"input": [answer], "previous_response_id": first.id}
-    second, _ = finally_(create(host, stream, tools=tools, **more))
-    called = [each for each in second.output if each.type == "mcp_call"]
+    second, _ = run_async(create(host, stream, tools=tools, **more))
+    calls = [item for item in second.output if item.type == "mcp_call"]
     if approve:
         assert server.called == [("now", {"city": "Rome"})]
-        assert [(each.output, each.approval_request_id) for each in called] == [
+        assert [(call.output, call.approval_request_id) for call in calls] == [
             ("Rome: 20 °C", request.id)
         ]
     else:
-        assert server.called == [] and called == []
+        assert server.called == [] and calls == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
 
-def asks(key: str, city: str) -> dict[str, Any]:
+def approval_request(key: str, city: str) -> dict[str, Any]:
     arguments = json.dumps({"city": city})
     call = {"server_label": "weather", "name": "now", "arguments": arguments}
     return {"type": "mcp_approval_request", "id": f"mcpr_{key}", **call}
 
 
-def answers(key: str, approve: bool) -> dict[str, Any]:
+def approval_response(key: str, approve: bool) -> dict[str, Any]:
     request = {"approval_request_id": f"mcpr_{key}", "approve": approve}
     return {"type": "mcp_approval_response", **request}
 
 
-ASKED = {"role": "user", "content": "Where is it warm?"}
-MORE = {"role": "user", "content": "In Celsius."}
+QUESTION = {"role": "user", "content": "Where is it warm?"}
+FOLLOW_UP = {"role": "user", "content": "In Celsius."}
 IN_CELSIUS = "<|start|>user<|message|>In Celsius.<|end|>"
-ANSWERS = "<|start|>weather.now to=assistant<|channel|>commentary<|message|>"
+RESULT_HEADER = "<|start|>weather.now to=assistant<|channel|>commentary<|message|>"
 APPROVALS: dict[str, tuple[list[dict[str, Any]], list[str], str]] = {
-    # items; the cities that are asked about; what stands at the end of the prompt
+    # items, cities for which the tool is called, end of the prompt
     "a user's message behind it": (
-        [asks("a", "Rome"), answers("a", True), MORE],
+        [approval_request("a", "Rome"), approval_response("a", True), FOLLOW_UP],
         ["Rome"],
-        f"{ANSWERS}Rome: 20 °C<|end|>{IN_CELSIUS}",
+        f"{RESULT_HEADER}Rome: 20 °C<|end|>{IN_CELSIUS}",
     ),
     "a user's message before it": (
-        [asks("a", "Rome"), MORE, answers("a", True)],
+        [approval_request("a", "Rome"), FOLLOW_UP, approval_response("a", True)],
         ["Rome"],
-        f"{ANSWERS}Rome: 20 °C<|end|>{IN_CELSIUS}",
+        f"{RESULT_HEADER}Rome: 20 °C<|end|>{IN_CELSIUS}",
     ),
     "two": (
-        [asks("a", "Rome"), asks("b", "Oslo"), answers("b", True), answers("a", True)],
+        [
+            approval_request("a", "Rome"),
+            approval_request("b", "Oslo"),
+            approval_response("b", True),
+            approval_response("a", True),
+        ],
         ["Rome", "Oslo"],
-        f"{ANSWERS}Oslo: 20 °C<|end|>",
+        f"{RESULT_HEADER}Oslo: 20 °C<|end|>",
     ),
     "two, one after the other": (
-        [asks("a", "Rome"), answers("a", True), asks("b", "Oslo"), answers("b", True), MORE],
+        [
+            approval_request("a", "Rome"),
+            approval_response("a", True),
+            approval_request("b", "Oslo"),
+            approval_response("b", True),
+            FOLLOW_UP,
+        ],
         ["Rome", "Oslo"],
-        f"{ANSWERS}Oslo: 20 °C<|end|>{IN_CELSIUS}",
+        f"{RESULT_HEADER}Oslo: 20 °C<|end|>{IN_CELSIUS}",
     ),
     "the first of two": (
-        [asks("a", "Rome"), asks("b", "Oslo"), answers("a", True), answers("b", False)],
+        [
+            approval_request("a", "Rome"),
+            approval_request("b", "Oslo"),
+            approval_response("a", True),
+            approval_response("b", False),
+        ],
         ["Rome"],
-        f"{ANSWERS}The user did not approve this call<|end|>",
+        f"{RESULT_HEADER}The user did not approve this call<|end|>",
     ),
     "the second of two": (
-        [asks("a", "Rome"), asks("b", "Oslo"), answers("a", False), answers("b", True)],
+        [
+            approval_request("a", "Rome"),
+            approval_request("b", "Oslo"),
+            approval_response("a", False),
+            approval_response("b", True),
+        ],
         ["Oslo"],
-        f"{ANSWERS}Oslo: 20 °C<|end|>",
+        f"{RESULT_HEADER}Oslo: 20 °C<|end|>",
     ),
     "none of two": (
-        [asks("a", "Rome"), asks("b", "Oslo"), answers("a", False), answers("b", False), MORE],
+        [
+            approval_request("a", "Rome"),
+            approval_request("b", "Oslo"),
+            approval_response("a", False),
+            approval_response("b", False),
+            FOLLOW_UP,
+        ],
         [],
-        f"{ANSWERS}The user did not approve this call<|end|>{IN_CELSIUS}",
+        f"{RESULT_HEADER}The user did not approve this call<|end|>{IN_CELSIUS}",
     ),
 }
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize(("items", "cities", "end"), APPROVALS.values(), ids=APPROVALS)
-def test_approvals_anywhere(
+def test_approvals_are_found_anywhere_in_input(
     items: list[dict[str, Any]], cities: list[str], end: str, stream: bool
 ) -> None:
     server = weather()
     tools = [{"type": "mcp", "server_label": "weather"}]
     host = serving(server, scripts={"In Celsius.": LAST, "Oslo: 20 °C": LAST})
-    answer, events = finally_(create(host, stream, tools=tools, input=[ASKED, *items]))
+    answer, events = run_async(create(host, stream, tools=tools, input=[QUESTION, *items]))
     assert [arguments["city"] for _, arguments in server.called] == cities
-    called = [each for each in answer.output if each.type == "mcp_call"]
-    assert [each.output for each in called] == [f"{city}: 20 °C" for city in cities]
+    calls = [item for item in answer.output if item.type == "mcp_call"]
+    assert [call.output for call in calls] == [f"{city}: 20 °C" for city in cities]
     keys = {"Rome": "mcpr_a", "Oslo": "mcpr_b"}
-    assert [each.approval_request_id for each in called] == [keys[city] for city in cities]
-    ran = [each.item for each in events if each.type == "response.output_item.done"]
-    assert [each for each in ran if each.type == "mcp_call"] == (called if stream else [])
-    assert len({each.id for each in answer.output}) == len(answer.output)
+    assert [call.approval_request_id for call in calls] == [keys[city] for city in cities]
+    ran = [event.item for event in events if event.type == "response.output_item.done"]
+    assert [item for item in ran if item.type == "mcp_call"] == (calls if stream else [])
+    assert len({item.id for item in answer.output}) == len(answer.output)
     assert outline(answer)[-1] == ("message", "It is warm.")
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
     assert text_of(prompt).endswith(end + OPENING)
@@ -462,10 +489,10 @@ def test_approvals_anywhere(
     details = answer.usage.output_tokens_details
     assert bool(getattr(details, "tool_output_tokens", 0)) == bool(cities)
     # The next turn begins with all of it, and runs nothing again.
-    again: Any = {"input": [MORE], "previous_response_id": answer.id}
-    finally_(create(host, stream, tools=tools, **again))
-    echo = [each.model_dump(exclude_none=True) for each in answer.output]
-    finally_(create(host, stream, tools=tools, input=[ASKED, *items, *echo, MORE]))
+    again: Any = {"input": [FOLLOW_UP], "previous_response_id": answer.id}
+    run_async(create(host, stream, tools=tools, **again))
+    echo = [item.model_dump(exclude_none=True) for item in answer.output]
+    run_async(create(host, stream, tools=tools, input=[QUESTION, *items, *echo, FOLLOW_UP]))
     assert len(server.called) == len(cities)
     _, by_id, by_echo = host.engine.prompts  # type: ignore[attr-defined]
     assert by_id[: len(prompt)] == by_echo[: len(prompt)] == prompt
@@ -473,7 +500,7 @@ def test_approvals_anywhere(
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("ends", [[], [{"role": "user", "content": "In Celsius."}]])
-def test_approvals_beyond_the_limit_are_answered_together(ends: list[Any], stream: bool) -> None:
+def test_approvals_beyond_limit_are_answered_together(ends: list[Any], stream: bool) -> None:
     """Thousands of them took minutes: the prompt was rendered again for each."""
     server, rendered = weather(), 0
     host = serving(server, scripts={"In Celsius.": LAST}, max_tool_calls=2)
@@ -486,18 +513,20 @@ def test_approvals_beyond_the_limit_are_answered_together(ends: list[Any], strea
     host.renderer = renderer
     kinds = ("mcp_approval_request", "mcp_approval_response")
     call = {"server_label": "weather", "name": "now", "arguments": '{"city": "Rome"}'}
-    asked, approved = (
+    requests, approvals = (
         [{"type": kind, **fields, key: f"mcpr_{n:03}"} for n in range(50)]
         for kind, key, fields in zip(
             kinds, ("id", "approval_request_id"), (call, {"approve": True}), strict=True
         )
     )
     tools = [{"type": "mcp", "server_label": "weather"}]
-    items = [{"role": "user", "content": "Weather?"}, *asked, *approved, *ends]
-    answer, _ = finally_(create(host, stream, tools=tools, input=items))
-    calls = [each for each in answer.output if each.type == "mcp_call"]
-    assert [each.approval_request_id for each in calls] == [each["id"] for each in asked]
-    assert [each.status for each in calls] == ["completed"] * 2 + ["failed"] * 48
+    items = [{"role": "user", "content": "Weather?"}, *requests, *approvals, *ends]
+    answer, _ = run_async(create(host, stream, tools=tools, input=items))
+    calls = [item for item in answer.output if item.type == "mcp_call"]
+    assert [tool_call.approval_request_id for tool_call in calls] == [
+        request["id"] for request in requests
+    ]
+    assert [tool_call.status for tool_call in calls] == ["completed"] * 2 + ["failed"] * 48
     assert len(server.called) == 2
     assert outline(answer)[-1] == ("message", "It is warm.")
     (prompt,) = host.engine.prompts  # type: ignore[attr-defined]
@@ -522,48 +551,48 @@ def test_unapproved_call_is_not_run(sent: Any, by_id: bool, rule: str | None) ->
     server = weather()
     host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather", "require_approval": rule}]
-    first, _ = finally_(create(host, input="Where is it warm?", tools=tools))
+    first, _ = run_async(create(host, input="Where is it warm?", tools=tools))
     request = first.output[-1].model_dump(exclude_none=True)
     assert request["type"] == "mcp_approval_request"
     items = [
-        request if each == "request" else {"type": "mcp_approval_response", **each}
-        for each in sent or ()
+        request if approval == "request" else {"type": "mcp_approval_response", **approval}
+        for approval in sent or ()
     ]
     more: dict[str, Any] = {"input": [{"role": "user", "content": "Where is it warm?"}]}
-    more["input"] += [each.model_dump(exclude_none=True) for each in first.output]
-    more["input"] += [each for each in items if each is not request]
+    more["input"] += [item.model_dump(exclude_none=True) for item in first.output]
+    more["input"] += [item for item in items if item is not request]
     if by_id:
-        given = {} if sent is None else {"input": items}
-        more = {"previous_response_id": first.id, **given}
-    second, _ = finally_(create(host, tools=tools, **more))
+        input_fields = {} if sent is None else {"input": items}
+        more = {"previous_response_id": first.id, **input_fields}
+    second, _ = run_async(create(host, tools=tools, **more))
     assert server.called == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
 
-def test_cut_call_is_not_run_by_the_next_request() -> None:
+def test_cut_call_is_not_run_by_next_request() -> None:
     server = weather()
     host = serving(server, scripts={"did not finish": LAST})
     tools = [{"type": "mcp", "server_label": "weather"}]
     most = len(ids(FIRST)) - 1
-    first, _ = finally_(
+    first, _ = run_async(
         create(host, input="Where is it warm?", tools=tools, max_output_tokens=most)
     )
     assert first.status == "incomplete"
-    second, _ = finally_(create(host, input=[], previous_response_id=first.id, tools=tools))
+    second, _ = run_async(create(host, input=[], previous_response_id=first.id, tools=tools))
     assert server.called == []
     assert outline(second)[-1] == ("message", "It is warm.")
 
 
-def test_filters() -> None:
-    for asked, shown in (
+def test_tools_are_filtered() -> None:
+    for fields, expected in (
         ({"allowed_tools": ["now", "sleep"]}, ["now", "sleep"]),
         ({"allowed_tools": {"read_only": True}}, ["now"]),
         ({"allowed_tools": {"tool_names": ["dies"]}}, ["dies"]),
     ):
         host = serving()
-        tool = {**TOOLS[0], **asked}
-        response, _ = finally_(create(host, input="Say hello.", tools=[tool]))
-        assert outline(response)[0] == ("mcp_list_tools", shown, None)
+        tool = {**TOOLS[0], **fields}
+        response, _ = run_async(create(host, input="Say hello.", tools=[tool]))
+        assert outline(response)[0] == ("mcp_list_tools", expected, None)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -588,63 +617,63 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("request_", "param"), REFUSED)
 def test_invalid_request_is_refused(request_: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as refused:
-        finally_(create(serving(), input="Say hello.", **request_))
+        run_async(create(serving(), input="Say hello.", **request_))
     assert refused.value.param == param
 
 
 def test_failed_server_has_no_tools() -> None:
     away = Local("weather", {}, problem="it does not answer")
-    response, events = finally_(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
+    response, events = run_async(create(serving(away), True, input="Say hello.", tools=TOOLS[:1]))
     assert outline(response)[0] == ("mcp_list_tools", [], "it does not answer")
-    assert "response.mcp_list_tools.failed" in [each.type for each in events]
+    assert "response.mcp_list_tools.failed" in [event.type for event in events]
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_no_more_calls_than_may_be(most: int) -> None:
+def test_max_tool_calls_is_enforced(most: int) -> None:
     host = serving()
-    response, _ = finally_(create(host, input="Where is it warm?", max_tool_calls=most))
-    kinds = [each.type for each in response.output if each.type.endswith("_call")]
-    ran = [each.status for each in response.output if each.type.endswith("_call")]
-    assert ran == ["completed"] * most + ["failed"]
+    response, _ = run_async(create(host, input="Where is it warm?", max_tool_calls=most))
+    kinds = [item.type for item in response.output if item.type.endswith("_call")]
+    statuses = [item.status for item in response.output if item.type.endswith("_call")]
+    assert statuses == ["completed"] * most + ["failed"]
     assert kinds == ["mcp_call", "code_interpreter_call", "web_search_call"][: most + 1]
     assert outline(response)[-1] == ("message", "It is warm.")
 
 
-def test_calls_are_limited() -> None:
+def test_repeated_calls_beyond_limit_end_response() -> None:
     call = CALLED.format("weather.now", '{"city": "Rome"}')
     host = serving(scripts={"Rome: 20 °C": call, "no more tools can be called": call})
-    response, _ = finally_(create(host, input="Where is it warm?", max_tool_calls=2))
-    ran = [each.status for each in response.output if each.type == "mcp_call"]
-    assert ran == ["completed"] * 2 + ["failed"] * 3 + ["incomplete"]
+    response, _ = run_async(create(host, input="Where is it warm?", max_tool_calls=2))
+    statuses = [item.status for item in response.output if item.type == "mcp_call"]
+    assert statuses == ["completed"] * 2 + ["failed"] * 3 + ["incomplete"]
 
 
-def test_the_budget_of_tokens_is_the_whole_loops() -> None:
+def test_token_budget_spans_whole_loop() -> None:
     for most in (len(ids(FIRST)), len(ids(FIRST)) + 5):
         host = serving()
-        response, _ = finally_(create(host, input="Where is it warm?", max_output_tokens=most))
+        response, _ = run_async(create(host, input="Where is it warm?", max_output_tokens=most))
         assert response.status == "incomplete"
         assert response.usage.output_tokens == most
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_client_disconnect_cancels_the_tool(stream: bool) -> None:
+def test_client_disconnect_cancels_tool(stream: bool) -> None:
     server = weather()
     host = serving(server)
 
-    async def going() -> None:
-        asked = asyncio.ensure_future(create(host, stream, input="Sleep.", tools=TOOLS[:1]))
+    async def disconnect_during_call() -> None:
+        request = asyncio.ensure_future(create(host, stream, input="Sleep.", tools=TOOLS[:1]))
         while not server.running:
             await asyncio.sleep(0.01)
-        asked.cancel()
-        await asyncio.wait({asked})
-        while server.running or host.lent:  # in the loop, whose end would cancel it, too
+        request.cancel()
+        await asyncio.wait({request})
+        while server.running or host.lent:  # inside the loop, as its end would cancel the tool, too
             await asyncio.sleep(0.01)
 
-    finally_(going())
+    run_async(disconnect_during_call())
     assert server.cancelled == 1
 
 
-def test_the_engine_is_free_while_a_tool_runs() -> None:
+def test_engine_is_free_while_tool_runs() -> None:
     server = weather()
     host = serving(server)
 
@@ -652,43 +681,43 @@ def test_the_engine_is_free_while_a_tool_runs() -> None:
         sleeping = asyncio.ensure_future(create(host, input="Sleep.", tools=TOOLS[:1]))
         while not server.running:
             await asyncio.sleep(0.01)
-        answered, _ = await create(host, input="Say hello.", tools=[])
+        response, _ = await create(host, input="Say hello.", tools=[])
         assert server.running == 1
         sleeping.cancel()
         await asyncio.wait({sleeping})
-        return answered
+        return response
 
-    assert outline(finally_(both()))[-1] == ("message", "It is warm.")
+    assert outline(run_async(both()))[-1] == ("message", "It is warm.")
 
 
-def test_fifty_at_once() -> None:
+def test_fifty_requests_run_concurrently() -> None:
     host = serving(max_concurrent_calls=3)
 
     async def many() -> Sequence[Any]:
-        asked = [create(host, at % 2 == 0, input="Where is it warm?") for at in range(50)]
-        return await asyncio.gather(*asked)
+        requests = [create(host, at % 2 == 0, input="Where is it warm?") for at in range(50)]
+        return await asyncio.gather(*requests)
 
-    found = finally_(many())
-    assert {str(outline(response)) for response, _ in found} == {
+    answers = run_async(many())
+    assert {str(outline(response)) for response, _ in answers} == {
         str([*LOOP[:4], ("code_interpreter_call", "6 * 7", None, "completed"), *LOOP[5:]])
     }
     assert (host.lent, host.engine.running) == (0, 0)  # type: ignore[attr-defined]
 
 
-def test_the_grammar_has_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammar_follows_tool_choice_and_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
     grammars: list[Any] = []
     host = serving()
     generate = host.engine.generate
 
-    def noted(request: GenerationRequest) -> Any:
+    def record_grammar(request: GenerationRequest) -> Any:
         assert request.constraint is not None and request.constraint.spec.grammar is not None
         grammars.append(request.constraint.spec.grammar.grammar.text)
         return generate(request)
 
-    host.engine.generate = noted  # type: ignore[method-assign]
+    host.engine.generate = record_grammar  # type: ignore[method-assign]
     choice = {"type": "mcp", "server_label": "weather", "name": "now"}
-    response, _ = finally_(
+    response, _ = run_async(
         create(host, input="Where is it warm?", tool_choice=choice, max_tool_calls=2)
     )
     required, free, *_, exhausted = grammars
@@ -698,39 +727,38 @@ def test_the_grammar_has_the_tools(monkeypatch: pytest.MonkeyPatch) -> None:
     assert outline(response)[-1] == ("message", "It is warm.")
 
 
-def test_off_they_are_left_out_and_named() -> None:
+def test_disabled_tools_are_omitted_and_named() -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
-    response, _ = finally_(create(host, input="Say hello.", tools=[*TOOLS, MINE]))
+    response, _ = run_async(create(host, input="Say hello.", tools=[*TOOLS, MINE]))
     assert outline(response) == [("reasoning", "Done."), ("message", "It is warm.")]
     names = ["weather", "code_interpreter", "web_search"]
     assert response.model_extra["unavailable_tools"] == names
 
 
-def test_off_they_fail_without_the_model() -> None:
+def test_disabled_tools_fail_without_running_model() -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
-    response, _ = finally_(create(host, input="Say hello."))
-    assert [each[0] for each in outline(response)] == [
+    response, _ = run_async(create(host, input="Say hello."))
+    assert [row[0] for row in outline(response)] == [
         *("mcp_list_tools", "code_interpreter_call", "web_search_call", "message")
     ]
     assert host.engine.prompts == []
 
 
-def test_background_and_its_events_again() -> None:
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_background_response_and_its_events_are_retrieved(stream: bool) -> None:
     host = serving()
 
-    async def later() -> Any:
-        api = client(host)
-        begun = await api.responses.create(
-            model=MODEL,
-            tools=TOOLS,
-            input="Where is it warm?",
-            background=True,  # type: ignore[arg-type]
-        )
-        for _ in range(500):
-            found = await api.responses.retrieve(begun.id)
-            if found.status == "completed":
-                return found
-            await asyncio.sleep(0.01)
-        raise AssertionError("it does not end")
+    async def responses() -> tuple[list[Any], list[Any], Any]:
+        include = ["code_interpreter_call.outputs"]
+        request = {"input": "Where is it warm?", "background": True, "include": include}
+        response, events = await create(host, stream, **request)
+        retrieve = client(host).responses.retrieve
+        again = [event async for event in await retrieve(response.id, stream=True)]
+        return events, again, await retrieve(response.id)
 
-    assert [each[0] for each in outline(finally_(later()))] == [each[0] for each in LOOP]
+    events, again, stored = run_async(responses())
+    assert outline(stored) == LOOP
+    assert again[-1].response.to_dict() == stored.to_dict()
+    assert not stream or [event.to_dict() for event in again] == [
+        event.to_dict() for event in events
+    ]

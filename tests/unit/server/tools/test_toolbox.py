@@ -1,4 +1,4 @@
-"""Tool servers that run: one call of a tool from its text to its answer, whatever happens to it."""
+"""Running tool servers: a tool call from its text to its result, whatever happens to it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def toolbox(servers: dict[str, dict[str, Any]], **limits: Any) -> Toolbox:
 
 
 def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60.0) -> Any:
-    """What ``body`` returns while ``box`` runs; nothing may be left of it."""
+    """The result of ``body`` while ``box`` runs. No task and no process may remain."""
 
     async def running() -> Any:
         before = len(asyncio.all_tasks())
@@ -58,24 +58,24 @@ def within(box: Toolbox, body: Callable[[], Awaitable[Any]], seconds: float = 60
             await box.stop()
             assert len(asyncio.all_tasks()) == before
 
-    found = asyncio.run(asyncio.wait_for(running(), seconds))
+    result = asyncio.run(asyncio.wait_for(running(), seconds))
     assert not children()
-    return found
+    return result
 
 
 def children() -> list[str]:
-    """The processes that this one has started and that run."""
+    """The commands of tool servers that run as child processes."""
     ps = ["ps", "-ww", "--ppid", str(os.getpid()), "-o", "args="]
-    listed = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
-    return [line for line in listed.splitlines() if str(SERVERS) in line]
+    output = subprocess.run(ps, check=False, capture_output=True, text=True).stdout
+    return [line for line in output.splitlines() if str(SERVERS) in line]
 
 
-async def ask(box: Toolbox, name: str, arguments: str, *, room: int = 10_000) -> ToolFinished:
+async def call_tool(box: Toolbox, name: str, arguments: str, *, room: int = 10_000) -> ToolFinished:
     return await box.run(ServerCall("call_1", name, arguments), box.namespaces, 600.0, room)
 
 
 CALLS: list[tuple[str, str, str, bool | None]] = [
-    # recipient, arguments, how the answer begins, whose failure it is
+    # recipient, arguments, beginning of the result, whether a failure is the tool's own
     ("weather.now", '{"city": "Rome"}', "Rome: 20 °C", None),
     ("weather.nothing", "{}", '{"result": null}', None),
     ("weather.fails", '{"why": "broken"}', "Error executing tool fails", True),
@@ -90,27 +90,29 @@ CALLS: list[tuple[str, str, str, bool | None]] = [
 ]
 
 
-def test_calls() -> None:
+def test_calls_return_results_and_errors() -> None:
     kinds = ("weather", "python", "browser", "big")
     servers = {kind: stdio(kind) for kind in kinds} | {"slow": stdio("slow", timeout=1)}
     box = toolbox(servers, max_output_tokens=1000)
 
     async def all_of_them() -> list[ToolFinished]:
-        return [await ask(box, name, arguments) for name, arguments, _, _ in CALLS]
+        return [await call_tool(box, name, arguments) for name, arguments, _, _ in CALLS]
 
-    for answered, (name, _, begins, by_tool) in zip(within(box, all_of_them), CALLS, strict=True):
-        assert answered.text.startswith(begins), name
-        assert (answered.failure and answered.failure.by_tool) == by_tool, name
+    for result, (name, _, begins, by_tool) in zip(within(box, all_of_them), CALLS, strict=True):
+        assert result.text.startswith(begins), name
+        assert (result.failure and result.failure.by_tool) == by_tool, name
     counts = box.counts["weather", "now"]
     assert (counts.calls, counts.errors) == (4, 3)
     assert box.counts["slow", "sleep"].seconds >= 1
 
 
-def test_an_answer_is_cut_to_what_there_is_room_for() -> None:
+def test_result_is_cut_to_room() -> None:
     box = toolbox({"big": stdio("big")}, max_output_tokens=1000, max_output_bytes=100_000)
 
     async def cut() -> list[str]:
-        return [(await ask(box, "big.big", "{}", room=room)).text for room in (10_000, 100, 0)]
+        return [
+            (await call_tool(box, "big.big", "{}", room=room)).text for room in (10_000, 100, 0)
+        ]
 
     many, some, none = within(box, cut)
     notes = [text.rpartition("\n") for text in (many, some)]
@@ -123,11 +125,11 @@ def test_dead_server_is_restarted() -> None:
     box = toolbox({"crash": stdio("crash")})
 
     async def dying() -> tuple[ToolFinished, ToolFinished, str]:
-        died = await ask(box, "crash.die", "{}")
+        died = await call_tool(box, "crash.die", "{}")
         await until(lambda: bool(box.servers[0].problem))
-        away = await ask(box, "crash.live", "{}")
+        away = await call_tool(box, "crash.live", "{}")
         await until(lambda: not box.servers[0].problem)
-        return died, away, (await ask(box, "crash.live", "{}")).text
+        return died, away, (await call_tool(box, "crash.live", "{}")).text
 
     died, away, alive = within(box, dying)
     assert died.failure is not None and not died.failure.by_tool
@@ -135,22 +137,22 @@ def test_dead_server_is_restarted() -> None:
     assert alive == "alive"
 
 
-def test_server_that_hangs_is_started_again() -> None:
-    """A call that takes too long is no proof: a server that still lists its tools goes on."""
+def test_hanging_server_is_restarted() -> None:
+    """A call that takes too long is no proof: a server that still lists its tools is kept."""
     box = toolbox(
         {"crash": {**stdio("crash"), "timeout": 2}, "slow": {**stdio("slow"), "timeout": 2}}
     )
 
     async def hanging() -> list[str]:
-        hung = await ask(box, "crash.hang", "{}")
+        hung = await call_tool(box, "crash.hang", "{}")
         problem = box.servers[0].problem
         await until(lambda: not box.servers[0].tools)
         await until(lambda: not box.servers[0].problem)
         client = box.servers[1]._client  # type: ignore[attr-defined]
-        await ask(box, "slow.sleep", '{"seconds": 3600}')
+        await call_tool(box, "slow.sleep", '{"seconds": 3600}')
         await until(lambda: not box.servers[1].problem)
         assert box.servers[1]._client is client  # type: ignore[attr-defined]
-        return [hung.text, problem, (await ask(box, "crash.live", "{}")).text]
+        return [hung.text, problem, (await call_tool(box, "crash.live", "{}")).text]
 
     hung, problem, alive = within(box, hanging)
     assert "did not answer within 2 seconds" in hung
@@ -159,7 +161,7 @@ def test_server_that_hangs_is_started_again() -> None:
 
 
 async def until(ready: Callable[[], bool]) -> None:
-    """Waits; `within` has the limit."""
+    """Waits for ``ready``, within the time limit of `within`."""
     while not ready():
         await asyncio.sleep(0.02)
 
@@ -169,10 +171,10 @@ def test_changed_tool_list_is_read_again() -> None:
 
     async def changing() -> tuple[Any, Any, str]:
         before = box.namespaces
-        await ask(box, "changing.grow", "{}")
+        await call_tool(box, "changing.grow", "{}")
         await until(lambda: len(box.servers[0].tools) == 2)
         after = box.namespaces
-        return before, after, (await ask(box, "changing.grown", "{}")).text
+        return before, after, (await call_tool(box, "changing.grown", "{}")).text
 
     before, after, grown = within(box, changing)
     assert [tool.name for tool in before[0].tools] == ["grow"]
@@ -180,13 +182,13 @@ def test_changed_tool_list_is_read_again() -> None:
     assert grown == "grown"
 
 
-def test_cancellation_cancels_the_tool(tmp_path: Path) -> None:
+def test_cancellation_cancels_tool(tmp_path: Path) -> None:
     box = toolbox({"slow": stdio("slow")})
     note = tmp_path / "note"
 
     async def cancelled() -> None:
         arguments = json.dumps({"seconds": 3600, "note": str(note)})
-        running = asyncio.ensure_future(ask(box, "slow.sleep", arguments))
+        running = asyncio.ensure_future(call_tool(box, "slow.sleep", arguments))
         await until(lambda: note.exists() and note.read_text() == "begun")
         running.cancel()
         await asyncio.wait({running})
@@ -195,21 +197,21 @@ def test_cancellation_cancels_the_tool(tmp_path: Path) -> None:
     within(box, cancelled)
 
 
-def test_no_more_calls_at_once_than_may_be() -> None:
+def test_concurrent_calls_are_limited() -> None:
     box = toolbox({"slow": stdio("slow")}, max_concurrent_calls=2)
 
     async def many() -> float:
         began = time.monotonic()
-        asked = [ask(box, "slow.sleep", '{"seconds": 0.5}') for _ in range(6)]
-        answers = await asyncio.gather(*asked)
-        assert {each.text for each in answers} == {"slept 0.5"}
+        calls = [call_tool(box, "slow.sleep", '{"seconds": 0.5}') for _ in range(6)]
+        results = await asyncio.gather(*calls)
+        assert {result.text for result in results} == {"slept 0.5"}
         return time.monotonic() - began
 
     assert within(box, many) >= 1.4
 
 
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
-def test_over_http_and_away_and_back(transport: str) -> None:
+def test_http_server_is_reconnected(transport: str) -> None:
     port = free_port()
     path = "mcp" if transport == "streamable-http" else "sse"
     url = f"http://127.0.0.1:{port}/{path}"
@@ -217,14 +219,14 @@ def test_over_http_and_away_and_back(transport: str) -> None:
     box = toolbox({"weather": config, "nowhere": {"url": "http://127.0.0.1:9/mcp"}})
 
     async def away_and_back() -> list[str]:
-        texts = [(await ask(box, "weather.now", '{"city": "Rome"}')).text]
+        texts = [(await call_tool(box, "weather.now", '{"city": "Rome"}')).text]
         server.kill()
         server.wait()
-        texts.append((await ask(box, "weather.now", '{"city": "Rome"}')).text)
+        texts.append((await call_tool(box, "weather.now", '{"city": "Rome"}')).text)
         await until(lambda: bool(box.servers[0].problem))
         with serving(port, transport):
             await until(lambda: not box.servers[0].problem)
-            texts.append((await ask(box, "weather.now", '{"city": "Oslo"}')).text)
+            texts.append((await call_tool(box, "weather.now", '{"city": "Oslo"}')).text)
         return texts
 
     with serving(port, transport) as server:
@@ -257,7 +259,7 @@ def serving(port: int, transport: str, kind: str = "weather") -> Iterator[subpro
 
 
 @pytest.mark.parametrize("transport", ["stdio", "streamable-http"])
-def test_a_server_with_malformed_tools_and_half_surrogates(
+def test_malformed_tools_and_half_surrogates_are_tolerated(
     transport: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     port = free_port()
@@ -265,23 +267,25 @@ def test_a_server_with_malformed_tools_and_half_surrogates(
     over_stdio = {"command": sys.executable, "args": [str(RAW)]}
     box = toolbox({"raw": over_stdio if transport == "stdio" else over_http})
 
-    async def called() -> tuple[Any, str]:
-        return box.namespaces[0].tools, (await ask(box, "raw.good", "{}")).text
+    async def collect() -> tuple[Any, str]:
+        return box.namespaces[0].tools, (await call_tool(box, "raw.good", "{}")).text
 
     with caplog.at_level("WARNING", "vllm_mlx_harmony"), ExitStack() as stack:
         if transport != "stdio":
             stack.enter_context(serving(port, transport, "raw"))
-        (good, better), text = within(box, called)
+        (good, better), text = within(box, collect)
     assert (good.name, good.description, better.name) == ("good", "Half \ufffd of it.", "better")
     assert text == "\ufffd of it, \U0001f600 whole, \\ud83d written out \ufffd"
-    messages = [each.getMessage() for each in caplog.records if "malformed" in each.getMessage()]
+    messages = [
+        record.getMessage() for record in caplog.records if "malformed" in record.getMessage()
+    ]
     assert len(messages) == 11  # one line for each, however often the list is read
     assert messages[0].startswith("tool server raw: the tool 'type' (inputSchema.type: ")
-    assert any("the tool number 7 (name: " in each for each in messages)
+    assert any("the tool number 7 (name: " in message for message in messages)
 
 
-def test_rest_of_a_tool_list_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A megabyte of it beside a thousand tools took minutes, in which the server did nothing."""
+def test_rest_of_tool_list_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A megabyte beside a thousand tools took minutes, in which the server did nothing else."""
     checked: list[Any] = []
     check = methods.validate_server_result
     monkeypatch.setattr(
@@ -302,9 +306,9 @@ async def cut_in_two() -> ToolResult:
     return ToolResult("half \ud83d")
 
 
-def test_half_a_surrogate_of_another_kind_of_server() -> None:
+def test_half_surrogate_of_local_server_is_replaced() -> None:
     box = Toolbox([Local("own", {"cut": (None, cut_in_two)})], ToolsConfig(), Use.ON)
-    assert within(box, lambda: ask(box, "own.cut", "{}")).text == "half \ufffd"
+    assert within(box, lambda: call_tool(box, "own.cut", "{}")).text == "half \ufffd"
 
 
 # --- The operator's file.
@@ -345,11 +349,11 @@ def test_invalid_files_are_refused(tmp_path: Path, text: str, problem: str) -> N
         read(tmp_path / "none.json")
 
 
-def test_names_that_a_header_cannot_carry() -> None:
+def test_invalid_server_names_are_replaced() -> None:
     servers = {name: stdio("weather", enabled=True) for name in ("a.b c", "functions", "a_b_c")}
     box = toolbox(servers)
-    assert [each.name for each in box.namespaces] == ["a_b_c", "functions_2", "a_b_c_2"]
-    assert [each.problem for each in box.namespaces] == ["it is not started"] * 3
+    assert [namespace.name for namespace in box.namespaces] == ["a_b_c", "functions_2", "a_b_c_2"]
+    assert [namespace.problem for namespace in box.namespaces] == ["it is not started"] * 3
 
 
 def test_other_server_named_browser_gets_an_alias() -> None:
@@ -357,7 +361,7 @@ def test_other_server_named_browser_gets_an_alias() -> None:
     box = toolbox({"browser": stdio("weather"), "python": stdio("slow")})
 
     async def names() -> list[str]:
-        return [each.name for each in box.namespaces]
+        return [namespace.name for namespace in box.namespaces]
 
     assert within(box, names) == ["browser_tools", "python_tools"]
 

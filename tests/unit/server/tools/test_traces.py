@@ -47,7 +47,7 @@ OUTSIDE = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 @dataclass(eq=False)
 class Engine(ScriptedEngine):
-    """Reports ``before`` first, and fails if it is told to."""
+    """Yields ``before`` first; then fails, if ``fails`` is true."""
 
     before: Sequence[Step] = LOCAL
     fails: bool = False
@@ -73,7 +73,7 @@ def _spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     return exporter
 
 
-def ask(
+def post_chat(
     engine: Engine,
     text: str,
     *,
@@ -81,7 +81,7 @@ def ask(
     framework: Callable[[ASGIApp], ASGIApp] = lambda app: app,
     **headers: str,
 ) -> Any:
-    """The response to a request of an application that has the inspector, too."""
+    """The response of an application that has the inspector, too."""
     host = Alone(engine)
     host.toolbox = Toolbox((weather(),), ToolsConfig(), Use.ALL)
     app = application(host)
@@ -93,7 +93,7 @@ def ask(
         return client.post("/v1/chat/completions", json=body, headers=headers)
 
 
-def named(spans: InMemorySpanExporter) -> dict[str, ReadableSpan]:
+def by_name(spans: InMemorySpanExporter) -> dict[str, ReadableSpan]:
     return {span.name: span for span in spans.get_finished_spans()}
 
 
@@ -115,23 +115,23 @@ def named(spans: InMemorySpanExporter) -> dict[str, ReadableSpan]:
 def test_answer_has_a_span_for_each_wait(
     spans: InMemorySpanExporter, text: str, engine: Engine, names: list[str], *, stream: bool
 ) -> None:
-    assert ask(engine, text, stream=stream).status_code == 200
-    *parts, root = found = spans.get_finished_spans()
-    assert [span.name for span in found] == names
+    assert post_chat(engine, text, stream=stream).status_code == 200
+    *parts, root = finished = spans.get_finished_spans()
+    assert [span.name for span in finished] == names
     assert root.parent is None and root.kind is trace.SpanKind.SERVER
     assert all(part.parent == root.context for part in parts)
     times = [time for part in parts for time in (part.start_time, part.end_time)]
     assert [root.start_time, *times, root.end_time] == sorted(
         [root.start_time, *times, root.end_time]
     )
-    recorded = [str(value) for span in found for value in (span.attributes or {}).values()]
+    recorded = [str(value) for span in finished for value in (span.attributes or {}).values()]
     assert not [value for value in recorded if SECRET in value or "Rome" in value]
 
 
-def test_the_attributes(spans: InMemorySpanExporter) -> None:
-    usage = ask(Engine(), SECRET, stream=False).json()["usage"]
-    found = named(spans)
-    attributes = dict(found[ROOT].attributes or {})
+def test_spans_have_attributes(spans: InMemorySpanExporter) -> None:
+    usage = post_chat(Engine(), SECRET, stream=False).json()["usage"]
+    named_spans = by_name(spans)
+    attributes = dict(named_spans[ROOT].attributes or {})
     assert attributes.pop("vllm_mlx_harmony.request_id")
     assert attributes == {
         "gen_ai.operation.name": "chat",
@@ -146,28 +146,28 @@ def test_the_attributes(spans: InMemorySpanExporter) -> None:
         "vllm_mlx_harmony.api": "chat_completions",
         "vllm_mlx_harmony.result": "success",
     }
-    tool = dict(found["execute_tool weather.now"].attributes or {})
+    tool = dict(named_spans["execute_tool weather.now"].attributes or {})
     assert tool.pop("gen_ai.tool.call.id")
     assert tool == {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": "weather.now"}
 
 
-def test_a_failure_ends_all_spans(spans: InMemorySpanExporter) -> None:
-    assert "the engine has failed" in ask(Engine(fails=True), "Hello!").text
-    found = named(spans)
-    assert list(found) == ["wait", *ONCE]
-    assert found[ROOT].status.description == "the engine has failed"
-    assert found[ROOT].status.status_code is trace.StatusCode.ERROR
-    assert (found[ROOT].attributes or {})["error.type"] == "OutputError"
+def test_failure_ends_all_spans(spans: InMemorySpanExporter) -> None:
+    assert "the engine has failed" in post_chat(Engine(fails=True), "Hello!").text
+    named_spans = by_name(spans)
+    assert list(named_spans) == ["wait", *ONCE]
+    assert named_spans[ROOT].status.description == "the engine has failed"
+    assert named_spans[ROOT].status.status_code is trace.StatusCode.ERROR
+    assert (named_spans[ROOT].attributes or {})["error.type"] == "OutputError"
 
 
-def test_trace_of_the_client_is_continued(spans: InMemorySpanExporter) -> None:
-    ask(Engine(), "Hello!", traceparent=f"00-{'-'.join(OUTSIDE)}-01")
-    parent = named(spans)[ROOT].parent
+def test_trace_of_client_is_continued(spans: InMemorySpanExporter) -> None:
+    post_chat(Engine(), "Hello!", traceparent=f"00-{'-'.join(OUTSIDE)}-01")
+    parent = by_name(spans)[ROOT].parent
     assert parent is not None
     assert (f"{parent.trace_id:032x}", f"{parent.span_id:016x}") == OUTSIDE
 
 
-def test_within_a_span_of_the_web_framework(spans: InMemorySpanExporter) -> None:
+def test_span_of_web_framework_is_parent(spans: InMemorySpanExporter) -> None:
     def framework(app: ASGIApp) -> ASGIApp:
         async def within(scope: Any, *channels: Any) -> None:
             with trace.get_tracer("framework").start_as_current_span(scope.get("method", "")):
@@ -176,17 +176,17 @@ def test_within_a_span_of_the_web_framework(spans: InMemorySpanExporter) -> None
         return within
 
     parent = f"00-{'-'.join(OUTSIDE)}-01"
-    assert ask(Engine(), "Hello!", framework=framework, traceparent=parent).status_code == 200
-    found = named(spans)
-    assert found[ROOT].parent == found["POST"].context
-    assert found[ROOT].kind is trace.SpanKind.INTERNAL
+    assert post_chat(Engine(), "Hello!", framework=framework, traceparent=parent).status_code == 200
+    named_spans = by_name(spans)
+    assert named_spans[ROOT].parent == named_spans["POST"].context
+    assert named_spans[ROOT].kind is trace.SpanKind.INTERNAL
 
 
-def test_without_an_sdk_nothing_is_observed() -> None:
+def test_nothing_is_observed_without_sdk() -> None:
     assert not traces.observe()
 
 
-def test_without_the_package() -> None:
+def test_package_is_optional() -> None:
     code = (
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from vllm_mlx_harmony.server import serving, traces\n"

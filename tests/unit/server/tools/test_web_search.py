@@ -68,9 +68,9 @@ def serving(site: Site | None, use: Use = Use.ON, at_once: int = 2, **limits: An
     return host
 
 
-def run(coming: Any) -> Any:
+def run(coroutine: Any) -> Any:
     async def bounded() -> Any:
-        return await asyncio.wait_for(coming, 120)
+        return await asyncio.wait_for(coroutine, 120)
 
     return asyncio.run(bounded())
 
@@ -90,66 +90,66 @@ async def respond(host: Alone, stream: bool = False, **request: Any) -> tuple[An
     request = {"model": MODEL, "input": QUESTION, "tools": [WEB_SEARCH], **request}
     if not stream:
         return await client.responses.create(**request), []
-    events = [each async for each in await client.responses.create(**request, stream=True)]
+    events = [event async for event in await client.responses.create(**request, stream=True)]
     return events[-1].response, events
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_responses(site: Site, stream: bool, at_once: int) -> None:
+def test_responses_search_open_find_and_cite(site: Site, stream: bool, at_once: int) -> None:
     host = serving(site, at_once=at_once)
     include = ["web_search_call.action.sources"]
     response, events = run(respond(host, stream, include=include))
     *calls, message = response.output
     url = f"{site.url}/rome"
-    actions = [each.action.model_dump(exclude_none=True) for each in calls]
+    actions = [item.action.model_dump(exclude_none=True) for item in calls]
     assert actions == [
         {
             "type": "search",
             "query": "rome inhabitants",
             "queries": ["rome inhabitants"],
-            "sources": [{"type": "url", "url": each} for each in (url, f"{site.url}/more")],
+            "sources": [{"type": "url", "url": source} for source in (url, f"{site.url}/more")],
         },
         {"type": "open_page", "url": url},
         {"type": "find_in_page", "pattern": "million", "url": url},
     ]
-    assert {each.status for each in calls} == {"completed"}
+    assert {item.status for item in calls} == {"completed"}
     (part,) = message.content
     link = f"([127.0.0.1:{site.port}]({url}))"
     assert part.text == (
         f"There are 2.8 million {link}, says a page {link} {link}. Nobody says【7†L1】 more."
     )
-    for each in part.annotations:
-        assert part.text[each.start_index : each.end_index] == link
-        assert (each.type, each.url, each.title) == ("url_citation", url, "Rome")
+    for citation in part.annotations:
+        assert part.text[citation.start_index : citation.end_index] == link
+        assert (citation.type, citation.url, citation.title) == ("url_citation", url, "Rome")
     assert len(part.annotations) == 3
     if not stream:
         return
     kinds = [event.type.removeprefix("response.") for event in events]
     call = [
         "output_item.added",
-        *(f"web_search_call.{each}" for each in ("in_progress", "searching", "completed")),
+        *(f"web_search_call.{stage}" for stage in ("in_progress", "searching", "completed")),
         "output_item.done",
     ]
-    assert [each for each in kinds if "text.delta" not in each] == [
+    assert [kind for kind in kinds if "text.delta" not in kind] == [
         *("created", "in_progress", *call, *call, *call),
         *("output_item.added", "content_part.added"),
         *["output_text.annotation.added"] * 3,
         *("output_text.done", "content_part.done", "output_item.done", "completed"),
     ]
-    added = [each for each in events if each.type.endswith("annotation.added")]
-    assert [each.annotation_index for each in added] == [0, 1, 2]
+    added = [event for event in events if event.type.endswith("annotation.added")]
+    assert [event.annotation_index for event in added] == [0, 1, 2]
     # Each is a dict or a model, depending on the SDK's version.
-    as_dicts = [json.loads(each.to_json())["annotation"] for each in added]
-    assert as_dicts == [each.model_dump() for each in part.annotations]
-    text = "".join(each.delta for each in events if each.type.endswith("text.delta"))
+    as_dicts = [json.loads(event.to_json())["annotation"] for event in added]
+    assert as_dicts == [annotation.model_dump() for annotation in part.annotations]
+    text = "".join(event.delta for event in events if event.type.endswith("text.delta"))
     assert text == part.text
-    done = next(each for each in events if each.type == "response.content_part.done")
-    assert done.part.annotations == part.annotations
+    part_done = next(event for event in events if event.type == "response.content_part.done")
+    assert part_done.part.annotations == part.annotations
 
 
-def test_a_page_is_only_text_to_the_model(site: Site) -> None:
-    """Control tokens of a page are none in the prompt."""
+def test_page_is_plain_text_in_prompt(site: Site) -> None:
+    """Control tokens in a page are encoded as text."""
     host = serving(site)
     run(respond(host))
     (prompt,) = host.engine.prompts[-1:]  # type: ignore[attr-defined]
@@ -161,7 +161,7 @@ def test_a_page_is_only_text_to_the_model(site: Site) -> None:
     assert ",".join(map(str, page[2:-2])) in joined
 
 
-def test_the_tools_are_shown_as_the_model_was_trained_with_them(site: Site) -> None:
+def test_prompt_describes_tools_as_trained(site: Site) -> None:
     host = serving(site)
     run(respond(host))
     text = last_prompt(host)
@@ -170,8 +170,8 @@ def test_the_tools_are_shown_as_the_model_was_trained_with_them(site: Site) -> N
 
 
 @pytest.mark.parametrize("status", [500, 429])
-def test_a_failed_search(site: Site, status: int) -> None:
-    """The model reads why; the client sees a call that failed."""
+def test_failed_search_is_a_failed_call(site: Site, status: int) -> None:
+    """The model reads the reason; the client sees a failed call."""
     site.add("/search", status=status)
     host = serving(site)
     response, events = run(respond(host, True))
@@ -183,7 +183,7 @@ def test_a_failed_search(site: Site, status: int) -> None:
     assert "response.web_search_call.completed" not in kinds
 
 
-def test_domains(site: Site) -> None:
+def test_search_is_limited_to_allowed_domains(site: Site) -> None:
     host = serving(site)
     filters = {"allowed_domains": ["a.example"]}
     tools = [{**WEB_SEARCH, "filters": filters}]
@@ -192,8 +192,8 @@ def test_domains(site: Site) -> None:
     assert site.queries() == ["rome inhabitants site:a.example"]
 
 
-def test_domains_hold_however_the_browser_is_named(site: Site) -> None:
-    """As a server as well, or twice: what a request forbids is not undone by its other tools."""
+def test_blocked_domains_hold_for_all_tools(site: Site) -> None:
+    """The browser may also be named as a server, or twice: no tool undoes the limits of another."""
     forbidden = {**WEB_SEARCH, "filters": {"blocked_domains": ["127.0.0.1"]}}
     mcp = {"type": "mcp", "server_label": "browser", "require_approval": "never"}
     for tools in ([mcp, forbidden], [forbidden, WEB_SEARCH], [WEB_SEARCH, forbidden]):
@@ -210,7 +210,7 @@ def test_browser_without_domain_limits_is_refused() -> None:
     assert error.value.status_code == 400  # type: ignore[attr-defined]
 
 
-def test_without_access_to_the_web(site: Site) -> None:
+def test_search_without_web_access_is_unavailable(site: Site) -> None:
     """There is no index to search instead."""
     tools = [{**WEB_SEARCH, "external_web_access": False}]
     response, _ = run(respond(serving(site), tools=tools))
@@ -219,9 +219,9 @@ def test_without_access_to_the_web(site: Site) -> None:
 
 
 @pytest.mark.parametrize("kind", ["web_search_preview", "web_search_2025_08_26"])
-def test_types_of_web_search(site: Site, kind: str) -> None:
+def test_other_types_of_web_search_are_accepted(site: Site, kind: str) -> None:
     response, _ = run(respond(serving(site), tools=[{"type": kind}]))
-    assert [each.type for each in response.output] == [*["web_search_call"] * 3, "message"]
+    assert [item.type for item in response.output] == [*["web_search_call"] * 3, "message"]
 
 
 def test_continued_response_knows_earlier_pages(site: Site) -> None:
@@ -235,20 +235,20 @@ def test_continued_response_knows_earlier_pages(site: Site) -> None:
 
     first, second = run(conversation())
     (part,) = second.output[0].content
-    assert [each.url for each in part.annotations] == [f"{site.url}/rome"]
+    assert [annotation.url for annotation in part.annotations] == [f"{site.url}/rome"]
     assert "million【1†L2】, says" in last_prompt(host)
     assert first.output[-1].content[0].text not in last_prompt(host)
 
 
 def test_returned_items_know_earlier_pages(site: Site) -> None:
-    """They lack what the model read. The replayed turn has it, and cursors go on from there."""
+    """The items lack what the model read; the replayed turn has it, and continues its cursors."""
     host = serving(site)
     host.engine.scripts["And Paris?"] = CALL.format("open", '{"id": 0, "cursor": 0}')  # type: ignore[attr-defined]
     host.engine.scripts["[3] Rome"] = ANSWER.replace("1†", "3†")  # type: ignore[attr-defined]
 
     async def conversation() -> Any:
         first, _ = await respond(host, store=False)
-        items = [json.loads(each.to_json()) for each in first.output]
+        items = [json.loads(item.to_json()) for item in first.output]
         question = {"role": "user", "content": QUESTION}
         again = [question, *items, {"role": "user", "content": "And Paris?"}]
         second, _ = await respond(host, input=again, store=False)
@@ -256,7 +256,7 @@ def test_returned_items_know_earlier_pages(site: Site) -> None:
 
     opened, answer = run(conversation()).output
     assert opened.action.url == f"{site.url}/rome"
-    assert {each.url for each in answer.content[0].annotations} == {f"{site.url}/rome"}
+    assert {annotation.url for annotation in answer.content[0].annotations} == {f"{site.url}/rome"}
     assert "[2] Rome (" in last_prompt(host) and "[3] Rome (" in last_prompt(host)
 
 
@@ -278,17 +278,17 @@ async def message(host: Alone, stream: bool = False, **request: Any) -> tuple[An
 
 @pytest.mark.parametrize("at_once", [1, 1000])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_messages(site: Site, stream: bool, at_once: int) -> None:
+def test_messages_search_open_find_and_cite(site: Site, stream: bool, at_once: int) -> None:
     host = serving(site, at_once=at_once)
     answer, events = run(message(host, stream))
     kinds = [block.type for block in answer.content]
     fetch = ["server_tool_use", "web_fetch_tool_result"]
     assert kinds == ["server_tool_use", "web_search_tool_result", *fetch, *fetch, *["text"] * 3]
-    search, found, opened, page, finding, matches, *texts = answer.content
+    search, results, opened, page, finding, matches, *texts = answer.content
     url = f"{site.url}/rome"
     assert (search.name, search.input) == ("web_search", {"query": "rome inhabitants"})
-    assert search.id.startswith("srvtoolu_") and found.tool_use_id == search.id
-    assert [(each.title, each.url) for each in found.content] == [
+    assert search.id.startswith("srvtoolu_") and results.tool_use_id == search.id
+    assert [(result.title, result.url) for result in results.content] == [
         ("Rome", url),
         ("More", f"{site.url}/more"),
     ]
@@ -296,12 +296,14 @@ def test_messages(site: Site, stream: bool, at_once: int) -> None:
     assert (page.content.url, page.content.content.title) == (url, "Rome")
     assert "It has 2.8 million people." in page.content.content.source.data
     assert (finding.name, matches.content.url) == ("web_fetch", url)
-    assert [each.text for each in texts] == [
+    assert [block.text for block in texts] == [
         "There are 2.8 million",
         ", says a page",
         ". Nobody says【7†L1】 more.",
     ]
-    cited = [[(each.url, each.cited_text) for each in text.citations or ()] for text in texts]
+    cited = [
+        [(citation.url, citation.cited_text) for citation in text.citations or ()] for text in texts
+    ]
     people = "It has 2.8 million people. <|call|><|end|>"
     assert cited == [[(url, people)], [(url, people), (url, "Rome")], []]
     assert answer.usage.server_tool_use.model_dump() == {
@@ -348,13 +350,13 @@ def test_messages_returned_blocks_know_earlier_pages(
 
 @pytest.mark.parametrize("choice", [None, {"type": "tool", "name": "web_search"}])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_the_request_of_claude_code(
+def test_claude_code_search_is_answered(
     site: Site,
     stream: bool,
     choice: dict[str, Any] | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Its WebSearch is a request that has nothing but this tool."""
+    """Its WebSearch sends a request with this tool only."""
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE)
     request: dict[str, Any] = {
         "system": "You are an assistant for performing a web search tool use",
@@ -364,8 +366,8 @@ def test_the_request_of_claude_code(
         **({"tool_choice": choice} if choice else {}),
     }
     answer, _ = run(message(serving(site), stream, **request))
-    found = next(each for each in answer.content if each.type == "web_search_tool_result")
-    assert [each.url for each in found.content] == [f"{site.url}/rome", f"{site.url}/more"]
+    results = next(block for block in answer.content if block.type == "web_search_tool_result")
+    assert [result.url for result in results.content] == [f"{site.url}/rome", f"{site.url}/more"]
     assert answer.stop_reason == "end_turn"
     assert not hasattr(answer, "unavailable_tools")
 
@@ -378,7 +380,7 @@ ERRORS = {
 
 @pytest.mark.parametrize("status", ERRORS)
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_failed_search_in_messages(site: Site, stream: bool, status: int) -> None:
+def test_failed_search_is_an_error_block(site: Site, stream: bool, status: int) -> None:
     site.add("/search", status=status)
     answer, _ = run(message(serving(site), stream))
     use, result, text = answer.content
@@ -404,13 +406,15 @@ def test_unavailable_page_is_an_error_block(site: Site) -> None:
         ({"allowed_domains": "a"}, "allowed_domains"),
     ],
 )
-def test_malformed_tools_of_messages(site: Site, tool: dict[str, Any], problem: str) -> None:
+def test_malformed_messages_tools_are_refused(
+    site: Site, tool: dict[str, Any], problem: str
+) -> None:
     with pytest.raises(Exception, match=problem) as error:
         run(message(serving(site), tools=[{**NATIVE, **tool}]))
     assert error.value.status_code == 400  # type: ignore[attr-defined]
 
 
-def test_domains_and_uses_in_messages(site: Site) -> None:
+def test_messages_limit_domains_and_uses(site: Site) -> None:
     host = serving(site)
     host.engine.scripts["No results were found."] = SEARCH  # type: ignore[attr-defined]
     tool = {**NATIVE, "max_uses": 1, "blocked_domains": ["127.0.0.1"]}
@@ -421,7 +425,7 @@ def test_domains_and_uses_in_messages(site: Site) -> None:
         run(message(serving(None), tools=[tool]))
 
 
-def test_domains_in_messages_hold_beside_a_toolset(site: Site) -> None:
+def test_blocked_domains_hold_beside_toolset(site: Site) -> None:
     host = serving(site)
     host.engine.scripts["No results were found."] = ANSWER  # type: ignore[attr-defined]
     toolset = {"type": "mcp_toolset", "mcp_server_name": "browser"}
@@ -429,8 +433,8 @@ def test_domains_in_messages_hold_beside_a_toolset(site: Site) -> None:
     assert f"{site.url}/rome" not in last_prompt(host)
 
 
-def test_tools_for_all_are_those_of_an_mcp_server(site: Site) -> None:
-    """A request that does not declare Anthropic's tools gets no blocks of theirs."""
+def test_undeclared_tools_are_shown_as_mcp_server(site: Site) -> None:
+    """A request that does not declare Anthropic's tools gets none of their blocks."""
     answer, _ = run(message(serving(site, Use.ALL), tools=[]))
     kinds = [block.type for block in answer.content[:2]]
     assert kinds == ["mcp_tool_use", "mcp_tool_result"]
@@ -443,21 +447,29 @@ def test_tools_for_all_are_those_of_an_mcp_server(site: Site) -> None:
 async def complete(host: Alone, stream: bool = False, **request: Any) -> tuple[Any, str, list[Any]]:
     """The message or the last chunk, the content, and the annotations."""
     client, _ = clients(host)
-    asked: Any = {"model": MODEL, "messages": [USER], "web_search_options": {}, **request}
+    options: Any = {"model": MODEL, "messages": [USER], "web_search_options": {}, **request}
     if not stream:
-        answer = (await client.chat.completions.create(**asked)).choices[0].message
-        return answer, answer.content, [each.model_dump() for each in answer.annotations or ()]
-    chunks = [each async for each in await client.chat.completions.create(**asked, stream=True)]
-    deltas = [each.choices[0].delta for each in chunks]
-    found = [one for each in deltas for one in (each.model_extra or {}).get("annotations", ())]
-    return deltas[-1], "".join(each.content or "" for each in deltas), found
+        answer = (await client.chat.completions.create(**options)).choices[0].message
+        return (
+            answer,
+            answer.content,
+            [annotation.model_dump() for annotation in answer.annotations or ()],
+        )
+    chunks = [chunk async for chunk in await client.chat.completions.create(**options, stream=True)]
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    citations = [
+        annotation
+        for delta in deltas
+        for annotation in (delta.model_extra or {}).get("annotations", ())
+    ]
+    return deltas[-1], "".join(delta.content or "" for delta in deltas), citations
 
 
-@pytest.mark.parametrize("asks", [True, False], ids=["web_search_options", "tools for all"])
+@pytest.mark.parametrize("on_request", [True, False], ids=["web_search_options", "tools for all"])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_chat(site: Site, stream: bool, asks: bool) -> None:
-    host = serving(site, Use.ON if asks else Use.ALL)
-    options = {} if asks else {"web_search_options": None}
+def test_chat_has_links_and_annotations(site: Site, stream: bool, on_request: bool) -> None:
+    host = serving(site, Use.ON if on_request else Use.ALL)
+    options = {} if on_request else {"web_search_options": None}
     _, content, annotations = run(complete(host, stream, **options))
     url = f"{site.url}/rome"
     link = f"([127.0.0.1:{site.port}]({url}))"
@@ -465,14 +477,14 @@ def test_chat(site: Site, stream: bool, asks: bool) -> None:
         f"There are 2.8 million {link}, says a page {link} {link}. Nobody says【7†L1】 more."
     )
     assert len(annotations) == 3
-    for each in annotations:
-        cited = each["url_citation"]
-        assert (each["type"], cited["url"], cited["title"]) == ("url_citation", url, "Rome")
+    for annotation in annotations:
+        cited = annotation["url_citation"]
+        assert (annotation["type"], cited["url"], cited["title"]) == ("url_citation", url, "Rome")
         assert content[cited["start_index"] : cited["end_index"]] == link
 
 
 def test_chat_continued_turn_is_replayed(site: Site) -> None:
-    """The turn is replayed as generated, whatever the client was shown in its place."""
+    """As generated, whatever the client was shown instead."""
     host = serving(site)
 
     async def conversation() -> None:
@@ -484,14 +496,14 @@ def test_chat_continued_turn_is_replayed(site: Site) -> None:
     assert "million【1†L2】, says" in last_prompt(host)
 
 
-def test_chat_without_web_search() -> None:
+def test_chat_refuses_unavailable_web_search() -> None:
     host = Alone(ScriptedEngine(dict(SCRIPTS), 2))
     with pytest.raises(Exception, match="web search is not available") as error:
         run(complete(host))
     assert error.value.status_code == 400  # type: ignore[attr-defined]
 
 
-def test_ollama(site: Site) -> None:
+def test_ollama_answer_has_links(site: Site) -> None:
     host = serving(site, Use.ALL)
 
     async def chat() -> Any:
@@ -501,10 +513,10 @@ def test_ollama(site: Site) -> None:
     assert f"2.8 million ([127.0.0.1:{site.port}]({site.url}/rome)), says" in answer.message.content
 
 
-def test_the_list_of_models_says_that_it_searches(site: Site) -> None:
-    async def listed(host: Alone) -> Any:
+def test_models_report_web_search(site: Site) -> None:
+    async def first_model(host: Alone) -> Any:
         client, _ = clients(host)
         return (await client.models.list()).data[0].model_extra
 
-    assert run(listed(serving(site)))["web_search"] is True
-    assert "web_search" not in run(listed(Alone(ScriptedEngine({}, 1))))
+    assert run(first_model(serving(site)))["web_search"] is True
+    assert "web_search" not in run(first_model(Alone(ScriptedEngine({}, 1))))
