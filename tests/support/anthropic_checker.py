@@ -1,7 +1,7 @@
-"""What every stream of the Messages API must be, whatever is in it: order, indexes, types.
+"""Checks any event stream of the Messages API: order, indexes, types.
 
-Knows the protocol as Anthropic documents it and reads only names and data of events, so that it
-can stand behind an emitter or behind a socket. Refuses to know what was said.
+Knows the protocol as Anthropic documents it, and reads only names and data of events, so that it
+works with an emitter or a socket. It does not know what was generated.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ EMPTY: dict[str, dict[str, Any]] = {
     "tool_use": {"input": {}},
     "server_tool_use": {"input": {}},
 }
-"""Per kind of block: how it begins. Results of the server's tools begin whole."""
+"""The initial fields of each kind of block. Results of the server's tools are complete at once."""
 
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -27,7 +27,7 @@ DELTAS = {
 
 
 def prompt_tokens(usage: dict[str, Any]) -> int:
-    """The tokens of the prompt, as clients count them: all three kinds."""
+    """The tokens of the prompt, as clients count them: the sum of all three kinds."""
     kinds = ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens")
     counts = [usage.get(kind) or 0 for kind in kinds]
     assert min(counts) >= 0
@@ -35,9 +35,9 @@ def prompt_tokens(usage: dict[str, Any]) -> int:
 
 
 class Checker:
-    """Takes a stream's events one by one and fails on the first that may not come there.
+    """Takes a stream's events one by one, and fails on the first invalid one.
 
-    ``message`` is what the stream says as one document, put together from the events alone.
+    ``message`` is the message, assembled from the events alone.
     """
 
     def __init__(self) -> None:
@@ -89,8 +89,8 @@ class Checker:
             assert EMPTY[block["type"]].items() <= block.items()
         if block["type"] == "tool_use":
             assert re.fullmatch(r"[a-zA-Z0-9_-]+", block["id"])
-            others = [each.get("id") for each in self.message["content"]]
-            assert block["id"] not in others
+            other_ids = [other_block.get("id") for other_block in self.message["content"]]
+            assert block["id"] not in other_ids
         self._open, self._text = dict(block), ""
 
     def _content_block_delta(self, document: dict[str, Any]) -> None:
@@ -143,7 +143,7 @@ class Checker:
 
 
 def checked(events: Iterable[tuple[str, str]]) -> Checker:
-    """The checker behind a whole stream of (name, data) events, each of which may come there."""
+    """The checker after a whole stream of (name, data) events, all of which are valid."""
     checker = Checker()
     for name, data in events:
         checker.take(name, json.loads(data))

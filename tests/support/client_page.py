@@ -12,7 +12,7 @@ ROOT = "http://127.0.0.1:8000"
 """The server's address on the page."""
 
 PARIS = "What is the weather in Paris?"
-"""The question of examples that have a tool, and what the tool returns."""
+"""The question of examples with a tool, and the tool's result."""
 SUNNY = "18 °C, sunny"
 OSLO = "What is in Oslo?"
 """The question of all others."""
@@ -29,8 +29,8 @@ class Block:
 
     @property
     def file(self) -> str:
-        named = re.match(r"(?:#|//) ([\w-]+\.\w+)\n", self.code)
-        return named[1] if named else ""
+        match = re.match(r"(?:#|//) ([\w-]+\.\w+)\n", self.code)
+        return match[1] if match else ""
 
 
 _SECTION = re.compile(r"^## (.*?)\n(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
@@ -40,6 +40,6 @@ _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 def sections() -> dict[str, list[Block]]:
     """The blocks of each client, in their order."""
     return {
-        name: [Block(*found) for found in _BLOCK.findall(text)]
+        name: [Block(*parts) for parts in _BLOCK.findall(text)]
         for name, text in _SECTION.findall(PAGE)
     }

@@ -1,4 +1,4 @@
-"""Models without their tokenizers, which take a second to load; engines with them."""
+"""Models without their tokenizers, which take a second to load, and engines with them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Step
 
 GENERATED = 4_096
-"""Ids that random models choose from: among all 201,088, a step takes three times as long, and with
-eight rows ten times."""
+"""Number of ids that random models choose from. With all 201,088, a step takes three times as long,
+and ten times with eight rows."""
 
 
 def load_module(directory: Path) -> Any:
@@ -40,7 +40,7 @@ def load_module(directory: Path) -> Any:
 def loading(
     model: Callable[[], Any], cache: Callable[[Any], PrefixCache] = PrefixCache
 ) -> Callable[[], tuple[Any, PrefixCache]]:
-    """What ``MlxEngine.load`` takes."""
+    """The argument of ``MlxEngine.load``."""
 
     def load() -> tuple[Any, PrefixCache]:
         module = model()
@@ -50,9 +50,9 @@ def loading(
 
 
 def flushed(disk: DiskCache, patience: float = 10) -> bool:
-    """Waits until everything is written, at most ``patience`` seconds; whether it is."""
-    with (done := disk._queue.all_tasks_done):
-        return done.wait_for(lambda: not disk._queue.unfinished_tasks, patience)
+    """Waits until everything is written, at most ``patience`` seconds. Returns whether it is."""
+    with (condition := disk._queue.all_tasks_done):
+        return condition.wait_for(lambda: not disk._queue.unfinished_tasks, patience)
 
 
 def opened(directory: Path, **options: Any) -> MlxEngine:
@@ -67,32 +67,32 @@ def words(seed: int, length: int) -> tuple[int, ...]:
     return tuple(luck.randrange(1000, GENERATED) for _ in range(length))
 
 
-async def steps(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> list[Step]:
+async def steps(engine: MlxEngine, prompt: tuple[int, ...], **changed: Any) -> list[Step]:
     settings = GenerationSettings(**{"max_tokens": 40, "temperature": 0.0, "top_p": 1.0, **changed})
-    async with aclosing(engine.generate(GenerationRequest(asked, settings, ""))) as coming:
-        return [step async for step in coming if step.progress is None]
+    async with aclosing(engine.generate(GenerationRequest(prompt, settings, ""))) as stream:
+        return [step async for step in stream if step.progress is None]
 
 
-async def answer(engine: MlxEngine, asked: tuple[int, ...], **changed: Any) -> tuple[int, ...]:
-    return sum((step.ids for step in await steps(engine, asked, **changed)), ())
+async def answer(engine: MlxEngine, prompt: tuple[int, ...], **changed: Any) -> tuple[int, ...]:
+    return sum((step.ids for step in await steps(engine, prompt, **changed)), ())
 
 
-def of_mlx_lm(engine: MlxEngine, asked: tuple[int, ...], most: int = 40) -> tuple[int, ...]:
-    """What mlx-lm generates by itself, on the engine's thread."""
+def of_mlx_lm(engine: MlxEngine, prompt: tuple[int, ...], most: int = 40) -> tuple[int, ...]:
+    """The output of mlx-lm itself, generated on the engine's thread."""
 
-    def generated() -> tuple[int, ...]:
-        model, found = engine.loop.module, []
+    def generate() -> tuple[int, ...]:
+        model, output = engine.loop.module, []
         cache = make_prompt_cache(model)
-        for at in range(0, len(asked) - 1, 512):
-            model(mx.array([asked[at : min(at + 512, len(asked) - 1)]]), cache=cache)
+        for at in range(0, len(prompt) - 1, 512):
+            model(mx.array([prompt[at : min(at + 512, len(prompt) - 1)]]), cache=cache)
             mx.eval([layer.state for layer in cache])
-        last = mx.array([asked[-1:]])
+        last = mx.array([prompt[-1:]])
         for _ in range(most):
             token = int(mx.argmax(model(last, cache=cache)[:, -1, :], axis=-1).item())
-            found.append(token)
+            output.append(token)
             if token in vocab.TURN_ENDS:
                 break
             last = mx.array([[token]])
-        return tuple(found)
+        return tuple(output)
 
-    return engine._thread.call(generated).result()
+    return engine._thread.call(generate).result()

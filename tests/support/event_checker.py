@@ -1,7 +1,7 @@
-"""Checks any event stream of the Responses API, whoever made it: order, counters, ids, sums.
+"""Checks any event stream of the Responses API: order, counters, ids, sums of deltas.
 
-Knows what the public schema and semantics demand of every stream. Refuses to know what was
-generated. A violation is an ``AssertionError`` that names the event.
+Knows what the public schema and semantics require of every stream, not what was generated. A
+violation is an ``AssertionError`` that names the event.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ PARTS = {
         "response.reasoning_summary_part": ("summary_text", "response.reasoning_summary_text"),
     },
 }
-"""Per item: its parts, and the texts that go into them."""
+"""By item: its parts, and the type and text events of each."""
 
 ARGUMENTS = {
     "function_call": ("response.function_call_arguments", "arguments"),
     "custom_tool_call": ("response.custom_tool_call_input", "input"),
     "code_interpreter_call": ("response.code_interpreter_call_code", "code"),
 }
-"""Per item: the text it has without a part, and the field that has all of it."""
+"""By item: the events of a text outside of parts, and the field with the whole text."""
 
 FAILED = frozenset(
     {"code_interpreter_call", "file_search_call", "image_generation_call", "web_search_call"}
 )
-"""Items of calls that nobody runs, which only fail."""
+"""Items of calls that the server cannot run, which always fail."""
 
 WHOLE = frozenset(
     {
@@ -39,10 +39,10 @@ WHOLE = frozenset(
         *("computer_call", "shell_call", "mcp_list_tools", *FAILED),
     }
 )
-"""Items that are told of when they begin and when they are done, and not in between."""
+"""Items with events for their start and end only."""
 
 AT_ONCE = frozenset({"compaction"})
-"""Items that begin whole, and have no status."""
+"""Items that are complete when they are added, and have no status."""
 
 NO_STATUS = AT_ONCE | {"mcp_list_tools"}
 
@@ -80,7 +80,7 @@ INDICES = {
 
 
 def from_wire(text: str) -> list[Event]:
-    """The events of a whole response body, as it stood on the wire; comments are none."""
+    """The events of a whole response body, without comments."""
     assert text.endswith("\n\n"), "the stream ends within an event"
     blocks = text[:-2].split("\n\n")
     return [_from_block(block) for block in blocks if not block.startswith(":")]
@@ -94,14 +94,14 @@ def _from_block(block: str) -> Event:
 
 
 def check(events: Iterable[Event]) -> dict[str, Any]:
-    """The final response of a stream in which everything is as it must be."""
+    """The final response of a stream. Raises ``AssertionError`` if the stream is invalid."""
     *body, last = events
     assert last == DONE, f"the last event is {last}, not [DONE]"
     return check_documents([_document(event) for event in body])
 
 
 def check_documents(documents: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The same for events that come without frames, as on a WebSocket."""
+    """The same for events without SSE frames, as on a WebSocket."""
     checker = _Checker()
     for number, document in enumerate(documents):
         where = f"event {number}: {json.dumps(document)[:400]}"
@@ -122,12 +122,12 @@ def _document(event: Event) -> dict[str, Any]:
 
 
 def _no_counters_inside(document: dict[str, Any], where: str) -> None:
-    """Indices count from 0, and only events are numbered. What a client declared is its own."""
-    said_by_us = {key: value for key, value in document.items() if key != "response"}
+    """Indices count from 0, and only events are numbered, but for fields that the client sent."""
+    own_fields = {key: value for key, value in document.items() if key != "response"}
     output = document.get("response", {}).get("output", [])
-    for key, value in _within([said_by_us, output]):
+    for key, value in _within([own_fields, output]):
         assert not key.endswith("_index") or value >= 0, f"{key} in {where}"
-    nested = [key for key, _ in _within([*said_by_us.values(), output])]
+    nested = [key for key, _ in _within([*own_fields.values(), output])]
     assert "sequence_number" not in nested, f"a nested sequence_number in {where}"
 
 
@@ -142,14 +142,14 @@ def _within(value: object) -> Iterator[tuple[str, Any]]:
 
 
 class _Item:
-    """An item that is open: what was told of it so far."""
+    """An open item, with its events so far."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.added = document
         self.type = document["type"]
         self.texts: dict[str, str] = {}  # by the stem of their events
         self.whole: set[str] = set()
-        self.parts: dict[str, str] = {}  # what stands in each part, once it is closed
+        self.parts: dict[str, str] = {}  # the text of each closed part
         self.open_parts: set[str] = set()
         self.logprobs: list[Any] = []
         self.commands: list[str] = []  # of a shell
@@ -158,10 +158,10 @@ class _Item:
 
 class _Checker:
     def __init__(self) -> None:
-        self.begun: list[str] = []
+        self.start_kinds: list[str] = []
         self.ended = ""
         self.response: dict[str, Any] = {}
-        self.done: list[dict[str, Any]] = []
+        self.done_items: list[dict[str, Any]] = []
         self.item: _Item | None = None
         self.seen: set[str] = set()
 
@@ -177,20 +177,22 @@ class _Checker:
         elif kind in ENDINGS:
             self.end(kind, event["response"])
         else:
-            assert self.begun[-1:] == ["response.in_progress"], f"{kind} before in_progress"
-            stem, _, what = kind.rpartition(".")
+            assert self.start_kinds[-1:] == ["response.in_progress"], f"{kind} before in_progress"
+            stem, _, action = kind.rpartition(".")
             if stem == "response.shell_call_command":
-                self.command(what, event)
+                self.command(action, event)
                 return
-            _READ[what](self, stem, event)
+            _HANDLERS[action](self, stem, event)
 
     # The response
 
     def begin(self, kind: str, response: dict[str, Any]) -> None:
-        self.begun.append(kind)
-        known = ["response.created", "response.queued", "response.in_progress"]
-        assert self.begun == [each for each in known if each in self.begun], "out of order"
-        assert self.begun[0] == "response.created"
+        self.start_kinds.append(kind)
+        order = ["response.created", "response.queued", "response.in_progress"]
+        assert self.start_kinds == [
+            start_kind for start_kind in order if start_kind in self.start_kinds
+        ], "out of order"
+        assert self.start_kinds[0] == "response.created"
         expected = "in_progress" if kind == "response.in_progress" else None
         assert response["status"] in ({expected} if expected else {"queued", "in_progress"})
         assert response["output"] == [], "output before any item"
@@ -202,24 +204,26 @@ class _Checker:
         assert response["id"].startswith("resp_")
         changing = {"status", "output", "usage", "error", "incomplete_details", "completed_at"}
         fixed = {key: value for key, value in response.items() if key not in changing}
-        before = self.response or response
-        assert fixed == {key: value for key, value in before.items() if key not in changing}
+        previous = self.response or response
+        assert fixed == {key: value for key, value in previous.items() if key not in changing}
         self.response = response
 
     def end(self, kind: str, response: dict[str, Any]) -> None:
         assert self.item is None, "an item is still open"
         assert response["store"] in (False, self.response["store"]), "stored, but not asked to be"
-        self.same({**response, "store": self.response["store"]})  # it may have been impossible
+        self.same({**response, "store": self.response["store"]})  # storing may have failed
         self.response = response
         self.ended = kind
         assert response["status"] in ENDINGS[kind]
-        assert response["output"] == self.done, "the output is not the items that were done"
+        assert response["output"] == self.done_items, "the output is not the items that were done"
         assert (response["error"] is not None) == (kind == "response.failed")
-        cut = response["status"] == "incomplete"
-        assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
-        whole = kind == "response.completed"
-        incomplete = [item.get("status") == "incomplete" for item in self.done]
-        assert not any(incomplete[:-1] if not whole else incomplete), (
+        is_cut = response["status"] == "incomplete"
+        assert response["incomplete_details"] == (
+            {"reason": "max_output_tokens"} if is_cut else None
+        )
+        is_complete = kind == "response.completed"
+        incomplete_flags = [item.get("status") == "incomplete" for item in self.done_items]
+        assert not any(incomplete_flags[:-1] if not is_complete else incomplete_flags), (
             "an item cut, and not the last"
         )
         if response["status"] in ("completed", "incomplete"):
@@ -235,7 +239,7 @@ class _Checker:
     def at(self, event: dict[str, Any]) -> _Item:
         item = self.opened()
         assert event["item_id"] == item.added["id"]
-        assert event["output_index"] == len(self.done)
+        assert event["output_index"] == len(self.done_items)
         index = INDICES.get(event["type"].rpartition(".")[0])
         assert index is None or event[index] == 0, f"there is one part, and its {index} is 0"
         return item
@@ -246,7 +250,7 @@ class _Checker:
             return
         item = event["item"]
         assert self.item is None, "the item before is still open"
-        assert event["output_index"] == len(self.done)
+        assert event["output_index"] == len(self.done_items)
         assert item.get("status") == (None if item["type"] in NO_STATUS else "in_progress")
         assert item["id"].startswith(PREFIXES[item["type"]])
         for key in (item["id"], item.get("call_id")):
@@ -259,7 +263,7 @@ class _Checker:
 
     def item_done(self, event: dict[str, Any]) -> None:
         item, document = self.opened(), event["item"]
-        assert event["output_index"] == len(self.done)
+        assert event["output_index"] == len(self.done_items)
         assert not item.open_parts, f"open: {item.open_parts}"
         assert item.texts.keys() == item.whole, "a text without its .done"
         changing = {"status", "content", "summary", "arguments", "input", "encrypted_content"}
@@ -282,7 +286,7 @@ class _Checker:
             assert not item.texts, f"a {item.type} has no events of its own"
         else:
             self.same_parts(item, document)
-        self.done.append(document)
+        self.done_items.append(document)
         self.item = None
 
     def same_parts(self, item: _Item, document: dict[str, Any]) -> None:
@@ -299,14 +303,14 @@ class _Checker:
     def running(self, stem: str, event: dict[str, Any]) -> None:
         assert stem == f"response.{self.at(event).type}"
 
-    def command(self, what: str, event: dict[str, Any]) -> None:
+    def command(self, action: str, event: dict[str, Any]) -> None:
         item = self.opened()
-        assert event["output_index"] == len(self.done)
+        assert event["output_index"] == len(self.done_items)
         assert event["command_index"] == len(item.commands)
-        if what == "added":
+        if action == "added":
             item.command = event["command"]
             assert item.command == ""
-        elif what == "delta":
+        elif action == "delta":
             assert event["delta"]
             item.command += event["delta"]
         else:
@@ -364,7 +368,7 @@ class _Checker:
             self.text_done(stem, event)
 
 
-_READ: dict[str, Callable[[_Checker, str, dict[str, Any]], None]] = {
+_HANDLERS: dict[str, Callable[[_Checker, str, dict[str, Any]], None]] = {
     "added": _Checker.added,
     "delta": _Checker.delta,
     "done": _Checker.finish,

@@ -1,5 +1,5 @@
-"""A server that passes every check, and one switch for each fault: the real front end over an
-engine that follows the stand-in's scripts, and between them and the client whatever is wrong."""
+"""A server that passes every check, and switches for faults: the real front end over an engine that
+follows the stand-in's scripts, with a fault in front of it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ App = Callable[[Any, Any, Any], Any]
 CONTEXT = 8192
 CHUNK = 256
 HEADER = ids("<|channel|>final<|message|>")
-"""Of an answer, with which a prompt may end."""
+"""The header of an answer, with which a prompt may end."""
 
 SLOW = 5.0
 TIMES = {"QUIET": 2.5, "BEGUN": 2.5}
-"""Of `wire`, for a prompt that takes `SLOW` seconds."""
+"""Values for `wire`, with a prompt that takes `SLOW` seconds."""
 
 
 class BookEngine(ScriptedEngine):
-    """Follows the stand-in's scripts. What an earlier prompt begins with, too, is cached.
+    """Follows the stand-in's scripts. Prefixes of earlier prompts are cached.
 
-    With ``slow``, a long prompt takes `SLOW` seconds; otherwise its script's delay does not count.
-    With ``forgets``, a prompt that is cancelled meanwhile is not cached.
+    With ``slow``, a long prompt takes `SLOW` seconds; otherwise its script's delay is ignored.
+    With ``forgets``, a prompt that is cancelled while it is computed is not cached.
     """
 
     def __init__(
@@ -55,42 +55,44 @@ class BookEngine(ScriptedEngine):
 
     async def generate(self, request: GenerationRequest) -> Steps:
         prompt, decode = request.prompt, vocab.encoding().decode
-        begun = len(HEADER) if prompt[-len(HEADER) :] == HEADER else 0
-        opened = list(prompt[: len(prompt) - begun])
-        entry = cursor._find(opened, self.book, lambda ids: decode(list(ids)))
-        cached = max((_common(prompt, each) for each in self.prompts), default=0)
+        forced_length = len(HEADER) if prompt[-len(HEADER) :] == HEADER else 0
+        prompt_to_script = list(prompt[: len(prompt) - forced_length])
+        entry = cursor._find(prompt_to_script, self.book, lambda ids: decode(list(ids)))
+        cached = max((_common(prompt, earlier) for earlier in self.prompts), default=0)
         if self.slow and entry.prompt_ms:
-            for done in range(cached, len(prompt), CHUNK):
+            for computed in range(cached, len(prompt), CHUNK):
                 if not self.forgets:
-                    self.prompts.append(prompt[:done])
+                    self.prompts.append(prompt[:computed])
                 await asyncio.sleep(SLOW * CHUNK / len(prompt))
-        output = entry.completion[begun:][: request.settings.max_tokens]
+        output = entry.completion[forced_length:][: request.settings.max_tokens]
         self.prompts.append((*prompt, *entry.completion))
-        for at, token in enumerate(output, 1):
-            cut = "length" if output[-1] not in vocab.TURN_ENDS else "stop"
-            finish: Finish | None = cut if at == len(output) else None  # type: ignore[assignment]
+        for position, token in enumerate(output, 1):
+            last_finish = "length" if output[-1] not in vocab.TURN_ENDS else "stop"
+            finish: Finish | None = last_finish if position == len(output) else None  # type: ignore[assignment]
             logprob = -0.01
-            found = TokenLogprob(token, logprob, ((token, logprob),))
-            asked = request.settings.top_logprobs is not None
-            yield Step((token,), finish, cached, logprobs=(found,) if asked else ())
+            token_logprob = TokenLogprob(token, logprob, ((token, logprob),))
+            wants_logprobs = request.settings.top_logprobs is not None
+            yield Step(
+                (token,), finish, cached, logprobs=(token_logprob,) if wants_logprobs else ()
+            )
             await asyncio.sleep(entry.delay_ms / 1000)
 
 
-def _common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
 class Host(Alone):
-    """One that lists the context, and takes any number of tokens."""
+    """A host that lists the context length, and permits any number of tokens."""
 
     async def models(self) -> dict[str, Any]:
-        listed = await super().models()
+        models = await super().models()
         context = self.engine.context_length
-        return {**listed, "data": [{**each, "max_model_len": context} for each in listed["data"]]}
+        return {**models, "data": [{**entry, "max_model_len": context} for entry in models["data"]]}
 
-    def max_tokens(self, asked: int | None) -> int:
-        return asked or CONTEXT
+    def max_tokens(self, requested: int | None) -> int:
+        return requested or CONTEXT
 
     async def check_rate_limit(self, connection: Any) -> None:
         if connection.headers.get("x-limited"):
@@ -99,7 +101,7 @@ class Host(Alone):
 
 @dataclass
 class Reply:
-    """A response, whole."""
+    """A whole response."""
 
     status: int
     text: str
@@ -109,14 +111,14 @@ class Reply:
         return json.loads(self.text)
 
     def events(self) -> list[tuple[str, Any]]:
-        """Names and documents of a stream, without what is not JSON."""
+        """Names and documents of a stream; [DONE] is a string."""
         blocks = [block.splitlines() for block in self.text.split("\n\n") if "data: " in block]
-        found = []
+        events = []
         for lines in blocks:
             fields = dict(line.split(": ", 1) for line in lines if not line.startswith(":"))
             data = fields["data"]
-            found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
-        return found
+            events.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
+        return events
 
 
 def stream(events: list[tuple[str, Any]]) -> str:
@@ -130,7 +132,7 @@ def stream(events: list[tuple[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong with the requests for which ``when`` holds, given method, path and body.
+    """A fault of requests for which ``when`` is true, given method, path and body.
 
     ``request`` changes the body before it is served, ``reply`` the response.
     """
@@ -160,35 +162,38 @@ class Broken:
             body = json.loads(content or b"{}")
         except ValueError:
             body = {"broken": content.decode()}
-        meant = self.fault.when(scope["method"], scope["path"], body)
-        if meant and self.fault.request:
+        is_faulty = self.fault.when(scope["method"], scope["path"], body)
+        if is_faulty and self.fault.request:
             self.fault.request(body)
             content = json.dumps(body).encode()
             rest = [(k, v) for k, v in scope["headers"] if k != b"content-length"]
             scope = {**scope, "headers": [*rest, (b"content-length", b"%d" % len(content))]}
-        given = [{"type": "http.request", "body": content}]
+        messages = [{"type": "http.request", "body": content}]
 
-        async def receiving() -> Any:
-            return given.pop() if given else await receive()
+        async def receive_body() -> Any:
+            return messages.pop() if messages else await receive()
 
-        if not (meant and self.fault.reply):
-            await self.app(scope, receiving, send)
+        if not (is_faulty and self.fault.reply):
+            await self.app(scope, receive_body, send)
             return
-        sent: list[Any] = []
+        sent_messages: list[Any] = []
 
         async def collect(message: Any) -> None:
-            sent.append(message)
+            sent_messages.append(message)
 
-        await self.app(scope, receiving, collect)
-        start, text = sent[0], b"".join(each.get("body", b"") for each in sent[1:]).decode()
+        await self.app(scope, receive_body, collect)
+        start, text = (
+            sent_messages[0],
+            b"".join(part.get("body", b"") for part in sent_messages[1:]).decode(),
+        )
         reply = self.fault.reply(Reply(start["status"], text))
-        kept = [(name, value) for name, value in start["headers"] if name != b"content-length"]
-        await send({**start, "status": reply.status, "headers": kept})
+        headers = [(name, value) for name, value in start["headers"] if name != b"content-length"]
+        await send({**start, "status": reply.status, "headers": headers})
         await send({"type": "http.response.body", "body": reply.text.encode()})
 
 
 class Deaf:
-    """An application that goes on with a long answer whose client has gone; others wait for it."""
+    """An application that continues long answers after disconnects, while others wait."""
 
     def __init__(self, app: App) -> None:
         self.app = app
@@ -200,23 +205,23 @@ class Deaf:
         times: list[float] = []
         is_long = False
 
-        async def receiving() -> Any:
+        async def receive_and_watch() -> Any:
             nonlocal is_long
             message = await receive()
             if str(wire.LONG.messages[0]).encode() in message.get("body", b""):
                 is_long = self.busy = True
             return message
 
-        async def sending(message: Any) -> None:
+        async def send_and_time(message: Any) -> None:
             times.append(time.monotonic())
             await send(message)
 
         try:
-            await self.app(scope, receiving, sending)
+            await self.app(scope, receive_and_watch, send_and_time)
         finally:
             if is_long:
                 rest = (times[-1] - times[0]) / len(times) * wire.LONG.limit
-                # Long enough to be noticed on a machine that does other things, too.
+                # Long enough to be noticed on a busy machine.
                 await asyncio.sleep(max(rest, 5.0))
                 self.busy = False
 
@@ -225,7 +230,7 @@ class Deaf:
 def serving(
     fault: Fault | type[Deaf] | None = None, engine: BookEngine | None = None
 ) -> Iterator[str]:
-    """The URL of a server, with a fault or without."""
+    """The URL of a server, with or without a fault."""
     app: App = application(Host(engine or BookEngine()))
     if isinstance(fault, Fault):
         app = Broken(app, fault)
@@ -236,13 +241,13 @@ def serving(
 
 
 def outcomes(url: str, *only: str, repeat: int = 1) -> dict[str, checks.Outcome]:
-    """What the checks find, by name."""
+    """The outcomes of the checks, by name."""
     from vllm_mlx_harmony.verify.suite import CHECKS
 
     async def run() -> list[checks.Outcome]:
         async with trial.client(url, KEY, 30) as client:
-            listed = await trial.models(client)
-            server = trial.Server(client, MODEL, KEY, listed[MODEL])
+            models = await trial.models(client)
+            server = trial.Server(client, MODEL, KEY, models[MODEL])
             rows = checks.chosen(CHECKS, only)
             return [outcome async for outcome in checks.run(server, rows, repeat)]
 

@@ -1,8 +1,8 @@
-"""Engines that replay ids over real sockets, in the exchanges of each kind, byte for byte.
+"""Engines that replay ids over real sockets, in the wire format of each kind, byte for byte.
 
-What they send is built from events as the engines write them: vLLM's were recorded from 0.32
-(`data/vllm.sse`), SGLang's and llama.cpp's are those of their sources. A ``Fault`` in ``faults`` is
-what becomes of the next request.
+Their events are as the engines write them: vLLM's were recorded from 0.32 (`data/vllm.sse`),
+SGLang's and llama.cpp's are taken from their sources. A ``Fault`` in ``faults`` affects the next
+request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TOP = (
     (vocab.END, -3.0),
     *((at, 96.0 - at) for at in range(100, 117)),
 )
-"""The likeliest ids in every place, of engines that return log probabilities."""
+"""The likeliest ids at every position, of engines that return log probabilities."""
 
 
 def logprob_of(token: int) -> float:
@@ -49,22 +49,22 @@ def ids(text: str) -> list[int]:
 
 
 def compact(value: Json) -> str:
-    """As pydantic, orjson and nlohmann::json write it."""
+    """Compact JSON, as pydantic, orjson and nlohmann::json write it."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-# --- What each kind takes and sends
+# --- Requests and events of each kind
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """One kind: where it is asked, where the prompt stands, what its events are."""
+    """The wire format of a kind: its path, the fields of a request, its events and errors."""
 
     path: str
     prompt: Callable[[Json], list[int]]
     max_tokens: Callable[[Json], int]
     events: Callable[[Sequence[int], list[int], str], Iterator[str]]
-    """Of the prompt, the ids that were generated, and how it ended."""
+    """The events for a prompt, the generated ids and the finish reason."""
     error: Callable[[int, str], Json]
 
 
@@ -112,7 +112,7 @@ def sglang_events(incremental: bool) -> Callable[[Sequence[int], list[int], str]
             last = at == len(output) - 1
             reason = {"type": "stop", "matched": output[-1]} if finish == "stop" else None
             reason = reason or {"type": "length", "length": len(output)}
-            about = {
+            meta_info = {
                 "id": "5b2b0a3f",
                 "finish_reason": reason if last else None,
                 "prompt_tokens": len(prompt),
@@ -121,14 +121,14 @@ def sglang_events(incremental: bool) -> Callable[[Sequence[int], list[int], str]
                 "cached_tokens": 16,
             }
             ids = output[at : at + 1] if incremental else output[: at + 1]
-            yield compact({"text": "…", "output_ids": ids, "meta_info": about})
+            yield compact({"text": "…", "output_ids": ids, "meta_info": meta_info})
         yield "[DONE]"
 
     return events
 
 
 def llamacpp_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
-    """Nothing is sent while the text ends within a character."""
+    """No event is sent while the text ends within a character."""
     pending = b""
     for number, token in enumerate(output, start=1):
         pending += vocab.token_bytes(token)
@@ -233,17 +233,16 @@ LISTED: dict[str, Json] = {
 
 
 HANGS = 3600.0
-"""Seconds: far more than any test waits, so that what it waits for never comes about by itself."""
+"""Seconds, far more than any test waits, so that a hang never ends by itself."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What becomes of a request: a ``status``; or, ``after`` so many events, ``then``.
+    """A fault of a request: a ``status``, or ``then`` ``after`` so many events.
 
-    ``then``: ``die`` (the connection is reset), ``close`` (the stream ends in good order, and the
-    answer has not), ``garbage``, ``error`` (an event says so), ``hang``, ``wait`` (and then it goes
-    on). ``die`` and ``hang`` with
-    ``after`` ``None`` come before the status.
+    ``then``: ``die`` (the connection is reset), ``close`` (the stream ends properly, but the answer
+    is incomplete), ``garbage``, ``error`` (an event with an error), ``hang``, ``wait`` (a pause).
+    ``die`` and ``hang`` with ``after`` ``None`` come before the status.
     """
 
     status: int = 200
@@ -253,82 +252,85 @@ class Fault:
 
 
 def with_logprobs(kind: str, body: Json, events: Iterator[str]) -> Iterator[str]:
-    """``events`` with the log probabilities that ``body`` asks for, as each kind writes them."""
-    asked = {
+    """``events`` with the log probabilities that ``body`` requests, as each kind writes them."""
+    count = {
         "vllm": body.get("logprobs"),
         "vllm-tokens": body.get("sampling_params", {}).get("logprobs"),
         "vllm-mlx": body.get("settings", {}).get("top_logprobs"),
     }.get(kind)
     for data in events:
-        event: Json = json.loads(data) if asked is not None and data[0] == "{" else {}
+        event: Json = json.loads(data) if count is not None and data[0] == "{" else {}
         choice = event["choices"][0] if event.get("choices") else event
         tokens = choice.get("token_ids") or choice.get("ids")
-        if asked is None or not tokens:
+        if count is None or not tokens:
             yield data
             continue
         # vLLM puts the id itself first, in addition to the likeliest or as one of them.
-        tops = [{token: logprob_of(token)} | dict(TOP[:asked]) for token in tokens]
+        tops = [{token: logprob_of(token)} | dict(TOP[:count]) for token in tokens]
         if kind == "vllm":
             choice["logprobs"] = {
                 "text_offset": [0] * len(tokens),
                 "tokens": [f"token_id:{token}" for token in tokens],
                 "token_logprobs": [logprob_of(token) for token in tokens],
                 "top_logprobs": [
-                    {f"token_id:{token}": one for token, one in top.items()} for top in tops
+                    {f"token_id:{token}": logprob for token, logprob in top.items()} for top in tops
                 ],
             }
         elif kind == "vllm-tokens":
-            written = [
+            token_logprobs = [
                 [
-                    {"token": f"token_id:{token}", "logprob": one, "bytes": None}
-                    for token, one in top.items()
+                    {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
+                    for token, logprob in top.items()
                 ]
                 for top in tops
             ]
             choice["logprobs"] = {
-                "content": [{**each[0], "top_logprobs": each[: max(asked, 1)]} for each in written]
+                "content": [
+                    {**entries[0], "top_logprobs": entries[: max(count, 1)]}
+                    for entries in token_logprobs
+                ]
             }
         else:
             event["logprobs"] = [
-                {"logprob": logprob_of(token), "top": TOP[:asked]} for token in tokens
+                {"logprob": logprob_of(token), "top": TOP[:count]} for token in tokens
             ]
         yield compact(event)
 
 
 @dataclass(eq=False)
 class FakeEngine:
-    """Says the script of the last thing in the prompt that has one; ``pause`` between events."""
+    """Generates the script whose key is last in the prompt, with a ``pause`` between events."""
 
     kind: str
     scripts: dict[str, str]
     pause: float = 0.0
     at_once: int = 1
-    """Events that are sent in one piece."""
+    """The number of events per piece."""
     grammar: bool = True
-    """Whether it writes what a trial's grammar says."""
+    """Whether it conforms to the grammar of a trial."""
     name: str = "gpt-oss-20b"
-    """What it calls the model."""
+    """The name of the model."""
     length: int = 4096
-    """Of its context."""
+    """The context length."""
     held: bool = False
-    """While set, it sends no more than the next piece of an answer; trials are answered."""
+    """While set, it sends at most the next piece of an answer. Trials are answered."""
     silent: str = ""
-    """It generates nothing for anybody, though all else answers: ``status`` (none is sent) or
-    ``stream`` (one that stays empty)."""
+    """It generates nothing, though other endpoints answer: ``status`` (no status is sent) or
+    ``stream`` (the stream stays empty)."""
     limitless: bool = False
     """It ignores the limit of a request."""
     waits: float = 0.0
-    """Seconds of a fault that waits, after which the answer goes on."""
+    """Seconds of a fault ``wait``, after which the answer continues."""
     faults: list[Fault] = field(default_factory=list)
     trial_faults: list[Fault] = field(default_factory=list)
-    """Of the next trials of grammars, as ``faults``."""
+    """Faults of the next trials of grammars."""
     bodies: list[Json] = field(default_factory=list)
     prompts: list[tuple[int, ...]] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
     aborted: int = 0
     sent: int = 0
-    """Bytes that the sockets took."""
+    """Bytes sent to sockets."""
 
     def output_ids(self, prompt: Sequence[int]) -> list[int]:
         """The script for a prompt."""
@@ -336,7 +338,7 @@ class FakeEngine:
         return ids(self.scripts[max(self.scripts, key=text.rfind)])
 
     async def generate(self, request: Request) -> Response:
-        """The endpoint of ids."""
+        """The endpoint for ids."""
         exchange = EXCHANGES[self.kind]
         body = await request.json()
         trial = _is_trial(body)
@@ -358,15 +360,15 @@ class FakeEngine:
             )
         if trial:
             output_ids = [vocab.RETURN if self.grammar else 1]
-            answered = exchange.events([1], output_ids, "stop")
-            events = self._events(request, answered, fault, trial=True)
+            event_data = exchange.events([1], output_ids, "stop")
+            events = self._events(request, event_data, fault, trial=True)
             return StreamingResponse(events, media_type="text/event-stream")
         output_ids = self.output_ids(prompt)
         limit = len(output_ids) if self.limitless else exchange.max_tokens(body)
         finish = "length" if len(output_ids) > limit else "stop"
         plain = exchange.events(prompt, output_ids[:limit], finish)
-        answered = with_logprobs(self.kind, body, plain)
-        return _Abortable(self, request, self._events(request, answered, fault))
+        event_data = with_logprobs(self.kind, body, plain)
+        return _Abortable(self, request, self._events(request, event_data, fault))
 
     async def _before(self, request: Request, fault: Fault) -> None:
         if fault.then == "hang":
@@ -414,26 +416,26 @@ class FakeEngine:
 
     @property
     def app(self) -> Starlette:
-        """All that it answers."""
+        """The application with all endpoints."""
         routes = [
             Route(EXCHANGES[self.kind].path, self.generate, methods=["POST"]),
             Route("/v1/models", self.list_models),
         ]
         for path, content in LISTED[self.kind.removesuffix("-incremental")].items():
-            routes.append(Route(path, _answering(content)))
+            routes.append(Route(path, _constant_endpoint(content)))
         return Starlette(routes=routes)
 
 
 def _is_trial(body: Json) -> bool:
     sampling = body.get("sampling_params", body)
-    asked = sampling.get("structured_outputs")
-    if isinstance(asked, dict):
-        return bool(asked["grammar"].startswith(("start: <[", "start: %json")))
+    constraint = sampling.get("structured_outputs")
+    if isinstance(constraint, dict):
+        return bool(constraint["grammar"].startswith(("start: <[", "start: %json")))
     prompt = next(body[name] for name in ("prompt", "token_ids", "input_ids") if name in body)
     return tuple(prompt) == (vocab.START, *vocab.encode("assistant"))
 
 
-def _answering(content: Json) -> Callable[[Request], Any]:
+def _constant_endpoint(content: Json) -> Callable[[Request], Any]:
     async def answer(_: Request) -> Response:
         return JSONResponse(content)
 
@@ -441,29 +443,29 @@ def _answering(content: Json) -> Callable[[Request], Any]:
 
 
 def _reset(request: Request) -> None:
-    """Breaks the connection off."""
+    """Resets the connection."""
     request.receive.__self__.transport.abort()  # type: ignore[attr-defined]
 
 
 class _Abortable(StreamingResponse):
-    """Counts those that nobody read to the end."""
+    """A response that counts as aborted if it is not read to its end."""
 
     def __init__(self, engine: FakeEngine, request: Request, pieces: AsyncIterator[bytes]) -> None:
         self._engine = engine
-        super().__init__(self._counted(pieces), media_type="text/event-stream")
+        super().__init__(self._track_request(pieces), media_type="text/event-stream")
 
-    async def _counted(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async def _track_request(self, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         engine = self._engine
         engine.running += 1
         engine.most_running = max(engine.most_running, engine.running)
-        ended = False
+        finished = False
         try:
             async for piece in pieces:
                 yield piece
-            ended = True
+            finished = True
         finally:
             engine.running -= 1
-            engine.aborted += not ended
+            engine.aborted += not finished
 
 
 # --- Servers
@@ -471,33 +473,33 @@ class _Abortable(StreamingResponse):
 
 @contextmanager
 def served(app: Any, **options: Any) -> Iterator[str]:
-    """``app`` on a port of this machine, in a thread; its URL.
+    """Serves ``app`` on a local port, in a thread. Yields its URL.
 
-    ``buffer``: bytes that the kernel takes of what is sent; as it likes, where it is not given.
-    ``server``: a class in uvicorn's place.
+    ``buffer``: the size of the kernel's send buffer, by default the system's.
+    ``server``: a class instead of uvicorn's.
     """
     server_class = options.pop("server", uvicorn.Server)
-    listening = socket.socket()
+    listener = socket.socket()
     if buffer := options.pop("buffer", 0):
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listening.bind(("127.0.0.1", options.pop("port", 0)))
-    listening.listen(1024)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", options.pop("port", 0)))
+    listener.listen(1024)
     config = uvicorn.Config(app, log_level="error", **options)
-    server = server_class(config=config)  # as uvicorn.run makes it
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
+    server = server_class(config=config)  # as uvicorn.run creates it
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
         until(lambda: server.started, "the server to listen")
-        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = server.force_exit = True
         thread.join(10)
-        listening.close()
+        listener.close()
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
-    """Waits for ``condition``, and not for ever."""
+    """Waits for ``condition``, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds} s for {what}"

@@ -39,17 +39,17 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 def logprobs(step: Sequence[int], most: int | None) -> tuple[TokenLogprob, ...]:
-    """Log probabilities that depend on the ids alone, if they are requested."""
+    """Log probabilities that depend on the ids only, if they are requested."""
     if most is None:
         return ()
     likeliest = (vocab.RETURN, vocab.END, *range(18))
-    top = tuple((token, -0.25 * at) for at, token in enumerate(likeliest, start=1))
+    top = tuple((token, -0.25 * rank) for rank, token in enumerate(likeliest, start=1))
     return tuple(TokenLogprob(token, -token / 1000, top[:most]) for token in step)
 
 
 @dataclass(eq=False)
 class ScriptedEngine:
-    """Says the script of the last thing in the prompt that has one, ``at_once`` ids at a time."""
+    """Generates the script whose key is last in the prompt, ``at_once`` ids at a time."""
 
     scripts: dict[str, str]
     at_once: int = 1
@@ -75,9 +75,9 @@ class ScriptedEngine:
             at_limit = len(output) == settings.max_tokens and output[-1] not in vocab.TURN_ENDS
             for at in range(0, len(output), self.at_once):
                 step = output[at : at + self.at_once]
-                ended = at + self.at_once >= len(output)
+                is_last = at + self.at_once >= len(output)
                 finish: Finish | None = None
-                if ended:
+                if is_last:
                     finish = "length" if at_limit else "stop"
                 yield Step(step, finish, logprobs=logprobs(step, settings.top_logprobs))
                 await asyncio.sleep(0)
@@ -85,19 +85,19 @@ class ScriptedEngine:
             self.running -= 1
 
     async def reusable_tokens(self, prompt: Sequence[int], tenant: str) -> int:
-        """It remembers nothing."""
+        """Nothing is cached."""
         return 0
 
 
 @dataclass(eq=False)
 class DecidingEngine(ScriptedEngine):
-    """The first token of a decision has the probabilities of the labels that are ``likely``, by a
-    part of the question; what is left is another token's."""
+    """Decides with the probabilities of labels in ``likely``, by a part of the question; another
+    token has the rest."""
 
     likely: dict[str, dict[str, float]] = field(default_factory=dict)
 
     async def generate(self, request: GenerationRequest) -> Steps:
-        """One token with log probabilities, if the request asks for one token."""
+        """One token with log probabilities, if one token is requested."""
         if request.settings.max_tokens > 1:
             async for step in super().generate(request):
                 yield step
@@ -105,20 +105,22 @@ class DecidingEngine(ScriptedEngine):
         self.prompts.append(request.prompt)
         text = vocab.encoding().decode(list(request.prompt))
         question = text[text.rfind("<|start|>user") :]
-        likely = next((each for part, each in self.likely.items() if part in question), {})
-        left = 1 - sum(likely.values()) or 1e-9
-        labels = ((vocab.encode(label)[0], math.log(p)) for label, p in likely.items())
-        top = ((vocab.RETURN, math.log(left)), *labels)
+        label_probabilities = next(
+            (probabilities for part, probabilities in self.likely.items() if part in question), {}
+        )
+        rest = 1 - sum(label_probabilities.values()) or 1e-9
+        labels = ((vocab.encode(label)[0], math.log(p)) for label, p in label_probabilities.items())
+        top = ((vocab.RETURN, math.log(rest)), *labels)
         yield Step((vocab.RETURN,), "stop", logprobs=(TokenLogprob(*top[0], top),))
 
 
 class ObedientEngine(ScriptedEngine):
-    """Stops thinking where it has to, and says ``ANSWER`` then. It knows of no grammars."""
+    """Ends its reasoning where it has to, and generates ``ANSWER`` then. Ignores grammars."""
 
     ANSWER = "<|channel|>final<|message|>Well.<|return|>"
 
     async def generate(self, request: GenerationRequest) -> Steps:
-        """The ids of the script, one by one, as far as they may come."""
+        """The ids of the script, one by one, as far as permitted."""
         constraint = request.constraint
         matcher = None if constraint is None else constraint.start(grammar=False)
         watch = None if matcher is None else matcher.reasoning
@@ -178,7 +180,7 @@ class Alone:
         return installed_in(self.app).answers
 
     async def models(self) -> dict[str, Any]:
-        """One."""
+        """One model."""
         entry = {"id": MODEL, "object": "model", "created": 0, "owned_by": "nobody"}
         return {"object": "list", "data": [entry]}
 
@@ -198,11 +200,11 @@ class Alone:
         return Lease(self.engine, tenant_of(request), deadline, give_back)
 
     async def forward(self, request: Request) -> Response:
-        """Nobody is behind."""
+        """There is no host behind this one."""
         raise LookupError(request.url.path)
 
     def deadline(self, timeout: float | None) -> Deadline:
-        """What is asked for, or all there is."""
+        """The requested timeout, or the default."""
         seconds = timeout or self.seconds
         return Deadline(seconds, time.monotonic() + seconds)
 
@@ -210,12 +212,12 @@ class Alone:
         """No date: prompts are the same every day."""
         return Defaults(date=None)
 
-    def max_tokens(self, asked: int | None) -> int:
+    def max_tokens(self, requested: int | None) -> int:
         """Up to a thousand."""
-        return 1000 if asked is None else min(asked, 1000)
+        return 1000 if requested is None else min(requested, 1000)
 
     def is_key(self, text: str) -> bool:
-        """Whether it is the one."""
+        """Whether it is the only key."""
         return text == KEY
 
     async def authenticate(self, connection: HTTPConnection) -> None:
@@ -227,6 +229,6 @@ class Alone:
         """No limit."""
 
     def tracker(self, api: str, *, stream: bool) -> Tracker:
-        """Kept, to be looked at."""
+        """A tracker that tests can inspect."""
         self.trackers.append(Tracker(api))
         return self.trackers[-1]

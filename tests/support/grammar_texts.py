@@ -1,4 +1,4 @@
-"""Schemas and grammars that are made to end a server, or to take its time or its memory."""
+"""Schemas and grammars that are meant to kill a server, or to use up its time or memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Schema = dict[str, Any]
 def chain(length: int, link: Callable[[Schema], Schema]) -> Schema:
     """An object with one property, whose schema is ``length`` references long; each but the last
     definition is ``link`` of a reference to the next one."""
-    definitions = {f"d{at}": link({"$ref": f"#/$defs/d{at + 1}"}) for at in range(length)}
+    definitions = {f"d{index}": link({"$ref": f"#/$defs/d{index + 1}"}) for index in range(length)}
     definitions[f"d{length}"] = {"type": "string"}
     first = {"$ref": "#/$defs/d0"}
     return {"type": "object", "properties": {"x": first}, "$defs": definitions}
@@ -24,22 +24,22 @@ def multiple_of(divisor: int) -> Schema:
     return {"type": "object", "properties": {"x": integer}}
 
 
-def pattern(written: str) -> Schema:
+def pattern(regex: str) -> Schema:
     """An object with one string."""
-    return {"type": "object", "properties": {"x": {"type": "string", "pattern": written}}}
+    return {"type": "object", "properties": {"x": {"type": "string", "pattern": regex}}}
 
 
 def rules(length: int, first: str = '"a" ') -> str:
     """A Lark grammar of rules each naming the next."""
     lines = [f"start: r0\nr{length}: /b/"]
-    lines += [f"r{at}: {first}r{at + 1}" for at in range(length)]
+    lines += [f"r{index}: {first}r{index + 1}" for index in range(length)]
     return "\n".join(lines)
 
 
 def terminals(levels: int, width: int) -> str:
     """A Lark grammar whose terminals name the one below them ``width`` times."""
     lines = [f"start: T{levels}", 'T0: "a"']
-    lines += [f"T{at}: {' '.join([f'T{at - 1}'] * width)}" for at in range(1, levels + 1)]
+    lines += [f"T{level}: {' '.join([f'T{level - 1}'] * width)}" for level in range(1, levels + 1)]
     return "\n".join(lines)
 
 
@@ -57,7 +57,7 @@ SCHEMAS: dict[str, Schema] = {
     "multiples of 2^30": multiple_of(2**30),
     "multiples of 999999937": multiple_of(999_999_937),
 }
-"""Each of them ended a server, or filled its memory, when llguidance 1.9 was given it."""
+"""Each of them killed a server or filled its memory with llguidance 1.9."""
 
 LARK: dict[str, str] = {
     "5000 rules": rules(5_000),
@@ -65,7 +65,7 @@ LARK: dict[str, str] = {
     "terminals, 9 levels of 8": terminals(9, 8),
     "terminals, 7 levels of 8": terminals(7, 8),
 }
-"""The same, as the syntax of a freeform tool or of an answer."""
+"""The same for the syntax of a freeform tool or of an answer."""
 
 
 def grammar(schema: Schema) -> str:

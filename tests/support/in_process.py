@@ -1,4 +1,4 @@
-"""A gateway in this process over fake engines on real sockets, as tests look at it."""
+"""A gateway in this process over fake engines on real sockets, for inspection by tests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MODEL = "gpt-oss-20b"
 
 
 class ClientOfLoop:
-    """An HTTP client for each event loop: tests run one after the other, each in its own."""
+    """An HTTP client for each event loop, since every test has its own."""
 
     def __init__(self, receive_buffer: int | None = None) -> None:
         self._receive_buffer = receive_buffer
@@ -39,32 +39,32 @@ class ClientOfLoop:
     def post(self, *arguments: Any, **keywords: Any) -> Any:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
-            self._clients[loop] = self._made()
+            self._clients[loop] = self._new_client()
         return self._clients[loop].post(*arguments, **keywords)
 
-    def _made(self) -> ClientSession:
+    def _new_client(self) -> ClientSession:
         if self._receive_buffer is None:
             return http.client()
         return ClientSession(connector=TCPConnector(limit=0, socket_factory=self._socket))
 
     def _socket(self, address: Any) -> socket.socket:
         family, kind, protocol, _, _ = address
-        made = socket.socket(family, kind, protocol)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
-        return made
+        new_socket = socket.socket(family, kind, protocol)
+        new_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer)
+        return new_socket
 
 
 def engine_at(
     url: str, kind: str, receive_buffer: int | None = None, length: int = 4096
 ) -> HttpEngine:
-    """The engine of a kind at a URL, as if it had been found there."""
+    """An engine of a kind at a URL, as if it had been detected there."""
     client: Any = ClientOfLoop(receive_buffer)
     dialect = KINDS[kind.removesuffix("-incremental")]
     return HttpEngine(client, url, dialect, MODEL, "m", length)
 
 
 class Recorded:
-    """A tracker, and what it was told."""
+    """A tracker that records results."""
 
     def __init__(self, tracker: Tracker) -> None:
         self._tracker = tracker
@@ -82,7 +82,7 @@ class Recorded:
 
 
 class Watched(Gateway):
-    """A gateway whose engines are there already, and that counts what it lends."""
+    """A gateway with detected engines, which counts its leases."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""A tool server within the process, where what is proved is not how MCP is spoken."""
+"""A tool server in this process, for tests that do not concern MCP itself."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def page(**_: Any) -> ToolResult:
 
 @dataclass
 class Local:
-    """Some functions under a label; ``called`` is what they were asked."""
+    """Functions under a label; ``called`` lists their calls."""
 
     label: str
     runs: dict[str, tuple[Mapping[str, Any] | None, Run]]

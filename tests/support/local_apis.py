@@ -1,8 +1,8 @@
-"""What programs expect of a local server beside Chat Completions, Responses and Messages.
+"""Checks of a local server's APIs beside Chat Completions, Responses and Messages.
 
-Ollama's and LM Studio's endpoints, decisions, conversations, token ids, other names of the model,
-and reasoning that is ended by hand: `CHECKS` are run on vllm-mlx with the plugin, on the light
-server and on a gateway, each over HTTP.
+They cover Ollama's and LM Studio's endpoints, decisions, conversations, token ids, aliases of the
+model, and reasoning that is ended by request. `CHECKS` are run on vllm-mlx with the plugin, on the
+light server and on a gateway, over HTTP.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import httpx
 HELLO, THINK, URGENT = "Hello there!", "Think about it.", "It is urgent."
 GREETS, GREETING = "They greet.", "Good day."
 COUNTING = " ".join(str(number) for number in range(1, 400))
-"""No repetition, which the server would end by itself."""
+"""Numbers, since the server would stop a repetition."""
 
 THINKING = "<|channel|>analysis<|message|>1"
-"""The beginning of that reasoning in a prompt, however early it was ended."""
+"""The beginning of that reasoning in a prompt, wherever it was ended."""
 
 ENOUGH = "Enough."
 FINAL = "<|channel|>final<|message|>{}<|return|>"
@@ -29,18 +29,18 @@ SCRIPTS = {
     THINK: f"<|channel|>analysis<|message|>{COUNTING}<|end|><|start|>assistant"
     + FINAL.format("After all."),
 }
-"""What the model writes, by the end of the user's message. An answer that goes on behind reasoning
-which was ended is `ENOUGH`; the label of a decision about `URGENT` is B, true."""
+"""The model's output, by the end of the user's message. The answer after ended reasoning is
+`ENOUGH`; the label of a decision about `URGENT` is B, true."""
 
 USER = {"role": "user", "content": HELLO}
 ALIAS = "gpt-4o"
-"""A name of the model that is not its own."""
+"""An alias of the model."""
 
 Json = dict[str, Any]
 
 
 def post(http: httpx.Client, path: str, body: Json) -> Any:
-    """The answer, which must be 200."""
+    """The document of a response with status 200."""
     response = http.post(path, json=body)
     assert response.status_code == 200, response.text
     return response.json()
@@ -65,8 +65,8 @@ def chat_of_ollama(http: httpx.Client, model: str) -> None:
     streamed = lines(http, "/api/chat", body)
     for parts in ([whole], streamed):
         messages = [part["message"] for part in parts]
-        assert "".join(each.get("thinking", "") for each in messages) == GREETS
-        assert "".join(each["content"] for each in messages) == GREETING
+        assert "".join(message.get("thinking", "") for message in messages) == GREETS
+        assert "".join(message["content"] for message in messages) == GREETING
         assert [part["done"] for part in parts] == [False] * (len(parts) - 1) + [True]
         assert parts[-1]["done_reason"] == "stop"
         assert {part["model"] for part in parts} == {model}
@@ -99,14 +99,14 @@ def models_of_ollama(http: httpx.Client, model: str) -> None:
 
 
 def models_of_lm_studio(http: httpx.Client, model: str) -> None:
-    listed = get(http, "/api/v0/models")["data"]
-    (entry,) = (each for each in listed if each["id"] == model)
+    models = get(http, "/api/v0/models")["data"]
+    (entry,) = (model_entry for model_entry in models if model_entry["id"] == model)
     assert get(http, f"/api/v0/models/{model}") == entry
     assert entry["loaded_context_length"] == get(http, "/v1/models")["data"][0]["max_model_len"]
 
 
 def context_length(http: httpx.Client, model: str) -> None:
-    """In the fields of all kinds of servers, and in llama.cpp's ``/props``."""
+    """In the fields of various servers, and in llama.cpp's ``/props``."""
     entry = get(http, "/v1/models")["data"][0]
     length = entry["max_model_len"]
     for field in ("context_length", "context_window", "max_context_length"):
@@ -117,7 +117,7 @@ def context_length(http: httpx.Client, model: str) -> None:
 
 
 def token_ids(http: httpx.Client, model: str) -> None:
-    """Of a text, there and back; and of the very prompt that is generated from."""
+    """From a text to ids and back, and from a request to its prompt."""
     tokens = post(http, "/tokenize", {"prompt": HELLO, "model": model})["tokens"]
     assert post(http, "/tokenize", {"content": HELLO}) == {"tokens": tokens}
     assert post(http, "/detokenize", {"tokens": tokens})["content"] == HELLO
@@ -127,10 +127,14 @@ def token_ids(http: httpx.Client, model: str) -> None:
 
 
 def decisions(http: httpx.Client, model: str) -> None:
-    noul = {"type": "noul", "instructions": URGENT}
-    body = {"model": model, "state": "The checkout fails.", "questions": {"a": noul, "b": noul}}
+    statement = {"type": "noul", "instructions": URGENT}
+    body = {
+        "model": model,
+        "state": "The checkout fails.",
+        "questions": {"a": statement, "b": statement},
+    }
     answers = post(http, "/v1/systemone", body)["answers"]
-    assert [each["noul"] for each in answers.values()] == [1.0, 1.0]
+    assert [answer["noul"] for answer in answers.values()] == [1.0, 1.0]
     predicate = {"type": "predicate", "instructions": URGENT}
     body = {"model": model, "input": "The checkout fails.", "questions": [predicate]}
     (answer,) = post(http, "/v1/decisions", body)["answers"]
@@ -138,34 +142,36 @@ def decisions(http: httpx.Client, model: str) -> None:
 
 
 def conversation(http: httpx.Client, model: str) -> None:
-    """Two responses of it, whole and streamed, and its items."""
+    """With two responses, whole and streamed, and its items."""
     brief = {"type": "message", "role": "developer", "content": "Be brief."}
-    made = post(http, "/v1/conversations", {"metadata": {"topic": "x"}, "items": [brief]})
-    path = f"/v1/conversations/{made['id']}"
-    body = {"model": model, "input": HELLO, "conversation": made["id"]}
+    created = post(http, "/v1/conversations", {"metadata": {"topic": "x"}, "items": [brief]})
+    path = f"/v1/conversations/{created['id']}"
+    body = {"model": model, "input": HELLO, "conversation": created["id"]}
     whole = post(http, "/v1/responses", body)
     streamed = http.post("/v1/responses", json={**body, "stream": True}).text
     (last,) = (
-        event for event in map(json.loads, _data(streamed)) if event["type"] == "response.completed"
+        event
+        for event in map(json.loads, _event_data(streamed))
+        if event["type"] == "response.completed"
     )
     items = get(http, f"{path}/items?order=asc&limit=100")["data"]
     answers = [*whole["output"], *last["response"]["output"]]
-    assert [each["id"] for each in items[2:] if each.get("role") != "user"] == [
-        each["id"] for each in answers
+    assert [item["id"] for item in items[2:] if item.get("role") != "user"] == [
+        item["id"] for item in answers
     ]
-    assert [each["content"][0]["text"] for each in answers if each["type"] == "message"] == [
+    assert [item["content"][0]["text"] for item in answers if item["type"] == "message"] == [
         GREETING
     ] * 2
     assert get(http, f"{path}/items/{items[0]['id']}") == items[0]
     added = post(http, f"{path}/items", {"items": [brief]})["data"]
-    assert http.delete(f"{path}/items/{added[0]['id']}").json() == made
+    assert http.delete(f"{path}/items/{added[0]['id']}").json() == created
     assert post(http, path, {"metadata": {"topic": "y"}})["metadata"] == {"topic": "y"}
     assert http.delete(path).json()["deleted"] is True
     assert http.get(path).json()["error"]["code"] == "conversation_not_found"
 
 
 def reasoning_ended_by_hand(http: httpx.Client, model: str) -> None:
-    """The stream says by what, and goes on with an answer."""
+    """The stream names the reason and continues with an answer."""
     control = "/v1/chat/completions/control"
     messages = [{"role": "user", "content": THINK}]
     body = {"model": model, "messages": messages, "stream": True, "max_tokens": 4_000}
@@ -188,22 +194,22 @@ def reasoning_ended_by_hand(http: httpx.Client, model: str) -> None:
 
 
 def another_name(http: httpx.Client, model: str) -> None:
-    """An answer has the name that was asked for, whole and streamed; others are nobody's."""
+    """An answer has the requested name, whole and streamed; unknown names are rejected."""
     body: Json = {"model": ALIAS, "messages": [USER]}
     assert post(http, "/v1/chat/completions", body)["model"] == ALIAS
     streamed = http.post("/v1/chat/completions", json={**body, "stream": True}).text
-    assert {json.loads(data)["model"] for data in _data(streamed)} == {ALIAS}
+    assert {json.loads(data)["model"] for data in _event_data(streamed)} == {ALIAS}
     assert post(http, "/v1/responses", {"model": ALIAS, "input": HELLO})["model"] == ALIAS
     assert post(http, "/v1/messages", {**body, "max_tokens": 100})["model"] == ALIAS
     assert post(http, "/api/chat", {**body, "stream": False})["model"] == ALIAS
     assert get(http, f"/v1/models/{ALIAS}")["id"] == ALIAS
-    refused = http.post("/v1/chat/completions", json={**body, "model": "llama-3"})
-    assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+    response = http.post("/v1/chat/completions", json={**body, "model": "llama-3"})
+    assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
 
-def _data(stream: str) -> list[str]:
-    found = [line.removeprefix("data: ") for line in stream.splitlines() if line[:6] == "data: "]
-    return [each for each in found if each != "[DONE]"]
+def _event_data(stream: str) -> list[str]:
+    lines = [line.removeprefix("data: ") for line in stream.splitlines() if line[:6] == "data: "]
+    return [text for text in lines if text != "[DONE]"]
 
 
 CHECKS: Mapping[str, Callable[[httpx.Client, str], None]] = {

@@ -1,4 +1,4 @@
-"""The official clients of an application in this process, without a socket."""
+"""Official clients of an application in this process, without sockets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fakes import KEY, Alone
 
 
 def clients(host: Alone, key: str = KEY) -> tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]:
-    """Those of OpenAI and of Anthropic for the front end on ``host``."""
+    """OpenAI's and Anthropic's clients for the front end on ``host``."""
     return (
         openai.AsyncOpenAI(
             base_url="http://localhost/v1",
@@ -37,7 +37,7 @@ def in_process(client: type[Any], app: Any) -> Any:
 
 
 def ollama_client(host: Alone, key: str = KEY) -> ollama.AsyncClient:
-    """That of Ollama for the front end on ``host``."""
+    """Ollama's client for the front end on ``host``."""
     transport = httpx.ASGITransport(host.app)
     headers = {"Authorization": f"Bearer {key}"}
     return ollama.AsyncClient("http://localhost", headers=headers, transport=transport)

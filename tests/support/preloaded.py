@@ -1,10 +1,9 @@
-"""Processes that begin with the libraries of a server already imported: it starts in a second.
+"""Processes with a server's libraries already imported, so that it starts in a second.
 
-Importing torch, transformers and FastAPI is most of what a server does until it is healthy, and the
-same each time. A process that has done that and nothing else is forked for each server
-(`multiprocessing`'s fork server). ``vllm_mlx``, ``mlx`` and this project are not imported before
-the fork, but behind it, as in any process, so that what they do then is what is tested. Only on
-Linux: elsewhere a process cannot be forked once system libraries have been used.
+A server spends most of its start importing torch, transformers and FastAPI. A process that has
+imported only these is forked for each server (`multiprocessing`'s fork server). ``vllm_mlx``,
+``mlx`` and this project are imported after the fork, as in any process, since their imports are
+under test. Only on Linux: elsewhere a process cannot be forked once it has used system libraries.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ OF_VLLM_MLX = ("torch", "torch.nn", "fastapi", "httpx")
 
 
 class Process(Protocol):
-    """What is used of `subprocess.Popen`."""
+    """The part of `subprocess.Popen` that tests use."""
 
     @property
     def pid(self) -> int: ...
@@ -52,7 +51,7 @@ class Process(Protocol):
 
 
 class Forked:
-    """``command`` in a process forked from one that has the libraries."""
+    """``command`` in a process forked from one with the libraries."""
 
     def __init__(
         self, command: Sequence[str], log: Path, cwd: Path, env: Mapping[str, str]
@@ -60,7 +59,7 @@ class Forked:
         _fork_server(env)
         self._command = [*command]
         self._process = get_context("forkserver").Process(
-            target=_become, args=(self._command, str(log), str(cwd), dict(env)), daemon=True
+            target=_run_command, args=(self._command, str(log), str(cwd), dict(env)), daemon=True
         )
         self._process.start()
 
@@ -86,40 +85,40 @@ class Forked:
         return code
 
     def send_signal(self, sig: int) -> None:
-        """Does nothing when it has ended."""
+        """Sends a signal, unless the process has ended."""
         if self.returncode is None:
             os.kill(self.pid, sig)
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kills the process."""
         self.send_signal(signal.SIGKILL)
 
 
 def _fork_server(env: Mapping[str, str]) -> None:
-    """Starts it, once: with the environment of a server, as libraries read it when imported."""
+    """Starts the fork server once, with a server's environment, which libraries read on import."""
     context = get_context("forkserver")
     assert isinstance(context, ForkServerContext)
-    hosts_own = OF_VLLM_MLX if find_spec("vllm_mlx") else ()
-    context.set_forkserver_preload([*LIBRARIES, *hosts_own])
+    host_libraries = OF_VLLM_MLX if find_spec("vllm_mlx") else ()
+    context.set_forkserver_preload([*LIBRARIES, *host_libraries])
     with patch.dict(os.environ, env):
         forkserver.ensure_running()
 
 
-def _end_with_the_tests() -> None:
-    """Nobody else stops this process when whoever asked for it was killed."""
+def _exit_with_tests() -> None:
+    """Exits when the process of the tests has ended, also by a kill."""
     tests = parent_process()
     assert tests is not None
     tests.join()
     os._exit(1)
 
 
-def _become(command: Sequence[str], log: str, cwd: str, env: Mapping[str, str]) -> None:
+def _run_command(command: Sequence[str], log: str, cwd: str, env: Mapping[str, str]) -> None:
     """Runs a command of Python's in this process: a script, ``-m module`` or ``-c code``."""
     with open(os.devnull) as nothing, open(log, "ab") as file:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    threading.Thread(target=_end_with_the_tests, daemon=True).start()
+    threading.Thread(target=_exit_with_tests, daemon=True).start()
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(env)

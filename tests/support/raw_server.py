@@ -1,6 +1,6 @@
-"""An MCP server that writes what the official package never would: ``raw_server.py [PORT]``.
+"""An MCP server with output that the official package never sends: ``raw_server.py [PORT]``.
 
-Over stdio, or with a port over streamable HTTP. One of its tools is as it should be.
+Over stdio, or with a port over streamable HTTP. Some of its tools are valid.
 """
 
 from __future__ import annotations

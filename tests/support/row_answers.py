@@ -1,6 +1,6 @@
-"""What each API is asked for a row of `rows`, and whether what came back says what the row says.
+"""For each API, the request of a row of `rows`, and a check of the answer against the row.
 
-Used in process, for every row, and on sockets, for some (`served_rows`).
+Used in process for every row, and on sockets for some (`served_rows`).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ GENERATED = [row for row in ROWS if can_be_generated(row)]
 FULL = os.environ.get("SERVED") == "full"
 
 ON_SOCKETS = len(GENERATED) if FULL else 4 if os.environ.get("SERVED") == "few" else 15
-"""Rows of each API that go over sockets; all of them go through the front end in process."""
+"""Rows per API that are tested on sockets; all of them are tested in process."""
 
 
 def served_rows(rows: list[Row]) -> list[Row]:
-    """Some of all kinds: every so many of ``rows``."""
+    """An even sample of ``rows``."""
     return rows[:: -(-len(rows) // ON_SOCKETS)]
 
 
 def joined(row: Row, *kinds: str) -> str:
-    """Texts of these kinds, as an API that has one field for them joins them."""
+    """The texts of these kinds, joined as in an API with one field for them."""
     return "\n".join(part[1] for part in row.expected if part[0] in kinds)
 
 
@@ -52,7 +52,7 @@ def chat_request(row: Row, model: str) -> dict[str, Any]:
 
 
 def chat_answer(completion: Any) -> dict[str, Any]:
-    """What a completion says, whatever way it came."""
+    """The contents of a completion, whole or streamed."""
     message = completion.choices[0].message.model_dump()
     calls = message["tool_calls"] or []
     usage = completion.usage
@@ -68,9 +68,9 @@ def chat_answer(completion: Any) -> dict[str, Any]:
 
 
 def check_chat(row: Row, whole: Any, *streamed: Any) -> None:
-    """Of one completion, and of streams as the client's own accumulator puts them together."""
+    """Checks a completion, and streams that the client's own accumulator assembled."""
     answer = chat_answer(whole)
-    assert all(chat_answer(each) == answer for each in streamed)
+    assert all(chat_answer(stream) == answer for stream in streamed)
     assert answer["reasoning"] == joined(row, REASONING)
     assert answer["content"] == joined(row, PREAMBLE, ANSWER)
     assert answer["calls"] == [part[1:] for part in row.expected if part[0] == CALL]
@@ -105,14 +105,14 @@ _CHANGING = ("id", "call_id", "created_at", "completed_at", "encrypted_content")
 
 
 def response_document(document: dict[str, Any]) -> dict[str, Any]:
-    """What a response says, whatever way it came and whenever."""
-    same = {key: value for key, value in document.items() if key not in _CHANGING}
-    same["usage"] = {**same["usage"], "input_tokens_details": None}
-    same["output"] = [
+    """The document of a response without ids and times, whole or streamed."""
+    stable = {key: value for key, value in document.items() if key not in _CHANGING}
+    stable["usage"] = {**stable["usage"], "input_tokens_details": None}
+    stable["output"] = [
         {key: value for key, value in item.items() if key not in _CHANGING}
-        for item in same["output"]
+        for item in stable["output"]
     ]
-    return same
+    return stable
 
 
 _PHASES = {"commentary": PREAMBLE, "final_answer": ANSWER}
@@ -124,8 +124,11 @@ _ITEMS: dict[str, Callable[[dict[str, Any]], tuple[str, ...]]] = {
 
 
 def check_responses(row: Row, whole: dict[str, Any], *streamed: dict[str, Any]) -> None:
-    """Of the document of a response, and of those that streams ended with."""
-    assert all(response_document(each) == response_document(whole) for each in streamed)
+    """Checks the document of a response, and the final documents of streams."""
+    assert all(
+        response_document(stream_document) == response_document(whole)
+        for stream_document in streamed
+    )
     assert [_ITEMS[item["type"]](item) for item in whole["output"]] == list(row.expected)
     assert whole["status"] == ("incomplete" if row.finish == "length" else "completed")
 
@@ -151,34 +154,34 @@ def messages_request(row: Row, model: str) -> dict[str, Any]:
 
 
 def message_document(message: Any) -> dict[str, Any]:
-    """What a message says, whatever way it came and whenever."""
+    """The document of a message without ids and signatures, whole or streamed."""
     document: dict[str, Any] = message.model_dump(exclude={"id"}, exclude_none=True)
     usage = document["usage"]
     usage["prompt_tokens"] = prompt_tokens(usage)
     for part in ("input_tokens", "cache_read_input_tokens", "cache_creation_input_tokens"):
         usage.pop(part, None)
     for block in document["content"]:
-        for changing in ("signature", "id", "parsed_output", "caller"):
-            block.pop(changing, None)
+        for changing_field in ("signature", "id", "parsed_output", "caller"):
+            block.pop(changing_field, None)
     return document
 
 
-_STOPPED = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
+_STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_tokens"}
 _BLOCKS = {REASONING: "thinking", PREAMBLE: "text", ANSWER: "text"}
 
 
 def check_messages(row: Row, whole: Any, *streamed: Any) -> None:
-    """Of one message, and of streams as the client's own accumulator puts them together."""
+    """Checks a message, and streams that the client's own accumulator assembled."""
     document = message_document(whole)
-    assert all(message_document(each) == document for each in streamed)
+    assert all(message_document(stream) == document for stream in streamed)
     texts = [block for block in document["content"] if block["type"] != "tool_use"]
     assert [(block["type"], block[block["type"]]) for block in texts] == [
         (_BLOCKS[part[0]], part[1]) for part in row.expected if part[0] != CALL
     ]
     names = [block["name"] for block in document["content"] if block["type"] == "tool_use"]
     assert names == [part[1] for part in row.expected if part[0] == CALL]
-    stopped = "stop_sequence" if row.stopped_by else _STOPPED[row.finish]
-    assert (document["stop_reason"], document.get("stop_sequence")) == (stopped, row.stopped_by)
+    stop_reason = "stop_sequence" if row.stopped_by else _STOP_REASONS[row.finish]
+    assert (document["stop_reason"], document.get("stop_sequence")) == (stop_reason, row.stopped_by)
 
 
 # --- Ollama's API.
@@ -195,34 +198,34 @@ def ollama_request(row: Row, model: str) -> dict[str, Any]:
 
 
 def ollama_answer(lines: list[Any]) -> dict[str, Any]:
-    """What the lines of a stream say, or the only document."""
+    """The contents of the lines of a stream, or of the only document."""
     last = lines[-1]
     assert [line.done for line in lines] == [False] * (len(lines) - 1) + [True]
     assert 0 <= last.prompt_eval_duration + last.eval_duration <= last.total_duration
-    received = [line.message for line in lines]
+    messages = [line.message for line in lines]
     return {
-        "reasoning": "".join(each.thinking or "" for each in received),
-        "content": "".join(each.content or "" for each in received),
-        "calls": [call.function for each in received for call in each.tool_calls or ()],
+        "reasoning": "".join(message.thinking or "" for message in messages),
+        "content": "".join(message.content or "" for message in messages),
+        "calls": [call.function for message in messages for call in message.tool_calls or ()],
         "finish": last.done_reason,
         "usage": (last.prompt_eval_count, last.eval_count),
     }
 
 
 def check_ollama(row: Row, *answers: list[Any]) -> None:
-    """Of one document, and of streams."""
+    """Checks a document, and streams."""
     answer, *others = map(ollama_answer, answers)
-    assert all(each == answer for each in others)
+    assert all(other == answer for other in others)
     assert answer["reasoning"] == joined(row, REASONING)
     assert answer["content"] == joined(row, PREAMBLE, ANSWER)
-    called = [part[1:] for part in row.expected if part[0] == CALL]
-    assert [call.name for call in answer["calls"]] == [name for name, _ in called]
-    for call, (_, arguments) in zip(answer["calls"], called, strict=True):
+    expected_calls = [part[1:] for part in row.expected if part[0] == CALL]
+    assert [call.name for call in answer["calls"]] == [name for name, _ in expected_calls]
+    for call, (_, arguments) in zip(answer["calls"], expected_calls, strict=True):
         assert call.arguments == read_arguments(arguments)
     assert answer["finish"] == ("length" if row.finish == "length" else "stop")
 
 
 def read_arguments(text: str) -> Any:
-    """The object in a call's arguments; if they are none, the text is a member of it."""
+    """The object in a call's arguments. Text that is no object becomes a member of one."""
     reader = ObjectText()
     return json.loads(reader.feed(text) + reader.close() or "{}")

@@ -1,8 +1,7 @@
-"""Rows of semantics B: what a model generates on the left, its messages on the right.
+"""Rows of semantics B: a model's output, and the messages in it.
 
-Used by the parser's tests and by every emitter's and every served test, so that all APIs are held
-to the same story. Control tokens are written out; ``expected`` lists (kind, text) and, for calls,
-(kind, name, arguments).
+The tests of the parser, of emitters and of real servers share them, so that all APIs agree. Control
+tokens are written out; ``expected`` lists (kind, text) and, for calls, (kind, name, arguments).
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ class Row:
     expected: tuple[tuple[str, ...], ...]
     finish: str = "stop"
     cut: bool = False
-    """The engine stopped at its limit, behind ``output``."""
+    """The engine stopped at its limit, after ``output``."""
     stop: tuple[str, ...] = ()
     stopped_by: str | None = None
     whole: bool = True
     """Whether the last message is complete."""
     tools: tuple[str, ...] = ("x",)
     one_call: bool = False
-    """The caller wants no more than one."""
+    """The caller permits one call at most."""
 
 
 def row(name: str, output: str, *expected: tuple[str, ...], **more: object) -> Row:
@@ -550,7 +549,7 @@ TRANSCRIPTS = [
     ),
 ]
 
-# Text that <|end|> ends without a <|message|>: it waits for the turn to say something else.
+# Text ended by <|end|> without a <|message|>: it is held until the turn has anything else.
 WAITING = [
     row("waits: alone", "Hi.<|end|>", (ANSWER, "Hi.")),
     row("waits: alone, cut", "Hi.<|end|>", (ANSWER, "Hi."), cut=True, whole=True),
@@ -632,7 +631,7 @@ WAITING = [
     ),
 ]
 
-# As gpt-oss-20b wrote them.
+# Outputs of gpt-oss-20b.
 RECORDED = [
     row(
         "recorded: a stray channel before reasoning",
@@ -933,9 +932,9 @@ ROWS = [
 ]
 
 
-# --- Noise as a product: what stands before a header, its role position, what it began with, and
-# its last channel. What a piece *is* stands beside how it is written, so that what is expected
-# follows from the rules (semantics B) alone.
+# --- Noisy headers as a product: what precedes a header, its role position, its prefix, its last
+# channel. Beside each piece is its meaning, so that the expected messages follow from the rules
+# (semantics B) alone.
 
 _HM = "<|channel|>analysis<|message|>Hm.<|end|>"
 POSITIONS = {
@@ -944,14 +943,14 @@ POSITIONS = {
     "behind reasoning, without start": _HM,
     "behind a header given up": "<|channel|>commentary?commentary?<|end|><|start|>assistant",
 }
-_ROLE_POSITIONS = {"": "", " to=assistant": "", " to=functions.x": "x"}  # the tool it addresses
+_ROLE_POSITIONS = {"": "", " to=assistant": "", " to=functions.x": "x"}  # the addressed tool
 PREFIXES = {
     "": "",
     "<|channel|>": "",
     "<|channel|>commentary": "",
     "<|channel|>Analysis um": "",
     "<|channel|>commentary to=assistant": "",
-    "<|channel|>functions.y": "",  # declared by nobody: a word
+    "<|channel|>functions.y": "",  # undeclared, so it is a word
     "<|channel|>functions.y<|channel|>x?": "x",
     "<|channel|>functions.x": "x",
     "<|channel|>commentary to=functions.z <|constrain|>json": "z",
@@ -968,7 +967,7 @@ _CONTENT_TYPES = {"": False, " <|constrain|>json": True, " code": True}
 
 
 def noisy(position: str, prefix: str) -> Iterator[Row]:
-    """Every header that begins with ``prefix``, of `PREFIXES`, in a position of `POSITIONS`."""
+    """Every header with a prefix of `PREFIXES`, in a position of `POSITIONS`."""
     before = ((REASONING, "Hm."),) if _HM in POSITIONS[position] else ()
     for role, channel, recipient, type_ in product(
         _ROLE_POSITIONS, _LAST_CHANNELS, _LAST_RECIPIENTS, _CONTENT_TYPES
@@ -983,11 +982,11 @@ def noisy(position: str, prefix: str) -> Iterator[Row]:
 
 
 def ids(text: str) -> list[int]:
-    """``text`` as token ids, the control tokens in it too."""
+    """``text`` as token ids, including its control tokens."""
     return vocab.encoding().encode(text, allowed_special="all")
 
 
 def can_be_generated(row: Row) -> bool:
-    """Whether an engine can say it: there is something, and nothing comes after its end."""
+    """Whether an engine can generate it: it is not empty, and nothing follows its end."""
     output = ids(row.output)
     return bool(output) and not any(token in vocab.TURN_ENDS for token in output[:-1])

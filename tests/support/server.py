@@ -1,6 +1,6 @@
 """A real host as a process: started on a free port with a home of its own, stopped by its pid.
 
-Knows processes and `/health`. Refuses to know what is served.
+Knows processes and `/health`, but not what is served.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from vllm_mlx_harmony.cli.process import free_port
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 INSTALLED = Path(sysconfig.get_path("purelib"), "vllm_mlx_harmony_startup.pth").exists()
-"""Whether the plugin is installed here, and so in every server that is started."""
+"""Whether the plugin is installed here, and so in every started server."""
 
 SPELLINGS: dict[str, tuple[str, ...]] = {"simple": (), "batched": ("--continuous-batching",)}
-"""Flags that choose each of the host's engines: with the plugin, both are served by ours."""
+"""Flags that select each of the host's engines. The plugin replaces both by its own."""
 
 HOST = (str(Path(sys.executable).with_name("vllm-mlx")), "serve")
-"""The host's own command. The plugin is in it when it is installed: its `.pth` is read."""
+"""The host's own command. It loads the plugin if that is installed, by its `.pth` file."""
 
 MODULE = (sys.executable, "-m", "vllm_mlx.cli", "serve")
-"""The same, started as a module: the host's command line is then called `__main__`."""
+"""The same, started as a module, so that the host's command line is `__main__`."""
 
 EXPLICIT = (sys.executable, "-m", "vllm_mlx_harmony", "serve")
 """The plugin's own command, for an environment where it is on the path but not installed."""
 
 IS_LIGHT = find_spec("vllm_mlx") is None
-"""Whether the server is the light one here, without vllm-mlx."""
+"""Whether the server here is the light one, without vllm-mlx."""
 
 HARMONY = HOST if INSTALLED else EXPLICIT
-"""The command that has the plugin in it, here."""
+"""The command with the plugin, here."""
 
 FLAG = ("--tool-call-parser", "harmony")
-"""What switches it on."""
+"""The flag that activates the plugin."""
 
 KEY = "a-secret-key"
 """The API key of servers that have one."""
@@ -60,7 +60,7 @@ STARTING = 300.0
 
 
 class DidNotStart(RuntimeError):
-    """The process ended or was not healthy in time. The message ends with the log's last lines."""
+    """The process ended or was not healthy in time. The message has the log's last lines."""
 
 
 @dataclass(frozen=True)
@@ -89,30 +89,30 @@ class Server:
         return httpx.Client(base_url=self.base_url, timeout=timeout)
 
     def openai(self, key: str = KEY) -> openai.OpenAI:
-        """OpenAI's client of this server; the caller closes it. Where no key is asked for, it says
-        whose tenant this is."""
+        """OpenAI's client of this server; the caller closes it. Without an API key in the server,
+        ``key`` is the name of a tenant."""
         url = f"{self.base_url}/v1"
         return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60)
 
     def wait_for_requests(self, running: int = 0, waiting: int = 0, seconds: float = 30.0) -> None:
-        """Waits for a state. An answer that is given up must take far longer than the limit."""
-        end = time.monotonic() + seconds
-        while (found := self.requests()) != (running, waiting):
-            assert time.monotonic() < end, f"{found} requests run and wait after {seconds} s"
+        """Waits for these numbers of requests. Cancelled answers must take far longer than that."""
+        deadline = time.monotonic() + seconds
+        while (counts := self.requests()) != (running, waiting):
+            assert time.monotonic() < deadline, f"{counts} requests run and wait after {seconds} s"
             time.sleep(0.05)
 
     def requests(self) -> tuple[int, int]:
-        """How many requests run, and how many wait."""
-        places = [each["place"] for model in self.models() for each in model["requests"]]
+        """The numbers of running and of waiting requests."""
+        places = [request["place"] for model in self.models() for request in model["requests"]]
         return places.count(0), sum(place > 0 for place in places)
 
     def finished(self) -> int:
-        """How many requests the engines have finished. One may begin and end between two looks at
-        those that run."""
+        """The number of finished requests, since one may start and end between two calls of
+        ``requests``."""
         return sum(model["finished_requests"] for model in self.models())
 
     def models(self) -> list[dict[str, Any]]:
-        """The models that are loaded, as ``GET /harmony/status`` lists them."""
+        """The loaded models, as in ``GET /harmony/status``."""
         headers = {"Authorization": f"Bearer {KEY}"}
         status = httpx.get(f"{self.base_url}/harmony/status", headers=headers, timeout=60)
         models: list[dict[str, Any]] = status.json()["models"]
@@ -120,7 +120,7 @@ class Server:
 
     @contextmanager
     def sent(self, path: str, document: object) -> Iterator[None]:
-        """A request whose client reads nothing and goes at the end of the context."""
+        """Sends a request. Its client reads nothing, and disconnects at the end of the context."""
         url, content = httpx.URL(self.base_url), json.dumps(document)
         head = f"POST {path} HTTP/1.1\r\nHost: {url.host}\r\nContent-Type: application/json\r\n"
         head += f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n"
@@ -129,7 +129,7 @@ class Server:
             yield
 
     def stop(self, patience: float = 10.0) -> int:
-        """Ends the process, gently at first. Returns its exit code; a second call does nothing."""
+        """Ends the process, with SIGTERM first. Returns its exit code; may be called twice."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
@@ -150,17 +150,17 @@ def start(
 ) -> Server:
     """Starts ``command model --host 127.0.0.1 --port FREE flags…`` and waits until it is healthy.
 
-    ``home`` becomes the process's home directory, and holds its log: the host keeps a prefix cache
+    ``home`` becomes the process's home directory and contains its log: the host has a prefix cache
     in the user's cache directory, which two tests must not share. ``env`` is added to this
-    process's environment. Without ``ready`` it returns at once (for servers that must not start).
-    ``preloaded``: with the host's libraries imported already, where that is possible.
+    process's environment. Without ``ready``, returns at once (for servers that must not start).
+    ``preloaded``: with the host's libraries already imported, where possible.
     Raises ``DidNotStart``.
     """
     port = free_port()
     home.mkdir(parents=True, exist_ok=True)
     log_path = home / "server.log"
     arguments = [*command, str(model), "--host", "127.0.0.1", "--port", str(port), *flags]
-    began = time.monotonic()
+    started = time.monotonic()
     environment = _environment(home, env or {})
     process: Process
     if preloaded and POSSIBLE:
@@ -179,15 +179,15 @@ def start(
     server = Server(process, url, model, home, log_path, ready_after=0.0)
     if not ready:
         return server
-    _wait_until_healthy(server, began)
-    return Server(process, url, model, home, log_path, time.monotonic() - began)
+    _wait_until_healthy(server, started)
+    return Server(process, url, model, home, log_path, time.monotonic() - started)
 
 
 def _environment(home: Path, extra: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment with everything the host stores moved into ``home``."""
-    here = [] if INSTALLED else [str(REPOSITORY)]  # what is installed must not be shadowed
-    paths = [*here, *filter(None, [os.environ.get("PYTHONPATH")])]
-    own = {
+    """This process's environment, with all directories of the host in ``home``."""
+    source_paths = [] if INSTALLED else [str(REPOSITORY)]  # must not shadow an installed plugin
+    paths = [*source_paths, *filter(None, [os.environ.get("PYTHONPATH")])]
+    isolated = {
         "HOME": str(home),
         "XDG_CACHE_HOME": str(home / ".cache"),
         "XDG_CONFIG_HOME": str(home / ".config"),
@@ -197,11 +197,11 @@ def _environment(home: Path, extra: Mapping[str, str]) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "PYTHONUNBUFFERED": "1",
     }
-    return {**os.environ, **own, **extra}
+    return {**os.environ, **isolated, **extra}
 
 
-def _wait_until_healthy(server: Server, began: float) -> None:
-    while time.monotonic() - began < STARTING:
+def _wait_until_healthy(server: Server, started: float) -> None:
+    while time.monotonic() - started < STARTING:
         if server.process.poll() is not None:
             raise DidNotStart(f"exit code {server.process.returncode}\n{_tail(server)}")
         if _is_healthy(server):
@@ -213,10 +213,10 @@ def _wait_until_healthy(server: Server, began: float) -> None:
 
 def _is_healthy(server: Server) -> bool:
     try:
-        answer = httpx.get(f"{server.base_url}/health", timeout=5.0)
+        response = httpx.get(f"{server.base_url}/health", timeout=5.0)
     except httpx.TransportError:
         return False
-    return answer.status_code == 200 and answer.json().get("model_loaded") is not False
+    return response.status_code == 200 and response.json().get("model_loaded") is not False
 
 
 def _tail(server: Server) -> str:

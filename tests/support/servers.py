@@ -14,7 +14,7 @@ from pathlib import Path
 from mcp.server.mcpserver import Context, MCPServer
 
 BIG = 5 * 2**20
-"""Bytes of what `big` returns."""
+"""Bytes of the result of `big`."""
 
 
 def weather(server: MCPServer) -> None:
@@ -41,17 +41,17 @@ def weather(server: MCPServer) -> None:
 
 
 def slow(server: MCPServer) -> None:
-    """Sleeps; says in a file, if one is named, that it has begun, and when it was cancelled."""
+    """Sleeps, and writes to a file, if one is named, when it starts and when it is cancelled."""
 
     @server.tool()
     async def sleep(seconds: float, note: str = "") -> str:
         """Sleeps."""
-        written = Path(note or os.devnull)
-        written.write_text("begun")
+        note_file = Path(note or os.devnull)
+        note_file.write_text("begun")
         try:
             await asyncio.sleep(seconds)
         except asyncio.CancelledError:
-            written.write_text("cancelled")
+            note_file.write_text("cancelled")
             raise
         return f"slept {seconds}"
 
@@ -131,7 +131,7 @@ def browser(server: MCPServer) -> None:
 
 
 def caller(server: MCPServer) -> None:
-    """Says who asks."""
+    """Returns the credentials of the caller."""
 
     @server.tool()
     def who(context: Context) -> str:
@@ -141,7 +141,8 @@ def caller(server: MCPServer) -> None:
 
 
 KINDS = {
-    each.__name__: each for each in (weather, slow, crash, big, changing, python, browser, caller)
+    register.__name__: register
+    for register in (weather, slow, crash, big, changing, python, browser, caller)
 }
 
 

@@ -1,4 +1,4 @@
-"""A server with the inspector, and what its model says."""
+"""A server with the inspector, and the scripts of its model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ANSWER = (
 )
 REPAIRED = "<|channel|>analysis<|channel|>final<|message|>Twice a channel.<|return|>"
 THOUGHT = f"<|channel|>analysis<|message|>{' .' * 12}<|channel|>final<|message|>Done.<|return|>"
-"""After 9 tokens of reasoning, three that are forced take the place of the last three of it."""
+"""With a budget of 9 tokens of reasoning, three forced tokens replace its last three."""
 MARKUP = "<img src=x onerror=\"document.title='broken'\"><script>document.title='broken'</script>"
 SCRIPTS = (
     Script("Tell me a long story", f"<|channel|>final<|message|>{'so ' * 400}<|return|>", 40),
@@ -54,17 +54,17 @@ class Site:
         document = {"model": MODEL, **body}
         return httpx.post(self.url + path, json=document, headers=headers, timeout=120)
 
-    def say(self, text: str, **more: Any) -> httpx.Response:
+    def send_message(self, text: str, **fields: Any) -> httpx.Response:
         """The response to a message of the user."""
-        return self.post({"messages": [{"role": "user", "content": text}], **more})
+        return self.post({"messages": [{"role": "user", "content": text}], **fields})
 
     @property
-    def recorded(self) -> int:
-        """How many requests the inspector lists."""
+    def request_count(self) -> int:
+        """The number of requests that the inspector lists."""
         headers = {"Authorization": f"Bearer {KEY}"}
-        listed = httpx.get(f"{self.url}/harmony/inspector/requests", headers=headers, timeout=60)
-        return len(listed.json()["requests"])
+        response = httpx.get(f"{self.url}/harmony/inspector/requests", headers=headers, timeout=60)
+        return len(response.json()["requests"])
 
 
-Open = Callable[..., "Page"]
-Picture = Callable[["Page", str], None]
+OpenPage = Callable[..., "Page"]
+TakeScreenshot = Callable[["Page", str], None]

@@ -1,7 +1,7 @@
-"""How many examples are drawn: all of them, or with ``EXAMPLES=few`` a tenth, at least ten.
+"""The number of random examples: all of them, or with ``EXAMPLES=few`` a tenth, at least ten.
 
-Whoever looks at what depends on the version of Python or of a library draws few: what is found with
-many does not depend on them; `ci/leg.py everything` draws all.
+Legs for another version of Python or of a library use few, since failures that need many examples
+do not depend on the version; `ci/leg.py everything` uses all.
 """
 
 from __future__ import annotations
@@ -12,5 +12,5 @@ FEW = os.environ.get("EXAMPLES") == "few"
 
 
 def examples(most: int) -> int:
-    """``most``, or a tenth of it."""
+    """``most``, or a tenth of it with ``EXAMPLES=few``."""
     return max(most // 10, 10) if FEW else most

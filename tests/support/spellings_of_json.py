@@ -1,4 +1,4 @@
-"""The same JSON value in other words: another order of keys, white space, escapes, numbers."""
+"""Other spellings of a JSON value: order of keys, white space, escapes, numbers."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ SPACES = ("", "", "", " ", "\n", "\n    ", "\t", " \r\n ", "\n\n")
 
 
 def respelled(value: Any, chance: random.Random) -> str:
-    """``value`` as JSON, in a way that nobody writes it. A JSON parser reads the same."""
-    text = chance.choice(SPACES) + _written(value, chance) + chance.choice(SPACES)
+    """``value`` as JSON in an unusual spelling that a JSON parser reads as the same value."""
+    text = chance.choice(SPACES) + _spell(value, chance) + chance.choice(SPACES)
     assert json.loads(text) == value, text
     return text
 
 
-def _written(value: Any, chance: random.Random) -> str:
+def _spell(value: Any, chance: random.Random) -> str:
     def space() -> str:
         return chance.choice(SPACES)
 
     if isinstance(value, dict):
         members = [
-            f"{space()}{_string(name, chance)}{space()}:{space()}{_written(one, chance)}{space()}"
-            for name, one in value.items()
+            f"{space()}{_string(name, chance)}{space()}:{space()}{_spell(member, chance)}{space()}"
+            for name, member in value.items()
         ]
         chance.shuffle(members)
         return "{" + (",".join(members) or space()) + "}"
     if isinstance(value, list):
-        items = (f"{space()}{_written(one, chance)}{space()}" for one in value)
+        items = (f"{space()}{_spell(member, chance)}{space()}" for member in value)
         return "[" + (",".join(items) or space()) + "]"
     if isinstance(value, str):
         return _string(value, chance)
@@ -38,17 +38,21 @@ def _written(value: Any, chance: random.Random) -> str:
 
 
 def _string(text: str, chance: random.Random) -> str:
-    return '"' + "".join(_character(one, chance) for one in text) + '"'
+    return '"' + "".join(_character(character, chance) for character in text) + '"'
 
 
-def _character(one: str, chance: random.Random) -> str:
-    plain = json.dumps(one, ensure_ascii=False)[1:-1]
+def _character(character: str, chance: random.Random) -> str:
+    plain = json.dumps(character, ensure_ascii=False)[1:-1]
     escaped = "".join(
-        f"\\u{part}" for part in one.encode("utf-16-be", "surrogatepass").hex(" ", -2).split()
+        f"\\u{part}" for part in character.encode("utf-16-be", "surrogatepass").hex(" ", -2).split()
     )
-    if "\ud800" <= one < "\ue000":
+    if "\ud800" <= character < "\ue000":
         return escaped
-    others = [escaped, escaped.upper().replace("\\U", "\\u"), *(["\\/"] if one == "/" else [])]
+    others = [
+        escaped,
+        escaped.upper().replace("\\U", "\\u"),
+        *(["\\/"] if character == "/" else []),
+    ]
     return plain if chance.random() < 0.8 else chance.choice(others)
 
 

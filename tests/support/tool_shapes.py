@@ -1,8 +1,8 @@
-"""What agents' tools and typed answers take, and how different libraries write it as JSON Schema.
+"""Parameters of agents' tools and typed answers, as different libraries write JSON Schema.
 
-A shape says it once: of a name with ``?`` at its end a property is optional, a list is an array, a
-mapping an object. Each is written in the dialects of what usually makes schemas, with values that
-fit and values that do not quite.
+A shape describes values once: a mapping is an object whose properties with a ``?`` are optional,
+and a list is an array. Shapes are written in the dialects of common schema generators, with values
+that fit and values that almost fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Schema: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True)
 class Of:
-    """A scalar with keywords of its own, and an example or two."""
+    """A scalar with a schema of its own, and examples."""
 
     schema: Mapping[str, Any]
     examples: tuple[Any, ...]
@@ -36,7 +36,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Map:
-    """Any names, or those that are listed."""
+    """An object with any names, or with the listed ones."""
 
     of: Shape
     names: tuple[str, ...] = ()
@@ -44,7 +44,7 @@ class Map:
 
 @dataclass(frozen=True)
 class Pair:
-    """An array of two, of which the last may be missing."""
+    """An array of two items, of which the last may be missing."""
 
     of: tuple[Shape, Shape]
 
@@ -60,7 +60,7 @@ class Many:
 
 @dataclass(frozen=True)
 class Named:
-    """A shape with a name, that others, and itself, refer to."""
+    """A reference to a named shape, also from itself."""
 
     name: str
 
@@ -79,11 +79,11 @@ UUID = Of({"type": "string", "format": "uuid"}, ("123e4567-e89b-42d3-a456-426614
 def whole(least: int | None = None, most: int | None = None) -> Of:
     limits = {"minimum": least, "maximum": most}
     limits = {keyword: value for keyword, value in limits.items() if value is not None}
-    examples = [one for one in (least, most, 7) if one is not None]
+    examples = [bound for bound in (least, most, 7) if bound is not None]
     if least is not None:
-        examples = [one for one in examples if one >= least]
+        examples = [bound for bound in examples if bound >= least]
     if most is not None:
-        examples = [one for one in examples if one <= most]
+        examples = [bound for bound in examples if bound <= most]
     return Of({"type": "integer", **limits}, (*examples,))
 
 
@@ -265,19 +265,19 @@ NAMED: Mapping[str, Shape] = {
 
 @dataclass(frozen=True)
 class Dialect:
-    """How a library, or a person, writes schemas."""
+    """How a library or a person writes schemas."""
 
     name: str
     all_required: bool = False
-    """What is optional may be null instead."""
+    """Optional properties are required, but may be null."""
     closed: bool = True
     """No other properties."""
     referred: bool = False
-    """Objects stand among the definitions."""
+    """Objects are definitions, and referred to."""
     titled: bool = False
     definitions: str = "$defs"
     union: str = "anyOf"
-    """The keyword of objects that a property of theirs tells apart."""
+    """The keyword of a discriminated union."""
     root: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -302,10 +302,10 @@ class _Writer:
         self._definitions: dict[str, Schema] = {}
 
     def root(self, shape: Shape) -> Schema:
-        written = self._object(shape)
+        schema = self._object(shape)
         if self._definitions:
-            written[self._dialect.definitions] = self._definitions
-        return {**self._dialect.root, **written}
+            schema[self._dialect.definitions] = self._definitions
+        return {**self._dialect.root, **schema}
 
     def _of(self, shape: Shape) -> Schema:
         out: Schema
@@ -322,48 +322,52 @@ class _Writer:
             out = self._of(Many(shape[0]))
         elif isinstance(shape, Many):
             bounds = {"minItems": shape.least or None, "maxItems": shape.most}
-            given = {key: bound for key, bound in bounds.items() if bound is not None}
-            out = {"type": "array", "items": self._of(shape.of), **given}
+            limits = {key: bound for key, bound in bounds.items() if bound is not None}
+            out = {"type": "array", "items": self._of(shape.of), **limits}
         elif isinstance(shape, Named):
-            out = self._referred(shape.name, lambda: self._of(NAMED[shape.name]))
+            out = self._reference(shape.name, lambda: self._of(NAMED[shape.name]))
         elif self._dialect.referred:
             name = f"Object{crc32(repr(shape).encode())}"
-            out = self._referred(name, lambda: self._object(shape))
+            out = self._reference(name, lambda: self._object(shape))
         else:
             out = self._object(shape)
         return out
 
-    def _referred(self, name: str, write: Callable[[], Schema]) -> Schema:
+    def _reference(self, name: str, write: Callable[[], Schema]) -> Schema:
         if name not in self._definitions:
             self._definitions[name] = {}
             self._definitions[name].update(write())
         return {"$ref": f"#/{self._dialect.definitions}/{name}"}
 
     def _names(self, names: Sequence[str]) -> Schema:
-        listed: Schema = {"type": "string", "enum": [*names]}
+        enum_schema: Schema = {"type": "string", "enum": [*names]}
         if not self._dialect.referred:
-            return listed
-        return self._referred(f"Names_{'_'.join(names)}", lambda: listed)
+            return enum_schema
+        return self._reference(f"Names_{'_'.join(names)}", lambda: enum_schema)
 
     def _union(self, options: Sequence[Shape]) -> Schema:
-        written = [self._of(one) for one in options]
-        if self._dialect.name == "by hand" and all(one.keys() == {"type"} for one in written):
-            types = [[each] if isinstance(each := one["type"], str) else each for one in written]
+        schemas = [self._of(option) for option in options]
+        if self._dialect.name == "by hand" and all(schema.keys() == {"type"} for schema in schemas):
+            types = [
+                [kind] if isinstance(kind := schema["type"], str) else kind for schema in schemas
+            ]
             return {"type": [*dict.fromkeys(chain.from_iterable(types))]}
-        told_apart = all(isinstance(one, dict) and {"kind", "type"} & {*one} for one in options)
-        return {self._dialect.union if told_apart else "anyOf": written}
+        is_discriminated = all(
+            isinstance(option, dict) and {"kind", "type"} & {*option} for option in options
+        )
+        return {self._dialect.union if is_discriminated else "anyOf": schemas}
 
     def _object(self, shape: Mapping[str, Shape]) -> Schema:
         properties, required = {}, []
-        for key, one in shape.items():
+        for key, inner in shape.items():
             name, optional = key.removesuffix("?"), key.endswith("?")
             nullable = optional and (self._dialect.all_required or self._dialect.titled)
-            written = self._union((one, NULL)) if nullable else self._of(one)
+            schema = self._union((inner, NULL)) if nullable else self._of(inner)
             if self._dialect.titled:
-                written = {"title": name.title(), **written}
+                schema = {"title": name.title(), **schema}
                 if optional:
-                    written["default"] = None
-            properties[name] = written
+                    schema["default"] = None
+            properties[name] = schema
             if not optional or self._dialect.all_required:
                 required.append(name)
         out: Schema = {"type": "object", "properties": properties}
@@ -376,10 +380,10 @@ class _Writer:
 
 
 def fitting(shape: Shape, dialect: Dialect, chance: random.Random, depth: int = 0) -> Any:  # noqa: C901 - a case for each shape
-    """A value that ``shape`` has."""
+    """A random value of ``shape``."""
 
-    def inner(one: Shape) -> Any:
-        return fitting(one, dialect, chance, depth + 1)
+    def inner(inner_shape: Shape) -> Any:
+        return fitting(inner_shape, dialect, chance, depth + 1)
 
     value: Any
     if isinstance(shape, Of):
@@ -387,7 +391,7 @@ def fitting(shape: Shape, dialect: Dialect, chance: random.Random, depth: int = 
     elif isinstance(shape, Named):
         value = inner(NAMED[shape.name])
     elif isinstance(shape, Choice):
-        flat = [one for one in shape.of if "Named" not in repr(one)]
+        flat = [inner_shape for inner_shape in shape.of if "Named" not in repr(inner_shape)]
         value = inner(chance.choice(flat if flat and depth > 2 else shape.of))
     elif isinstance(shape, Map):
         names = shape.names or ("", "Content-Type", "größe")
@@ -401,17 +405,19 @@ def fitting(shape: Shape, dialect: Dialect, chance: random.Random, depth: int = 
         value = [inner(shape.of) for _ in range(chance.randint(shape.least, most))]
     else:
         value = {}
-        for key, one in shape.items():
-            name, given = key.removesuffix("?"), not key.endswith("?") or chance.random() < 0.5
-            if given and not (depth > 4 and "Named" in repr(one) and key.endswith("?")):
-                value[name] = inner(one)
+        for key, inner_shape in shape.items():
+            name, is_present = key.removesuffix("?"), not key.endswith("?") or chance.random() < 0.5
+            if is_present and not (
+                depth > 4 and "Named" in repr(inner_shape) and key.endswith("?")
+            ):
+                value[name] = inner(inner_shape)
             elif dialect.all_required:
                 value[name] = None
     return value
 
 
 def drawn(chance: random.Random, depth: int = 0) -> Shape:
-    """A shape of any kind, with others in it."""
+    """A random shape, with others in it."""
 
     def inner() -> Shape:
         return drawn(chance, depth + 1)
@@ -433,17 +439,17 @@ def drawn(chance: random.Random, depth: int = 0) -> Shape:
 
 
 def changed(value: Any) -> Iterator[Any]:
-    """``value`` with one thing changed, in every place: whether it still fits is another matter."""
+    """Variants of ``value`` with one change each, in every place. Some still fit."""
     if isinstance(value, dict):
         yield {**value, "zz": 1}
-        for key, one in value.items():
+        for key, inner in value.items():
             yield {name: other for name, other in value.items() if name != key}
-            yield from ({**value, key: other} for other in changed(one))
+            yield from ({**value, key: other} for other in changed(inner))
     elif isinstance(value, list):
         yield [*value, *(value or [[]])]
         yield value[1:]
-        for at, one in enumerate(value):
-            yield from ([*value[:at], other, *value[at + 1 :]] for other in changed(one))
+        for index, inner in enumerate(value):
+            yield from ([*value[:index], other, *value[index + 1 :]] for other in changed(inner))
     elif isinstance(value, str):
         yield from (7, value + "z", f'{value}\t"', None)
     else:

@@ -22,7 +22,7 @@ HTML = "text/html; charset=utf-8"
 
 @dataclass
 class Site:
-    """Answers to GET requests, by path: a status, headers, and a body or what writes it."""
+    """Responses to GET requests by path: a status, headers, and a body or a function writing it."""
 
     pages: dict[str, tuple[int, dict[str, str], bytes | Callable[[Any], None]]] = field(
         default_factory=dict
@@ -50,8 +50,8 @@ class Site:
         return f"{self.url}{path}"
 
     def search(self, *results: tuple[str, str, str]) -> None:
-        """What the search engine finds: titles, URLs and extracts, in SearXNG's format."""
-        found = [
+        """Sets the search results (titles, URLs, extracts) in SearXNG's format."""
+        entries = [
             {
                 "url": url,
                 "title": title,
@@ -68,7 +68,7 @@ class Site:
         document = {
             "query": "x",
             "number_of_results": 0,
-            "results": found,
+            "results": entries,
             "answers": [],
             "corrections": [],
             "infoboxes": [],
@@ -79,7 +79,7 @@ class Site:
 
     def queries(self) -> list[str]:
         searches = (urlsplit(path) for path, _ in self.asked)
-        return [parse_qs(each.query)["q"][0] for each in searches if each.path == "/search"]
+        return [parse_qs(url.query)["q"][0] for url in searches if url.path == "/search"]
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def serving(*, host: str = "127.0.0.1") -> Iterator[Site]:
                 site.at_once -= 1
 
         def log_message(self, *_: object) -> None:
-            """Tests look at what was asked."""
+            """Prints nothing; tests read ``asked``."""
 
     server = ThreadingHTTPServer((host, 0), Handler)
     server.daemon_threads = True
@@ -131,7 +131,7 @@ def browser(site: Site, *, intranet: bool = True) -> Browser:
 
 
 def slowly(write: Any) -> None:
-    """A page that never ends, and arrives in drops."""
+    """A page that arrives slowly and takes a minute."""
     for _ in range(600):
         write.write(b"<p>drop</p>")
         write.flush()

@@ -147,7 +147,7 @@ def front_end(host: Host) -> Addition:
 
     def add(application: FastAPI) -> Undo:
         stack, present = application.middleware_stack, application.router.routes
-        install(application, host, traces.observe())
+        install(application, host, traces.factories())
         admission = server.middleware(ServerSettings.read())
         application.user_middleware[:0] = admission
         application.middleware_stack = None  # the next request builds it again

@@ -30,8 +30,8 @@ def install(app: Starlette, status: Status) -> Callable[[], None]:
     log = Log()
     routes = Pages(log, status).routes
     failures = Middleware(Failures, log=log)
-    observe = installed_in(app).observe
-    observe.append(log.observe)
+    factories = installed_in(app).observer_factories
+    factories.append(log.observe)
     app.router.routes.extend(routes)
     app.user_middleware.insert(0, failures)
     app.middleware_stack = None  # the next request builds it again
@@ -41,6 +41,6 @@ def install(app: Starlette, status: Status) -> Callable[[], None]:
         app.user_middleware.remove(failures)
         for route in routes:
             app.router.routes.remove(route)
-        observe.remove(log.observe)
+        factories.remove(log.observe)
 
     return undo

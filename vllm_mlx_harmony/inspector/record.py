@@ -21,7 +21,7 @@ from vllm_mlx_harmony.engine_api.engine import Origin, Step
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.endpoint import failure_of
-from vllm_mlx_harmony.server.observer import Observed
+from vllm_mlx_harmony.server.observer import ObservedRequest
 
 MAX_RECORDS = 200
 """Requests in the log."""
@@ -53,7 +53,7 @@ class Record:
     ``dropped`` counts the events that are left out.
     """
 
-    def __init__(self, log: Log, observed: Observed) -> None:
+    def __init__(self, log: Log, observed: ObservedRequest) -> None:
         self.observed = replace(observed, document=Document(None))
         self.id = observed.id_seed
         self.began = time.time()
@@ -211,7 +211,7 @@ class Record:
             self.results.append((known, len(after)))
 
 
-def _without_secrets(observed: Observed) -> bytes | None:
+def _without_secrets(observed: ObservedRequest) -> bytes | None:
     """The body of the request; ``None`` if it is too long."""
     document, raw = observed.document.value, observed.document.raw
     if len(raw) > MAX_BODY:
@@ -253,7 +253,7 @@ class Log:
         self._records: dict[str, Record] = {}
         self._minutes: dict[float, int] = {}
 
-    def observe(self, observed: Observed) -> Record:
+    def observe(self, observed: ObservedRequest) -> Record:
         record = self._records[observed.id_seed] = Record(self, observed)
         self.changed(record)
         self._trim()

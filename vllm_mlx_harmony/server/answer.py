@@ -294,7 +294,7 @@ class Answer:
             async with aclosing(self._deltas) as groups:
                 if self._state is State.WAITING:
                     await self._generate(groups)
-        except asyncio.CancelledError:  # not by `_stop`: the engine was shut down
+        except asyncio.CancelledError:  # by `_stop`, which knows; or at shutdown
             failure = OutputError("the engine was stopped")
         except Exception as error:  # noqa: BLE001 - the reader gets every error
             failure = error
@@ -324,7 +324,7 @@ class Answer:
             if failure := self._answers.rejection():
                 raise failure
             if not deadline.left:
-                raise deadline.passed()
+                raise deadline.timeout_error()
             async for group in groups:
                 if self._state not in _TAKING:  # an engine may suppress the cancellation
                     return

@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED
 
-SHUTTING_DOWN = "shutting_down"
+SHUTTING_DOWN = "shutdown_error"
 
 
 class AnswerKey(NamedTuple):
@@ -59,7 +59,7 @@ class Answers:
         self._being_read.discard(reader)
 
     @contextmanager
-    def delays_shutdown(self) -> Iterator[None]:
+    def delay_shutdown(self) -> Iterator[None]:
         """Within the block, a shutdown waits, as it does for an answer that is being read."""
         reader = object()
         self.begin_reading(reader)
@@ -105,9 +105,9 @@ class Answers:
 
     def rejection(self) -> HostError | None:
         """The failure of new answers during a shutdown; otherwise ``None``."""
-        return shutting_down() if self._rejecting else None
+        return shutdown_error() if self._rejecting else None
 
 
-def shutting_down() -> HostError:
+def shutdown_error() -> HostError:
     """A new error each time, as raising one adds to its traceback."""
     return HostError("the server is shutting down", code=SHUTTING_DOWN)

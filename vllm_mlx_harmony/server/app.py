@@ -18,14 +18,14 @@ from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.validation import RequestModel, validate
 from vllm_mlx_harmony.server import chat, decisions, ids, messages, models, ollama, tokens, traces
 from vllm_mlx_harmony.server.answers import AnswerKey
-from vllm_mlx_harmony.server.body import read as read_body
+from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, guarded
 from vllm_mlx_harmony.server.front_end import front_end_of, host_of, install
 from vllm_mlx_harmony.server.host import Host, tenant_of
 from vllm_mlx_harmony.server.middleware import Admission, error_at
 from vllm_mlx_harmony.server.responses import conversations
 from vllm_mlx_harmony.server.responses import routes as responses
-from vllm_mlx_harmony.server.responses.websocket import converse
+from vllm_mlx_harmony.server.responses.websocket import serve_socket
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.storage.sharing import Sharing
 from vllm_mlx_harmony.tasks import in_thread
@@ -50,7 +50,7 @@ async def control(request: Request) -> Response:
     answer in any API.
     """
     front_end = front_end_of(request)
-    _, document = await read_body(request, front_end.settings)
+    _, document = await read_document(request, front_end.settings)
     body = await in_thread(validate, ControlBody, document.value)
     match = _ANSWER_ID.fullmatch(body.id)
     ended = None
@@ -80,8 +80,12 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     if background is not None and cancelled:
         await background.cancel()
     elif (match := _ANSWER_ID.fullmatch(request_id)) is not None:
-        key = AnswerKey(match["seed"], tenant)
-        cancelled = front_end.answers.cancel(key) or await front_end.sharing.cancel(key)
+        answer = AnswerKey(match["seed"], tenant)
+        cancelled = (
+            front_end.answers.cancel(answer)
+            or await front_end.responses.cancel_elsewhere(AnswerKey(request_id, tenant))
+            or await front_end.sharing.cancel(answer)
+        )
     if not cancelled:
         try:
             return await host_of(request).forward(request)
@@ -132,7 +136,7 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     ),
 )
 
-SOCKETS = (WebSocketRoute("/v1/responses", converse),)
+SOCKETS = (WebSocketRoute("/v1/responses", serve_socket),)
 """WebSocket endpoints, which check the API key themselves."""
 
 
@@ -151,7 +155,7 @@ def application(host: Host, sharing: Sharing | None = None) -> Starlette:
         exception_handlers={404: _unknown_path},
     )
     app.router.redirect_slashes = False
-    install(app, host, traces.observe(), sharing)
+    install(app, host, traces.factories(), sharing)
     return app
 
 

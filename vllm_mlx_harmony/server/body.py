@@ -27,7 +27,7 @@ from vllm_mlx_harmony.tasks import in_thread
 
 MAX_BODY_VARIABLE = variable("max_body")
 MAX_VALUES_VARIABLE = variable("max_values")
-"""The other limits below are proportional to ``ServerSettings.max_values``, which it sets."""
+"""Sets ``ServerSettings.max_values``, to which the limits per value below are proportional."""
 
 UPLOAD_SECONDS = 300
 """Maximum seconds until the body of a request has arrived: until then, it takes up memory."""
@@ -69,14 +69,14 @@ class Document:
     raw: bytes = b""
 
 
-async def read(
+async def read_document(
     request: Request, settings: ServerSettings, more_values: int = 0
 ) -> tuple[Request, Document]:
     """The document in the body of ``request``, and the request from which it was read.
 
     Raises ``RequestError``: 413 above the limits, immediately for a ``Content-Length`` above that
     of a body, 408 if the body takes too long, 415 for an encoding other than gzip, and 400 for
-    invalid gzip or JSON. ``more_values`` as in ``parse``.
+    invalid gzip or JSON. ``more_values`` as in ``parse_json``.
     """
     declared, limit = request.headers.get("content-length", ""), settings.max_body
     # int() is quadratic, and 18 digits exceed any limit.
@@ -112,7 +112,7 @@ async def read(
     except TimeoutError as error:
         problem = f"the request body was not received within {UPLOAD_SECONDS} seconds"
         raise RequestError(problem, status=408, code="request_timeout") from error
-    return bounded, await parse(received, settings, more_values)
+    return bounded, await parse_json(received, settings, more_values)
 
 
 _COMPRESSED = (b"content-encoding", b"content-length")
@@ -155,7 +155,7 @@ def too_large(limit: int) -> RequestError:
     return RequestError(problem, status=413, code="request_too_large")
 
 
-async def parse(body: bytes, settings: ServerSettings, more_values: int = 0) -> Document:
+async def parse_json(body: bytes, settings: ServerSettings, more_values: int = 0) -> Document:
     """The document in ``body``. Raises ``RequestError`` for invalid JSON and above the limits.
 
     ``more_values`` is added to the number of JSON values that a body may have.

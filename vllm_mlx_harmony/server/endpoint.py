@@ -25,8 +25,10 @@ from vllm_mlx_harmony.core.errors import (
     OutputError,
     RequestError,
 )
+from vllm_mlx_harmony.protocols.events import encode_in_chunks
 from vllm_mlx_harmony.protocols.openai_answer import error_body
 from vllm_mlx_harmony.server.host import Host
+from vllm_mlx_harmony.tasks import in_thread
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,12 @@ def error_response(body: Callable[[HarmonyFailure], dict[str, Any]], error: Exce
     if failure.status == HTTPStatus.REQUEST_ENTITY_TOO_LARGE:
         headers["Connection"] = "close"  # the rest of the body is not read
     return JSONResponse(body(failure), status_code=failure.status, headers=headers)
+
+
+async def json_in_thread(make: Callable[..., object], *arguments: Any) -> Response:
+    """The document that ``make`` returns, which may be long: it is made and encoded in a thread."""
+    text = await in_thread(lambda: encode_in_chunks(make(*arguments)))
+    return Response(text, media_type=JSONResponse.media_type)
 
 
 openai_error = partial(error_response, error_body)

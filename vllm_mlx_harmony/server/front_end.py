@@ -19,7 +19,7 @@ from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.encryption import ServerCipher, key_of_secret, own_key
 from vllm_mlx_harmony.server.host import Host
 from vllm_mlx_harmony.server.model_names import ModelNames
-from vllm_mlx_harmony.server.observer import Observe
+from vllm_mlx_harmony.server.observer import ObserverFactory
 from vllm_mlx_harmony.server.peers.connection import Connection, connect
 from vllm_mlx_harmony.server.peers.sharing import RedisSharing
 from vllm_mlx_harmony.server.settings import Enforcement, ServerSettings
@@ -42,7 +42,7 @@ def open_sharing(settings: ServerSettings, connection: Connection | None) -> Sha
 class FrontEnd:
     """The front end of an application.
 
-    ``observe`` has the functions that make the observers of each answer; others may be added.
+    ``observer_factories`` make the observers of each answer; others may be added.
     """
 
     def __init__(
@@ -50,13 +50,13 @@ class FrontEnd:
         host: Host,
         settings: ServerSettings,
         sharing: Sharing,
-        observe: Iterable[Observe] = (),
+        observer_factories: Iterable[ObserverFactory] = (),
     ) -> None:
         self.host = host
         self.settings = settings
         self.sharing = sharing
         self.enforcement = Enforcement.of(self.settings)
-        self.observe = [*observe]
+        self.observer_factories = [*observer_factories]
         self.answers = Answers()
         self.responses = Responses(sharing)
         self._key: bytes | None = None
@@ -102,7 +102,10 @@ class Caller:
 
 
 def install(
-    app: Starlette, host: Host, observe: Iterable[Observe] = (), sharing: Sharing | None = None
+    app: Starlette,
+    host: Host,
+    observer_factories: Iterable[ObserverFactory] = (),
+    sharing: Sharing | None = None,
 ) -> None:
     """Makes a front end available to all requests to ``app``, with the settings in the environment.
 
@@ -111,7 +114,7 @@ def install(
     settings = ServerSettings.read()
     if sharing is None:
         sharing = open_sharing(settings, connect(settings))
-    app.state.vllm_mlx_harmony = FrontEnd(host, settings, sharing, observe)
+    app.state.vllm_mlx_harmony = FrontEnd(host, settings, sharing, observer_factories)
 
 
 def uninstall(app: Starlette) -> None:

@@ -169,7 +169,7 @@ async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> De
     iterator cancels the tool, or frees the engine. Raises what the engine raises: ``HostError``
     and ``OutputError``.
     """
-    context, tools, progress = job.context, job.tools, _Progress()
+    context, tools, progress = job.context, job.tools, _TurnState()
     settings, constraint = job.settings, job.constraint
     length = job.lease.engine.context_length
     ended: EndReason = "stop"
@@ -217,7 +217,7 @@ async def prewritten(job: Job, observers: Sequence[Observer]) -> Deltas:
         observer.step(Step(ids, "stop"))
     yield job.context.start(0)
     yield job.context.append_output(ids)
-    yield await _finish(job, "stop", _Progress())
+    yield await _finish(job, "stop", _TurnState())
 
 
 def _next_calls(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[ServerCall]:
@@ -231,7 +231,7 @@ def _next_calls(context: Context, tools: TurnTools, history: list[ServerCall]) -
         del history[: len(due)]
         return due
     call = context.server_call
-    return [] if call is None or tools.over or tools.needs_approval(call) else [call]
+    return [] if call is None or tools.keeps_calling or tools.needs_approval(call) else [call]
 
 
 async def _run_tools(
@@ -259,7 +259,7 @@ async def _run_tools(
         yield [*closed, finished]
 
 
-async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta]:
+async def _finish(job: Job, ended: EndReason, progress: _TurnState) -> list[Delta]:
     """Stores the generated turn, and returns the last deltas."""
     if ended == "stop" and progress.finish is not None:
         ended = progress.finish
@@ -288,7 +288,7 @@ async def _finish(job: Job, ended: EndReason, progress: _Progress) -> list[Delta
 
 
 @dataclass(slots=True)
-class _Progress:
+class _TurnState:
     """The state of the turn. ``generated`` and ``finish`` are those of the last output.
 
     ``cached_tokens`` is for the prompt of the first. ``started``: ``Started`` has been sent.
@@ -315,7 +315,7 @@ async def _output(
     tracker: Tracker,
     settings: GenerationSettings,
     constraint: Constraint | None,
-    progress: _Progress,
+    progress: _TurnState,
     *,
     observers: Sequence[Observer],
 ) -> Deltas:

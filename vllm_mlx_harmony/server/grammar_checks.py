@@ -49,7 +49,8 @@ ANSWER_TIMEOUT = 20.0
 
 WIDTH = 2
 NICE = 10
-CACHE_BYTES = 4 * 2**20
+CACHE_BYTES, ENTRY_BYTES = 4 * 2**20, 400
+"""Bytes of all verdicts, and of one without its text."""
 
 LIMIT_EXCEEDED = "it takes too much time, memory or depth to compile"
 
@@ -84,7 +85,7 @@ class GrammarCheck:
             with self._pool.checking.place(self._tenant, self._until):
                 verdict = verdicts.get(key)  # another request may have tried it meanwhile
                 verdict = verdict or self._pool.trial(text, begun)
-            verdicts.put(key, verdict, 400 + len(verdict[0]))
+            verdicts.put(key, verdict, ENTRY_BYTES + len(verdict[0]))
         return verdict
 
     def writing(self) -> AbstractContextManager[None]:
@@ -105,7 +106,10 @@ class WorkerPool:
         ``CheckUnavailable``."""
         limits = {"limits": LIMITS, "cpu_seconds": CPU_SECONDS, "seconds": MAX_ELAPSED}
         try:
-            worker = self.idle.pop() if self.idle else _Worker()
+            try:
+                worker = self.idle.pop()
+            except IndexError:  # another thread may have taken the last one
+                worker = _Worker()
             answer = worker.answer({"text": text, "begun": begun, **limits})
         except OSError as error:
             logger.error("strict schemas and syntaxes cannot be checked: %s", error)
@@ -190,9 +194,9 @@ class _Places:
                 if not self._changed.wait_for(is_next, left):
                     raise CheckUnavailable("timed out waiting for the checker")
                 self.taken.add(tenant)
+                self.waiting.sort(key=lambda entry: entry[0] == tenant)
             finally:
                 self.waiting.remove(ticket)
-                self.waiting.sort(key=lambda entry: entry[0] == tenant)
                 self._changed.notify_all()
         try:
             yield

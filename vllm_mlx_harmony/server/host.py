@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
@@ -37,8 +37,6 @@ from vllm_mlx_harmony.engine_api.engine import Engine
 if TYPE_CHECKING:
     from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
-T = TypeVar("T")
-
 TIMED_OUT = 504
 
 
@@ -54,7 +52,7 @@ class Deadline:
         """Never negative."""
         return max(0.0, self.at - time.monotonic())
 
-    def passed(self) -> HostError:
+    def timeout_error(self) -> HostError:
         """The error of a request that has no time left."""
         problem = f"Request timed out after {self.total:.1f} seconds"
         return HostError(problem, status=TIMED_OUT, code="timeout")

@@ -2,7 +2,7 @@
 
 Disabled unless ``VLLM_MLX_HARMONY_ID_ENDPOINT=1`` (``vllm-mlx-harmony serve --id-endpoint``): its
 clients can send the model any ids, control tokens included, and are trusted to name tenants. The
-server's API key and limits apply as everywhere.
+server's API key and rate limit apply as everywhere.
 
 POST takes a JSON object: ``prompt`` (ids), ``settings`` (`engine_api.engine.GenerationSettings`),
 ``model``, ``tenant`` (cached prompts are reused within a tenant only), ``grammar`` (text for
@@ -11,9 +11,9 @@ server-sent events ``{"ids": […], "finish": null | "stop" | "length", "cached_
 before the first id have no ids but ``prompt_progress`` (as llama.cpp's), at most twice a second. An
 event with ``error`` ends a stream that failed. With ``settings.origins``, events have ``origins``:
 the ``Origin`` of each id, as a letter; with ``settings.top_logprobs``, they have ``logprobs``:
-``{"logprob": x, "top": [[id, x], …]}`` for each id. Once ids were tried before they were known,
-events have ``accepted`` and ``rejected``, so far (``Step``). GET returns the version of this
-interface, and the names of the ``settings`` that this server takes.
+``{"logprob": x, "top": [[id, x], …]}`` for each id. With drafts (docs/speed.md),
+events have ``accepted`` and ``rejected``: how many draft ids so far. GET returns the version of
+this interface, and the names of the ``settings`` that this server takes.
 """
 
 from __future__ import annotations
@@ -184,7 +184,7 @@ def _read(body: object, defaults: Defaults, caller: Caller) -> IdRequest:
 
 
 API = Api("ids", _read, more_values=2 * CONTEXT_TOKENS)
-"""A prompt and a prediction have so many ids besides the other values of a body."""
+"""As many JSON values as a prompt and a prediction can have ids, besides the usual limit."""
 
 
 async def generate_from_ids(request: Request) -> Response:
@@ -213,7 +213,7 @@ async def _generate(received: Received) -> Response:
     settings = limited_to_context(
         parsed.settings.resolved(), len(prompt), lease.engine.context_length
     )
-    if received.front_end.observe:
+    if received.front_end.observer_factories:
         settings = replace(settings, origins=True)
     check_logprobs(lease, settings, "settings.top_logprobs")
     context: Any = IdContext(prompt)  # its emitter takes ids for deltas

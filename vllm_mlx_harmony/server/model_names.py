@@ -43,8 +43,9 @@ def check_length(name: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The names of the only ``model``, ``None`` if there are several: its own and those that are
-    ``configured``, which may be patterns; ``None``: the common ones."""
+    """The names that requests may use for ``model``: its own, and the ``configured`` ones, which
+    may be patterns (``None``: `common_names`). ``model`` is ``None`` if the server has several;
+    then there are no aliases."""
 
     model: str | None
     configured: tuple[str, ...] | None

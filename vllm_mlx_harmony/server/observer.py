@@ -1,8 +1,8 @@
 """``Observer``: what sees an answer from its prompt to its end, without taking part in it.
 
-An application has functions that make observers of its answers (``FrontEnd.observe``): that of the
-inspector, and `server.traces` if traces are recorded. Their errors are logged, and do not reach the
-client.
+An application has functions that make observers of its answers (``FrontEnd.observer_factories``):
+that of the inspector, and `server.traces` if traces are recorded. Their errors are logged, and do
+not reach the client.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class ObservedRequest:
     """A request whose prompt is rendered.
 
     ``owner`` is the tenant of its API key, and ``tenant`` that of its lease. The two differ if a
@@ -52,7 +52,8 @@ class Observer(Protocol):
     """Called on the event loop, several times for each token, so its methods must be fast."""
 
     def prompt(self, ids: tuple[int, ...], constraint: Constraint | None) -> None:
-        """An output begins. That of a later one continues ``ids`` with the results of tools."""
+        """An output begins. ``ids`` is its prompt, which includes earlier outputs of the answer and
+        the results of their tools."""
 
     def step(self, step: Step) -> None:
         """The engine has reported its progress, or generated ids."""
@@ -70,16 +71,18 @@ class Observer(Protocol):
         """The answer has ended, as in ``Tracker.finish``."""
 
 
-Observe: TypeAlias = Callable[[Observed], Observer]
+ObserverFactory: TypeAlias = Callable[[ObservedRequest], Observer]
 
 
 _METHODS = ("prompt", "step", "tool", "events", "whole", "ended")
 
 
-def observers_of(observed: Observed, observe: Iterable[Observe]) -> tuple[Observer, ...]:
+def make_observers(
+    observed: ObservedRequest, factories: Iterable[ObserverFactory]
+) -> tuple[Observer, ...]:
     """The observers of an answer, whose errors are logged. One that cannot be made is left out."""
     made: list[Any] = []
-    for make in observe:
+    for make in factories:
         try:
             observer = make(observed)
             methods = {name: partial(_call, getattr(observer, name)) for name in _METHODS}

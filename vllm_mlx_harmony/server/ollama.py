@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import ollama
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server import models
-from vllm_mlx_harmony.server.body import read as read_body
+from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.endpoint import Endpoint, error_response
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.host import Context
@@ -60,7 +60,7 @@ GENERATE = Api(
 
 
 async def _answer(received: Received) -> Response:
-    """The answer; to a request without a prompt, that the model is loaded: it has a lease."""
+    """Generates. A request without a prompt only loads the model, which holding the lease does."""
     document = received.document.value
     if not ollama.loads_only(document):
         return await generate(received)
@@ -98,7 +98,7 @@ async def list_running(request: Request) -> Response:
 async def show_model(request: Request) -> Response:
     """``POST /api/show``."""
     front_end = front_end_of(request)
-    request, document = await read_body(request, front_end.settings)
+    request, document = await read_document(request, front_end.settings)
     name = ollama.model_in(document.value)
     return JSONResponse(ollama.shown(await models.entry(front_end, name)))
 

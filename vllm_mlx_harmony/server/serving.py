@@ -39,14 +39,18 @@ from vllm_mlx_harmony.protocols.events import encode_in_chunks
 from vllm_mlx_harmony.protocols.validation import unsupported
 from vllm_mlx_harmony.server import sampling
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.body import LARGE, Document
-from vllm_mlx_harmony.server.body import read as read_body
+from vllm_mlx_harmony.server.body import LARGE, Document, read_document
 from vllm_mlx_harmony.server.enforcement import constraint_for
 from vllm_mlx_harmony.server.front_end import Caller, FrontEnd, front_end_of
 from vllm_mlx_harmony.server.generation import Emitter, Job
 from vllm_mlx_harmony.server.host import Context, Lease, NotHarmony, tenant_of
 from vllm_mlx_harmony.server.model_names import check_length
-from vllm_mlx_harmony.server.observer import TRACE_HEADERS, Observed, Observer, observers_of
+from vllm_mlx_harmony.server.observer import (
+    TRACE_HEADERS,
+    ObservedRequest,
+    Observer,
+    make_observers,
+)
 from vllm_mlx_harmony.server.streams import (
     SERVER_SENT_EVENTS,
     EventStream,
@@ -137,9 +141,9 @@ class Received:
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
         front_end.sharing.begin(front_end.answers)
-        if front_end.observe:
+        if front_end.observer_factories:
             request = self.request
-            observed = Observed(
+            observed = ObservedRequest(
                 self.api.name,
                 request.url.path,
                 self.document,
@@ -150,7 +154,7 @@ class Received:
                 tenant_of(request),
                 {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers},
             )
-            observers = observers_of(observed, front_end.observe)
+            observers = make_observers(observed, front_end.observer_factories)
         tracker = front_end.host.tracker(self.api.name, stream=job.stream)
         answer = Answer(job, tracker, front_end.answers, observers, **options)
         self.lease.hand_over()
@@ -187,7 +191,7 @@ async def serve(
     ``ClientDisconnect``, and ``HTTPException`` of the host (`endpoint.Endpoint.error`).
     """
     front_end = front_end_of(request)
-    request, document = await read_body(request, front_end.settings, api.more_values)
+    request, document = await read_document(request, front_end.settings, api.more_values)
     try:
         async with leased(api, request, document, front_end) as lease:
             seed = id_seed or uuid4().hex
@@ -299,7 +303,7 @@ async def prepare(received: Received) -> Job:
         turn.sampling, turn.limits, host.max_tokens, parsed.defaults.sampling
     )
     check_logprobs(lease, settings, api.logprobs)
-    if front_end.observe:
+    if front_end.observer_factories:
         settings = replace(settings, origins=True)
     if turn.prediction and lease.engine.has_prediction:  # a hint, as long as a body may be
         predicted = await in_thread(vocab.encode, turn.prediction[:CONTEXT_TOKENS])

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
+from math import inf
 from typing import Annotated, Literal, TypeVar, cast, get_args, get_type_hints
 
 from vllm_mlx_harmony.core.attachments import Attachments
@@ -53,6 +54,16 @@ STORE_VARIABLE = variable("store")
 def _positive(text: str) -> int:
     if (value := number(text)) < 1:
         raise ValueError(f"{text!r} is less than 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < inf:
+        raise ValueError(f"{text!r} is not a number of seconds")
     return value
 
 
@@ -117,10 +128,14 @@ def _budget(text: str) -> int | Literal["off"]:
     return "off" if text.lower() == "off" else _digits(text)
 
 
+def without_password(url: str) -> str:
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.rpartition('@')[2]}"
+
+
 def _store(text: str) -> str:
     if "://" in text and not text.startswith(REDIS):
-        scheme, _, rest = text.partition("://")
-        url = f"{scheme}://{rest.rpartition('@')[2]}"
+        url = without_password(text)
         raise ValueError(f"{url!r} is neither a file nor the URL of a Redis ({', '.join(REDIS)})")
     return text
 
@@ -130,7 +145,7 @@ class ServerSettings:
     """What operators set for a server. Sizes are in bytes.
 
     ``read`` is called when a server starts, and where it opens what all of its requests share;
-    requests find the settings in `host.FrontEnd`.
+    requests find the settings in `front_end.FrontEnd`.
     """
 
     # --- Prompts and answers
@@ -187,9 +202,9 @@ class ServerSettings:
     collection that visits the resulting objects about 15."""
     stream_bytes: Annotated[int, number] = 8 * 2**20
     """Maximum unread bytes of an answer. An answer that has more is ended."""
-    stream_seconds: Annotated[float, number] = 60.0
+    stream_seconds: Annotated[float, _seconds] = 60.0
     """Seconds after which a client that does not read is disconnected."""
-    ping_seconds: Annotated[float, number] = 5.0
+    ping_seconds: Annotated[float, _seconds] = 5.0
     """Seconds of silence after which a ping is sent, or a comment in APIs that have no pings; 0:
     never."""
     background_bytes: Annotated[int, number] = 256 * 2**20

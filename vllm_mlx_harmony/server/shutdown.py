@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.server.abort import before_abort
-from vllm_mlx_harmony.server.answers import Answers, shutting_down
+from vllm_mlx_harmony.server.answers import Answers, shutdown_error
 
 if TYPE_CHECKING:
     import uvicorn
@@ -88,7 +88,7 @@ def draining(
                 await _wait_for(answers, until - min(ERROR_SECONDS, limit() / 4))
                 if answers.running:
                     logger.warning("shutting down: ending the remaining answers")
-                    answers.end_all(shutting_down())
+                    answers.end_all(shutdown_error())
                 await _wait_for(answers, until + GRACE / 2)
                 left = max(until - time.monotonic(), GRACE / 4)
                 configured = self.config.timeout_graceful_shutdown

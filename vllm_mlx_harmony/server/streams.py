@@ -117,7 +117,7 @@ async def unless_disconnected(
         if task.done():
             return task.result()
         if deadline is not None and not gone.done():
-            raise deadline.passed()
+            raise deadline.timeout_error()
         raise ClientDisconnect
     finally:
         gone.cancel()

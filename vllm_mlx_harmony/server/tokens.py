@@ -8,7 +8,7 @@ becomes a control token (semantics A7).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -19,11 +19,10 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.text_limits import CONTEXT_TOKENS
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Defaults
 from vllm_mlx_harmony.protocols import chat
-from vllm_mlx_harmony.protocols.events import encode_in_chunks
 from vllm_mlx_harmony.protocols.validation import RequestModel, required, validate
 from vllm_mlx_harmony.server import models
-from vllm_mlx_harmony.server.body import read as read_body
-from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint
+from vllm_mlx_harmony.server.body import read_document
+from vllm_mlx_harmony.server.endpoint import OpenAIEndpoint, json_in_thread
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.serving import Api, Received, rendered_prompt, serve
 from vllm_mlx_harmony.tasks import in_thread
@@ -66,27 +65,21 @@ async def _tokenize(received: Received) -> Response:
     if body.get("messages") is not None:
         ids: Sequence[int] = await rendered_prompt(received)
         strings = body.get("return_token_strs") is True
-        return await _written(_of_vllm, ids, length, strings)
+        return await json_in_thread(_vllm_document, ids, length, strings)
     parsed = _read(document, Defaults(), received.caller)
     assert isinstance(parsed, TokenizeBody)  # there are no messages
     if parsed.prompt is not None:
         ids = await in_thread(vocab.encode, parsed.prompt)
-        return await _written(_of_vllm, ids, length, bool(parsed.return_token_strs))
+        return await json_in_thread(_vllm_document, ids, length, bool(parsed.return_token_strs))
     ids = await in_thread(vocab.encode, parsed.content or "")
-    return await _written(_of_llamacpp, ids, bool(parsed.with_pieces))
+    return await json_in_thread(_llamacpp_document, ids, bool(parsed.with_pieces))
 
 
-async def _written(document: Callable[..., dict[str, Any]], *arguments: Any) -> Response:
-    """A document of as many tokens as a prompt may have, made and written in a thread."""
-    text = await in_thread(lambda: encode_in_chunks(document(*arguments)))
-    return Response(text, media_type=JSONResponse.media_type)
-
-
-def _of_llamacpp(ids: Sequence[int], pieces: bool) -> dict[str, Any]:
+def _llamacpp_document(ids: Sequence[int], pieces: bool) -> dict[str, Any]:
     return {"tokens": [{"id": token, "piece": _piece(token)} for token in ids] if pieces else ids}
 
 
-def _of_vllm(ids: Sequence[int], length: int | None, strings: bool) -> dict[str, Any]:
+def _vllm_document(ids: Sequence[int], length: int | None, strings: bool) -> dict[str, Any]:
     return {
         "count": len(ids),
         "max_model_len": length,
@@ -107,9 +100,9 @@ def _piece(token: int) -> str | list[int]:
 async def detokenize(request: Request) -> Response:
     """``POST /detokenize``."""
     settings = front_end_of(request).settings
-    _, document = await read_body(request, settings, CONTEXT_TOKENS)
+    _, document = await read_document(request, settings, CONTEXT_TOKENS)
     tokens = (await in_thread(validate, DetokenizeBody, document.value)).tokens
-    return await _written(_of_both, tokens)
+    return await json_in_thread(_of_both, tokens)
 
 
 def _of_both(tokens: Sequence[int]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from vllm_mlx_harmony.core.deltas import Usage
 from vllm_mlx_harmony.core.turn import ServerCall
 from vllm_mlx_harmony.engine_api.engine import Step
 from vllm_mlx_harmony.server.endpoint import failure_of
-from vllm_mlx_harmony.server.observer import Observe, Observed, Observer
+from vllm_mlx_harmony.server.observer import ObservedRequest, Observer, ObserverFactory
 
 if TYPE_CHECKING or find_spec("opentelemetry"):
     from opentelemetry import trace
@@ -37,7 +37,7 @@ else:
 NAME = "vllm_mlx_harmony"
 
 
-def observe() -> tuple[Observe, ...]:
+def factories() -> tuple[ObserverFactory, ...]:
     """What makes the spans of an answer, if somebody has set up an SDK that records them."""
     if INSTALLED and not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return (Trace,)
@@ -47,7 +47,7 @@ def observe() -> tuple[Observe, ...]:
 class Trace(Observer):
     """An ``Observer`` that makes the spans of one answer. There is one span for each step."""
 
-    def __init__(self, observed: Observed) -> None:
+    def __init__(self, observed: ObservedRequest) -> None:
         self._tracer = trace.get_tracer(NAME)
         inside = trace.get_current_span().get_span_context().is_valid
         kind = trace.SpanKind.INTERNAL if inside else trace.SpanKind.SERVER

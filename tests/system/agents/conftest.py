@@ -1,4 +1,4 @@
-"""At the end of a run, a table says which version of which agent passed, and which broke."""
+"""A table at the end of a run: which version of each agent passed or failed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Coding agents in their newest versions, through a gateway: each runs a command.
+"""The newest versions of coding agents over a gateway: each runs a command.
 
-`vllm-mlx-harmony launch` starts them, with a key; the engine is a fake one that writes scripts.
-``AGENTS_DIR`` is a directory for what is installed, which a later run finds there.
+`vllm-mlx-harmony launch` starts them, with a key; the gateway's engine is a scripted fake.
+``AGENTS_DIR`` is a directory for installed agents, which later runs reuse.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from vllm_mlx_harmony.gateway.settings import GatewaySettings, Key
 
 KEY = "a-key-of-the-gateway"
 MODEL = "gpt-oss-120b"
-ASKED = "Please echo the marker"
+REQUEST = "Please echo the marker"
 COMMAND = "echo marker-$((40+2))"
 ANSWER = "The command printed marker-42."
 
 AGENTS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
-    # its tool for commands, the tool's arguments, the agent's
+    # the tool that runs commands, its arguments, the agent's arguments
     "codex": (
         "exec_command",
         {"cmd": COMMAND},
@@ -77,13 +77,13 @@ AGENTS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
 }
 
 
-EARLIER = 3
-"""How many versions before the newest are tried if that cannot be installed."""
+EARLIER_VERSIONS = 3
+"""The number of earlier versions to try if the newest one cannot be installed."""
 
 
-class Scripted(FakeEngine):
-    """Calls the tool when it is asked, and answers behind the result; without tools (whoever wants
-    a title) it says three words."""
+class ScriptedEngine(FakeEngine):
+    """Calls the tool, and answers after its result. A request without tools, for a title, gets
+    three words."""
 
     def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = vocab.encoding().decode(list(prompt))
@@ -99,60 +99,66 @@ _FINAL = f"<|channel|>final<|message|>{ANSWER}<|return|>"
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where each agent has a directory of its own."""
-    given = os.environ.get("AGENTS_DIR")
-    return Path(given) if given else tmp_path_factory.mktemp("agents")
+    """The directory in which each agent has one of its own."""
+    directory = os.environ.get("AGENTS_DIR")
+    return Path(directory) if directory else tmp_path_factory.mktemp("agents")
 
 
-def install(row: launch_agents.Agent, directory: Path) -> tuple[Path, str]:
-    """The directory of an agent's command, in its newest version, and the package's version.
+def install(agent: launch_agents.Agent, directory: Path) -> tuple[Path, str]:
+    """Installs an agent's newest version. Returns the directory of its command, and the version.
 
-    Packages that have a program for each platform are published piece by piece, and a mirror may
-    have only some: if the newest version cannot be installed, an earlier one is.
+    Packages with a program per platform are published in parts, and a mirror may lack some of them:
+    if the newest version cannot be installed, an earlier one is.
     """
-    if row.python:
+    if agent.python:
         programs, environment = directory / "venv" / "bin", str(directory / "venv")
-        uv = ["uv", "pip", "install", "--quiet", "--python", environment, row.package]
-        if not (programs / row.command).exists():
-            must(["uv", "venv", "--quiet", "--python", find_python(row.python), environment])
-            must(uv)
-        listed = json.loads(must(["uv", "pip", "list", "--format=json", "--python", environment]))
-        (version,) = (each["version"] for each in listed if each["name"] == row.package)
+        uv = ["uv", "pip", "install", "--quiet", "--python", environment, agent.package]
+        if not (programs / agent.command).exists():
+            output_of(["uv", "venv", "--quiet", "--python", find_python(agent.python), environment])
+            output_of(uv)
+        listed = json.loads(
+            output_of(["uv", "pip", "list", "--format=json", "--python", environment])
+        )
+        (version,) = (entry["version"] for entry in listed if entry["name"] == agent.package)
         return programs, version
     programs = directory / "node_modules" / ".bin"
     npm = ["npm", "install", "--prefix", str(directory), "--no-audit", "--no-fund"]
     versions: list[str] = []
     missing = ""
-    while not (programs / row.command).exists():
+    while not (programs / agent.command).exists():
         directory.mkdir(parents=True, exist_ok=True)
         wanted = versions.pop() if versions else "latest"
         try:
-            must([*npm, "--loglevel=error", f"{row.package}@{wanted}"])
+            output_of([*npm, "--loglevel=error", f"{agent.package}@{wanted}"])
         except subprocess.CalledProcessError as error:
-            print(f"{row.package}@{wanted} cannot be installed:", error.stderr)
+            print(f"{agent.package}@{wanted} cannot be installed:", error.stderr)
             if wanted == "latest":
-                found = json.loads(must(["npm", "view", row.package, "versions", "--json"]))
-                *versions, newest = [each for each in found if "-" not in each][-EARLIER - 1 :]
+                published = json.loads(
+                    output_of(["npm", "view", agent.package, "versions", "--json"])
+                )
+                *versions, newest = [release for release in published if "-" not in release][
+                    -EARLIER_VERSIONS - 1 :
+                ]
                 missing = f", {newest} cannot be installed"
             if not versions:
                 raise
-    package = directory / "node_modules" / row.package / "package.json"
+    package = directory / "node_modules" / agent.package / "package.json"
     return programs, json.loads(package.read_text("utf-8"))["version"] + missing
 
 
-def must(command: Sequence[str]) -> str:
+def output_of(command: Sequence[str]) -> str:
     """The output of a command."""
-    ended = subprocess.run(command, check=True, timeout=1800, capture_output=True, text=True)
-    return ended.stdout
+    process = subprocess.run(command, check=True, timeout=1800, capture_output=True, text=True)
+    return process.stdout
 
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A home without anything, and nobody else's keys."""
+    """An empty home directory, without the user's API keys in the environment."""
     home = tmp_path / "home"
     home.mkdir()
-    foreign = ("ANTHROPIC_", "OPENAI_", "CLAUDE", "XDG_", "CODEX_")
-    for name in [name for name in os.environ if name.startswith(foreign)]:
+    foreign_prefixes = ("ANTHROPIC_", "OPENAI_", "CLAUDE", "XDG_", "CODEX_")
+    for name in [name for name in os.environ if name.startswith(foreign_prefixes)]:
         monkeypatch.delenv(name)
     variables = {
         "HOME": str(home),
@@ -175,7 +181,7 @@ def test_every_agent_is_run() -> None:
 
 
 @pytest.mark.parametrize("agent", AGENTS)
-def test_an_agent_runs_a_command(
+def test_agent_runs_command(
     agent: str,
     installed: Path,
     home: Path,
@@ -183,62 +189,62 @@ def test_an_agent_runs_a_command(
     record_property: Callable[[str, object], None],
 ) -> None:
     tool, arguments, command = AGENTS[agent]
-    row = launch_agents.AGENTS[agent]
-    record_property("agent", f"{row.title} ({row.package})")
-    programs, version = install(row, installed / agent)
-    record_property("agent", f"{row.title} ({row.package} {version})")
+    launched = launch_agents.AGENTS[agent]
+    record_property("agent", f"{launched.title} ({launched.package})")
+    programs, version = install(launched, installed / agent)
+    record_property("agent", f"{launched.title} ({launched.package} {version})")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     call = (
         "<|channel|>analysis<|message|>I should run the shell.<|end|><|start|>assistant"
         f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>"
         f"{json.dumps(arguments)}<|call|>"
     )
-    engine = Scripted("vllm", {ASKED: call}, name=MODEL, length=131_072)
+    engine = ScriptedEngine("vllm", {REQUEST: call}, name=MODEL, length=131_072)
     with gateway_to(engine) as url:
-        answers(agent, url, home, *command, ASKED)
+        assert_agent_answers(agent, url, home, *command, REQUEST)
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert any("marker-42" in text for text in turns), "the command was not run"
-    called = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
-    assert any(called in text and "marker-42" in text for text in turns), turns[-1][-1500:]
+    call_text = call.rpartition("<|start|>assistant")[2]  # Copilot sends the reasoning twice
+    assert any(call_text in text and "marker-42" in text for text in turns), turns[-1][-1500:]
 
 
-def test_aider_edits_a_file(
+def test_aider_edits_file(
     installed: Path,
     home: Path,
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    """It has no tools: it does what an answer's text says."""
-    row = launch_agents.AGENTS["aider"]
-    record_property("agent", f"{row.title} ({row.package})")
-    programs, version = install(row, installed / "aider")
-    record_property("agent", f"{row.title} ({row.package} {version})")
+    """aider has no tools; it edits files as the answer's text describes."""
+    aider = launch_agents.AGENTS["aider"]
+    record_property("agent", f"{aider.title} ({aider.package})")
+    programs, version = install(aider, installed / "aider")
+    record_property("agent", f"{aider.title} ({aider.package} {version})")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     text = f"{ANSWER}\n\nmarker.txt\n```\nmarker-42\n```\n"
     engine = FakeEngine(
         "vllm",
-        {ASKED: f"<|channel|>final<|message|>{text}<|return|>"},
+        {REQUEST: f"<|channel|>final<|message|>{text}<|return|>"},
         name=MODEL,
         length=131_072,
     )
     with gateway_to(engine) as url:
-        answers("aider", url, home, "--yes-always", "--no-git", "--message", ASKED)
+        assert_agent_answers("aider", url, home, "--yes-always", "--no-git", "--message", REQUEST)
     assert (home / "marker.txt").read_text("utf-8") == "marker-42\n"
 
 
-def test_codex_waits_for_a_slow_prompt(
+def test_codex_waits_for_slow_prompt(
     installed: Path, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives up on a stream in which it finds no event for five seconds; the engine takes 15."""
+    """Codex gives up on a stream without events after five seconds; the engine takes 15."""
     programs, _ = install(launch_agents.AGENTS["codex"], installed / "codex")
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", "2")
-    engine = Scripted("vllm", {ASKED: _FINAL}, name=MODEL, length=131_072, waits=15.0)
+    engine = ScriptedEngine("vllm", {REQUEST: _FINAL}, name=MODEL, length=131_072, waits=15.0)
     engine.faults += [Fault(then="wait")] * 3
-    impatient = ("-c", f"model_providers.{launch_agents.NAME}.stream_idle_timeout_ms=5000")
+    idle_timeout = ("-c", f"model_providers.{launch_agents.NAME}.stream_idle_timeout_ms=5000")
     _, _, command = AGENTS["codex"]
     with gateway_to(engine) as url:
-        answers("codex", url, home, *impatient, *command, ASKED)
+        assert_agent_answers("codex", url, home, *idle_timeout, *command, REQUEST)
     turns = [text for text in map(_text, engine.prompts) if "namespace functions" in text]
     assert len(turns) == 1, "it gave up and tried again"
 
@@ -246,9 +252,9 @@ def test_codex_waits_for_a_slow_prompt(
 SEARCH = "How many live in Rome? Search the web."
 
 
-class Searching(FakeEngine):
-    """Searches the web in the way of Codex, which declares it, or of Claude Code, whose tool
-    WebSearch is a request of its own; then it answers."""
+class SearchingEngine(FakeEngine):
+    """Searches the web as Codex declares it, or with Claude Code's tool WebSearch, which sends a
+    request of its own; then answers."""
 
     def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = _text(prompt)
@@ -269,7 +275,7 @@ class Searching(FakeEngine):
     ("agent", "flags"),
     [("codex", AGENTS["codex"][2]), ("claude", ("--allowedTools", "WebSearch", "-p"))],
 )
-def test_an_agent_searches_the_web(
+def test_agent_searches_the_web(
     agent: str,
     flags: tuple[str, ...],
     installed: Path,
@@ -278,11 +284,11 @@ def test_an_agent_searches_the_web(
 ) -> None:
     programs, _ = install(launch_agents.AGENTS[agent], installed / agent)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
-    engine = Searching("vllm", {}, name=MODEL, length=131_072)
+    engine = SearchingEngine("vllm", {}, name=MODEL, length=131_072)
     with web.serving() as site:
         site.search(("Rome", "https://a.example/rome", "It has 2.8 million people."))
         with gateway_to(engine, web_search=f"searxng:{site.url}") as url:
-            answers(agent, url, home, *flags, SEARCH)
+            assert_agent_answers(agent, url, home, *flags, SEARCH)
     assert site.queries() == ["rome inhabitants"]
 
 
@@ -300,10 +306,10 @@ def gateway_to(engine: FakeEngine, web_search: str = "") -> Iterator[str]:
             yield base
 
 
-def answers(agent: str, url: str, home: Path, *arguments: str) -> None:
-    """Launches ``agent`` on the server at ``url``, and waits for its answer."""
+def assert_agent_answers(agent: str, url: str, home: Path, *arguments: str) -> None:
+    """Launches ``agent`` with the server at ``url``, and checks its answer."""
     launch = [sys.executable, "-m", "vllm_mlx_harmony", "launch", agent, "--url", url, "--"]
-    ended = subprocess.run(
+    process = subprocess.run(
         [*launch, *arguments],
         cwd=home,
         stdin=subprocess.DEVNULL,
@@ -312,8 +318,8 @@ def answers(agent: str, url: str, home: Path, *arguments: str) -> None:
         check=False,
         timeout=900,
     )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert ANSWER in ended.stdout, ended.stdout + ended.stderr
+    assert process.returncode == 0, process.stdout + process.stderr
+    assert ANSWER in process.stdout, process.stdout + process.stderr
 
 
 def _text(prompt: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""Many clients at once, in one thread: each asks for a stream and reads as much as it likes.
+"""Many concurrent clients in one thread, each of which reads as much of a stream as it likes.
 
-Plain sockets, so that a client can go in the middle of an event, or read nothing at all.
+They use plain sockets, so that a client can disconnect within an event, or read nothing at all.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 LINE = 2**22
-"""Bytes that a line of a stream may have."""
+"""The most bytes of a line of a stream."""
 
 
 @dataclass
-class Seen:
-    """What a client saw: the status, how the answer ended (``left``: it went), and the text."""
+class StreamResult:
+    """What a client received: the status, the text, and how it ended (``left``: disconnected)."""
 
     status: int = 0
     end: str = ""
@@ -30,74 +30,82 @@ class Seen:
     events: list[dict[str, Any]] = field(default_factory=list)
     problem: str = ""
 
-    def read(self, way: str, data: str) -> None:
-        """An event's data."""
-        self.text += apis.text_of_event(way, data)
+    def add_event(self, endpoint: str, data: str) -> None:
+        """Adds an event, given its data."""
+        self.text += apis.text_of_event(endpoint, data)
         if data != "[DONE]":
             self.events.append(json.loads(data))
-        self.end = self.end or apis.ends(way, data)
+        self.end = self.end or apis.end_of(endpoint, data)
 
 
-async def ask(url: str, way: str, body: dict[str, Any], leaves_after: int | None = None) -> Seen:
-    """Reads the answer to its end, or is gone after ``leaves_after`` events."""
-    seen = Seen()
+async def read_stream(
+    url: str, endpoint: str, body: dict[str, Any], disconnect_after: int | None = None
+) -> StreamResult:
+    """Reads an answer to its end, or disconnects after ``disconnect_after`` events."""
+    result = StreamResult()
     try:
-        if way == apis.WEBSOCKET:
-            await _converse(url, body, leaves_after, seen)
+        if endpoint == apis.WEBSOCKET:
+            await _converse(url, body, disconnect_after, result)
         else:
-            await _post(url, way, body, leaves_after, seen)
+            await _post(url, endpoint, body, disconnect_after, result)
     except (OSError, ConnectionClosed, asyncio.IncompleteReadError) as error:
-        seen.problem = repr(error)
-    return seen
+        result.problem = repr(error)
+    return result
 
 
 async def _post(
-    url: str, way: str, body: dict[str, Any], leaves_after: int | None, seen: Seen
+    url: str,
+    endpoint: str,
+    body: dict[str, Any],
+    disconnect_after: int | None,
+    result: StreamResult,
 ) -> None:
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port, limit=LINE)
     try:
-        writer.write(request(address.netloc, apis.PATHS[way], body))
-        seen.status = int((await reader.readline()).split()[1])
-        if seen.status != 200:
-            seen.problem = (await reader.read()).decode("utf-8", "replace")[-500:]
+        writer.write(http_request(address.netloc, apis.PATHS[endpoint], body))
+        result.status = int((await reader.readline()).split()[1])
+        if result.status != 200:
+            result.problem = (await reader.read()).decode("utf-8", "replace")[-500:]
             return
         while line := await reader.readline():
             if line.startswith(b"data: "):
-                seen.read(way, line[6:].decode().strip())
-            if leaves_after is not None and len(seen.events) >= leaves_after:
-                seen.end = "left"
+                result.add_event(endpoint, line[6:].decode().strip())
+            if disconnect_after is not None and len(result.events) >= disconnect_after:
+                result.end = "left"
                 writer.transport.abort()
                 return
-            if line == b"0\r\n" or (not line.strip() and seen.end and way == "messages"):
+            if line == b"0\r\n" or (not line.strip() and result.end and endpoint == "messages"):
                 return
     finally:
         writer.close()
 
 
-def request(host: str, path: str, body: dict[str, Any]) -> bytes:
-    """A POST as it goes over the wire."""
+def http_request(host: str, path: str, body: dict[str, Any]) -> bytes:
+    """A POST request as sent over the wire."""
     content = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
-async def _converse(url: str, body: dict[str, Any], leaves_after: int | None, seen: Seen) -> None:
+async def _converse(
+    url: str, body: dict[str, Any], disconnect_after: int | None, result: StreamResult
+) -> None:
     path = url.replace("http", "ws", 1) + apis.PATHS["responses"]
     async with connect(path, max_size=None, compression=None, open_timeout=60) as connection:
-        seen.status = 200
+        result.status = 200
         await connection.send(json.dumps(body))
-        while not seen.end:
-            seen.read(apis.WEBSOCKET, str(await connection.recv()))
-            if leaves_after is not None and len(seen.events) >= leaves_after:
-                seen.end = "left"
+        while not result.end:
+            result.add_event(apis.WEBSOCKET, str(await connection.recv()))
+            if disconnect_after is not None and len(result.events) >= disconnect_after:
+                result.end = "left"
                 connection.transport.abort()
 
 
-def stalled(url: str, way: str, body: dict[str, Any]) -> socket.socket:
-    """A connection whose client has asked and reads nothing, with as small buffers as it can have.
+def open_stalled_stream(url: str, endpoint: str, body: dict[str, Any]) -> socket.socket:
+    """A connection that has sent a request and reads nothing, with the smallest possible buffers.
 
-    Small segments keep the server's own small, too.
+    Small segments keep the server's buffers small, too.
     """
     address = urlsplit(url)
     connection = socket.socket()
@@ -106,8 +114,8 @@ def stalled(url: str, way: str, body: dict[str, Any]) -> socket.socket:
     if hasattr(socket, "TCP_MAXSEG"):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
     connection.connect((address.hostname or "", address.port or 80))
-    if way != apis.WEBSOCKET:
-        connection.sendall(request(address.netloc, apis.PATHS[way], body))
+    if endpoint != apis.WEBSOCKET:
+        connection.sendall(http_request(address.netloc, apis.PATHS[endpoint], body))
         return connection
     upgrade = (
         f"GET {apis.PATHS['responses']} HTTP/1.1\r\nHost: {address.netloc}\r\n"
@@ -123,5 +131,5 @@ def stalled(url: str, way: str, body: dict[str, Any]) -> socket.socket:
 
 
 def _masked(text: bytes) -> bytes:
-    """A text message as a client sends it, with a mask of zeros."""
+    """A client's text message, with a mask of zeros."""
     return b"\x81\xfe" + len(text).to_bytes(2, "big") + bytes(4) + text

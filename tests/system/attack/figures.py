@@ -1,4 +1,4 @@
-"""What the experiments measured: one line each, printed together at the end of a run."""
+"""The measurements of the experiments, one line each, printed at the end of a run."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ LINES: list[str] = []
 
 
 def report(experiment: str, figures: str) -> None:
-    """A line of the table, in plain English."""
+    """Adds a line to the table."""
     LINES.append(f"{experiment:6} {figures}")

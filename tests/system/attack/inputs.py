@@ -1,7 +1,6 @@
-"""What one client may send to be felt by all others: one row for each way, for all APIs.
+"""Requests of one client that may delay all others: one row per kind, for all APIs.
 
-A row is plain data, so that a test that checks a served answer and one that only measures what
-else is held up meanwhile can use the same.
+A row is plain data, so that tests of the answer and tests of the delay can share it.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class AttackRequest:
-    """A request, as each API spells it: what the user says, tools, the answer's schema, fields."""
+    """A request of any API: the user's text, tools, the answer's schema, other fields."""
 
     text: str = "Hi."
     tools: tuple[tuple[str, str, Body], ...] = ()
     schema: Body | None = None
     fields: tuple[tuple[str, Any], ...] = ()
-    repeated: int = 1
-    """Times that the user says it, each time in a message."""
+    repetitions: int = 1
+    """The number of messages with ``text``."""
 
     def body(self, api: str, model: str = MODEL) -> Body:
         """The request for ``api``."""
-        messages = [{"role": "user", "content": self.text}] * self.repeated
-        body: Body = {"model": model, **_prompt_fields(api, self.text * self.repeated, messages)}
+        messages = [{"role": "user", "content": self.text}] * self.repetitions
+        body: Body = {"model": model, **_prompt_fields(api, self.text * self.repetitions, messages)}
         body |= dict(self.fields)
         if self.tools:
             body["tools"] = [_tool(api, *tool) for tool in self.tools]
@@ -58,22 +57,22 @@ class AttackRequest:
 
 
 def _prompt_fields(api: str, text: str, messages: list[Body]) -> Body:
-    """What the user says, and what else a request of ``api`` must have."""
-    few = {"options": {"num_predict": 1}, "stream": False}
-    rains = {"instructions": "It rains."}
-    asked: Body = {"messages": messages, "max_tokens": 1}
+    """The user's text, and the other required fields of ``api``."""
+    limits = {"options": {"num_predict": 1}, "stream": False}
+    statement = {"instructions": "It rains."}
+    fields: Body = {"messages": messages, "max_tokens": 1}
     bodies: dict[str, Body] = {
-        "chat": asked,
-        "messages": asked,
+        "chat": fields,
+        "messages": fields,
         "responses": {"input": messages, "max_output_tokens": 1},
-        "ollama": {"messages": messages, **few},
-        "generate": {"prompt": text, **few},
+        "ollama": {"messages": messages, **limits},
+        "generate": {"prompt": text, **limits},
         "show": {},
         "tokenize": {"messages": messages},
         "conversations": {"items": messages},
         "items": {"items": messages},
-        "systemone": {"state": text, "questions": {"q": {"type": "noul", **rains}}},
-        "decisions": {"input": messages, "questions": [{"type": "predicate", **rains}]},
+        "systemone": {"state": text, "questions": {"q": {"type": "noul", **statement}}},
+        "decisions": {"input": messages, "questions": [{"type": "predicate", **statement}]},
         "control": {"id": f"chatcmpl-{text}", "action": "reasoning_end"},
     }
     if api == "detokenize":
@@ -89,17 +88,17 @@ def _tool(api: str, name: str, description: str, parameters: Body) -> Body:
 
 
 def _format(api: str, schema: Body) -> Body:
-    named = {"type": "json_schema", "name": "n", "schema": schema}
+    json_schema = {"type": "json_schema", "name": "n", "schema": schema}
     if api == "responses":
-        return {"text": {"format": named}}
+        return {"text": {"format": json_schema}}
     if api in ("ollama", "generate"):
         return {"format": schema}
     if api == "messages":
         return {"output_config": {"format": {"type": "json_schema", "schema": schema}}}
-    return {"response_format": {"type": "json_schema", "json_schema": named}}
+    return {"response_format": {"type": "json_schema", "json_schema": json_schema}}
 
 
-def described(description: str, parameters: Body | None = None) -> AttackRequest:
+def with_tool(description: str, parameters: Body | None = None) -> AttackRequest:
     """A request with one tool."""
     return AttackRequest(tools=(("f", description, parameters or {"type": "object"}),))
 
@@ -120,7 +119,7 @@ def _tree(depth: int) -> Body:
 _TEMPLATE = "chat_template_kwargs"
 
 ROWS: dict[str, Callable[[], AttackRequest]] = {
-    # Long runs, in a message.
+    # Long runs in a message.
     "a run of letters": lambda: AttackRequest("a" * 150_000),
     "a run of marks": lambda: AttackRequest("กิ" * 40_000),
     "Thai": lambda: AttackRequest("ภาษาไทยเป็นภาษาที่เขียนโดยไม่เว้นวรรคระหว่างคำ" * 700),
@@ -129,36 +128,36 @@ ROWS: dict[str, Callable[[], AttackRequest]] = {
     "white space": lambda: AttackRequest((" " * 1_024 + "!") * 1_000),
     "four bytes each": lambda: AttackRequest("\U00020000" * 100_000),
     "20 MB of letters": lambda: AttackRequest("a" * (20 * MIB)),
-    # Elsewhere.
-    "a description": lambda: described("a" * 150_000),
-    "a parameter's name": lambda: described("", _properties(**{"a" * 150_000: {}})),
-    "a value": lambda: described("", _properties(p={"enum": ["a" * 150_000]})),
+    # Long runs elsewhere.
+    "a description": lambda: with_tool("a" * 150_000),
+    "a parameter's name": lambda: with_tool("", _properties(**{"a" * 150_000: {}})),
+    "a value": lambda: with_tool("", _properties(p={"enum": ["a" * 150_000]})),
     "a tool's name": lambda: AttackRequest(tools=(("กิ" * 40_000, "", {"type": "object"}),)),
     "an identity": lambda: AttackRequest(fields=((_TEMPLATE, {"model_identity": "a" * 150_000}),)),
-    "what nobody reads of a tool": lambda: described("", {"type": "object", "x": "a" * (30 * MIB)}),
+    "what nobody reads of a tool": lambda: with_tool("", {"type": "object", "x": "a" * (30 * MIB)}),
     "the schema of an answer": lambda: AttackRequest(
         schema={"type": "object", "x": "a" * (20 * MIB)}
     ),
-    # What an answer or an error repeats.
+    # Fields that an answer or an error repeats.
     "a user": lambda: AttackRequest(fields=(("user", "a" * (30 * MIB)),)),
     "a model": lambda: AttackRequest(fields=(("model", "a" * (30 * MIB)),)),
     "an effort": lambda: AttackRequest(
         fields=((_TEMPLATE, {"reasoning_effort": "a" * (30 * MIB)}),)
     ),
-    # What little stands for.
-    "references to a description": lambda: described(
+    # Short text that expands.
+    "references to a description": lambda: with_tool(
         "",
         {
             **_properties(**{f"p{at}": {"$ref": "#/$defs/d"} for at in range(2_000)}),
             "$defs": {"d": {"type": "string", "description": "word " * 2_000}},
         },
     ),
-    "a tree of references": lambda: described("", _tree(11)),
-    # Many.
+    "a tree of references": lambda: with_tool("", _tree(11)),
+    # Many values.
     "names that are alike": lambda: AttackRequest(
         tools=tuple((f"a{'!' * at}b", "", {"type": "object"}) for at in range(1, 2_001))
     ),
-    "messages": lambda: AttackRequest("Hi.", repeated=16_000),
+    "messages": lambda: AttackRequest("Hi.", repetitions=16_000),
     "values that nobody reads": lambda: AttackRequest(fields=(("junk", [[]] * (8 * MIB)),)),
     "keys that nobody reads": lambda: AttackRequest(
         fields=(("junk", {str(at): at for at in range(45_000)}),)
@@ -170,7 +169,7 @@ ROWS: dict[str, Callable[[], AttackRequest]] = {
     "escapes": lambda: AttackRequest(fields=(("junk", '"\n' * (5 * MIB)),)),
     "more than a body may be": lambda: AttackRequest(fields=(("junk", "a" * (40 * MIB)),)),
 }
-"""Name -> how to make it: some are too large to be kept."""
+"""Functions by name, since some requests are too large to keep."""
 
 WORST = (
     "a run of marks",
@@ -179,10 +178,10 @@ WORST = (
     "a tree of references",
     "messages",
 )
-"""One of each family: that which was felt longest before it was bounded."""
+"""The worst of each family: the one with the longest delay before there were limits."""
 
 
-def encoded(row: str, api: str, model: str = MODEL) -> bytes:
+def encode_request(row: str, api: str, model: str = MODEL) -> bytes:
     """The body of the request."""
     return json.dumps(ROWS[row]().body(api, model), ensure_ascii=False).encode(
         "utf-8", "surrogatepass"

@@ -1,7 +1,7 @@
-"""`vllm-mlx serve` that can be asked what is left in it: SIGUSR1 has it write figures to a file.
+"""`vllm-mlx serve` with a leak report: on SIGUSR1 it writes a snapshot to a file.
 
-A task, a buffer or a lease that a request left behind is seen by nobody outside. Run as a command
-(``COMMAND``) it is the server; ``Inspection`` asks one.
+Tasks, buffers and leases that a request leaves behind cannot be seen from outside. As a command
+(``COMMAND``), this module is the server; ``Inspection`` takes snapshots of it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from pathlib import Path
 from types import FrameType
 
 VARIABLE = "ATTACK_FIGURES"
-"""Environment variable: the file that figures are written to."""
+"""Environment variable with the path of the snapshot."""
 
 COMMAND = (sys.executable, __file__, "serve")
 
 
 @dataclass(frozen=True)
-class Left:
-    """What is in a server: resident memory in MiB, and how many of everything that may leak.
+class Snapshot:
+    """A server's resident memory in MiB, and counts of everything that may leak.
 
-    ``objects`` are of classes that live as long as a request or a connection; ``busy``: an answer
-    is generated, waits for its turn, or waits to be read.
+    ``objects`` counts instances of classes that live as long as a request or a connection. A server
+    is ``busy`` while an answer is generated, is queued, or has unread bytes.
     """
 
     number: int
@@ -41,34 +41,40 @@ class Left:
     busy: bool
     objects: dict[str, int]
 
-    def more_than(self, before: Left) -> dict[str, int]:
-        """What there is more of than ``before``, beyond connections that are just being closed."""
-        mine, others = ({**each.objects, "tasks": each.tasks} for each in (self, before))
-        more = {name: mine[name] - others[name] for name in mine if mine[name] > others[name]}
+    def more_than(self, before: Snapshot) -> dict[str, int]:
+        """The increase over ``before``, without a few connections that are being closed."""
+        own_counts, earlier_counts = (
+            {**snapshot.objects, "tasks": snapshot.tasks} for snapshot in (self, before)
+        )
+        more = {
+            name: own_counts[name] - earlier_counts[name]
+            for name in own_counts
+            if own_counts[name] > earlier_counts[name]
+        }
         if self.files > before.files + 5:
             more["files"] = self.files - before.files
         return more
 
 
 def serve() -> int:
-    """The server, which writes what is left in it whenever it gets the signal."""
+    """Runs the server, which writes a snapshot on every signal."""
     from vllm_mlx_harmony.__main__ import main
 
-    asked = 0
+    signals = 0
 
     def write(_signal: int, _frame: FrameType | None) -> None:
-        nonlocal asked
-        asked += 1
+        nonlocal signals
+        signals += 1
         path = Path(os.environ[VARIABLE])
-        written = path.with_suffix(".new")
-        written.write_text(json.dumps(_figures(asked)))
-        written.replace(path)
+        new_file = path.with_suffix(".new")
+        new_file.write_text(json.dumps(_snapshot(signals)))
+        new_file.replace(path)
 
     signal.signal(signal.SIGUSR1, write)
     return main()
 
 
-def _figures(number: int) -> dict[str, object]:
+def _snapshot(number: int) -> dict[str, object]:
     import psutil
 
     from vllm_mlx_harmony.server.answer import Answer
@@ -81,13 +87,13 @@ def _figures(number: int) -> dict[str, object]:
     kinds = {Answer, Job, Conversation, StoringEmitter, Running}
     gc.collect()
     objects = gc.get_objects()
-    names = Counter(type(one).__name__ for one in objects if type(one) in kinds)
-    answers = [one.answers for one in objects if type(one) is FrontEnd]
+    names = Counter(type(instance).__name__ for instance in objects if type(instance) in kinds)
+    registries = [instance.answers for instance in objects if type(instance) is FrontEnd]
     del objects
     process = psutil.Process()
     try:
         tasks = len(asyncio.all_tasks())
-    except RuntimeError:  # the loop does not run yet, or any more
+    except RuntimeError:  # the loop is not running
         tasks = 0
     return {
         "number": number,
@@ -95,62 +101,65 @@ def _figures(number: int) -> dict[str, object]:
         "files": process.num_fds(),
         "threads": threading.active_count(),
         "tasks": tasks,
-        "busy": any(each.running or each.unread for each in answers),
+        "busy": any(registry.running or registry.unread for registry in registries),
         "objects": {kind.__name__: names[kind.__name__] for kind in kinds},
     }
 
 
 class Inspection:
-    """Asks the server with this process id, which writes to ``path``."""
+    """Takes snapshots of the server with this process id, which writes them to ``path``."""
 
     def __init__(self, pid: int, path: Path) -> None:
         self._pid, self._path = pid, path
         self._number = 0
 
-    def now(self, patience: float = 30.0) -> Left:
-        """What is in it now. Raises ``TimeoutError`` when it does not say within ``patience`` s."""
+    def read(self, patience: float = 30.0) -> Snapshot:
+        """A new snapshot. Raises ``TimeoutError`` after ``patience`` seconds."""
         os.kill(self._pid, signal.SIGUSR1)
-        end = time.monotonic() + patience
-        while time.monotonic() < end:
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline:
             try:
-                left = Left(**json.loads(self._path.read_text()))
+                snapshot = Snapshot(**json.loads(self._path.read_text()))
             except FileNotFoundError:
-                left = None
-            if left is not None and left.number > self._number:
-                self._number = left.number
-                return left
+                snapshot = None
+            if snapshot is not None and snapshot.number > self._number:
+                self._number = snapshot.number
+                return snapshot
             time.sleep(0.02)
         raise TimeoutError(f"the server does not say what is in it for {patience:.0f} s")
 
-    def quiet(self, before: Left | None = None, patience: float = 60.0) -> Left:
-        """What is in it once nothing is answered, nor more there than ``before``.
+    def wait_until_idle(self, before: Snapshot | None = None, patience: float = 60.0) -> Snapshot:
+        """A snapshot of the idle server with no more of anything than ``before``.
 
-        When that is not so after ``patience`` s, it is what is left by then.
+        After ``patience`` seconds, the last snapshot is returned as it is.
         """
-        end = time.monotonic() + patience
+        deadline = time.monotonic() + patience
         while True:
-            left = self.now()
-            busy = left.busy or left.objects["Answer"] or left.objects["Job"]
-            if not busy and not (before and left.more_than(before)):
-                return left
-            if time.monotonic() > end:
-                return left
+            snapshot = self.read()
+            busy = snapshot.busy or snapshot.objects["Answer"] or snapshot.objects["Job"]
+            if not busy and not (before and snapshot.more_than(before)):
+                return snapshot
+            if time.monotonic() > deadline:
+                return snapshot
             time.sleep(0.2)
 
-    def baseline(self, looks: int = 3) -> Left:
-        """What there is when nothing is answered: the most that several looks find.
+    def baseline(self, readings: int = 3) -> Snapshot:
+        """The largest counts of several snapshots of the idle server.
 
-        One look may come between two tasks of vllm-mlx's own, which are there again afterwards.
+        A single one may fall between two periodic tasks of vllm-mlx.
         """
-        seen = [self.quiet()]
-        while len(seen) < looks:
+        snapshots = [self.wait_until_idle()]
+        while len(snapshots) < readings:
             time.sleep(0.3)
-            seen.append(self.quiet())
+            snapshots.append(self.wait_until_idle())
         return replace(
-            seen[-1],
-            files=max(each.files for each in seen),
-            tasks=max(each.tasks for each in seen),
-            objects={name: max(each.objects[name] for each in seen) for name in seen[0].objects},
+            snapshots[-1],
+            files=max(snapshot.files for snapshot in snapshots),
+            tasks=max(snapshot.tasks for snapshot in snapshots),
+            objects={
+                name: max(snapshot.objects[name] for snapshot in snapshots)
+                for name in snapshots[0].objects
+            },
         )
 
 

@@ -1,7 +1,7 @@
-"""Requests as clients send them, and what becomes of them when somebody means harm or has a bug.
+"""Requests as clients send them, mutated as an attacker or a bug would.
 
-``mutated(seed, index)`` is always the same request: a failure names both. Run as a command it
-writes one out: ``python tests/system/attack/mutations.py SEED INDEX``.
+``mutated_request(seed, index)`` is deterministic: a failure names both numbers. The command
+``python tests/system/attack/mutations.py SEED INDEX`` prints a request.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from typing import Any
 DATA = Path(__file__).parents[2] / "support" / "recorded"
 
 STORED = "resp_00000000000000000000"
-"""Stands for the id of an answer that is stored."""
+"""A placeholder for the id of a stored response."""
 
 CONVERSATION = "conv_00000000000000000000000000000000"
-"""Stands for the id of a conversation that is stored."""
+"""A placeholder for the id of a stored conversation."""
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 OLLAMA, CONVERSATIONS = "/api/chat", "/v1/conversations"
 APIS = (CHAT, RESPONSES, MESSAGES, OLLAMA)
 WEBSOCKET = "websocket"
-"""In place of a method: the body is a message on a connection; of bytes, where it has no type."""
+"""Instead of a method: the body is a WebSocket message, a binary one without a content type."""
 
 Body = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Sent:
-    """A request. ``body`` is sent as far as ``length`` says it is long, or until it is over."""
+class MutatedRequest:
+    """A request with a body of ``length``, which may be wrong."""
 
     method: str
     path: str
     body: bytes = b""
     headers: tuple[tuple[str, bytes], ...] = (("Content-Type", b"application/json"),)
     length: int | None = None
-    """What Content-Length says, where that is not the length of the body."""
+    """The Content-Length, where it differs from the length of the body."""
 
     def __str__(self) -> str:
         headers = ", ".join(f"{name}: {value[:100]!r}" for name, value in self.headers)
         return f"{self.method} {self.path[:300]} [{headers}] {self.body[:1_500]!r}"
 
 
-# --- what is mutated
+# --- Valid requests
 
 TOOL_SCHEMA: Body = {
     "type": "object",
@@ -315,8 +315,8 @@ TURNS: dict[str, list[list[Body]]] = {
 }
 
 LIMIT = {CHAT: "max_tokens", RESPONSES: "max_output_tokens", MESSAGES: "max_tokens"}
-SAID = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", OLLAMA: "messages"}
-BESIDE = {
+PROMPT_FIELD = {CHAT: "messages", RESPONSES: "input", MESSAGES: "messages", OLLAMA: "messages"}
+API_PATHS = {
     CHAT: (CHAT, CHAT, f"{CHAT}/control", "/tokenize", "/detokenize", "/v1/systemone"),
     RESPONSES: (
         *(RESPONSES, f"{RESPONSES}/input_tokens", f"{RESPONSES}/compact"),
@@ -326,7 +326,7 @@ BESIDE = {
     MESSAGES: (MESSAGES, f"{MESSAGES}/count_tokens", f"{MESSAGES}?beta=true"),
     OLLAMA: (OLLAMA, OLLAMA, "/api/generate", "/api/show"),
 }
-WITHOUT_BODY = (
+BODILESS_REQUESTS = (
     ("GET", f"{RESPONSES}/{STORED}"),
     ("GET", f"{RESPONSES}/{STORED}?stream=true&starting_after=1"),
     ("GET", f"{RESPONSES}/{STORED}/input_items?limit=1&order=asc&after=msg_1"),
@@ -352,35 +352,35 @@ WITHOUT_BODY = (
 
 
 @lru_cache(maxsize=1)
-def recorded() -> list[tuple[str, Body]]:
-    """What agents really send, with few tokens to generate."""
-    found = []
+def recorded_requests() -> list[tuple[str, Body]]:
+    """Recorded requests of agents, with a small limit of tokens."""
+    requests = []
     for path in sorted(DATA.glob("*.json")):
         document = json.loads(path.read_text("utf-8"))
         api = document["path"].partition("?")[0]
-        found.append((api, {**document["body"], LIMIT[api]: 24}))
-    return found
+        requests.append((api, {**document["body"], LIMIT[api]: 24}))
+    return requests
 
 
-def drawn(chance: random.Random) -> tuple[str, Body]:
-    """A proper request: one of those, or some fields of an API and some turns of a conversation."""
+def draw_request(chance: random.Random) -> tuple[str, Body]:
+    """A valid request: a recorded one, or random fields of an API and turns of a conversation."""
     if chance.random() < 0.4:
-        api, body = chance.choice(recorded())
+        api, body = chance.choice(recorded_requests())
         return api, deepcopy(body)
     api = chance.choice(APIS)
     turns = chance.sample(TURNS[api], chance.randint(0, 3))
-    history = [deepcopy(each) for turn in turns for each in turn]
+    history = [deepcopy(item) for turn in turns for item in turn]
     names = [name for name in OPTIONS[api] if chance.random() < 0.15]
     options = {name: deepcopy(OPTIONS[api][name]) for name in names}
-    last = {"role": "user", "content": "Hi."}
+    user_message = {"role": "user", "content": "Hi."}
     limit: Body = {LIMIT[api]: 24} if api in LIMIT else {"options": {"num_predict": 24}}
-    return api, {"model": "m", SAID[api]: [*history, last], **limit, **options}
+    return api, {"model": "m", PROMPT_FIELD[api]: [*history, user_message], **limit, **options}
 
 
-# --- how
+# --- Mutations
 
 _RAW = "\x02raw:"
-"""Begins a string that stands for JSON which no Python value is written as."""
+"""Prefix of a string that stands for JSON text that no Python value is serialized to."""
 
 SCALARS: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 0.5, -0.0, 2**31, 2**63, 2**64, 10**30, -(10**30), 1e308),
@@ -402,7 +402,7 @@ TEXTS: tuple[str, ...] = (
 )
 LONG = ("a", " ", "\n", "é", "กิ", "\U0001f468\u200d", "<|start|>", "0", '"', "\\", "{", "x.")
 FEW_TOKENS = ("a", " ", "\n", '"', "\\")
-"""Of those: more of the others is a long prompt, which the model takes its time for."""
+"""Those with few tokens; a long run of the others is a prompt that takes the model long."""
 SCHEMAS: tuple[Any, ...] = (
     *(
         {"$ref": "#"},
@@ -448,128 +448,130 @@ Slot = tuple[Any, Any]
 
 
 def slots(value: Any) -> Iterator[Slot]:
-    """Every place in a document, however deep; not what was nested beyond measure."""
-    waiting = [(value, 0)]
-    while waiting:
-        one, depth = waiting.pop()
-        keys = list(one) if isinstance(one, dict) else range(len(one))
+    """Every place in a document, to a depth of 40."""
+    pending = [(value, 0)]
+    while pending:
+        container, depth = pending.pop()
+        keys = list(container) if isinstance(container, dict) else range(len(container))
         for key in keys:
-            yield one, key
-            if isinstance(one[key], (dict, list)) and depth < 40:
-                waiting.append((one[key], depth + 1))
+            yield container, key
+            if isinstance(container[key], (dict, list)) and depth < 40:
+                pending.append((container[key], depth + 1))
 
 
 @lru_cache(maxsize=1)
-def kinds() -> list[str]:
-    """Every ``type`` that there is, of any API."""
-    documents = [body for _, body in recorded()] + [TURNS, OPTIONS]
-    found = {
-        one["type"]
+def type_names() -> list[str]:
+    """Every ``type`` in requests of any API."""
+    documents = [body for _, body in recorded_requests()] + [TURNS, OPTIONS]
+    names = {
+        container["type"]
         for document in documents
-        for one, key in slots(document)
-        if key == "type" and isinstance(one["type"], str)
+        for container, key in slots(document)
+        if key == "type" and isinstance(container["type"], str)
     }
-    return sorted(found)
+    return sorted(names)
 
 
-def _drop(chance: random.Random, one: Any, key: Any) -> None:
-    del one[key]
+def _drop(chance: random.Random, container: Any, key: Any) -> None:
+    del container[key]
 
 
-def _repeat(chance: random.Random, one: Any, key: Any) -> None:
+def _repeat(chance: random.Random, container: Any, key: Any) -> None:
     times = chance.choice((1, 1, 2, 50))
-    if isinstance(one, list):
-        one[key:key] = [deepcopy(one[key]) for _ in range(times)]
+    if isinstance(container, list):
+        container[key:key] = [deepcopy(container[key]) for _ in range(times)]
     else:
-        one[key] = [deepcopy(one[key]) for _ in range(times + 1)]
+        container[key] = [deepcopy(container[key]) for _ in range(times + 1)]
 
 
-def _retype(chance: random.Random, one: Any, key: Any) -> None:
-    one[key] = deepcopy(chance.choice(SCALARS))
+def _retype(chance: random.Random, container: Any, key: Any) -> None:
+    container[key] = deepcopy(chance.choice(SCALARS))
 
 
-def _nest(chance: random.Random, one: Any, key: Any) -> None:
+def _nest(chance: random.Random, container: Any, key: Any) -> None:
     depth = chance.choice((1, 1, 1, 2, 5, 30, 400, 1_100, 20_000))
     if depth > 30:
-        one[key] = f"{_RAW}{'[' * depth}{']' * depth}"
+        container[key] = f"{_RAW}{'[' * depth}{']' * depth}"
         return
     for _ in range(depth):
-        one[key] = [one[key]] if chance.random() < 0.5 else {"a": one[key]}
+        container[key] = [container[key]] if chance.random() < 0.5 else {"a": container[key]}
 
 
-def _text(chance: random.Random, one: Any, key: Any) -> None:
+def _text(chance: random.Random, container: Any, key: Any) -> None:
     text = chance.choice(TEXTS)
-    before = one[key] if isinstance(one[key], str) else ""
-    one[key] = chance.choice((text, before + text, text + before, text * 20))
+    before = container[key] if isinstance(container[key], str) else ""
+    container[key] = chance.choice((text, before + text, text + before, text * 20))
 
 
-def _long(chance: random.Random, one: Any, key: Any) -> None:
-    run = chance.choice(LONG)
-    one[key] = run * chance.choice((300, 3_000, 30_000 if run in FEW_TOKENS else 3_000))
+def _long(chance: random.Random, container: Any, key: Any) -> None:
+    unit = chance.choice(LONG)
+    container[key] = unit * chance.choice((300, 3_000, 30_000 if unit in FEW_TOKENS else 3_000))
 
 
-def _union(chance: random.Random, one: Any, key: Any) -> None:
-    """Another kind of what there are several kinds of."""
-    found = [one for one in (one, one[key]) if isinstance(one, dict)]
-    for each in found:
-        if "type" in each:
-            each["type"] = chance.choice(kinds())
-        elif "role" in each:
-            each["role"] = chance.choice(ROLES)
-    if not found:
-        one[key] = {"type": chance.choice(kinds())}
+def _union(chance: random.Random, container: Any, key: Any) -> None:
+    """Replaces a type or a role by another one."""
+    objects = [value for value in (container, container[key]) if isinstance(value, dict)]
+    for value in objects:
+        if "type" in value:
+            value["type"] = chance.choice(type_names())
+        elif "role" in value:
+            value["role"] = chance.choice(ROLES)
+    if not objects:
+        container[key] = {"type": chance.choice(type_names())}
 
 
-def _schema(chance: random.Random, one: Any, key: Any) -> None:
-    one[key] = deepcopy(chance.choice(SCHEMAS))
+def _schema(chance: random.Random, container: Any, key: Any) -> None:
+    container[key] = deepcopy(chance.choice(SCHEMAS))
 
 
-def _rename(chance: random.Random, one: Any, key: Any) -> None:
-    if isinstance(one, dict):
-        one[chance.choice((*TEXTS, "type", "role", "content", "id", "name"))] = one.pop(key)
+def _rename(chance: random.Random, container: Any, key: Any) -> None:
+    if isinstance(container, dict):
+        container[chance.choice((*TEXTS, "type", "role", "content", "id", "name"))] = container.pop(
+            key
+        )
 
 
-def _elsewhere(chance: random.Random, one: Any, key: Any) -> None:
-    """Something of another request."""
-    _, other = drawn(chance)
-    container, place = chance.choice(list(slots(other)))
-    one[key] = deepcopy(container[place])
+def _copy_from_other(chance: random.Random, container: Any, key: Any) -> None:
+    """Copies a value from another request."""
+    _, other_body = draw_request(chance)
+    other_container, other_key = chance.choice(list(slots(other_body)))
+    container[key] = deepcopy(other_container[other_key])
 
 
 OPERATIONS: tuple[Callable[[random.Random, Any, Any], None], ...] = (
     *(_drop, _repeat, _retype, _retype, _nest, _text, _text, _long, _union, _schema, _rename),
-    _elsewhere,
+    _copy_from_other,
 )
 
 
-def _another_field(chance: random.Random, body: Body) -> None:
-    """One that means something, perhaps to another API."""
+def _add_field(chance: random.Random, body: Body) -> None:
+    """Adds a known field, perhaps of another API."""
     options = OPTIONS[chance.choice(APIS)]
     name = chance.choice(list(options))
     body[name] = deepcopy(options[name])
 
 
-def written(chance: random.Random, body: Any) -> bytes:
-    """As JSON, half surrogate pairs and impossible numbers included, in one of its spellings."""
-    spelled = json.dumps(body, ensure_ascii=chance.random() < 0.7)
-    spelled = re.sub(rf'"(?:\\u0002|\x02){_RAW[1:]}([^"]*)"', r"\1", spelled)
+def encode_json(chance: random.Random, body: Any) -> bytes:
+    """``body`` as JSON in a random spelling, with lone surrogates and impossible numbers."""
+    text = json.dumps(body, ensure_ascii=chance.random() < 0.7)
+    text = re.sub(rf'"(?:\\u0002|\x02){_RAW[1:]}([^"]*)"', r"\1", text)
     if chance.random() < 0.03:
-        spelled = spelled.replace("{", '{"model": 1, "type": "x", ', 1)
-    return spelled.encode("utf-8", "surrogatepass")
+        text = text.replace("{", '{"model": 1, "type": "x", ', 1)
+    return text.encode("utf-8", "surrogatepass")
 
 
-def _cut(chance: random.Random, body: bytes) -> bytes:
+def _cut_body(chance: random.Random, body: bytes) -> bytes:
     return body[: chance.randrange(len(body) + 1)]
 
 
-def _flipped(chance: random.Random, body: bytes) -> bytes:
+def _flip_bytes(chance: random.Random, body: bytes) -> bytes:
     flipped = bytearray(body or b"{")
     for _ in range(chance.randint(1, 5)):
         flipped[chance.randrange(len(flipped))] = chance.randrange(256)
     return bytes(flipped)
 
 
-def _other_bytes(chance: random.Random, body: bytes) -> bytes:
+def _replace_body(chance: random.Random, body: bytes) -> bytes:
     text = body.decode("utf-8", "replace")
     return chance.choice(
         (
@@ -654,62 +656,64 @@ QUERIES = (
 )
 
 
-def mutated(seed: int, index: int) -> Sent:
-    """The request with this number."""
+def mutated_request(seed: int, index: int) -> MutatedRequest:
+    """Request ``index`` of a seed."""
     chance = random.Random(f"{seed} {index}")
     if chance.random() < 0.08:
-        return _without_body(chance)
-    api, body = drawn(chance)
-    method, path = "POST", chance.choice(BESIDE[api])
+        return _bodiless_request(chance)
+    api, body = draw_request(chance)
+    method, path = "POST", chance.choice(API_PATHS[api])
     document: Any = body
     for _ in range(chance.choice((0, 1, 1, 1, 2, 2, 3, 5))):
         if chance.random() < 0.08:
-            _another_field(chance, body)
+            _add_field(chance, body)
             continue
-        found = list(slots(body))
-        if found:
-            # As many at the top, which decides how a request is read, as anywhere below.
-            above = [slot for slot in found if slot[0] is body]
-            one, key = chance.choice(above if chance.random() < 0.3 and above else found)
-            chance.choice(OPERATIONS)(chance, one, key)
-    socket = api == RESPONSES and path == RESPONSES and chance.random() < 0.5
-    if socket:
+        all_slots = list(slots(body))
+        if all_slots:
+            # Prefer the top level, which decides how a request is read.
+            top_slots = [slot for slot in all_slots if slot[0] is body]
+            container, key = chance.choice(
+                top_slots if chance.random() < 0.3 and top_slots else all_slots
+            )
+            chance.choice(OPERATIONS)(chance, container, key)
+    over_websocket = api == RESPONSES and path == RESPONSES and chance.random() < 0.5
+    if over_websocket:
         method = WEBSOCKET
         if chance.random() < 0.95:
             document = {"type": "response.create", **body}
-    text = written(chance, document)
+    content = encode_json(chance, document)
     if chance.random() < 0.12:
-        text = chance.choice((_cut, _flipped, _other_bytes))(chance, text)
-    sent = Sent(method, path, text)
-    if socket:
-        return replace(sent, headers=()) if chance.random() < 0.03 else sent
-    return _around(chance, sent)
+        content = chance.choice((_cut_body, _flip_bytes, _replace_body))(chance, content)
+    request = MutatedRequest(method, path, content)
+    if over_websocket:
+        return replace(request, headers=()) if chance.random() < 0.03 else request
+    return _change_envelope(chance, request)
 
 
-def _without_body(chance: random.Random) -> Sent:
-    method, path = chance.choice(WITHOUT_BODY)
+def _bodiless_request(chance: random.Random) -> MutatedRequest:
+    method, path = chance.choice(BODILESS_REQUESTS)
     if chance.random() < 0.4:
         path = re.sub(
             r"resp_0+|m$|resp_\w+|conv_\w+|chatcmpl-\w+", lambda _: chance.choice(IDS), path
         )
     if chance.random() < 0.3:
         path = f"{path.partition('?')[0]}?{chance.choice(QUERIES)}"
-    return _around(chance, Sent(method, path, headers=()))
+    return _change_envelope(chance, MutatedRequest(method, path, headers=()))
 
 
-def _around(chance: random.Random, sent: Sent) -> Sent:
-    """With other headers, another method, or a body that ends before it says."""
+def _change_envelope(chance: random.Random, request: MutatedRequest) -> MutatedRequest:
+    """Changes headers, the method, or the stated length of the body."""
     if chance.random() < 0.06:
-        sent = replace(sent, headers=(("Content-Type", chance.choice(TYPES)),))
+        request = replace(request, headers=(("Content-Type", chance.choice(TYPES)),))
     if chance.random() < 0.10:
         extra = chance.sample(HEADERS, chance.randint(1, 3))
-        sent = replace(sent, headers=(*sent.headers, *extra))
+        request = replace(request, headers=(*request.headers, *extra))
     if chance.random() < 0.03:
-        sent = replace(sent, method=chance.choice(METHODS))
+        request = replace(request, method=chance.choice(METHODS))
     if chance.random() < 0.02:
-        sent = replace(sent, length=len(sent.body) + chance.randint(1, 1_000))
-    return sent
+        request = replace(request, length=len(request.body) + chance.randint(1, 1_000))
+    return request
 
 
 if __name__ == "__main__":
-    print(mutated(int(sys.argv[1]), int(sys.argv[2])))
+    print(mutated_request(int(sys.argv[1]), int(sys.argv[2])))

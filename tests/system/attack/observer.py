@@ -1,17 +1,17 @@
-"""Another client of a server: how long it waits for answers, and how much of that is the server's.
+"""Another client of a server: how long it waits, and how much of that is due to the server.
 
-A process of its own asks for `/health` every 10 ms and reads one streamed answer after the other.
-Each *wait* (from a question to its answer; from one part of a stream to the next) has two figures:
+A process of its own requests `/health` every 10 ms and reads one streamed answer after the other.
+Each *wait* (from a request to its response; from one part of a stream to the next) has two figures:
 
 - ``wall``: milliseconds on the clock;
-- ``held``: those of them in which the server was at work on something else. On a machine that has
-  more to do than its processors can, everybody waits for a processor, which is no server's fault:
-  so this is the wall time less what the event loop's thread stood in the kernel's run queue, and
-  no more than the processor time of all of the server's threads. Work of a thread that leaves the
-  interpreter to others counts, too, so that it is an upper bound.
+- ``held``: those in which the server worked on something else. On an overloaded machine every
+  process waits for a processor, which is not the server's fault. So this is the wall time without
+  the time of the event loop's thread in the kernel's run queue, and at most the processor time of
+  all threads of the server. It includes threads that release the interpreter lock, so it is an
+  upper bound.
 
-Linux alone has these clocks (``schedstat``: https://docs.kernel.org/scheduler/sched-stats.html);
-elsewhere all of a wait is ``held``.
+Only Linux has these clocks (``schedstat``: https://docs.kernel.org/scheduler/sched-stats.html);
+elsewhere the whole wait is ``held``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from dataclasses import astuple, dataclass
 from typing import TextIO
 from urllib.parse import urlsplit
 
-EVERY = 0.01
-"""Seconds between two questions."""
+INTERVAL = 0.01
+"""Seconds between two requests of `/health`."""
 
 MESSAGES = [{"role": "user", "content": "Go on."}]
-"""What the streamed answer is an answer to."""
+"""The prompt of the streamed answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Clocks:
 
     @classmethod
     def of(cls, pid: int) -> Clocks:
-        """Those of process ``pid``, whose main thread runs the event loop."""
+        """The clocks of process ``pid``, whose main thread runs the event loop."""
         now = time.perf_counter()
         try:
-            processor = time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) makes it
+            processor = time.clock_gettime((~pid << 3) | 2)  # as clock_getcpuclockid(3) computes it
             with open(f"/proc/{pid}/schedstat", encoding="ascii") as file:
                 queued = int(file.read().split()[1]) / 1e9
         except OSError:
@@ -57,13 +57,13 @@ class Clocks:
 
 @dataclass(slots=True)
 class Longest:
-    """The longest waits of many, in milliseconds: on the clock, and the server's part."""
+    """The longest waits in milliseconds: on the clock, and the server's part."""
 
     wall: float = 0.0
     held: float = 0.0
 
-    def note(self, before: Clocks, after: Clocks) -> None:
-        """A wait."""
+    def record(self, before: Clocks, after: Clocks) -> None:
+        """Adds a wait."""
         wall = after.wall - before.wall
         held = min(wall - (after.queued - before.queued), after.processor - before.processor)
         self.wall = max(self.wall, wall * 1e3)
@@ -72,14 +72,14 @@ class Longest:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """Of who asked for `/health`, and of who read an answer."""
+    """The longest waits for `/health` and for the next part of a stream."""
 
     health: Longest
     stream: Longest
 
 
 class Observer:
-    """The other client of the server at ``base_url`` with process id ``pid``. Close it."""
+    """Another client of the server at ``base_url`` with process id ``pid``. Must be closed."""
 
     def __init__(self, base_url: str, pid: int, model: str) -> None:
         self._process = subprocess.Popen(
@@ -90,14 +90,14 @@ class Observer:
         )
 
     def waits(self) -> Waits:
-        """The longest since the last call, or since the start.
+        """The longest waits since the last call, or since the start.
 
-        Raises ``RuntimeError`` when the other client has died, as of a server that has.
+        Raises ``RuntimeError`` when the observer has died, as it does when the server dies.
         """
-        asking, answer = self._pipes()
-        asking.write("\n")
-        asking.flush()
-        line = answer.readline()
+        stdin, stdout = self._pipes()
+        stdin.write("\n")
+        stdin.flush()
+        line = stdout.readline()
         if not line:
             raise RuntimeError("nobody observes the server any more")
         return Waits(*(Longest(*figures) for figures in json.loads(line)))
@@ -110,76 +110,76 @@ class Observer:
         self._process.wait(10)
 
     def _pipes(self) -> tuple[TextIO, TextIO]:
-        asking, answer = self._process.stdin, self._process.stdout
-        if asking is None or answer is None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
             raise RuntimeError("the observer was started without pipes")
-        return asking, answer
+        return stdin, stdout
 
 
 class _Client:
-    """Both of its connections, and what it has waited since it was asked last."""
+    """Both connections, and the longest waits since the last report."""
 
     def __init__(self, base_url: str, pid: int, model: str) -> None:
         address = urlsplit(base_url)
         head = f"HTTP/1.1\r\nHost: {address.netloc}\r\n"
         fields = {"model": model, "messages": MESSAGES, "max_tokens": 1_000, "stream": True}
         body = json.dumps(fields)
-        self._to = address.hostname or "", address.port or 80
-        self._ask = f"GET /health {head}\r\n".encode()
-        self._begin = (
+        self._address = address.hostname or "", address.port or 80
+        self._health_request = f"GET /health {head}\r\n".encode()
+        self._stream_request = (
             f"POST /v1/chat/completions {head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
         )
         self._pid = pid
-        self._health = socket.create_connection(self._to)
-        self._asked: Clocks | None = None
-        self._due = 0.0
+        self._health = socket.create_connection(self._address)
+        self._sent_at: Clocks | None = None
+        self._next_request_at = 0.0
         self._until_report = 0
         self._longest = Waits(Longest(), Longest())
-        self._go_on()
+        self._open_stream()
 
-    def _go_on(self) -> None:
-        self._stream = socket.create_connection(self._to)
-        self._stream.sendall(self._begin)
+    def _open_stream(self) -> None:
+        self._stream = socket.create_connection(self._address)
+        self._stream.sendall(self._stream_request)
         self._last_part: Clocks | None = None
 
     def run(self) -> None:
-        """For each line that comes in writes the longest waits, until nobody asks any more."""
+        """Prints the longest waits for each line of stdin, until stdin ends."""
         while True:
-            if self._asked is None and time.perf_counter() >= self._due:
-                self._asked = Clocks.of(self._pid)
-                self._due = self._asked.wall + EVERY
-                self._health.sendall(self._ask)
-            ready, _, _ = select.select([self._health, self._stream, sys.stdin], [], [], EVERY)
+            if self._sent_at is None and time.perf_counter() >= self._next_request_at:
+                self._sent_at = Clocks.of(self._pid)
+                self._next_request_at = self._sent_at.wall + INTERVAL
+                self._health.sendall(self._health_request)
+            ready, _, _ = select.select([self._health, self._stream, sys.stdin], [], [], INTERVAL)
             now = Clocks.of(self._pid)
-            if self._health in ready and self._asked is not None:
-                self._answered(self._asked, now)
+            if self._health in ready and self._sent_at is not None:
+                self._read_health(self._sent_at, now)
             if self._stream in ready:
-                self._read(now)
+                self._read_stream(now)
             if sys.stdin in ready:
                 if not sys.stdin.readline():
                     return
-                # What waits now has not been noted, and what was answered is not cleared away yet.
+                # Current waits are not recorded yet, and the last answer is still being cleaned up.
                 self._until_report = 3
 
-    def _answered(self, asked: Clocks, now: Clocks) -> None:
+    def _read_health(self, sent_at: Clocks, now: Clocks) -> None:
         self._health.recv(65_536)
-        self._longest.health.note(asked, now)
-        self._asked = None
+        self._longest.health.record(sent_at, now)
+        self._sent_at = None
         if self._until_report == 1:
             if self._last_part is not None:
-                self._longest.stream.note(self._last_part, now)
+                self._longest.stream.record(self._last_part, now)
             print(json.dumps(astuple(self._longest)), flush=True)
             self._longest = Waits(Longest(), Longest())
         self._until_report = max(self._until_report - 1, 0)
 
-    def _read(self, now: Clocks) -> None:
+    def _read_stream(self, now: Clocks) -> None:
         part = self._stream.recv(65_536)
         if self._last_part is not None:
-            self._longest.stream.note(self._last_part, now)
+            self._longest.stream.record(self._last_part, now)
         self._last_part = now if b"data: {" in part else None
         if not part or b"data: [DONE]" in part:
             self._stream.close()
-            self._go_on()
+            self._open_stream()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""How large the experiments are: ``ATTACK=full`` for a person, thinned for every change otherwise.
+"""The size of the experiments: in full with ``ATTACK=full``, else thinned for every change.
 
-And which random numbers they draw: ``ATTACK_SEED`` (a number), the same ones unless it is given.
+``ATTACK_SEED`` is the seed of their random numbers, 10 by default.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ SEED = int(os.environ.get("ATTACK_SEED", "10"))
 
 
 def size(full: T, thinned: T) -> T:
-    """``full`` for a person, ``thinned`` in CI."""
+    """``full`` with ``ATTACK=full``, else ``thinned``."""
     return full if FULL else thinned

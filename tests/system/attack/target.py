@@ -1,4 +1,4 @@
-"""A server that is attacked, and what it was given little of."""
+"""A server under attack, and its small limits."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import inspected
 import server as served
 
-ROOM, SECONDS = 32 * 1024, 3
-"""Of the buffer before a reader, and of its silence: small, so that few stalled readers do."""
+STREAM_BYTES, SECONDS = 32 * 1024, 3
+"""The limits of unread bytes and of a reader's silence: small, so that few readers suffice."""
 
 CACHE_MIB = 1
-"""Budget of the prefix cache: the model under attack has little to remember of each token."""
+"""The budget of the prefix cache. The stand-in needs few bytes per token."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, the name of its model, and who asks what is in it."""
+    """A server, the name of its model, and an inspection of its process."""
 
     server: served.Server
     model: str

@@ -1,7 +1,7 @@
-"""What the largest requests of the newer routes cost: processor time and memory are bounded.
+"""Processor time and memory of the largest requests of the newer routes are bounded.
 
-The texts and tools of the three older APIs are those of `test_event_loop`; here is what only these
-routes take: ids, questions with options, conversations that grow, names of models.
+`test_event_loop` has the texts and tools of the three older APIs; this module has inputs that only
+these routes accept: ids, questions with options, conversations that grow, names of models.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 MAX_CPU_SECONDS = size(20.0, 40.0)
-"""Of a processor, for one request; what a prompt of the whole context costs here is most of it."""
+"""Processor seconds of one request. Most of them are for a prompt of the whole context."""
 
 MAX_MIB = 512.0
-"""Resident memory above that before, while a request is read and answered."""
+"""Increase of the resident memory while a request is read and answered."""
 
 MIB = 2**20
 ITEM = {"type": "message", "role": "user", "content": "Hi."}
@@ -44,8 +44,8 @@ def post(path: str, **body: Any) -> Attack:
     return lambda client, model: client.post(path, json={"model": model, **body})
 
 
-def growing(client: httpx.Client, model: str) -> httpx.Response:
-    """A conversation that gets as many items as it may have, and then some more."""
+def fill_conversation(client: httpx.Client, model: str) -> httpx.Response:
+    """Adds items to a conversation until they exceed the limit."""
     path = f"/v1/conversations/{client.post('/v1/conversations', json={}).json()['id']}/items"
     response = httpx.Response(500)
     for _ in range(20):
@@ -55,19 +55,19 @@ def growing(client: httpx.Client, model: str) -> httpx.Response:
     return response
 
 
-def listed(client: httpx.Client, model: str) -> httpx.Response:
-    """Page by page, each of which is found by the id of an item."""
-    made = client.post("/v1/conversations", json={"items": [ITEM] * 10_000}).json()["id"]
+def list_conversation(client: httpx.Client, model: str) -> httpx.Response:
+    """Reads a conversation page by page, each after the id of an item."""
+    conversation_id = client.post("/v1/conversations", json={"items": [ITEM] * 10_000}).json()["id"]
     after, response = "", httpx.Response(500)
     for _ in range(20):
         query = {"limit": 100, "order": "asc", **({"after": after} if after else {})}
-        response = client.get(f"/v1/conversations/{made}/items", params=query)
+        response = client.get(f"/v1/conversations/{conversation_id}/items", params=query)
         after = response.json()["last_id"]
     return response
 
 
 ROWS: dict[str, tuple[Callable[[], Attack], int]] = {
-    # name -> how to make it, and the status of the answer
+    # name -> a function that creates the attack, and the expected status
     "tokens of a text": (lambda: post("/tokenize", content=" a" * 120_000, with_pieces=True), 200),
     "tokens of too long a text": (lambda: post("/tokenize", prompt="a b " * 2**20), 400),
     "tokens of one letter": (lambda: post("/tokenize", prompt="a" * (20 * MIB)), 400),
@@ -111,8 +111,8 @@ ROWS: dict[str, tuple[Callable[[], Attack], int]] = {
         lambda: post("/v1/conversations", items=[ITEM] * 20_000),
         413,
     ),
-    "a conversation that grows": (lambda: growing, 413),
-    "a conversation that is listed": (lambda: listed, 200),
+    "a conversation that grows": (lambda: fill_conversation, 413),
+    "a conversation that is listed": (lambda: list_conversation, 200),
     "metadata": (lambda: post("/v1/conversations", metadata={"k": "a" * (20 * MIB)}), 400),
     "a control of a long id": (
         lambda: post(
@@ -152,45 +152,45 @@ ROWS: dict[str, tuple[Callable[[], Attack], int]] = {
 
 @dataclass
 class Cost:
-    """Seconds of a processor, and MiB above the resident memory at the start."""
+    """Processor seconds, and MiB above the resident memory at the start."""
 
     seconds: float = 0.0
     mib: float = 0.0
 
 
 @contextmanager
-def measured(process: psutil.Process) -> Iterator[Cost]:
-    """What a server takes meanwhile; memory is looked at every 10 ms."""
-    cost, ended = Cost(), threading.Event()
-    before, used = process.memory_info().rss, sum(process.cpu_times()[:2])
+def measure_cost(process: psutil.Process) -> Iterator[Cost]:
+    """Measures the cost of a process during the context, its memory every 10 ms."""
+    cost, stop = Cost(), threading.Event()
+    rss_before, cpu_before = process.memory_info().rss, sum(process.cpu_times()[:2])
 
-    def look() -> None:
-        while not ended.wait(0.01):
-            cost.mib = max(cost.mib, (process.memory_info().rss - before) / MIB)
+    def watch_memory() -> None:
+        while not stop.wait(0.01):
+            cost.mib = max(cost.mib, (process.memory_info().rss - rss_before) / MIB)
 
-    looking = threading.Thread(target=look)
-    looking.start()
+    watcher = threading.Thread(target=watch_memory)
+    watcher.start()
     try:
         yield cost
     finally:
-        ended.set()
-        looking.join()
-        cost.seconds = sum(process.cpu_times()[:2]) - used
+        stop.set()
+        watcher.join()
+        cost.seconds = sum(process.cpu_times()[:2]) - cpu_before
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_request_costs_no_more(target: Target, row: str) -> None:
-    make, status = ROWS[row]
-    attack = make()
-    began = time.monotonic()
+def test_request_cost_is_bounded(target: Target, row: str) -> None:
+    make_attack, status = ROWS[row]
+    attack = make_attack()
+    started = time.monotonic()
     with target.server.client(timeout=300) as client:
-        with measured(psutil.Process(target.server.pid)) as cost:
+        with measure_cost(psutil.Process(target.server.pid)) as cost:
             response = attack(client, target.model)
-        healthy = {"model": target.model, "messages": [ITEM], "max_tokens": 8}
-        assert client.post("/v1/chat/completions", json=healthy).status_code == 200
+        ordinary_body = {"model": target.model, "messages": [ITEM], "max_tokens": 8}
+        assert client.post("/v1/chat/completions", json=ordinary_body).status_code == 200
     figures.report(
         "cost",
-        f"{row:32} {response.status_code} in {time.monotonic() - began:5.1f} s, "
+        f"{row:32} {response.status_code} in {time.monotonic() - started:5.1f} s, "
         f"{cost.seconds:5.1f} s of a processor, {cost.mib:4.0f} MiB",
     )
     assert response.status_code == status, response.text[:500]

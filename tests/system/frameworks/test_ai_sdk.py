@@ -1,4 +1,4 @@
-"""The AI SDK (JavaScript), as it is, against a model that never wants what it is asked for."""
+"""The unmodified AI SDK (JavaScript), with a model whose scripts never conform."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ CHECKS = (
 
 @pytest.fixture(scope="session")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with the checks and what they import."""
+    """A directory with the checks and their packages."""
     directory = shutil.copytree(HERE, tmp_path_factory.mktemp("node") / "checks")
-    installing = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
-    subprocess.run(installing, cwd=directory, check=True, timeout=300)
+    install_command = ["npm", "install", "--no-audit", "--no-fund", "--loglevel=error"]
+    subprocess.run(install_command, cwd=directory, check=True, timeout=300)
     return directory
 
 
 @pytest.fixture(scope="session")
 def problems(packages: Path, server: Server, question: str) -> dict[str, str]:
-    """What is wrong, by check: all of them in one process, because starting one takes seconds."""
-    ended = subprocess.run(
+    """The problem of each check. One process runs them all, because starting one takes seconds."""
+    process = subprocess.run(
         ["node", "checks.mjs", server.root, question],
         cwd=packages,
         capture_output=True,
@@ -47,12 +47,12 @@ def problems(packages: Path, server: Server, question: str) -> dict[str, str]:
         check=False,
         timeout=300,
     )
-    assert ended.returncode == 0, ended.stderr
-    lines = [json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{")]
+    assert process.returncode == 0, process.stderr
+    lines = [json.loads(line) for line in process.stdout.splitlines() if line.startswith("{")]
     return {line["name"]: line["problem"] for line in lines}
 
 
-@pytest.mark.parametrize("what", CHECKS)
+@pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_ai_sdk(problems: dict[str, str], provider: str, what: str) -> None:
-    assert problems[f"{provider}: {what}"] == ""
+def test_ai_sdk(problems: dict[str, str], provider: str, check: str) -> None:
+    assert problems[f"{provider}: {check}"] == ""

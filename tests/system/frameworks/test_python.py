@@ -1,7 +1,7 @@
-"""Frameworks for Python, as they are, against a model that never wants what they ask for.
+"""Unmodified Python frameworks, with a model whose scripts never conform to their requests.
 
-Each gets typed answers and calls because nothing else can be said. No test repairs, retries or
-prompts for anything: where a framework would try again by itself, that is switched off.
+They get typed answers and calls because the grammar permits nothing else. No test repairs, retries
+or prompts, and the frameworks' own retries are switched off.
 """
 
 from __future__ import annotations
@@ -128,29 +128,29 @@ def user(question: str) -> list[Any]:
 
 
 def test_openai_chat_parse(client: openai.OpenAI, question: str) -> None:
-    answer = client.chat.completions.parse(
+    completion = client.chat.completions.parse(
         model=MODEL, messages=user(question), response_format=Person
     )
-    assert isinstance(answer.choices[0].message.parsed, Person)
-    assert answer.choices[0].finish_reason == "stop"
+    assert isinstance(completion.choices[0].message.parsed, Person)
+    assert completion.choices[0].finish_reason == "stop"
 
 
-def test_openai_chat_of_a_record_and_a_union(client: openai.OpenAI, question: str) -> None:
+def test_openai_chat_schema_with_record_and_union(client: openai.OpenAI, question: str) -> None:
     schema = {"name": "sheet", "schema": Sheet.model_json_schema(), "strict": True}
-    answer = client.chat.completions.create(
+    completion = client.chat.completions.create(
         model=MODEL,
         messages=user(question),
         response_format={"type": "json_schema", "json_schema": schema},
     )
-    Sheet.model_validate_json(answer.choices[0].message.content or "")
+    Sheet.model_validate_json(completion.choices[0].message.content or "")
 
 
 def test_openai_chat_stream(client: openai.OpenAI, question: str) -> None:
     with client.chat.completions.stream(
         model=MODEL, messages=user(question), response_format=Person
     ) as stream:
-        answer = stream.get_final_completion()
-    assert isinstance(answer.choices[0].message.parsed, Person)
+        completion = stream.get_final_completion()
+    assert isinstance(completion.choices[0].message.parsed, Person)
 
 
 @pytest.mark.parametrize(
@@ -162,23 +162,23 @@ def test_openai_chat_parse_of_a_call(client: openai.OpenAI, question: str, choic
     tools = [openai.pydantic_function_tool(Person)]
     if choice != "required":
         tools.append(openai.pydantic_function_tool(Place))
-    answer = client.chat.completions.parse(
+    completion = client.chat.completions.parse(
         model=MODEL, messages=user(question), tools=tools, tool_choice=choice
     )
-    (call,) = answer.choices[0].message.tool_calls or ()
+    (call,) = completion.choices[0].message.tool_calls or ()
     assert isinstance(call.function.parsed_arguments, Person)
-    assert answer.choices[0].finish_reason == "tool_calls"
+    assert completion.choices[0].finish_reason == "tool_calls"
 
 
 def test_openai_responses_parse(client: openai.OpenAI, question: str) -> None:
-    answer = client.responses.parse(model=MODEL, input=question, text_format=Person)
-    assert isinstance(answer.output_parsed, Person)
+    response = client.responses.parse(model=MODEL, input=question, text_format=Person)
+    assert isinstance(response.output_parsed, Person)
 
 
 def test_openai_responses_stream(client: openai.OpenAI, question: str) -> None:
     with client.responses.stream(model=MODEL, input=question, text_format=Person) as stream:
-        answer = stream.get_final_response()
-    assert isinstance(answer.output_parsed, Person)
+        response = stream.get_final_response()
+    assert isinstance(response.output_parsed, Person)
 
 
 @pytest.mark.parametrize(
@@ -188,13 +188,13 @@ def test_openai_responses_parse_of_a_call(
     client: openai.OpenAI, question: str, choice: Any
 ) -> None:
     function = openai.pydantic_function_tool(Person)["function"]
-    answer = client.responses.parse(
+    response = client.responses.parse(
         model=MODEL,
         input=question,
         tools=[{"type": "function", **function}],
         tool_choice=choice,
     )
-    (call,) = [item for item in answer.output if item.type == "function_call"]
+    (call,) = [item for item in response.output if item.type == "function_call"]
     assert isinstance(Person.model_validate_json(call.arguments), Person)
 
 
@@ -202,16 +202,16 @@ def test_openai_responses_parse_of_a_call(
 
 
 @pytest.fixture
-def claude(server: Server) -> anthropic.Anthropic:
+def anthropic_client(server: Server) -> anthropic.Anthropic:
     return anthropic.Anthropic(base_url=server.root, api_key=KEY, max_retries=0)
 
 
-def test_anthropic_parse(claude: anthropic.Anthropic, question: str) -> None:
-    """Of `Person` the client sends no bounds: the age is what the model likes."""
-    answer = claude.messages.parse(
+def test_anthropic_parse(anthropic_client: anthropic.Anthropic, question: str) -> None:
+    """The client sends no bounds of `Person`, so any age is possible."""
+    message = anthropic_client.messages.parse(
         model=MODEL, max_tokens=2000, messages=user(question), output_format=Person
     )
-    assert isinstance(answer.parsed_output, Person)
+    assert isinstance(message.parsed_output, Person)
 
 
 # --- LangChain ---
@@ -236,18 +236,18 @@ def test_langchain_openai(server: Server, question: str, api: str, method: Any) 
 
 def test_langchain_openai_strict_function(server: Server, question: str) -> None:
     model = openai_model(server)
-    typed = model.with_structured_output(Person, method="function_calling", strict=True)
-    assert isinstance(typed.invoke(question), Person)
+    structured = model.with_structured_output(Person, method="function_calling", strict=True)
+    assert isinstance(structured.invoke(question), Person)
 
 
-def test_langchain_openai_schema_of_its_own(server: Server, question: str) -> None:
-    typed = openai_model(server).with_structured_output(dict(TREE), method="json_schema")
-    validate(typed.invoke(question), TREE)
+def test_langchain_openai_json_schema(server: Server, question: str) -> None:
+    structured = openai_model(server).with_structured_output(dict(TREE), method="json_schema")
+    validate(structured.invoke(question), TREE)
 
 
 def test_langchain_openai_json_mode(server: Server, question: str) -> None:
-    typed = openai_model(server).with_structured_output(Note, method="json_mode")
-    assert isinstance(typed.invoke(question), Note)
+    structured = openai_model(server).with_structured_output(Note, method="json_mode")
+    assert isinstance(structured.invoke(question), Note)
 
 
 @pytest.mark.parametrize("choice", ["any", "move"])
@@ -258,8 +258,8 @@ def test_langchain_openai_forced_call(server: Server, question: str, choice: str
 
 @pytest.mark.parametrize("method", ["function_calling", "json_schema"])
 def test_langchain_anthropic(server: Server, question: str, method: Any) -> None:
-    typed = anthropic_model(server).with_structured_output(Person, method=method)
-    assert isinstance(typed.invoke(question), Person)
+    structured = anthropic_model(server).with_structured_output(Person, method=method)
+    assert isinstance(structured.invoke(question), Person)
 
 
 @pytest.mark.parametrize("choice", ["any", "move"])
@@ -268,10 +268,10 @@ def test_langchain_anthropic_forced_call(server: Server, question: str, choice: 
     assert_called(model.invoke(question), choice)
 
 
-def assert_called(answer: AIMessage, choice: str) -> None:
-    """One call, of the tool that was chosen, with arguments that the tool takes."""
-    assert not answer.invalid_tool_calls
-    (call,) = answer.tool_calls
+def assert_called(message: AIMessage, choice: str) -> None:
+    """Asserts one call of the chosen tool, with valid arguments."""
+    assert not message.invalid_tool_calls
+    (call,) = message.tool_calls
     assert call["name"] in ({"move", "Person"} if choice == "any" else {choice})
     if call["name"] == "move":
         assert "lives in" in move.invoke(call["args"])
@@ -283,7 +283,7 @@ def assert_called(answer: AIMessage, choice: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "wanted"),
+    ("mode", "output_type"),
     [
         (instructor.Mode.TOOLS, Person),
         (instructor.Mode.TOOLS_STRICT, Person),
@@ -294,19 +294,23 @@ def assert_called(answer: AIMessage, choice: str) -> None:
     ids=lambda value: getattr(value, "name", ""),
 )
 def test_instructor_openai(
-    client: openai.OpenAI, question: str, mode: Any, wanted: type[BaseModel]
+    client: openai.OpenAI, question: str, mode: Any, output_type: type[BaseModel]
 ) -> None:
-    typed = instructor.from_openai(client, mode=mode)
-    # Where nothing strict was asked for, 30.0 is an integer, as JSON Schema has it.
-    answer = typed.chat.completions.create(
-        model=MODEL, messages=user(question), response_model=wanted, max_retries=0, strict=False
+    patched = instructor.from_openai(client, mode=mode)
+    # Without strict, 30.0 is an integer, as in JSON Schema.
+    output = patched.chat.completions.create(
+        model=MODEL,
+        messages=user(question),
+        response_model=output_type,
+        max_retries=0,
+        strict=False,
     )
-    assert isinstance(answer, wanted)
+    assert isinstance(output, output_type)
 
 
-def test_instructor_anthropic(claude: anthropic.Anthropic, question: str) -> None:
-    typed = instructor.from_anthropic(claude, mode=instructor.Mode.ANTHROPIC_TOOLS)
-    answer = typed.messages.create(
+def test_instructor_anthropic(anthropic_client: anthropic.Anthropic, question: str) -> None:
+    patched = instructor.from_anthropic(anthropic_client, mode=instructor.Mode.ANTHROPIC_TOOLS)
+    person = patched.messages.create(
         model=MODEL,
         max_tokens=2000,
         messages=user(question),
@@ -314,21 +318,21 @@ def test_instructor_anthropic(claude: anthropic.Anthropic, question: str) -> Non
         max_retries=0,
         strict=False,
     )
-    assert isinstance(answer, Person)
+    assert isinstance(person, Person)
 
 
 # --- pydantic-ai ---
 
 
-@pytest.mark.parametrize("wanted", [Person, Sheet])
-@pytest.mark.parametrize("output", [ToolOutput, NativeOutput])
+@pytest.mark.parametrize("output_type", [Person, Sheet])
+@pytest.mark.parametrize("output_mode", [ToolOutput, NativeOutput])
 @pytest.mark.parametrize("api", [OpenAIChatModel, OpenAIResponsesModel])
 def test_pydantic_ai(
-    server: Server, question: str, api: Any, output: Any, wanted: type[BaseModel]
+    server: Server, question: str, api: Any, output_mode: Any, output_type: type[BaseModel]
 ) -> None:
     provider = OpenAIProvider(base_url=server.v1, api_key=KEY)
-    agent = Agent(api(MODEL, provider=provider), output_type=output(wanted), retries=0)
-    assert isinstance(agent.run_sync(question).output, wanted)
+    agent = Agent(api(MODEL, provider=provider), output_type=output_mode(output_type), retries=0)
+    assert isinstance(agent.run_sync(question).output, output_type)
 
 
 # --- Agents SDK ---
@@ -374,7 +378,7 @@ def run(agent: Any, question: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["OpenAI", "Anthropic", "OpenAI Agents SDK", "LangChain"])
-def test_the_examples_of_the_page(
+def test_examples_of_page_print_answers(
     server: Server,
     name: str,
     tmp_path: Path,

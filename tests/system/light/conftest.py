@@ -1,4 +1,4 @@
-"""The light server as a process: the command, on a free port, with a home of its own."""
+"""The light server as a process, on a free port and with a home directory of its own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.process import free_port
 
 STARTING = 120.0
-"""Seconds within which a server is ready."""
+"""Seconds that a server may take to be ready."""
 
 PROGRAM = ("-m", "vllm_mlx_harmony")
 
@@ -47,17 +47,17 @@ Start = Callable[..., Server]
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stand-in, which each test module gives its own scripts."""
+    """A stand-in. Each test module gives it its own scripts."""
     return standin.write(tmp_path_factory.mktemp("model") / "gpt-oss-standin")
 
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """``start(*arguments, options=(), program=PROGRAM)`` starts a command of ``vllm-mlx-harmony``
-    that serves, and waits until it does. ``options`` are those of Python."""
+    that serves, and waits until it is ready. ``options`` are Python's."""
     running: list[Server] = []
 
-    def started(
+    def start_server(
         *arguments: str, options: tuple[str, ...] = (), program: tuple[str, ...] = PROGRAM
     ) -> Server:
         home = tmp_path_factory.mktemp("home")
@@ -79,7 +79,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
             time.sleep(0.1)
         return server
 
-    yield started
+    yield start_server
     for server in running:
         if server.process.poll() is None:
             server.stop()

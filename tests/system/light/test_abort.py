@@ -1,7 +1,7 @@
 """Answers when a native library aborts the process, as mlx does after an error of the GPU.
 
-A thread of the server calls ``abort`` as soon as a file exists: a C function on a thread that does
-not hold the interpreter lock, as Metal's completion handler.
+A thread of the server calls C's ``abort`` as soon as a file exists, without the interpreter lock,
+as Metal's completion handler does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vllm_mlx_harmony.standin import Script
 if TYPE_CHECKING:
     from conftest import Server, Start
 
-SLOWLY = "<|channel|>final<|message|>" + "one two three " * 300 + "<|return|>"
+SLOW_ANSWER = "<|channel|>final<|message|>" + "one two three " * 300 + "<|return|>"
 PROGRAM = """
 import ctypes, pathlib, sys, threading, time
 from vllm_mlx_harmony.__main__ import main
@@ -39,75 +39,75 @@ threading.Thread(target=abort, daemon=True).start()
 sys.exit(main(sys.argv[1:]))
 """
 PROBLEM = "the engine failed and the server is restarting"
-ASKED: Any = {"model": "gpt-oss-standin"}
+REQUEST: Any = {"model": "gpt-oss-standin"}
 MESSAGES: Any = [{"role": "user", "content": "Slowly"}]
 
-Begin = Callable[[], None]
+StartedCallback = Callable[[], None]
 """Called when the first event has arrived."""
 
 
-def chat(url: str, begin: Begin) -> None:
+def chat(url: str, on_start: StartedCallback) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        for _ in client.chat.completions.create(**ASKED, messages=MESSAGES, stream=True):
-            begin()
+        for _ in client.chat.completions.create(**REQUEST, messages=MESSAGES, stream=True):
+            on_start()
 
 
-def responses(url: str, begin: Begin) -> None:
+def responses(url: str, on_start: StartedCallback) -> None:
     """The error is the last event, ``response.failed``."""
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        for event in client.responses.create(**ASKED, input="Slowly", stream=True):
+        for event in client.responses.create(**REQUEST, input="Slowly", stream=True):
             if event.type == "response.output_text.delta":
-                begin()
+                on_start()
     assert event.type == "response.failed"
     assert event.response.error is not None
     raise AssertionError(event.response.error.message)
 
 
-def messages(url: str, begin: Begin) -> None:
+def messages(url: str, on_start: StartedCallback) -> None:
     with anthropic.Anthropic(base_url=url, auth_token="none", max_retries=0) as client:
-        asked = {**ASKED, "messages": MESSAGES, "max_tokens": 1000}
-        for _ in client.messages.create(**asked, stream=True):
-            begin()
+        fields = {**REQUEST, "messages": MESSAGES, "max_tokens": 1000}
+        for _ in client.messages.create(**fields, stream=True):
+            on_start()
 
 
-def whole(url: str, begin: Begin) -> None:
-    begin()
-    body = {**ASKED, "messages": MESSAGES}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
-    assert answer.status_code == 503
-    raise AssertionError(answer.json()["error"]["message"])
+def whole_chat(url: str, on_start: StartedCallback) -> None:
+    on_start()
+    body = {**REQUEST, "messages": MESSAGES}
+    response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert response.status_code == 503
+    raise AssertionError(response.json()["error"]["message"])
 
 
-ROWS = {"chat": chat, "responses": responses, "messages": messages, "whole": whole}
+ROWS = {"chat": chat, "responses": responses, "messages": messages, "whole": whole_chat}
 
 
-def requests(url: str) -> int:
-    """How many requests the server has."""
+def running_requests(url: str) -> int:
+    """The number of requests at the server."""
     models = httpx.get(f"{url}/harmony/status", timeout=60).json()["models"]
     return sum(len(model["requests"]) for model in models)
 
 
 @pytest.fixture(scope="module")
-def problems(start: Start, model: Path) -> dict[str, str]:
-    """What each client is told, by row: all are served when the process is aborted."""
-    standin.rescript(model, [Script("<|message|>Slowly<|end|>", SLOWLY, delay_ms=50)])
+def error_messages(start: Start, model: Path) -> dict[str, str]:
+    """The error of each client, by row. All are being served when the process is aborted."""
+    standin.rescript(model, [Script("<|message|>Slowly<|end|>", SLOW_ANSWER, delay_ms=50)])
     server: Server = start("gateway", f"mlx:{model}", program=("-c", PROGRAM))
-    waiting = {name: threading.Event() for name in ROWS}
+    started = {name: threading.Event() for name in ROWS}
     with ThreadPoolExecutor(len(ROWS)) as pool:
-        calls = {
-            name: pool.submit(row, server.url, waiting[name].set) for name, row in ROWS.items()
+        futures = {
+            name: pool.submit(row, server.url, started[name].set) for name, row in ROWS.items()
         }
-        assert all(event.wait(30) for event in waiting.values())
-        until = time.monotonic() + 30
-        while requests(server.url) < len(ROWS):  # the one that is not streamed arrives, too
-            assert time.monotonic() < until
+        assert all(event.wait(30) for event in started.values())
+        deadline = time.monotonic() + 30
+        while running_requests(server.url) < len(ROWS):  # the unstreamed one has arrived, too
+            assert time.monotonic() < deadline
             time.sleep(0.1)
         (server.log.parent / "abort").touch()
-        errors = {name: call.exception(30) for name, call in calls.items()}
+        errors = {name: future.exception(30) for name, future in futures.items()}
     assert server.process.wait(30) == -signal.SIGABRT
     return {name: str(error) for name, error in errors.items()}
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_answer_ends_with_an_error(problems: dict[str, str], name: str) -> None:
-    assert PROBLEM in problems[name]
+def test_answer_ends_with_an_error(error_messages: dict[str, str], name: str) -> None:
+    assert PROBLEM in error_messages[name]

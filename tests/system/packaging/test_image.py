@@ -1,4 +1,4 @@
-"""The steps of the gateway's Dockerfile, in a fresh environment instead of a container."""
+"""The steps of the gateway's Dockerfile, run in a fresh environment instead of a container."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ STEPS = [
 
 
 def steps(name: str) -> list[str]:
-    """What follows each instruction of that name."""
+    """The arguments of every instruction of that name."""
     return [rest for instruction, rest in STEPS if instruction == name]
 
 
-def test_the_steps_make_a_gateway_that_serves_and_is_checked(tmp_path: Path) -> None:
+def test_dockerfile_steps_build_healthy_gateway(tmp_path: Path) -> None:
     uv = shutil.which("uv")
     assert uv is not None
     subprocess.run(
@@ -44,33 +44,33 @@ def test_the_steps_make_a_gateway_that_serves_and_is_checked(tmp_path: Path) -> 
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment = {**clean, "PATH": f"{program}:/usr/bin:/bin", "VIRTUAL_ENV": ""}
 
-    def here(text: str) -> str:
+    def with_local_paths(text: str) -> str:
         return re.sub(r"/src\b", str(ROOT), text).replace("/wheels", f"{tmp_path}/wheels")
 
-    for copied in steps("COPY"):
-        *source, _ = copied.split(" ")
+    for arguments in steps("COPY"):
+        *source, _ = arguments.split(" ")
         if not source[0].startswith("--from"):
             assert (ROOT / source[0]).exists()
             if source[0] != ".":
                 shutil.copy(ROOT / source[0], tmp_path / "wheels")
-    for command in map(here, steps("RUN")):
-        done = subprocess.run(
+    for command in map(with_local_paths, steps("RUN")):
+        process = subprocess.run(
             command, shell=True, env=environment, capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, done.stderr
+        assert process.returncode == 0, process.stderr
     (user,) = steps("USER")
     assert f"--uid {user} " in (tmp_path / "user").read_text()
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    variables = dict(each.split("=") for each in steps("ENV"))
+    variables = dict(assignment.split("=") for assignment in steps("ENV"))
     environment |= {**variables, "VLLM_MLX_HARMONY_GATEWAY_PORT": port}
     (entry,) = map(json.loads, steps("ENTRYPOINT"))
     (check,) = steps("HEALTHCHECK")
     check = json.loads(check.partition("CMD ")[2].replace(":8000/", f":{port}/"))
 
-    def healthy() -> bool:
+    def is_healthy() -> bool:
         return (
             subprocess.run(check, env=environment, capture_output=True, check=False).returncode == 0
         )
@@ -79,11 +79,11 @@ def test_the_steps_make_a_gateway_that_serves_and_is_checked(tmp_path: Path) -> 
     server = subprocess.Popen([*entry, *flags], env=environment)
     try:
         deadline = time.monotonic() + 60
-        while not healthy():
+        while not is_healthy():
             assert server.poll() is None and time.monotonic() < deadline
         server.terminate()
         server.wait(30)
-        assert not healthy()
+        assert not is_healthy()
     finally:
         server.kill()
         server.wait()

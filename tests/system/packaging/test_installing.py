@@ -1,7 +1,7 @@
-"""Installing is all a user does: every later interpreter has the import hook.
+"""Installation from wheels and editable projects: every later interpreter has the import hook.
 
-The host in most rows is a few lines in the shape of the real one's command line, so that an
-environment takes a second to make; the last rows use the real one from where the tests run.
+Most tests use a stub of the host's command line, so that an environment takes a second to create.
+The last ones use the real host of the environment that runs the tests.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if __name__ == "__main__":
     main()
 """
 
-# What activation says in an environment without openai-harmony: it was there, and open.
+# The message of an activation without openai-harmony, which proves that activation was attempted.
 GATE_OPENED = "vllm-mlx-harmony: not active: openai-harmony cannot be imported"
 
 
@@ -78,10 +78,10 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-def succeed(*command: str | Path, **environment: str) -> str:
-    done = run(*command, **environment)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+def output_of(*command: str | Path, **environment: str) -> str:
+    process = run(*command, **environment)
+    assert process.returncode == 0, f"{command}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 @pytest.fixture(scope="session")
@@ -95,7 +95,7 @@ GITHUB = {"GITHUB_SERVER_URL": "https://example.com", "GITHUB_REPOSITORY": "owne
 
 
 def build(uv: str, project: Path, out: Path) -> Path:
-    succeed(uv, "build", "--wheel", "--out-dir", out, project, **GITHUB)
+    output_of(uv, "build", "--wheel", "--out-dir", out, project, **GITHUB)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -123,7 +123,7 @@ def host_wheel(uv: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @dataclass(frozen=True)
-class Environment:
+class VirtualEnvironment:
     """A virtual environment of its own."""
 
     directory: Path
@@ -135,84 +135,84 @@ class Environment:
     @property
     def site(self) -> Path:
         code = "import sysconfig; print(sysconfig.get_path('purelib'))"
-        return Path(succeed(self.python, "-c", code).strip())
+        return Path(output_of(self.python, "-c", code).strip())
 
     def files(self) -> set[str]:
-        """All but what Python and pip compile of their own."""
-        found = (path.relative_to(self.directory) for path in self.directory.rglob("*"))
-        return {str(path) for path in found if "harmony" in str(path) or _kept(path)}
+        """All files but the bytecode of other packages."""
+        paths = (path.relative_to(self.directory) for path in self.directory.rglob("*"))
+        return {str(path) for path in paths if "harmony" in str(path) or _is_source(path)}
 
     def serve(self, *flags: str, **environment: str) -> subprocess.CompletedProcess[str]:
         return run(self.directory / BIN / "vllm-mlx", "serve", *flags, **environment)
 
 
 @pytest.fixture
-def environment(uv: str, tmp_path: Path, host_wheel: Path) -> Environment:
-    """With the small host in it, and pip; without openai-harmony."""
-    succeed(uv, "venv", "--seed", "--python", sys.executable, tmp_path / "venv")
-    made = Environment(tmp_path / "venv")
-    succeed(uv, "pip", "install", "--no-deps", "--python", made.python, host_wheel)
-    return made
+def environment(uv: str, tmp_path: Path, host_wheel: Path) -> VirtualEnvironment:
+    """Has the stub host and pip, but not openai-harmony."""
+    output_of(uv, "venv", "--seed", "--python", sys.executable, tmp_path / "venv")
+    environment = VirtualEnvironment(tmp_path / "venv")
+    output_of(uv, "pip", "install", "--no-deps", "--python", environment.python, host_wheel)
+    return environment
 
 
-def _kept(path: Path) -> bool:
+def _is_source(path: Path) -> bool:
     return "__pycache__" not in path.parts
 
 
 class Uv:
     """Installs as `uv pip` does."""
 
-    def __init__(self, uv: str, environment: Environment) -> None:
+    def __init__(self, uv: str, environment: VirtualEnvironment) -> None:
         self._uv, self._python = uv, environment.python
 
-    def install(self, *what: str | Path) -> None:
-        succeed(self._uv, "pip", "install", "--no-deps", "--python", self._python, *what)
+    def install(self, *packages: str | Path) -> None:
+        output_of(self._uv, "pip", "install", "--no-deps", "--python", self._python, *packages)
 
     def uninstall(self, *names: str) -> None:
-        succeed(self._uv, "pip", "uninstall", "--python", self._python, *names)
+        output_of(self._uv, "pip", "uninstall", "--python", self._python, *names)
 
 
 class Pip:
     """Installs as `pip` does."""
 
-    def __init__(self, uv: str, environment: Environment) -> None:
+    def __init__(self, uv: str, environment: VirtualEnvironment) -> None:
         self._pip = (environment.python, "-m", "pip", "--disable-pip-version-check", "-q")
 
-    def install(self, *what: str | Path) -> None:
-        succeed(*self._pip, "install", "--no-deps", *what)
+    def install(self, *packages: str | Path) -> None:
+        output_of(*self._pip, "install", "--no-deps", *packages)
 
     def uninstall(self, *names: str) -> None:
-        succeed(*self._pip, "uninstall", "--yes", *names)
+        output_of(*self._pip, "uninstall", "--yes", *names)
 
 
 def installable(kind: str, project: Path, wheel: Path) -> tuple[str | Path, ...]:
-    """The arguments that install a project in this way."""
+    """The installer's arguments for a project, as a wheel or editable."""
     return (wheel,) if kind == "wheel" else ("--editable", project)
 
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("installer", [Uv, Pip])
-def test_installing_registers_and_uninstalling_leaves_nothing(
+def test_install_registers_plugin_and_uninstall_leaves_nothing(
     uv: str,
-    environment: Environment,
+    environment: VirtualEnvironment,
     server: Path,
     plugin: Path,
     installer: type[Uv | Pip],
     kind: str,
 ) -> None:
     tool = installer(uv, environment)
-    environment.serve()  # whatever the first start of an interpreter writes, it has written
+    environment.serve()  # the first start writes files of its own
     before = environment.files()
     tool.install(*installable(kind, ROOT, server), *installable(kind, PLUGIN, plugin))
 
-    asked = environment.serve("--tool-call-parser", "harmony")
-    assert asked.stdout == "host serves harmony\n"
-    assert asked.stderr.startswith(GATE_OPENED)
-    as_module = run(
+    process = environment.serve("--tool-call-parser", "harmony")
+    assert process.stdout == "host serves harmony\n"
+    assert process.stderr.startswith(GATE_OPENED)
+    module_process = run(
         *(environment.python, "-m", "vllm_mlx.cli", "serve", "--tool-call-parser", "gpt-oss")
     )
-    assert as_module.stdout == "host serves gpt-oss\n"
-    assert as_module.stderr.startswith(GATE_OPENED)
+    assert module_process.stdout == "host serves gpt-oss\n"
+    assert module_process.stderr.startswith(GATE_OPENED)
     for flags, variables in [
         (("--tool-call-parser", "qwen"), {}),
         ((), {}),
@@ -239,147 +239,158 @@ for name in sys.argv[1:]:
 
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 @pytest.mark.parametrize("installer", [Uv, Pip])
-def test_server_survives_uninstalling_the_plugin(
+def test_server_survives_uninstall_of_plugin(
     uv: str, tmp_path: Path, server: Path, plugin: Path, installer: type[Uv | Pip], kind: str
 ) -> None:
-    succeed(uv, "venv", "--seed", "--python", sys.executable, tmp_path / "venv")
-    environment = Environment(tmp_path / "venv")
+    output_of(uv, "venv", "--seed", "--python", sys.executable, tmp_path / "venv")
+    environment = VirtualEnvironment(tmp_path / "venv")
     tool = installer(uv, environment)
     tool.install(*installable(kind, ROOT, server))
 
-    def works_alone() -> None:
+    def assert_works_alone() -> None:
         program = environment.directory / BIN / "vllm-mlx-harmony"
-        assert succeed(program, "--version").startswith("vllm-mlx-harmony ")
+        assert output_of(program, "--version").startswith("vllm-mlx-harmony ")
         python = (environment.python, "-c", VERSIONS)
-        assert succeed(*python, "vllm-mlx-harmony-server").split() == ["True"]
+        assert output_of(*python, "vllm-mlx-harmony-server").split() == ["True"]
         assert "PackageNotFoundError" in run(*python, "vllm-mlx-harmony").stderr
         assert not list(environment.site.glob("vllm_mlx_harmony_startup*"))
         assert not (environment.site / "vllm_mlx").exists()
 
-    works_alone()
+    assert_works_alone()
     alone = {file for file in environment.files() if "__pycache__" not in file}
     tool.install(*installable(kind, PLUGIN, plugin))
-    assert succeed(environment.python, "-c", VERSIONS, *NAMES).split() == ["True", "True"]
+    assert output_of(environment.python, "-c", VERSIONS, *NAMES).split() == ["True", "True"]
     assert (environment.site / "vllm_mlx_harmony_startup.pth").exists()
-    first, second = (recorded(environment, name) for name in NAMES)
-    assert first & second == set()
+    server_files, plugin_files = (recorded_files(environment, name) for name in NAMES)
+    assert server_files & plugin_files == set()
 
     tool.uninstall("vllm-mlx-harmony")
     assert {file for file in environment.files() if "__pycache__" not in file} == alone
-    works_alone()
+    assert_works_alone()
 
 
-def recorded(environment: Environment, name: str) -> set[str]:
+def recorded_files(environment: VirtualEnvironment, name: str) -> set[str]:
     """The files that a distribution owns."""
     (record,) = environment.site.glob(f"{name.replace('-', '_')}-[0-9]*.dist-info/RECORD")
     return {row[0] for row in csv.reader(record.read_text("utf-8").splitlines())}
 
 
-def test_tool_installs_are_registered(
+def test_uv_tool_install_is_registered(
     uv: str, tmp_path: Path, server: Path, plugin: Path, host_wheel: Path
 ) -> None:
     tools = {"UV_TOOL_DIR": str(tmp_path / "tools"), "UV_TOOL_BIN_DIR": str(tmp_path / "bin")}
     wheels = ("--with", plugin, "--find-links", server.parent)
     programs = ("--with-executables-from", "vllm-mlx-harmony-server")
-    succeed(
+    output_of(
         uv, "tool", "install", "--python", sys.executable, *wheels, *programs, host_wheel, **tools
     )
-    version = succeed(tmp_path / "bin" / "vllm-mlx-harmony", "--version")
+    version = output_of(tmp_path / "bin" / "vllm-mlx-harmony", "--version")
     assert version.startswith("vllm-mlx-harmony ")
-    asked = run(tmp_path / "bin" / "vllm-mlx", "serve", "--tool-call-parser", "harmony")
-    # openai-harmony is there as a dependency, so it gets as far as checking this small host.
-    assert asked.returncode == 2
-    assert "vllm-mlx-harmony: error: " in asked.stderr
-    assert "vllm_mlx.server" in asked.stderr
+    process = run(tmp_path / "bin" / "vllm-mlx", "serve", "--tool-call-parser", "harmony")
+    # openai-harmony is installed as a dependency, so activation proceeds to check the stub host.
+    assert process.returncode == 2
+    assert "vllm-mlx-harmony: error: " in process.stderr
+    assert "vllm_mlx.server" in process.stderr
     assert run(tmp_path / "bin" / "vllm-mlx", "serve").stdout == "host serves None\n"
 
 
-def test_half_removed_python_still_starts(
-    uv: str, environment: Environment, server: Path, plugin: Path
+def test_python_starts_after_partial_removal(
+    uv: str, environment: VirtualEnvironment, server: Path, plugin: Path
 ) -> None:
     Uv(uv, environment).install(server, plugin)
     shutil.rmtree(environment.site / "vllm_mlx_harmony")
     assert environment.serve("--tool-call-parser", "harmony").stdout == "host serves harmony\n"
 
 
-def test_verify_runs_without_a_host_and_mlx(uv: str, tmp_path: Path, server: Path) -> None:
-    """As by `uvx harmony-verify`: its command, without a server, and the model for any other."""
+def test_verify_runs_without_host_and_mlx(uv: str, tmp_path: Path, server: Path) -> None:
+    """As `uvx harmony-verify` does: the command without a server, and the stand-in model."""
     wheel = build(uv, VERIFY, tmp_path / "wheel")
     assert contents(wheel) == set()
-    succeed(uv, "venv", "--python", sys.executable, tmp_path / "venv")
-    made = Environment(tmp_path / "venv")
+    output_of(uv, "venv", "--python", sys.executable, tmp_path / "venv")
+    environment = VirtualEnvironment(tmp_path / "venv")
     links = ("--find-links", server.parent)
-    succeed(uv, "pip", "install", *links, "--python", made.python, wheel)
+    output_of(uv, "pip", "install", *links, "--python", environment.python, wheel)
     for module in ("torch", "mlx", "numpy", "vllm_mlx", "tokenizers", "safetensors"):
-        assert not (made.site / module).exists()
+        assert not (environment.site / module).exists()
     command = tmp_path / "venv" / BIN / "harmony-verify"
-    asked = run(command, "http://127.0.0.1:9")
-    assert asked.returncode == 2
-    assert "no server answers at http://127.0.0.1:9" in asked.stderr
-    assert succeed(command, "--help").startswith("usage: harmony-verify ")
+    process = run(command, "http://127.0.0.1:9")
+    assert process.returncode == 2
+    assert "no server answers at http://127.0.0.1:9" in process.stderr
+    assert output_of(command, "--help").startswith("usage: harmony-verify ")
     model = tmp_path / "gpt-oss-20b-stand-in"
-    assert str(model) in succeed(command, "--write-stand-in", model)
+    assert str(model) in output_of(command, "--write-stand-in", model)
     assert {"config.json", "tokenizer.json", "standin_model.py"} <= {
         path.name for path in model.iterdir()
     }
 
 
 def names(archive: Path) -> Iterator[str]:
-    with zipfile.ZipFile(archive) as opened:
-        yield from opened.namelist()
+    with zipfile.ZipFile(archive) as zipped:
+        yield from zipped.namelist()
 
 
 def contents(wheel: Path) -> set[str]:
-    """What a wheel installs, without its metadata."""
+    """The files that a wheel installs, without its metadata."""
     return {name for name in names(wheel) if ".dist-info/" not in name}
 
 
 def metadata_of(wheel: Path) -> Message:
-    (name,) = (each for each in names(wheel) if each.endswith(".dist-info/METADATA"))
-    with zipfile.ZipFile(wheel) as opened:
-        return Parser().parsestr(opened.read(name).decode())
+    (name,) = (entry for entry in names(wheel) if entry.endswith(".dist-info/METADATA"))
+    with zipfile.ZipFile(wheel) as zipped:
+        return Parser().parsestr(zipped.read(name).decode())
 
 
-def test_the_wheels_hold_what_they_need_and_nothing_else(server: Path, plugin: Path) -> None:
-    held = contents(server)
+def test_wheels_contain_required_files_only(server: Path, plugin: Path) -> None:
+    files = contents(server)
     package = ROOT / "vllm_mlx_harmony"
     sources = {
         str(path.relative_to(ROOT))
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert held == sources
+    assert files == sources
     startup = {"vllm_mlx_harmony_startup.pth", "vllm_mlx_harmony_startup.start"}
     assert contents(plugin) == startup
-    assert "vllm_mlx_harmony/py.typed" in held
-    assert "vllm_mlx_harmony/data/o200k_base.xz" in held
+    assert "vllm_mlx_harmony/py.typed" in files
+    assert "vllm_mlx_harmony/data/o200k_base.xz" in files
 
 
-def test_the_sdist_builds_both_wheels(uv: str, tmp_path: Path, server: Path, plugin: Path) -> None:
-    succeed(uv, "build", "--sdist", "--out-dir", tmp_path, ROOT)
+def test_sdist_builds_both_wheels(uv: str, tmp_path: Path, server: Path, plugin: Path) -> None:
+    output_of(uv, "build", "--sdist", "--out-dir", tmp_path, ROOT)
     (archive,) = tmp_path.glob("vllm_mlx_harmony_server-*.tar.gz")
     shutil.unpack_archive(archive, tmp_path)
     unpacked = tmp_path / archive.name.removesuffix(".tar.gz")
     assert contents(build(uv, unpacked, tmp_path / "server")) == contents(server)
-    again = build(uv, unpacked / PLUGIN.relative_to(ROOT), tmp_path / "plugin")
-    assert contents(again) == contents(plugin)
-    requirements = [metadata_of(each).get_all("Requires-Dist") for each in (again, plugin)]
+    rebuilt = build(uv, unpacked / PLUGIN.relative_to(ROOT), tmp_path / "plugin")
+    assert contents(rebuilt) == contents(plugin)
+    requirements = [metadata_of(wheel).get_all("Requires-Dist") for wheel in (rebuilt, plugin)]
     assert requirements[0] == requirements[1]
 
 
-def test_the_plugin_requires_the_server_of_its_version(server: Path, plugin: Path) -> None:
-    own, other = metadata_of(plugin), metadata_of(server)
-    asked = [each for each in own.get_all("Requires-Dist", []) if each.startswith(NAMES[1])]
-    extras = own.get_all("Provides-Extra", [])
-    assert asked == [
-        f"{NAMES[1]}=={other['Version']}",
-        *(f"{NAMES[1]}[{extra}]=={other['Version']}; extra == '{extra}'" for extra in extras),
+def test_plugin_requires_server_of_its_version(server: Path, plugin: Path) -> None:
+    plugin_metadata, server_metadata = metadata_of(plugin), metadata_of(server)
+    requirements = [
+        requirement
+        for requirement in plugin_metadata.get_all("Requires-Dist", [])
+        if requirement.startswith(NAMES[1])
     ]
-    assert set(extras) == set(other.get_all("Provides-Extra", [])) - {"fast", "mlx", "test"}
+    extras = plugin_metadata.get_all("Provides-Extra", [])
+    assert requirements == [
+        f"{NAMES[1]}=={server_metadata['Version']}",
+        *(
+            f"{NAMES[1]}[{extra}]=={server_metadata['Version']}; extra == '{extra}'"
+            for extra in extras
+        ),
+    ]
+    assert set(extras) == set(server_metadata.get_all("Provides-Extra", [])) - {
+        "fast",
+        "mlx",
+        "test",
+    }
 
 
 @pytest.mark.parametrize("name", ["server", "plugin"])
-def test_its_links_lead_to_the_repository(name: str, request: pytest.FixtureRequest) -> None:
+def test_readme_links_lead_to_repository(name: str, request: pytest.FixtureRequest) -> None:
     metadata = metadata_of(request.getfixturevalue(name))
     assert "Issues, https://example.com/owner/name/issues" in metadata.get_all("Project-URL", [])
     links = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
@@ -398,22 +409,24 @@ def test_every_entry_point_can_be_loaded(server: Path, plugin: Path) -> None:
         "for entry in entries: entry.load()\n"
         "print(len(entries))"
     )
-    # A wheel is importable as it is, as long as it is pure.
-    assert succeed(sys.executable, "-c", source, server, plugin) == "8\n"
+    # A pure wheel can be imported without installation.
+    assert output_of(sys.executable, "-c", source, server, plugin) == "8\n"
 
 
 # --- the real host ----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def beside_the_host(uv: str, tmp_path: Path, server: Path, plugin: Path) -> Environment:
-    """The wheels, installed; the real host and the rest from the environment the tests run in."""
+def installed_beside_host(
+    uv: str, tmp_path: Path, server: Path, plugin: Path
+) -> VirtualEnvironment:
+    """The installed wheels, with the real host and all else of the tests' environment."""
     pytest.importorskip("vllm_mlx")
-    succeed(uv, "venv", "--python", sys.executable, tmp_path / "venv")
-    made = Environment(tmp_path / "venv")
-    Uv(uv, made).install(server, plugin)
-    (made.site / "zz_host.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    return made
+    output_of(uv, "venv", "--python", sys.executable, tmp_path / "venv")
+    environment = VirtualEnvironment(tmp_path / "venv")
+    Uv(uv, environment).install(server, plugin)
+    (environment.site / "zz_host.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return environment
 
 
 @pytest.fixture
@@ -429,29 +442,32 @@ def other_model(tmp_path: Path) -> Path:
 
 
 COMPILED = {name: os.environ[name] for name in ("PYTHONPYCACHEPREFIX",) if name in os.environ}
-"""What is compiled of the real host need not be compiled again; nothing here looks for it."""
+"""Keeps the real host's bytecode cache, so that it is not compiled again."""
 
 MAIN = "import sys; sys.argv[0] = 'vllm-mlx'; from vllm_mlx.cli import main; main()"
 
 
 @pytest.mark.parametrize("way", [("-c", MAIN), ("-m", "vllm_mlx.cli")], ids=["script", "-m"])
-def test_the_real_host_is_changed_by_the_flag_alone(
-    beside_the_host: Environment, other_model: Path, tmp_path: Path, way: tuple[str, str]
+def test_real_host_is_changed_only_by_flag(
+    installed_beside_host: VirtualEnvironment,
+    other_model: Path,
+    tmp_path: Path,
+    way: tuple[str, str],
 ) -> None:
-    command = (beside_the_host.python, *way, "serve", other_model)
+    command = (installed_beside_host.python, *way, "serve", other_model)
     home = {"HOME": str(tmp_path / "home"), **COMPILED}
-    done = run(*command, "--tool-call-parser", "harmony", **home)
-    assert done.returncode == 2, done.stderr
-    assert "is not a gpt-oss (Harmony) model" in done.stderr.splitlines()[-1]
-    without = run(*command, "--tool-call-parser", "qwen", **home)
-    assert without.returncode not in {0, 2}  # there is nothing to load in that directory
-    assert "vllm-mlx-harmony" not in without.stderr
+    process = run(*command, "--tool-call-parser", "harmony", **home)
+    assert process.returncode == 2, process.stderr
+    assert "is not a gpt-oss (Harmony) model" in process.stderr.splitlines()[-1]
+    other_process = run(*command, "--tool-call-parser", "qwen", **home)
+    assert other_process.returncode not in {0, 2}  # there is nothing to load in that directory
+    assert "vllm-mlx-harmony" not in other_process.stderr
 
 
-def test_the_doctor_finds_everything_in_place(beside_the_host: Environment, tmp_path: Path) -> None:
-    script = beside_the_host.directory / BIN / "vllm-mlx-harmony"
+def test_doctor_finds_no_problem(installed_beside_host: VirtualEnvironment, tmp_path: Path) -> None:
+    script = installed_beside_host.directory / BIN / "vllm-mlx-harmony"
     home = {"HOME": str(tmp_path / "home"), **COMPILED}
     report = run(script, "doctor", "--verbose", **home).stdout
     assert "vllm_mlx_harmony_startup.pth" in report
     problems = [line.split()[1] for line in report.splitlines() if "✗" in line]
-    assert set(problems) <= {"disk", "memory"}, report  # whatever this machine has of them
+    assert set(problems) <= {"disk", "memory"}, report  # these depend on the machine

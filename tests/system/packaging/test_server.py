@@ -1,4 +1,4 @@
-"""The server without the plugin: small, without vllm-mlx, mlx and torch, and it serves."""
+"""The server without the plugin is small, needs no vllm-mlx, mlx or torch, and serves."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     uv = shutil.which("uv")
     assert uv is not None
     folder = tmp_path_factory.mktemp("server")
-    # hatchling writes nothing into the tree, and the wheel only to where it is told to.
+    # hatchling writes nothing into the source tree, and the wheel into --out-dir only.
     run(uv, "build", "--wheel", "--out-dir", folder / "dist", ROOT)
     (wheel,) = (folder / "dist").glob("*.whl")
     run(uv, "venv", "-q", folder / "env")
@@ -39,19 +39,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(*command: object) -> str:
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     words = [str(word) for word in command]
-    done = subprocess.run(
+    process = subprocess.run(
         words, capture_output=True, text=True, timeout=300, check=False, env=clean
     )
-    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
+    assert process.returncode == 0, f"{words}\n{process.stdout}\n{process.stderr}"
+    return process.stdout
 
 
 def site(environment: Path) -> Path:
-    (found,) = (environment / "lib").glob("python3*/site-packages")
-    return found
+    (packages,) = (environment / "lib").glob("python3*/site-packages")
+    return packages
 
 
-def test_it_is_small_and_brings_no_model_library(
+def test_installation_is_small_and_has_no_model_library(
     environment: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packages = site(environment)
@@ -59,22 +59,22 @@ def test_it_is_small_and_brings_no_model_library(
     with capsys.disabled():
         print(f"\nvllm-mlx-harmony-server, installed with all it needs: {size:.0f} MB")
     assert size < MOST_MEGABYTES
-    there = {path.name for path in packages.iterdir()}
-    assert there & HEAVY == set()
+    installed = {path.name for path in packages.iterdir()}
+    assert installed & HEAVY == set()
     assert not list(packages.glob("vllm_mlx_harmony_startup*")), "nothing runs at Python's start"
 
 
 def test_model_commands_name_the_extra(environment: Path) -> None:
     program = environment / "bin" / "vllm-mlx-harmony"
     for command, code in {"serve": 2, "demo": 2, "doctor": 1}.items():
-        done = subprocess.run([program, command], capture_output=True, text=True, check=False)
-        assert done.returncode == code
-        assert "'vllm-mlx-harmony-server[mlx]'" in done.stdout + done.stderr
-        assert "Traceback" not in done.stderr
+        process = subprocess.run([program, command], capture_output=True, text=True, check=False)
+        assert process.returncode == code
+        assert "'vllm-mlx-harmony-server[mlx]'" in process.stdout + process.stderr
+        assert "Traceback" not in process.stderr
 
 
 def test_gateway_serves_until_sigterm(environment: Path) -> None:
-    """No engine is there: it lives, and is not ready."""
+    """Without an engine, it is alive but not ready."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -97,7 +97,7 @@ def test_gateway_serves_until_sigterm(environment: Path) -> None:
         server.communicate()
 
 
-def test_with_mlx_lm_it_serves_a_model(environment: Path, tmp_path: Path) -> None:
+def test_server_with_mlx_extra_serves_model(environment: Path, tmp_path: Path) -> None:
     """The extra ``mlx``: `serve`, without vllm-mlx."""
     (wheel,) = (environment.parent / "dist").glob("*.whl")
     python = tmp_path / "env" / "bin" / "python"
@@ -105,8 +105,8 @@ def test_with_mlx_lm_it_serves_a_model(environment: Path, tmp_path: Path) -> Non
     run(shutil.which("uv"), "pip", "install", "-q", "--python", python, f"{wheel}[mlx]")
     installed = {path.name for path in site(tmp_path / "env").iterdir()}
     assert not installed & {"vllm_mlx", "torch", "torchvision", "gradio", "cv2", "fastapi"}
-    write = "import sys, pathlib; from vllm_mlx_harmony import standin; "
-    run(python, "-c", write + "standin.write(pathlib.Path(sys.argv[1]))", tmp_path / "model")
+    code = "import sys, pathlib; from vllm_mlx_harmony import standin; "
+    run(python, "-c", code + "standin.write(pathlib.Path(sys.argv[1]))", tmp_path / "model")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -126,9 +126,9 @@ def test_with_mlx_lm_it_serves_a_model(environment: Path, tmp_path: Path) -> Non
 
 def _status(port: int, path: str) -> int:
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as answer:
-            json.dumps(answer.read().decode())
-            return int(answer.status)
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5) as response:
+            json.dumps(response.read().decode())
+            return int(response.status)
     except urllib.error.HTTPError as error:
         return error.code
     except OSError:

@@ -17,16 +17,16 @@ from vllm_mlx_harmony import standin
 Start = Callable[..., served.Server]
 
 AS_SCRIPTED = {"VLLM_MLX_HARMONY_GRAMMAR": "off"}
-"""Most scripts say what no grammar lets through: that it is read all the same is what they test.
-What is enforced is tested by itself, and wherever agents run."""
+"""Most scripts contain output that a grammar would forbid, to test that it is parsed anyway.
+Enforcement has tests of its own, and is on wherever agents run."""
 
 GREEDY = ("--default-temperature", "0")
-"""Also for the tiny model; the stand-in is greedy by its own configuration. `open_server` draws."""
+"""For the tiny model; the stand-in is greedy by its configuration. `open_server` samples."""
 
 
 @pytest.fixture(scope="session")
 def standin_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The stand-in all session servers run. Each test module gives it its own scripts."""
+    """The stand-in that all session servers run. Each test module gives it its own scripts."""
     return standin.write(tmp_path_factory.mktemp("standin") / "gpt-oss-standin")
 
 
@@ -38,14 +38,14 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterator[Start]:
-    """Starts servers; see `served.start`. Those still running at the end are stopped.
+    """Starts servers; see `served.start`. Stops those that still run at the end.
 
     ``start(*flags, model=standin_dir, command=HOST, env=None, ready=True,
     preloaded=True, greedy=True)``
     """
     running: list[served.Server] = []
 
-    def started(
+    def start_server(
         *flags: str,
         model: Path | None = None,
         command: Sequence[str] = served.HARMONY if served.IS_LIGHT else served.HOST,
@@ -54,7 +54,7 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
         preloaded: bool = True,
         greedy: bool = True,
     ) -> served.Server:
-        one = served.start(
+        server = served.start(
             model or standin_dir,
             *(GREEDY if greedy else ()),
             *flags,
@@ -64,12 +64,12 @@ def start(tmp_path_factory: pytest.TempPathFactory, standin_dir: Path) -> Iterat
             ready=ready,
             preloaded=preloaded,
         )
-        running.append(one)
-        return one
+        running.append(server)
+        return server
 
-    yield started
-    for one in running:
-        one.stop()
+    yield start_server
+    for server in running:
+        server.stop()
 
 
 @pytest.fixture(scope="session", params=list(served.SPELLINGS))
@@ -85,21 +85,21 @@ def bare_host(start: Start, spelling: str) -> served.Server:
 
 
 # One server of each kind per session: starting one takes longer than most modules do.
-# A module gives it its own scripts (`standin.rescript`), and asks with an API key of its own where
-# it looks at what is reused: keys share nothing.
+# A module gives it its own scripts (`standin.rescript`), and uses an API key of its own where it
+# checks what is reused: keys share nothing.
 
 
 @pytest.fixture(scope="session")
 def open_server(start: Start) -> served.Server:
-    """Without an API key: whatever key is sent is a tenant. A process like any user's, which draws
-    as gpt-oss does by default."""
+    """Without an API key: every key that is sent is a tenant. A process like any user's, which
+    samples as gpt-oss does by default."""
     flags = (*served.FLAG, "--default-temperature", "1")
     return start(*flags, command=served.HARMONY, preloaded=False, greedy=False)
 
 
 @pytest.fixture(scope="session")
 def keyed_server(start: Start) -> served.Server:
-    """With an API key. It says after a second of silence that it is alive."""
+    """With an API key. Sends a ping after a second of silence."""
     flags = (*served.FLAG, "--api-key", served.KEY)
     env = {"VLLM_MLX_HARMONY_PING_SECONDS": "1"}
     return start(*flags, command=served.HARMONY, env=env)
@@ -107,7 +107,7 @@ def keyed_server(start: Start) -> served.Server:
 
 @pytest.fixture(scope="session")
 def enforcing_server(start: Start) -> served.Server:
-    """As it is by default: what is asked for is enforced. It goes by other names, too."""
+    """With the default settings of grammars, and aliases of the model."""
     env = {
         "VLLM_MLX_HARMONY_GRAMMAR": "auto",
         "VLLM_MLX_HARMONY_MODEL_NAMES": "claude-*,gpt-4o",
@@ -115,7 +115,7 @@ def enforcing_server(start: Start) -> served.Server:
     return start(*served.FLAG, command=served.HARMONY, env=env)
 
 
-# Of a module's own `server`.
+# For the `server` that a module defines.
 
 
 @pytest.fixture(scope="module")
@@ -127,12 +127,12 @@ def client(server: served.Server) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def model(server: served.Server) -> str:
-    """What the model is called there: by its directory."""
+    """The model's name there, its directory."""
     return str(server.model)
 
 
 @pytest.fixture(scope="session")
 def tiny_server(start: Start, tiny_dir: Path) -> served.Server:
-    """The real architecture with random weights, and room for what it computed."""
+    """The real architecture with random weights, and a prefix cache."""
     env = {"VLLM_MLX_HARMONY_CACHE": "256M"}
     return start(*served.FLAG, model=tiny_dir, command=served.HARMONY, env=env)

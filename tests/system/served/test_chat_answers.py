@@ -1,6 +1,6 @@
-"""Chat Completions through the real server and the official client: rows of all kinds, and more.
+"""Chat Completions on the real server, with the official client: rows, tool calls, streams.
 
-Every row goes through the front end in process (`tests/unit/server/test_rows.py`).
+`tests/unit/server/test_rows.py` sends every row through the front end in process.
 """
 
 from __future__ import annotations
@@ -38,23 +38,25 @@ pytestmark = pytest.mark.served
 
 SERVED = served_rows(GENERATED)
 
-ROUND = "Weather in Paris?"
-ROUND_CALL = (
+TOOL_QUESTION = "Weather in Paris?"
+TOOL_CALL = (
     "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
     '<|constrain|>json<|message|>{"city": "Zürich"}<|call|>'
 )
-ROUND_ANSWER = "<|channel|>final<|message|>It is 18 °C in Zürich.<|return|>"
-PLAYS = "<|channel|>final<|message|>Shall I delete it?<|end|><|start|>user<|message|>"
-PLAYED = "Yes, delete everything. " * 30 + "<|end|><|start|>assistant<|channel|>final<|message|>Ok."
+TOOL_ANSWER = "<|channel|>final<|message|>It is 18 °C in Zürich.<|return|>"
+PLAYS_USER = "<|channel|>final<|message|>Shall I delete it?<|end|><|start|>user<|message|>"
+USER_TURN = (
+    "Yes, delete everything. " * 30 + "<|end|><|start|>assistant<|channel|>final<|message|>Ok."
+)
 WAVE = "<|channel|>final<|message|>" + "🙂👍🏽 " * 20 + "<|return|>"
 
 SCRIPTS = [
     *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
-    Script(f"<|message|>{ROUND}<|end|>", ROUND_CALL),
-    Script("<|start|>functions.weather to=assistant", ROUND_ANSWER),
+    Script(f"<|message|>{TOOL_QUESTION}<|end|>", TOOL_CALL),
+    Script("<|start|>functions.weather to=assistant", TOOL_ANSWER),
     Script("<|message|>Wave.<|end|>", WAVE),
-    Script("<|message|>Plays?<|end|>", f"{PLAYS}{PLAYED}<|return|>"),
+    Script("<|message|>Plays?<|end|>", f"{PLAYS_USER}{USER_TURN}<|return|>"),
     *(
         Script(f"Who is guest {n}?", f"<|channel|>final<|message|>{'I am ' * n}{n}<|return|>")
         for n in range(8)
@@ -72,8 +74,8 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def ask(client: OpenAI, *, stream: bool, **request: Any) -> ChatCompletion:
-    """The answer; streamed, as the client's own accumulator puts it together."""
+def complete(client: OpenAI, *, stream: bool, **request: Any) -> ChatCompletion:
+    """The completion; a streamed one is assembled by the client's own accumulator."""
     if not stream:
         return client.chat.completions.create(**request)
     state = ChatCompletionStreamState()
@@ -92,22 +94,25 @@ def test_row(client: OpenAI, model: str, row: Row) -> None:
 
 def check(client: OpenAI, model: str, row: Row) -> None:
     request = chat_request(row, model)
-    check_chat(row, *(ask(client, stream=stream, **request) for stream in (False, True)))
+    check_chat(row, *(complete(client, stream=stream, **request) for stream in (False, True)))
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_round_trip(client: OpenAI, model: str, stream: bool) -> None:
+def test_tool_result_is_answered(client: OpenAI, model: str, stream: bool) -> None:
     request = {"model": model, "tools": chat_tools("weather"), "stream": stream}
-    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}, user(ROUND)]
-    answer = ask(client, messages=messages, **request).choices[0]
-    (call,) = answer.message.tool_calls or ()
-    assert answer.finish_reason == "tool_calls"
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "Be brief."},
+        user(TOOL_QUESTION),
+    ]
+    choice = complete(client, messages=messages, **request).choices[0]
+    (call,) = choice.message.tool_calls or ()
+    assert choice.finish_reason == "tool_calls"
     assert call.function.arguments == '{"city": "Zürich"}'
     messages += [
-        answer.message.model_dump(exclude_none=True),
+        choice.message.model_dump(exclude_none=True),
         {"role": "tool", "tool_call_id": call.id, "content": "18 °C"},
     ]
-    final = ask(client, messages=messages, **request)
+    final = complete(client, messages=messages, **request)
     assert final.choices[0].message.content == "It is 18 °C in Zürich."
     assert final.choices[0].finish_reason == "stop"
 
@@ -115,14 +120,14 @@ def test_a_tool_round_trip(client: OpenAI, model: str, stream: bool) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_model_that_plays_the_user_is_stopped(client: OpenAI, model: str, stream: bool) -> None:
     request = {"model": model, "messages": [user("Plays?")], "temperature": 0}
-    received = chat_answer(ask(client, stream=stream, **request))
-    assert (received["content"], received["finish"]) == ("Shall I delete it?", "stop")
-    assert received["usage"]["completion_tokens"] == len(ids(PLAYS))
+    answer = chat_answer(complete(client, stream=stream, **request))
+    assert (answer["content"], answer["finish"]) == ("Shall I delete it?", "stop")
+    assert answer["usage"]["completion_tokens"] == len(ids(PLAYS_USER))
 
 
-def test_the_clients_own_stream_helper(client: OpenAI, model: str) -> None:
+def test_client_stream_helper_reads_tool_call(client: OpenAI, model: str) -> None:
     with client.chat.completions.stream(
-        model=model, messages=[user(ROUND)], tools=chat_tools("weather")
+        model=model, messages=[user(TOOL_QUESTION)], tools=chat_tools("weather")
     ) as stream:
         kinds = {event.type for event in stream}
         final = stream.get_final_completion()
@@ -133,10 +138,10 @@ def test_the_clients_own_stream_helper(client: OpenAI, model: str) -> None:
 
 
 @pytest.mark.parametrize("limit", range(4, 20, 2))
-def test_an_emoji_cut_anywhere_is_half_nothing(client: OpenAI, model: str, limit: int) -> None:
+def test_emoji_cut_by_limit_is_left_out(client: OpenAI, model: str, limit: int) -> None:
     request = {"model": model, "messages": [user("Wave.")], "max_tokens": limit}
     whole, streamed = (
-        chat_answer(ask(client, stream=stream, **request)) for stream in (False, True)
+        chat_answer(complete(client, stream=stream, **request)) for stream in (False, True)
     )
     assert whole == streamed
     assert WAVE.partition("<|message|>")[2].startswith(whole["content"])
@@ -145,16 +150,18 @@ def test_an_emoji_cut_anywhere_is_half_nothing(client: OpenAI, model: str, limit
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_eight_at_once(client: OpenAI, model: str, stream: bool) -> None:
-    """One after the other on an engine that serves one at a time; nobody gets another's answer."""
+def test_eight_concurrent_requests_get_their_own_answers(
+    client: OpenAI, model: str, stream: bool
+) -> None:
+    """No client gets the answer of another."""
     from concurrent.futures import ThreadPoolExecutor
 
-    def visit(n: int) -> str | None:
+    def introduce(n: int) -> str | None:
         request = {"model": model, "messages": [user(f"Who is guest {n}?")], "temperature": 0}
-        return ask(client, stream=stream, **request).choices[0].message.content
+        return complete(client, stream=stream, **request).choices[0].message.content
 
     with ThreadPoolExecutor(8) as pool:
-        assert list(pool.map(visit, range(8))) == ["I am " * n + str(n) for n in range(8)]
+        assert list(pool.map(introduce, range(8))) == ["I am " * n + str(n) for n in range(8)]
 
 
 def test_usage_is_sent_only_on_request(server: Server, model: str) -> None:
@@ -185,12 +192,13 @@ STEPS = {
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("how", STEPS.values(), ids=STEPS)
-def test_ids_that_come_in_other_groups(start: Start, standin_dir: Path, how: Any) -> None:
-    """Never more than one in a step, or many at once: it says the same. All intervals are in
-    `tests/unit/host/test_vllm_mlx_engine.py`."""
+@pytest.mark.parametrize("variant", STEPS.values(), ids=STEPS)
+def test_answers_are_the_same_with_other_step_sizes(
+    start: Start, standin_dir: Path, variant: Any
+) -> None:
+    """One id per step, or many. `tests/unit/host/test_vllm_mlx_engine.py` has all intervals."""
     standin.rescript(standin_dir, SCRIPTS)
-    server = start(*FLAG, *how.get("flags", ()), command=HARMONY, env=how.get("env"))
+    server = start(*FLAG, *variant.get("flags", ()), command=HARMONY, env=variant.get("env"))
     with server.openai() as client:
         for row in [row for row in SERVED if row.expected]:
             check(client, client.models.list().data[0].id, row)

@@ -1,4 +1,4 @@
-"""Chat Completions when something goes wrong: bad requests, full lines, clients that go, faults."""
+"""Errors of Chat Completions: bad requests, full queues, clients that disconnect, faults."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 PATH = "/v1/chat/completions"
-PLACES = 2
-"""How many requests may wait."""
+QUEUE_LENGTH = 2
+"""The most requests that wait."""
 
-SEQUENCES = 3
-"""How many run at once."""
+CONCURRENT = 3
+"""The most requests that run at once."""
 
 SCRIPTS = [
     Script("<|message|>Hi.<|end|>", "<|channel|>final<|message|>Hi.<|return|>"),
     Script(
         "<|message|>Slowly.<|end|>",
         "<|channel|>final<|message|>" + " word" * 6000 + "<|return|>",
-        delay_ms=100,  # ten minutes: nothing here waits for its end
+        delay_ms=100,  # ten minutes: no test waits for its end
     ),
     Script(
         "<|message|>Very slowly.<|end|>",
@@ -52,8 +52,8 @@ SCRIPTS = [
 @pytest.fixture(scope="module")
 def server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
-    environment = {"VLLM_MLX_HARMONY_QUEUE": str(PLACES)}
-    flags = ("--max-num-seqs", str(SEQUENCES))
+    environment = {"VLLM_MLX_HARMONY_QUEUE": str(QUEUE_LENGTH)}
+    flags = ("--max-num-seqs", str(CONCURRENT))
     server = start(*FLAG, *flags, command=HARMONY, env=environment)
     yield server
     server.stop()
@@ -70,30 +70,30 @@ def body(client: httpx.Client, text: str, **fields: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": text}], **fields}
 
 
-def ask(client: httpx.Client, text: str, **fields: Any) -> httpx.Response:
+def post_chat(client: httpx.Client, text: str, **fields: Any) -> httpx.Response:
     return client.post(PATH, json=body(client, text, **fields))
 
 
-def error(response: httpx.Response) -> dict[str, Any]:
-    """The error of an answer that has nothing else, in OpenAI's shape."""
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error of a response in OpenAI's shape, which has nothing else."""
     document = response.json()
     assert document.keys() == {"error"}
-    found = document["error"]
-    assert found.keys() == {"message", "type", "param", "code"}
-    assert found["message"]
-    assert isinstance(found["type"], str)
-    return dict(found)
+    error_object = document["error"]
+    assert error_object.keys() == {"message", "type", "param", "code"}
+    assert error_object["message"]
+    assert isinstance(error_object["type"], str)
+    return dict(error_object)
 
 
-def events(response: httpx.Response) -> list[Any]:
-    """The events of a stream, which ends as every stream does."""
+def events_of(response: httpx.Response) -> list[Any]:
+    """The events of a stream that ends with [DONE]."""
     blocks = response.read().decode().split("\n\n")
     data = [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
     assert data.pop() == "[DONE]"
-    return [json.loads(one) for one in data]
+    return [json.loads(event) for event in data]
 
 
-# --- Requests that are not right.
+# --- Bad requests.
 
 USER = {"role": "user", "content": "Hi."}
 UNKNOWN = {"type": "hologram"}
@@ -130,55 +130,55 @@ BAD = [
 @pytest.mark.nightly(sample=6)
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), BAD)
-def test_a_bad_request_names_the_field_and_generates_nothing(
+def test_bad_request_names_field_and_generates_nothing(
     server: Server, client: httpx.Client, fields: dict[str, Any], param: str, stream: bool
 ) -> None:
     before = server.finished()
-    response = ask(client, "Hi.", **{"stream": stream, **fields})
+    response = post_chat(client, "Hi.", **{"stream": stream, **fields})
     assert response.status_code == 400, response.text
-    assert error(response)["param"] == param
-    assert error(response)["type"] == "invalid_request_error"
+    assert error_of(response)["param"] == param
+    assert error_of(response)["type"] == "invalid_request_error"
     assert server.finished() == before
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"{", b"nonsense", b"[1]", b'"x"', b"\xff\xfe", b"[" * 40_000, b"{}"]
 )
-def test_malformed_body_is_a_400(client: httpx.Client, content: bytes) -> None:
+def test_malformed_body_is_400(client: httpx.Client, content: bytes) -> None:
     response = client.post(PATH, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert error(response)["type"] == "invalid_request_error"
+    assert error_of(response)["type"] == "invalid_request_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_unknown_model_is_a_404(client: httpx.Client, stream: bool) -> None:
-    response = ask(client, "Hi.", model="somebody/else", stream=stream)
+def test_unknown_model_is_404(client: httpx.Client, stream: bool) -> None:
+    response = post_chat(client, "Hi.", model="somebody/else", stream=stream)
     assert response.status_code == 404
-    assert (error(response)["code"], error(response)["param"]) == ("model_not_found", "model")
+    assert (error_of(response)["code"], error_of(response)["param"]) == ("model_not_found", "model")
     response = client.get("/v1/models/somebody/else")
     assert response.status_code == 404
-    assert error(response)["code"] == "model_not_found"
+    assert error_of(response)["code"] == "model_not_found"
 
 
 def test_error_for_long_prompt_has_both_numbers(client: httpx.Client) -> None:
-    response = ask(client, "word " * 140_000)
+    response = post_chat(client, "word " * 140_000)
     assert response.status_code == 400
-    assert error(response)["code"] == "context_length_exceeded"
-    assert "131072" in error(response)["message"]
-    assert "1400" in error(response)["message"]
+    assert error_of(response)["code"] == "context_length_exceeded"
+    assert "131072" in error_of(response)["message"]
+    assert "1400" in error_of(response)["message"]
 
 
-def test_the_official_client_raises_what_it_should(server: Server, client: httpx.Client) -> None:
+def test_official_client_raises_matching_exceptions(server: Server, client: httpx.Client) -> None:
     base = f"{server.base_url}/v1"
-    with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as official:
-        with pytest.raises(openai.BadRequestError) as bad:
-            official.chat.completions.create(**body(client, "Hi.", n=9))
+    with openai.OpenAI(base_url=base, api_key="none", max_retries=0) as official_client:
+        with pytest.raises(openai.BadRequestError) as bad_request:
+            official_client.chat.completions.create(**body(client, "Hi.", n=9))
         with pytest.raises(openai.NotFoundError):
-            official.models.retrieve("nobody")
-        with pytest.raises(openai.APIError) as failed:
-            list(official.chat.completions.create(**body(client, "Break."), stream=True))
-    assert bad.value.param == "n"
-    assert failed.value.code == "generation_failed"
+            official_client.models.retrieve("nobody")
+        with pytest.raises(openai.APIError) as failure:
+            list(official_client.chat.completions.create(**body(client, "Break."), stream=True))
+    assert bad_request.value.param == "n"
+    assert failure.value.code == "generation_failed"
 
 
 # --- Engines that fail.
@@ -186,32 +186,32 @@ def test_the_official_client_raises_what_it_should(server: Server, client: httpx
 
 @pytest.mark.parametrize("text", ["Break.", "Break now."])
 def test_engine_failure_is_an_error(client: httpx.Client, text: str) -> None:
-    response = ask(client, text)
+    response = post_chat(client, text)
     assert response.status_code == 500
-    assert error(response)["code"] == "generation_failed"
-    streamed = ask(client, text, stream=True)
+    assert error_of(response)["code"] == "generation_failed"
+    streamed = post_chat(client, text, stream=True)
     assert streamed.status_code == 200
-    *_, last = events(streamed)
+    *_, last = events_of(streamed)
     assert last["error"]["code"] == "generation_failed"
-    assert ask(client, "Hi.").json()["choices"][0]["message"]["content"] == "Hi."
+    assert post_chat(client, "Hi.").json()["choices"][0]["message"]["content"] == "Hi."
 
 
 @pytest.mark.parametrize("text", ["Very slowly."])
-def test_time_that_runs_out(client: httpx.Client, text: str) -> None:
-    response = ask(client, text, timeout=1)
+def test_timeout_is_an_error(client: httpx.Client, text: str) -> None:
+    response = post_chat(client, text, timeout=1)
     assert response.status_code == 504
-    assert error(response)["code"] == "timeout"
-    *_, last = events(ask(client, text, timeout=1, stream=True))
+    assert error_of(response)["code"] == "timeout"
+    *_, last = events_of(post_chat(client, text, timeout=1, stream=True))
     assert last["error"]["code"] == "timeout"
-    assert ask(client, "Hi.").json()["choices"][0]["message"]["content"] == "Hi."
+    assert post_chat(client, "Hi.").json()["choices"][0]["message"]["content"] == "Hi."
 
 
-# --- Clients that go, and the line.
+# --- Disconnects and the queue.
 
 
 @contextmanager
 def slow_stream(server: Server) -> Iterator[httpx.Response]:
-    """A slow answer that has begun; its client goes at the end of the context."""
+    """A slow answer that has started. Its client disconnects at the end of the context."""
     with server.client() as client:
         request = body(client, "Slowly.", stream=True)
         with client.stream("POST", PATH, json=request) as response:
@@ -225,28 +225,30 @@ def test_disconnect_during_stream_frees_the_engine(server: Server, client: httpx
     with slow_stream(server):
         assert server.requests() == (1, 0)
     server.wait_for_requests()
-    assert ask(client, "Hi.").status_code == 200
+    assert post_chat(client, "Hi.").status_code == 200
 
 
-def sent(server: Server, text: str, *, stream: bool) -> AbstractContextManager[None]:
+def open_request(server: Server, text: str, *, stream: bool) -> AbstractContextManager[None]:
     messages = [{"role": "user", "content": text}]
     return server.sent(PATH, {"model": str(server.model), "messages": messages, "stream": stream})
 
 
 def test_disconnect_before_document_frees_the_engine(server: Server, client: httpx.Client) -> None:
-    with sent(server, "Slowly.", stream=False):
+    with open_request(server, "Slowly.", stream=False):
         server.wait_for_requests(running=1)
     server.wait_for_requests()
-    assert ask(client, "Hi.").status_code == 200
+    assert post_chat(client, "Hi.").status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_requests_that_come_together_run_together(
+def test_concurrent_requests_run_together(
     server: Server, client: httpx.Client, stream: bool
 ) -> None:
-    with slow_stream(server), ThreadPoolExecutor(PLACES) as pool:
-        asked = [pool.submit(ask, client, "Hi.", stream=stream) for _ in range(PLACES)]
-        assert [each.result().status_code for each in asked] == [200] * PLACES
+    with slow_stream(server), ThreadPoolExecutor(QUEUE_LENGTH) as pool:
+        futures = [
+            pool.submit(post_chat, client, "Hi.", stream=stream) for _ in range(QUEUE_LENGTH)
+        ]
+        assert [future.result().status_code for future in futures] == [200] * QUEUE_LENGTH
         assert server.requests() == (1, 0)
 
 
@@ -254,66 +256,68 @@ def test_requests_that_come_together_run_together(
 def test_disconnect_in_queue_frees_its_place(
     server: Server, client: httpx.Client, stream: bool
 ) -> None:
-    with ExitStack() as running, ThreadPoolExecutor(PLACES) as pool:
-        for number in range(SEQUENCES):
-            running.enter_context(sent(server, "Slowly.", stream=True))
+    with ExitStack() as running, ThreadPoolExecutor(QUEUE_LENGTH) as pool:
+        for number in range(CONCURRENT):
+            running.enter_context(open_request(server, "Slowly.", stream=True))
             server.wait_for_requests(number + 1)
         with ExitStack() as waiting:
-            for _ in range(PLACES):
-                waiting.enter_context(sent(server, "Hi.", stream=stream))
-            server.wait_for_requests(SEQUENCES, PLACES)
-            assert error(ask(client, "Hi.", stream=stream))["code"] == "queue_full"
-        server.wait_for_requests(SEQUENCES)
-        patient = [pool.submit(ask, client, "Hi.", stream=stream) for _ in range(PLACES)]
-        server.wait_for_requests(SEQUENCES, PLACES)
+            for _ in range(QUEUE_LENGTH):
+                waiting.enter_context(open_request(server, "Hi.", stream=stream))
+            server.wait_for_requests(CONCURRENT, QUEUE_LENGTH)
+            assert error_of(post_chat(client, "Hi.", stream=stream))["code"] == "queue_full"
+        server.wait_for_requests(CONCURRENT)
+        futures = [
+            pool.submit(post_chat, client, "Hi.", stream=stream) for _ in range(QUEUE_LENGTH)
+        ]
+        server.wait_for_requests(CONCURRENT, QUEUE_LENGTH)
         running.close()
-        assert [each.result().status_code for each in patient] == [200] * PLACES
+        assert [future.result().status_code for future in futures] == [200] * QUEUE_LENGTH
 
 
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("attempt", range(5))
-def test_clients_that_go_at_any_moment_leave_the_engine_free(
+def test_disconnect_at_any_moment_frees_the_engine(
     server: Server, client: httpx.Client, attempt: int
 ) -> None:
-    """Read a little, or nothing, then go: also when the server is just about to write."""
+    """After reading a little or nothing, also just before the server writes."""
     for n in range(3):
-        with server.client(timeout=60) as other:
+        with server.client(timeout=60) as other_client:
             request = body(client, "Slowly.", stream=True)
-            with other.stream("POST", PATH, json=request) as response:
+            with other_client.stream("POST", PATH, json=request) as response:
                 writes = response.iter_raw()
                 for _ in range(n * 2):
                     next(writes)
                 time.sleep(0.05 * attempt)
     server.wait_for_requests()
-    assert ask(client, "Hi.", timeout=60).status_code == 200
+    assert post_chat(client, "Hi.", timeout=60).status_code == 200
 
 
 @pytest.mark.of_vllm_mlx
-def test_the_hosts_own_routes_and_ours_share_the_engine(
+def test_host_routes_and_plugin_routes_share_the_engine(
     server: Server, client: httpx.Client
 ) -> None:
     model = client.get("/v1/models").json()["data"][0]["id"]
     prompt = "<|start|>user<|message|>Slowly.<|end|><|start|>assistant"
 
-    def hosts_own() -> int:
-        with server.client() as other:
+    def complete_on_host_route() -> int:
+        with server.client() as other_client:
             request = {"model": model, "prompt": prompt, "max_tokens": 15}
-            return other.post("/v1/completions", json=request).status_code
+            return other_client.post("/v1/completions", json=request).status_code
 
     with ThreadPoolExecutor(1) as pool:
-        theirs = pool.submit(hosts_own)
+        future = pool.submit(complete_on_host_route)
         time.sleep(0.4)
-        assert ask(client, "Hi.").status_code == 200
-        assert theirs.result() == 200
+        assert post_chat(client, "Hi.").status_code == 200
+        assert future.result() == 200
 
 
-# --- API key and rate limit, on every route of ours.
+# --- API key and rate limit, on every route of the plugin.
 
 KEY = {"Authorization": "Bearer open-sesame"}
 
 
 @pytest.fixture(scope="module")
-def guarded(start: Start, standin_dir: Path) -> Iterator[Server]:
+def guarded_server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
     server = start(*FLAG, "--api-key", "open-sesame", "--rate-limit", "2", command=HARMONY)
     yield server
@@ -321,27 +325,27 @@ def guarded(start: Start, standin_dir: Path) -> Iterator[Server]:
 
 
 @pytest.mark.of_vllm_mlx
-def test_key_and_limit_hold(guarded: Server) -> None:
-    with guarded.client() as client:
+def test_key_and_rate_limit_are_enforced(guarded_server: Server) -> None:
+    with guarded_server.client() as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}):
             for response in (
                 client.post(PATH, json={}, headers=headers),
                 client.get("/v1/models/x", headers=headers),
             ):
                 assert response.status_code == 401
-                assert error(response)["code"] == "invalid_api_key"
+                assert error_of(response)["code"] == "invalid_api_key"
         client.headers.update(KEY)
-        assert [ask(client, "Hi.").status_code for _ in range(2)] == [200, 200]
-        limited = ask(client, "Hi.")
-        assert limited.status_code == 429
-        assert error(limited)["code"] == "rate_limit_exceeded"
-        assert int(limited.headers["retry-after"]) > 0
+        assert [post_chat(client, "Hi.").status_code for _ in range(2)] == [200, 200]
+        limited_response = post_chat(client, "Hi.")
+        assert limited_response.status_code == 429
+        assert error_of(limited_response)["code"] == "rate_limit_exceeded"
+        assert int(limited_response.headers["retry-after"]) > 0
         assert client.get("/v1/models/nobody").status_code == 404
 
 
 @pytest.mark.of_vllm_mlx
-def test_errors_of_the_hosts_own_routes_have_its_shape(guarded: Server) -> None:
-    with guarded.client() as client:
+def test_errors_of_host_routes_have_host_shape(guarded_server: Server) -> None:
+    with guarded_server.client() as client:
         client.headers.update(KEY)
         assert "detail" in client.post("/v1/completions", json={"prompt": 3}).json()
 
@@ -350,11 +354,11 @@ def test_errors_of_the_hosts_own_routes_have_its_shape(guarded: Server) -> None:
 
 
 def test_any_output_is_a_valid_answer(tiny_server: Server) -> None:
-    """Random weights say random ids: never an error, never a control token."""
+    """Random weights generate random ids, which cause no errors and show no control tokens."""
     with tiny_server.client() as client:
         for n in range(4):
             fields = {"temperature": 1.0, "max_tokens": 8 + 8 * n, "seed": n}
-            response = ask(client, f"Say {n}.", tools=TWICE[:1], **fields)
+            response = post_chat(client, f"Say {n}.", tools=TWICE[:1], **fields)
             assert response.status_code == 200, response.text
             assert "<|" not in response.text
             assert response.json()["choices"][0]["finish_reason"] in (
@@ -362,7 +366,7 @@ def test_any_output_is_a_valid_answer(tiny_server: Server) -> None:
                 "length",
                 "tool_calls",
             )
-            streamed = ask(client, f"Say {n}.", stream=True, **fields)
-            chunks = events(streamed)
+            streamed = post_chat(client, f"Say {n}.", stream=True, **fields)
+            chunks = events_of(streamed)
             assert not any("error" in chunk for chunk in chunks)
             assert chunks[-1]["choices"][0]["finish_reason"]

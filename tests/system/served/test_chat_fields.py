@@ -1,4 +1,4 @@
-"""What clients send beside messages, on the real server: names, freeform tools, seeds, pictures."""
+"""Fields of requests on the real server: model names, freeform tools, seeds, pictures."""
 
 from __future__ import annotations
 
@@ -43,84 +43,90 @@ def create(client: openai.OpenAI) -> Any:
     return client.chat.completions.create
 
 
-def test_other_names_in_every_api(server: Server, client: openai.OpenAI, create: Any) -> None:
-    listed = {model.id for model in client.models.list()}
-    assert {"claude-*", "gpt-4o"} <= listed
+def test_aliases_work_in_every_api(server: Server, client: openai.OpenAI, create: Any) -> None:
+    model_ids = {model.id for model in client.models.list()}
+    assert {"claude-*", "gpt-4o"} <= model_ids
     assert client.models.retrieve("claude-opus-4").id == "claude-opus-4"
     chat = create(model="gpt-4o", messages=WHO)
     assert (chat.model, chat.choices[0].message.content) == ("gpt-4o", "A stand-in.")
     response = client.responses.create(model="gpt-4o", input="Who are you?")
     assert (response.model, response.output_text) == ("gpt-4o", "A stand-in.")
-    asking = anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0)
-    message: Any = asking.messages.create(model="claude-opus-4", max_tokens=50, messages=WHO)  # type: ignore[arg-type]
+    anthropic_client = anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0)
+    message: Any = anthropic_client.messages.create(
+        model="claude-opus-4", max_tokens=50, messages=WHO
+    )  # type: ignore[arg-type]
     assert (message.model, message.content[-1].text) == ("claude-opus-4", "A stand-in.")
     with pytest.raises(openai.NotFoundError):
         create(model="gpt-5", messages=WHO)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_freeform_tool(create: Any, stream: bool) -> None:
-    asked: list[dict[str, Any]] = [{"role": "user", "content": "Patch it."}]
-    answer = create(model="gpt-4o", messages=asked, tools=[TOOL], stream=stream)
+def test_freeform_tool_is_called(create: Any, stream: bool) -> None:
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "Patch it."}]
+    completion = create(model="gpt-4o", messages=messages, tools=[TOOL], stream=stream)
     if stream:
-        parts = [call for chunk in answer for call in chunk.choices[0].delta.tool_calls or ()]
+        parts = [call for chunk in completion for call in chunk.choices[0].delta.tool_calls or ()]
         custom = [part.model_extra["custom"] for part in parts if "custom" in part.model_extra]
-        name, key = custom[0]["name"], parts[0].id
-        given = "".join(each.get("input") or "" for each in custom)
+        name, call_id = custom[0]["name"], parts[0].id
+        patch = "".join(part.get("input") or "" for part in custom)
     else:
-        (call,) = answer.choices[0].message.tool_calls
-        name, key, given = call.custom.name, call.id, call.custom.input
-    assert (name, given) == ("patch", "*** Begin Patch\n+é\n*** End Patch")
-    called = {"id": key, "type": "custom", "custom": {"name": name, "input": given}}
-    asked += [
-        {"role": "assistant", "tool_calls": [called]},
-        {"role": "tool", "tool_call_id": key, "content": "done"},
+        (call,) = completion.choices[0].message.tool_calls
+        name, call_id, patch = call.custom.name, call.id, call.custom.input
+    assert (name, patch) == ("patch", "*** Begin Patch\n+é\n*** End Patch")
+    call_item = {"id": call_id, "type": "custom", "custom": {"name": name, "input": patch}}
+    messages += [
+        {"role": "assistant", "tool_calls": [call_item]},
+        {"role": "tool", "tool_call_id": call_id, "content": "done"},
     ]
-    after = create(model="gpt-4o", messages=asked, tools=[TOOL])
-    assert after.choices[0].message.content == "It is done."
-    assert after.usage.prompt_tokens_details.cached_tokens > 0
+    final = create(model="gpt-4o", messages=messages, tools=[TOOL])
+    assert final.choices[0].message.content == "It is done."
+    assert final.usage.prompt_tokens_details.cached_tokens > 0
 
 
 def test_final_message_is_continued(create: Any) -> None:
-    begun = [*WHO, {"role": "assistant", "content": "A stand"}]
-    whole = create(model="gpt-4o", messages=begun)
-    more = create(model="gpt-4o", messages=begun, extra_body={"continue_final_message": True})
+    messages = [*WHO, {"role": "assistant", "content": "A stand"}]
+    whole = create(model="gpt-4o", messages=messages)
+    continued = create(
+        model="gpt-4o", messages=messages, extra_body={"continue_final_message": True}
+    )
     end_and_start = 3  # <|end|><|start|>assistant
-    assert more.usage.prompt_tokens == whole.usage.prompt_tokens - end_and_start
+    assert continued.usage.prompt_tokens == whole.usage.prompt_tokens - end_and_start
 
 
-def test_a_picture_is_a_line(create: Any) -> None:
-    shown = {"role": "user", "content": [PIXEL, {"type": "text", "text": "What is it?"}]}
-    create(model="gpt-4o", messages=[shown])
-    later = create(model="gpt-4o", messages=[shown, {"role": "assistant", "content": "?"}, *WHO])
-    assert later.choices[0].message.content == "A stand-in."
+def test_picture_is_accepted_in_messages(create: Any) -> None:
+    picture_message = {"role": "user", "content": [PIXEL, {"type": "text", "text": "What is it?"}]}
+    create(model="gpt-4o", messages=[picture_message])
+    completion = create(
+        model="gpt-4o", messages=[picture_message, {"role": "assistant", "content": "?"}, *WHO]
+    )
+    assert completion.choices[0].message.content == "A stand-in."
 
 
-def test_a_seed_draws_the_same_again(create: Any) -> None:
+def test_same_seed_gives_same_answer(create: Any) -> None:
     hot = {"model": "gpt-4o", "messages": WHO, "temperature": 2.0, "max_tokens": 20}
     bias = {"logit_bias": {str(token): 100 for token in range(1000, 1040)}}
-    drawn = [create(**hot, **bias, seed=seed).choices[0].message.content for seed in (7, 7, 8)]
-    assert drawn[0] == drawn[1]
-    assert drawn[0] != drawn[2]
+    answers = [create(**hot, **bias, seed=seed).choices[0].message.content for seed in (7, 7, 8)]
+    assert answers[0] == answers[1]
+    assert answers[0] != answers[2]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_frequency_penalty_counts_the_whole_output(create: Any, stream: bool) -> None:
-    """The next scripted id leads the end of a message by 20: ten penalties of 1.9 leave it ahead,
-    the eleventh does not."""
-    sing: dict[str, Any] = {"model": "gpt-4o", "temperature": 0, "stream": stream}
-    sing["messages"] = [{"role": "user", "content": "Sing."}]
+    """The next scripted id leads the end of the message by 20, which ten penalties of 1.9 do not
+    reach and eleven exceed."""
+    request: dict[str, Any] = {"model": "gpt-4o", "temperature": 0, "stream": stream}
+    request["messages"] = [{"role": "user", "content": "Sing."}]
 
-    def sung(**penalty: float) -> str:
-        answer = create(**sing, **penalty)
+    def sing(**penalty: float) -> str:
+        completion = create(**request, **penalty)
         if stream:
-            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
-        return str(answer.choices[0].message.content)
+            return "".join(chunk.choices[0].delta.content or "" for chunk in completion)
+        return str(completion.choices[0].message.content)
 
-    assert sung() == " la" * 30
-    assert sung(frequency_penalty=1.9) == " la" * 11
-    # A presence penalty is taken once, however often a word stands there.
-    assert sung(presence_penalty=1.9) == " la" * 30
-    with pytest.raises(openai.BadRequestError) as refused:
-        create(**sing, frequency_penalty=2.1)
-    assert refused.value.param == "frequency_penalty"
+    assert sing() == " la" * 30
+    assert sing(frequency_penalty=1.9) == " la" * 11
+    # A presence penalty applies once, however often the word occurs.
+    assert sing(presence_penalty=1.9) == " la" * 30
+    with pytest.raises(openai.BadRequestError) as raised:
+        create(**request, frequency_penalty=2.1)
+    assert raised.value.param == "frequency_penalty"

@@ -1,6 +1,6 @@
-"""Agents' loops go on when the server was killed, or has unloaded its model: nothing is lost.
+"""Agent loops continue after the server was killed or unloaded its model, from the disk cache.
 
-As Codex, Claude Code and opencode send them; with the reasoning given back, and without.
+Requests are those of Codex, Claude Code and opencode, with and without returned reasoning.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ pytestmark = pytest.mark.served
 
 RECORDED = Path(__file__).parents[2] / "support" / "recorded"
 NEW = 0.02
-"""Part of a prompt that may be computed."""
+"""Largest part of a prompt that may be computed anew."""
 
 TOOLS = {"Bash": "command", "exec_command": "cmd", "bash_tool": "command", "weather": "city"}
-"""What the model is shown the agents' shells as, and their argument."""
+"""The tools as the model sees them, and the argument of each."""
 
 
-def called(tool: str) -> str:
-    """As no history is rendered: white space, order of the header, content type."""
+def tool_call(tool: str) -> str:
+    """A call in a spelling that no rendered history has: spaces, header order, content type."""
     return (
         "<|channel|>analysis<|message|>An  odd thought.<|end|><|start|>assistant"
         f" to=functions.{tool}<|channel|>commentary code<|message|>"
@@ -47,23 +47,26 @@ def called(tool: str) -> str:
     )
 
 
-SAID = "<|channel|>final<|message|>{}<|return|>"
+FINAL = "<|channel|>final<|message|>{}<|return|>"
 SCRIPTS = [
-    Script("<|message|>And now?<|end|>", SAID.format("the end")),
+    Script("<|message|>And now?<|end|>", FINAL.format("the end")),
     *(
         Script(
-            re.compile(re.escape(f"{called(tool)}<|start|>functions.{tool} to=assistant")),
-            SAID.format("as it was"),
+            re.compile(re.escape(f"{tool_call(tool)}<|start|>functions.{tool} to=assistant")),
+            FINAL.format("as it was"),
             whole_prompt=True,
         )
         for tool in TOOLS
     ),
     Script(
         re.compile(r"<\|start\|>functions\.\w+ to=assistant"),
-        SAID.format("written anew"),
+        FINAL.format("written anew"),
         whole_prompt=True,
     ),
-    *(Script(re.compile(rf"\btype {tool} = "), called(tool), whole_prompt=True) for tool in TOOLS),
+    *(
+        Script(re.compile(rf"\btype {tool} = "), tool_call(tool), whole_prompt=True)
+        for tool in TOOLS
+    ),
 ]
 
 
@@ -72,22 +75,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return standin.write(tmp_path_factory.mktemp("disk") / "gpt-oss-standin", SCRIPTS)
 
 
-def recorded(name: str, model: Path, marker: str) -> dict[str, Any]:
-    """The body of a recorded request, with texts of the lengths that they had; ``marker`` begins
-    the first, so that no two conversations share more than they should."""
+def recorded_request(name: str, model: Path, marker: str) -> dict[str, Any]:
+    """The body of a recorded request, with texts of the original lengths. They begin with
+    ``marker``, so that two conversations share no more than they should."""
     text = (RECORDED / f"{name}.json").read_text()
 
-    def filled(match: re.Match[str]) -> str:
+    def fill(match: re.Match[str]) -> str:
         words = (f"{marker} {n} of many words. " for n in range(int(match[1]) // 12))
         return "".join(words)[: int(match[1])]
 
-    document = json.loads(re.sub(r"\((\d+) characters of text\)", filled, text))
+    document = json.loads(re.sub(r"\((\d+) characters of text\)", fill, text))
     return {**document.get("body", document), "model": str(model)}
 
 
 @dataclass(frozen=True)
-class Said:
-    """An answer: its text, what the next request takes of it, and tokens of the prompt."""
+class Turn:
+    """An answer: its text, the items to send back, and token counts of its prompt."""
 
     text: str
     echo: list[Any]
@@ -96,80 +99,83 @@ class Said:
 
 
 class Codex:
-    """Responses, not stored: all of it is sent each time."""
+    """Responses that are not stored: each request has the whole conversation."""
 
-    recorded = "responses-codex-turn1"
+    recording = "responses-codex-turn1"
 
-    def ask(self, server: Server, body: dict[str, Any]) -> Said:
+    def send(self, server: Server, body: dict[str, Any]) -> Turn:
         with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="k", timeout=60) as client:
             for event in client.responses.create(**body):
                 if event.type == "response.completed":
-                    done = event.response
-        usage = done.usage
+                    response = event.response
+        usage = response.usage
         assert usage is not None
-        echo = [item.model_dump(exclude_none=True) for item in done.output]
+        echo = [item.model_dump(exclude_none=True) for item in response.output]
         cached = usage.input_tokens_details.cached_tokens
-        return Said(done.output_text, echo, usage.input_tokens, cached)
+        return Turn(response.output_text, echo, usage.input_tokens, cached)
 
-    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
-        echo = [item for item in answer.echo if reasoning or item["type"] != "reasoning"]
+    def next_request(self, body: dict[str, Any], turn: Turn, reasoning: bool) -> dict[str, Any]:
+        echo = [item for item in turn.echo if reasoning or item["type"] != "reasoning"]
         (call,) = (item for item in echo if item["type"] == "function_call")
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
         return {**body, "input": [*body["input"], *echo, result]}
 
 
 class Stored(Codex):
-    """Responses that the server stores: only what is new is sent."""
+    """Stored responses: each request has new items only."""
 
-    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
-        (call,) = (item for item in answer.echo if item["type"] == "function_call")
+    def next_request(self, body: dict[str, Any], turn: Turn, reasoning: bool) -> dict[str, Any]:
+        (call,) = (item for item in turn.echo if item["type"] == "function_call")
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "42"}
-        return {**body, "input": [result], "previous_response_id": answer.echo[0]["response"]}
+        return {**body, "input": [result], "previous_response_id": turn.echo[0]["response"]}
 
-    def ask(self, server: Server, body: dict[str, Any]) -> Said:
+    def send(self, server: Server, body: dict[str, Any]) -> Turn:
         with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="k", timeout=60) as client:
-            kept = {**body, "store": True, "stream": False}
-            done = client.responses.create(**kept)
-        echo = [item.model_dump() | {"response": done.id} for item in done.output]
-        cached = done.usage.input_tokens_details.cached_tokens
-        return Said(done.output_text, echo, done.usage.input_tokens, cached)
+            request = {**body, "store": True, "stream": False}
+            response = client.responses.create(**request)
+        echo = [item.model_dump() | {"response": response.id} for item in response.output]
+        cached = response.usage.input_tokens_details.cached_tokens
+        return Turn(response.output_text, echo, response.usage.input_tokens, cached)
 
 
 class ClaudeCode:
     """Messages, streamed."""
 
-    recorded = "claude-code-turn1"
+    recording = "claude-code-turn1"
 
-    def ask(self, server: Server, body: dict[str, Any]) -> Said:
-        usual = ("model", "messages", "system", "tools", "max_tokens")
-        more = {name: body[name] for name in body if name not in (*usual, "stream")}
-        asked = {name: body[name] for name in usual}
+    def send(self, server: Server, body: dict[str, Any]) -> Turn:
+        standard = ("model", "messages", "system", "tools", "max_tokens")
+        more = {name: body[name] for name in body if name not in (*standard, "stream")}
+        fields = {name: body[name] for name in standard}
         with (
             anthropic.Anthropic(base_url=server.base_url, api_key="k", timeout=60) as client,
-            client.messages.stream(**asked, extra_body=more) as stream,
+            client.messages.stream(**fields, extra_body=more) as stream,
         ):
-            begun = [event for event in stream if event.type == "message_start"]
-            done = stream.get_final_message()
-        text = "".join(block.text for block in done.content if block.type == "text")
-        cached = done.usage.cache_read_input_tokens or 0
-        assert begun[0].message.usage.cache_read_input_tokens == cached
-        echo = [block.model_dump(exclude_none=True) for block in done.content]
-        return Said(text, echo, cached + done.usage.input_tokens, cached)
+            starts = [event for event in stream if event.type == "message_start"]
+            message = stream.get_final_message()
+        text = "".join(block.text for block in message.content if block.type == "text")
+        cached = message.usage.cache_read_input_tokens or 0
+        assert starts[0].message.usage.cache_read_input_tokens == cached
+        echo = [block.model_dump(exclude_none=True) for block in message.content]
+        return Turn(text, echo, cached + message.usage.input_tokens, cached)
 
-    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
-        echo = [block for block in answer.echo if reasoning or block["type"] != "thinking"]
+    def next_request(self, body: dict[str, Any], turn: Turn, reasoning: bool) -> dict[str, Any]:
+        echo = [block for block in turn.echo if reasoning or block["type"] != "thinking"]
         (call,) = (block for block in echo if block["type"] == "tool_use")
         result = {"type": "tool_result", "tool_use_id": call["id"], "content": "42"}
-        more = [{"role": "assistant", "content": echo}, {"role": "user", "content": [result]}]
-        return {**body, "messages": [*body["messages"], *more]}
+        new_messages = [
+            {"role": "assistant", "content": echo},
+            {"role": "user", "content": [result]},
+        ]
+        return {**body, "messages": [*body["messages"], *new_messages]}
 
 
 class Opencode:
     """Chat Completions, streamed."""
 
-    recorded = "opencode-chat-turn1"
+    recording = "opencode-chat-turn1"
 
-    def ask(self, server: Server, body: dict[str, Any]) -> Said:
+    def send(self, server: Server, body: dict[str, Any]) -> Turn:
         message: dict[str, Any] = {"role": "assistant", "content": ""}
         with openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="k", timeout=60) as client:
             for chunk in client.chat.completions.create(**body):
@@ -188,10 +194,10 @@ class Opencode:
                             calls[call["index"]]["function"]["arguments"] += more
         assert usage is not None and usage.prompt_tokens_details is not None
         cached = usage.prompt_tokens_details.cached_tokens or 0
-        return Said(message["content"], [message], usage.prompt_tokens, cached)
+        return Turn(message["content"], [message], usage.prompt_tokens, cached)
 
-    def following(self, body: dict[str, Any], answer: Said, reasoning: bool) -> dict[str, Any]:
-        (message,) = answer.echo
+    def next_request(self, body: dict[str, Any], turn: Turn, reasoning: bool) -> dict[str, Any]:
+        (message,) = turn.echo
         if not reasoning:
             message = {name: message[name] for name in message if name != "reasoning_content"}
         (call,) = message["tool_calls"]
@@ -206,121 +212,123 @@ AGENTS = {
 }
 
 
-def disk(server: Server) -> dict[str, Any]:
+def disk_stats(server: Server) -> dict[str, Any]:
     stats = httpx.get(f"{server.base_url}/v1/cache/stats", timeout=30).json()
-    found: dict[str, Any] = stats["engine_cache"]["harmony_prefix_reuse"]["disk"]
-    return found
+    disk: dict[str, Any] = stats["engine_cache"]["harmony_prefix_reuse"]["disk"]
+    return disk
 
 
-def written(server: Server) -> dict[str, Any]:
-    """The counters, when everything is written."""
+def wait_until_written(server: Server) -> dict[str, Any]:
+    """The counters once everything is written."""
     deadline = time.monotonic() + 30
-    while disk(server)["waiting"] and time.monotonic() < deadline:
+    while disk_stats(server)["waiting"] and time.monotonic() < deadline:
         time.sleep(0.1)
-    counters = disk(server)
+    counters = disk_stats(server)
     assert counters["waiting"] == 0 and counters["dropped"] == 0
     return counters
 
 
 @dataclass
-class Loops:
-    """A server, its directory, and the first turns of all agents, asked of it."""
+class AgentLoops:
+    """A restarted server, a function to restart it again, and the first turns of all agents."""
 
     server: Server
-    again: Callable[[], Server]
-    turns: dict[str, tuple[dict[str, Any], Said]]
+    restart: Callable[[], Server]
+    turns: dict[str, tuple[dict[str, Any], Turn]]
 
 
 @pytest.fixture(scope="module")
-def loops(start: Start, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Loops:
-    """Every agent's first turn; then the server is killed, and started again."""
+def loops(start: Start, model: Path, tmp_path_factory: pytest.TempPathFactory) -> AgentLoops:
+    """Runs every agent's first turn, then kills the server and restarts it."""
     place = tmp_path_factory.mktemp("ssd")
     env = {"VLLM_MLX_HARMONY_STORE": str(place / "store.sqlite")}
     flags = (*FLAG, "--ssd-cache-dir", str(place / "cache"), "--enable-metrics")
 
-    def begun() -> Server:
+    def start_server() -> Server:
         return start(*flags, model=model, command=HARMONY, env=env)
 
-    server = begun()
+    server = start_server()
     turns = {}
     for name, (agent, _) in AGENTS.items():
-        body = recorded(agent.recorded, model, name)
-        turns[name] = body, agent.ask(server, body)
+        body = recorded_request(agent.recording, model, name)
+        turns[name] = body, agent.send(server, body)
         assert turns[name][1].cached < NEW * turns[name][1].prompt + 400
-    assert written(server)["turns"] == len(AGENTS)
+    assert wait_until_written(server)["turns"] == len(AGENTS)
     server.process.kill()
     server.process.wait(10)
-    return Loops(begun(), begun, turns)
+    return AgentLoops(start_server(), start_server, turns)
 
 
 @pytest.mark.parametrize("name", AGENTS)
-def test_loops_go_on_when_the_server_was_killed(loops: Loops, name: str) -> None:
+def test_loops_continue_after_server_was_killed(loops: AgentLoops, name: str) -> None:
     agent, reasoning = AGENTS[name]
-    body, first = loops.turns[name]
-    answer = agent.ask(loops.server, agent.following(body, first, reasoning))
-    assert answer.text == "as it was"
-    assert answer.prompt > first.prompt > 1000
-    assert answer.prompt - answer.cached <= NEW * answer.prompt
+    body, first_turn = loops.turns[name]
+    turn = agent.send(loops.server, agent.next_request(body, first_turn, reasoning))
+    assert turn.text == "as it was"
+    assert turn.prompt > first_turn.prompt > 1000
+    assert turn.prompt - turn.cached <= NEW * turn.prompt
 
 
-def test_start_stats_and_metrics_show_it(loops: Loops) -> None:
+def test_log_stats_and_metrics_report_disk_cache(loops: AgentLoops) -> None:
     line = re.search(
         r"up to 10 GiB on disk: (.*), (\d+) conversations, from (\S+)", loops.server.log
     )
     assert line and int(line[2]) == len(AGENTS)
-    counters = disk(loops.server)
+    counters = disk_stats(loops.server)
     assert counters["directory"] == line[3] and counters["hits"] >= 1
     assert counters["bytes_read"] > 0 < counters["read_seconds"]
     assert counters["last_error"] == ""
     metrics = httpx.get(f"{loops.server.base_url}/metrics", timeout=30).text
-    found = re.search(r"^vllm_mlx_harmony_prefix_disk_hits_total ([\d.]+)$", metrics, re.MULTILINE)
-    assert found and float(found[1]) >= 1
+    match = re.search(r"^vllm_mlx_harmony_prefix_disk_hits_total ([\d.]+)$", metrics, re.MULTILINE)
+    assert match and float(match[1]) >= 1
     assert "vllm_mlx_harmony_prefix_disk_bytes" in metrics
     modes = {stat.S_IMODE(path.stat().st_mode) for path in Path(line[3]).rglob("*")}
     assert modes == {0o600, 0o700}
 
 
-def test_killed_while_it_writes_and_emptied(loops: Loops, model: Path) -> None:
-    """What was being written is lost, at most; what is deleted does not come back."""
+def test_server_survives_kill_while_writing_and_delete_empties_disk(
+    loops: AgentLoops, model: Path
+) -> None:
+    """At most the entry that was being written is lost; deleted entries stay deleted."""
     agent = Opencode()
-    body = recorded(agent.recorded, model, "killed")
-    first = agent.ask(loops.server, body)
-    loops.server.process.kill()  # at once, whatever it does
+    body = recorded_request(agent.recording, model, "killed")
+    first_turn = agent.send(loops.server, body)
+    loops.server.process.kill()  # at once, even if it is writing
     loops.server.process.wait(10)
-    server = loops.again()
-    assert disk(server)["damaged"] == 0
-    assert agent.ask(server, body).text == first.text
+    server = loops.restart()
+    assert disk_stats(server)["damaged"] == 0
+    assert agent.send(server, body).text == first_turn.text
     name = "Codex-left"
-    asked, answer = loops.turns[name]
-    following = Codex().following(asked, answer, reasoning=False)
-    assert Codex().ask(server, following).cached > 1000
-    written(server)
+    codex_body, turn = loops.turns[name]
+    request = Codex().next_request(codex_body, turn, reasoning=False)
+    assert Codex().send(server, request).cached > 1000
+    wait_until_written(server)
     assert httpx.delete(f"{server.base_url}/v1/cache", timeout=30).status_code == 200
-    counters = disk(server)
+    counters = disk_stats(server)
     assert (counters["pieces"], counters["turns"], counters["nbytes"]) == (0, 0, 0)
     assert not list(Path(counters["directory"]).rglob("*.safetensors"))
-    assert Codex().ask(server, following).cached == 0
+    assert Codex().send(server, request).cached == 0
     server.stop()
 
 
 @pytest.mark.of_vllm_mlx
-def test_loops_go_on_when_the_model_was_unloaded(start: Start, model: Path, tmp_path: Path) -> None:
+def test_loops_continue_after_model_was_unloaded(start: Start, model: Path, tmp_path: Path) -> None:
     place = tmp_path / "cache"
     flags = (*FLAG, "--auto-unload-idle-seconds", "2", "--ssd-cache-dir", str(place))
     server = start(*flags, model=model, command=HARMONY)
     agent = Opencode()
-    body = recorded(agent.recorded, model, "unloaded")
-    first = agent.ask(server, body)
+    body = recorded_request(agent.recording, model, "unloaded")
+    first_turn = agent.send(server, body)
     deadline = time.monotonic() + 40
-    while time.monotonic() < deadline and '"unloaded"' not in status(server):
+    while time.monotonic() < deadline and '"unloaded"' not in server_status(server):
         time.sleep(0.1)
-    assert '"unloaded"' in status(server)
-    answer = agent.ask(server, agent.following(body, first, reasoning=False))
-    assert answer.text == "as it was" and answer.prompt - answer.cached <= NEW * answer.prompt
+    assert '"unloaded"' in server_status(server)
+    turn = agent.send(server, agent.next_request(body, first_turn, reasoning=False))
+    assert turn.text == "as it was" and turn.prompt - turn.cached <= NEW * turn.prompt
     server.stop()
 
 
-def status(server: Server) -> str:
+def server_status(server: Server) -> str:
     return httpx.get(f"{server.base_url}/v1/status", timeout=30).text.replace(" ", "")
 
 
@@ -332,9 +340,9 @@ def test_unusable_directory_disables_only_the_disk(
     server = start(*FLAG, "--ssd-cache-dir", str(place), model=model, command=HARMONY)
     assert f"disk cache disabled: {place} cannot be used" in server.log
     agent = Opencode()
-    body = recorded(agent.recorded, model, "file")
-    assert agent.ask(server, body).cached == 0
-    answer = agent.ask(server, body)
-    assert answer.cached == answer.prompt - 1
+    body = recorded_request(agent.recording, model, "file")
+    assert agent.send(server, body).cached == 0
+    turn = agent.send(server, body)
+    assert turn.cached == turn.prompt - 1
     assert place.read_text() == "of somebody's"
     server.stop()

@@ -1,5 +1,6 @@
-"""Answers that copy their prompt, computed several tokens at a time, as is the default: cancelled,
-killed and continued. The scripted model reads the tokens in its caches, so a wrong one would show.
+"""Answers that copy their prompt, with speculation as by default: cancelled, killed, continued.
+
+The scripted model reads the tokens in its caches, so a wrong one would change the answer.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ SCRIPTS = [
 ]
 
 DRAFTS = {"VLLM_MLX_HARMONY_SPECULATE": "auto", "VLLM_MLX_HARMONY_GRAMMAR": "auto"}
-"""Whatever the other tests run with."""
+"""Independent of the settings of other tests."""
 
 
 @pytest.fixture(scope="module")
@@ -52,37 +53,37 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def begin(
+def start_server(
     start: Start, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[], Server]:
-    """Starts a server; all use one disk, and on all of them every draft is worth trying: the costs
-    that the first one has measured are replaced."""
+    """Starts a server. All share one disk cache, and draft whenever they can: the step costs that
+    the first one measured are replaced by lower ones."""
     place = tmp_path_factory.mktemp("ssd")
     flags = (*FLAG, "--ssd-cache-dir", str(place))
-    begin = partial(start, *flags, model=model, command=HARMONY, env=DRAFTS)
-    begin().stop()
-    (measured,) = place.rglob("step-costs.json")
-    found = json.loads(measured.read_text())
+    start_server = partial(start, *flags, model=model, command=HARMONY, env=DRAFTS)
+    start_server().stop()
+    (costs_file,) = place.rglob("step-costs.json")
+    costs = json.loads(costs_file.read_text())
     cheap = [1.0, 1.01, 1.02, 1.03, 1.04, 1.05]
-    measured.write_text(json.dumps({key: [cheap] * RUNS for key in found}))
-    return begin
+    costs_file.write_text(json.dumps({key: [cheap] * RUNS for key in costs}))
+    return start_server
 
 
 @pytest.fixture(scope="module")
-def server(begin: Callable[[], Server]) -> Iterator[Server]:
-    server = begin()
+def server(start_server: Callable[[], Server]) -> Iterator[Server]:
+    server = start_server()
     yield server
     server.stop()
 
 
 def status(server: Server) -> dict[str, Any]:
-    """Of the only model: its steps so far, and the requests that it has."""
-    (found,) = httpx.get(f"{server.base_url}/harmony/status", timeout=60).json()["models"]
-    return {**found["steps"], "requests": found["requests"]}
+    """The steps so far and the requests of the only model."""
+    (model_status,) = httpx.get(f"{server.base_url}/harmony/status", timeout=60).json()["models"]
+    return {**model_status["steps"], "requests": model_status["requests"]}
 
 
-def user(how: str) -> dict[str, Any]:
-    return {"role": "user", "content": f"{how}:\n{FILE}"}
+def user(request: str) -> dict[str, Any]:
+    return {"role": "user", "content": f"{request}:\n{FILE}"}
 
 
 def chat(server: Server, *messages: Any) -> Any:
@@ -91,30 +92,32 @@ def chat(server: Server, *messages: Any) -> Any:
 
 
 def by_chat(server: Server) -> tuple[str, Any]:
-    found = chat(server, user("Edit by Chat"))
-    return found.choices[0].message.content, found.usage.completion_tokens_details
+    completion = chat(server, user("Edit by Chat"))
+    return completion.choices[0].message.content, completion.usage.completion_tokens_details
 
 
 def by_responses(server: Server) -> tuple[str, Any]:
     with server.openai() as client:
-        asked = user("Edit by Responses")["content"]
-        found = client.responses.create(model=str(server.model), input=asked, store=False)
-    assert found.usage is not None
-    return found.output_text, found.usage.output_tokens_details
+        prompt = user("Edit by Responses")["content"]
+        response = client.responses.create(model=str(server.model), input=prompt, store=False)
+    assert response.usage is not None
+    return response.output_text, response.usage.output_tokens_details
 
 
 def by_messages(server: Server) -> tuple[str, Any]:
     with anthropic.Anthropic(base_url=server.base_url, api_key="k", timeout=60) as client:
-        found = client.messages.create(
+        message = client.messages.create(
             model=str(server.model), messages=[user("Edit by Messages")], max_tokens=9000
         )
-    return "".join(block.text for block in found.content if block.type == "text"), None
+    return "".join(block.text for block in message.content if block.type == "text"), None
 
 
-@pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
-def test_the_answer_takes_few_steps(server: Server, ask: Callable[..., tuple[str, Any]]) -> None:
+@pytest.mark.parametrize("send", [by_chat, by_responses, by_messages])
+def test_copied_answer_takes_few_steps(
+    server: Server, send: Callable[..., tuple[str, Any]]
+) -> None:
     before = status(server)
-    text, details = ask(server)
+    text, details = send(server)
     assert text == EDITED
     after = status(server)
     names = ("completion_tokens", "executed", "accepted_prediction_tokens")
@@ -125,17 +128,17 @@ def test_the_answer_takes_few_steps(server: Server, ask: Callable[..., tuple[str
         assert details.rejected_prediction_tokens > 0  # at the edits
 
 
-def test_headers_take_few_steps(server: Server) -> None:
-    """They are not copies, and are not counted as such."""
+def test_call_header_takes_few_steps(server: Server) -> None:
+    """Its tokens are forced, not copied, and are not counted as accepted predictions."""
     before = status(server)
     city = {"type": "object", "properties": {"city": {"type": "string"}}}
     tool = {"type": "function", "function": {"name": "get_weather", "parameters": city}}
     message = {"role": "user", "content": "What is the weather?"}
     with server.openai() as client:
-        found = client.chat.completions.create(
+        completion = client.chat.completions.create(
             model=str(server.model), messages=[message], tools=[tool]
         )
-    (call,) = found.choices[0].message.tool_calls or ()
+    (call,) = completion.choices[0].message.tool_calls or ()
     assert call.to_dict()["function"] == {"name": "get_weather", "arguments": '{"city":"Paris"}'}
     after = status(server)
     names = ("completion_tokens", "executed", "accepted_prediction_tokens")
@@ -144,29 +147,29 @@ def test_headers_take_few_steps(server: Server) -> None:
     assert accepted == 0
 
 
-def until_drafting(server: Server) -> None:
-    """Waits until the only answer has more tokens than it took steps."""
+def wait_for_drafting(server: Server) -> None:
+    """Waits until the only answer has many more tokens than steps."""
     before, deadline = status(server)["executed"], time.monotonic() + 120
     while time.monotonic() < deadline:
-        found = status(server)
-        generated = sum(each["generated"] for each in found["requests"])
-        if generated > 100 and generated > 2 * (found["executed"] - before):
+        current = status(server)
+        generated = sum(request["generated"] for request in current["requests"])
+        if generated > 100 and generated > 2 * (current["executed"] - before):
             return
         time.sleep(0.02)
     raise AssertionError("nothing was drafted")
 
 
-def slowly(server: Server, name: str) -> Any:
-    """A stream that takes a while."""
+def stream_slowly(server: Server, name: str) -> Any:
+    """A stream with a delay after each token."""
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="k", timeout=120)
-    asked: list[Any] = [user(f"Slowly, edit {name}")]
-    return client.chat.completions.create(model=str(server.model), messages=asked, stream=True)
+    messages: list[Any] = [user(f"Slowly, edit {name}")]
+    return client.chat.completions.create(model=str(server.model), messages=messages, stream=True)
 
 
-def test_disconnect_ends_a_drafted_answer(server: Server) -> None:
+def test_disconnect_ends_drafted_answer(server: Server) -> None:
     before = status(server)
-    stream = slowly(server, "until I go")
-    until_drafting(server)
+    stream = stream_slowly(server, "until I go")
+    wait_for_drafting(server)
     stream.close()
     deadline = time.monotonic() + 120
     while (after := status(server))["requests"] and time.monotonic() < deadline:
@@ -174,12 +177,14 @@ def test_disconnect_ends_a_drafted_answer(server: Server) -> None:
     tokens = after["completion_tokens"] - before["completion_tokens"]
     assert after["accepted_prediction_tokens"] - before["accepted_prediction_tokens"] > 20
     assert not after["requests"] and tokens > 100
-    found = chat(server, user("Edit until I go"))
-    assert found.choices[0].message.content == EDITED
+    completion = chat(server, user("Edit until I go"))
+    assert completion.choices[0].message.content == EDITED
 
 
-def test_killed_while_it_drafts(server: Server, begin: Callable[[], Server]) -> None:
-    """What was stored before is right, and what was being generated leaves nothing wrong."""
+def test_answers_are_right_after_kill_while_drafting(
+    server: Server, start_server: Callable[[], Server]
+) -> None:
+    """Earlier turns are reused, and the interrupted one leaves no wrong tokens behind."""
     first = chat(server, user("Edit, and continue"))
     deadline = time.monotonic() + 120
     stats = f"{server.base_url}/v1/cache/stats"
@@ -188,17 +193,19 @@ def test_killed_while_it_drafts(server: Server, begin: Callable[[], Server]) -> 
         if not disk["waiting"]:
             break
         time.sleep(0.05)
-    stream = slowly(server, "until you are killed")
-    until_drafting(server)
+    stream = stream_slowly(server, "until you are killed")
+    wait_for_drafting(server)
     server.process.kill()
     server.process.wait(60)
     stream.close()
-    server = begin()
-    answer = {"role": "assistant", "content": first.choices[0].message.content}
-    found = chat(server, user("Edit, and continue"), answer, {"role": "user", "content": "Thanks."})
-    assert found.choices[0].message.content == "You are welcome."
-    assert found.usage.prompt_tokens_details.cached_tokens > first.usage.total_tokens - 10
-    again = chat(server, user("Edit, and continue"))
-    assert again.choices[0].message.content == EDITED
-    assert again.usage.completion_tokens_details.accepted_prediction_tokens > 500
+    server = start_server()
+    message = {"role": "assistant", "content": first.choices[0].message.content}
+    second = chat(
+        server, user("Edit, and continue"), message, {"role": "user", "content": "Thanks."}
+    )
+    assert second.choices[0].message.content == "You are welcome."
+    assert second.usage.prompt_tokens_details.cached_tokens > first.usage.total_tokens - 10
+    repeated = chat(server, user("Edit, and continue"))
+    assert repeated.choices[0].message.content == EDITED
+    assert repeated.usage.completion_tokens_details.accepted_prediction_tokens > 500
     server.stop()

@@ -1,4 +1,4 @@
-"""What is asked for is enforced by the real server, which is heard with the official clients."""
+"""Enforcement of strict tools and schemas by the real server, with the official clients."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def server(enforcing_server: Server, standin_dir: Path) -> Server:
     return enforcing_server
 
 
-def asked(text: str) -> list[Any]:
+def user_messages(text: str) -> list[Any]:
     return [{"role": "user", "content": text}]
 
 
@@ -49,7 +49,7 @@ def is_city(arguments: Any) -> bool:
     return arguments in ({"city": "Rome"}, {"city": "Oslo"})
 
 
-def test_only_a_strict_request_starts_a_process(start: Start, standin_dir: Path) -> None:
+def test_only_strict_request_starts_helper_process(start: Start, standin_dir: Path) -> None:
     standin.rescript(standin_dir, SCRIPTS)
     server = start(*FLAG, command=HARMONY, env={VARIABLE: "auto"})
     with server.openai() as client:
@@ -59,58 +59,62 @@ def test_only_a_strict_request_starts_a_process(start: Start, standin_dir: Path)
             assert not psutil.Process(server.pid).children(recursive=True)
             function = {"name": "pick", "parameters": CITY, "strict": strict}
             tools = [{"type": "function", "function": function}]
-            answer = create(
-                model=model, messages=asked("Talk."), tools=tools, tool_choice="required"
+            completion = create(
+                model=model, messages=user_messages("Talk."), tools=tools, tool_choice="required"
             )
-            assert is_city(json.loads(answer.choices[0].message.tool_calls[0].function.arguments))
+            assert is_city(
+                json.loads(completion.choices[0].message.tool_calls[0].function.arguments)
+            )
     assert psutil.Process(server.pid).children()
     server.stop()
 
 
-def test_chat(client: openai.OpenAI, model: str) -> None:
+def test_chat_enforces_strict_tool(client: openai.OpenAI, model: str) -> None:
     create: Any = client.chat.completions.create
     function = {"name": "pick", "parameters": CITY, "strict": True}
     tools = [{"type": "function", "function": function}]
-    answer = create(model=model, messages=asked("Talk."), tools=tools, tool_choice="required")
-    (choice,) = answer.choices
+    completion = create(
+        model=model, messages=user_messages("Talk."), tools=tools, tool_choice="required"
+    )
+    (choice,) = completion.choices
     assert choice.finish_reason == "tool_calls"
     assert is_city(json.loads(choice.message.tool_calls[0].function.arguments))
-    refused = create(model=model, messages=asked("Call."), max_tokens=40)
-    assert not refused.choices[0].message.tool_calls
+    second = create(model=model, messages=user_messages("Call."), max_tokens=40)
+    assert not second.choices[0].message.tool_calls
 
 
-def test_responses(client: openai.OpenAI, model: str) -> None:
+def test_responses_enforces_schema(client: openai.OpenAI, model: str) -> None:
     create: Any = client.responses.create
-    form = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
-    answer = create(model=model, input="Talk.", text={"format": form})
-    assert answer.status == "completed"
-    assert is_city(json.loads(answer.output_text))
+    schema_format = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
+    response = create(model=model, input="Talk.", text={"format": schema_format})
+    assert response.status == "completed"
+    assert is_city(json.loads(response.output_text))
 
 
-def test_messages(server: Server, model: str) -> None:
+def test_messages_enforces_tool_choice(server: Server, model: str) -> None:
     tools: Any = [{"name": "pick", "input_schema": CITY}]
     with anthropic.Anthropic(base_url=server.base_url, api_key="none", max_retries=0) as client:
         create: Any = client.messages.create
-        answer = create(
+        message = create(
             model=model,
             max_tokens=200,
-            messages=asked("Talk."),
+            messages=user_messages("Talk."),
             tools=tools,
             tool_choice={"type": "any"},
         )
-    assert answer.stop_reason == "tool_use"
-    assert is_city(answer.content[-1].input)
+    assert message.stop_reason == "tool_use"
+    assert is_city(message.content[-1].input)
 
 
 def test_unsupported_strict_schema_is_refused(client: openai.OpenAI, model: str) -> None:
     create: Any = client.chat.completions.create
-    odd = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
-    function = {"name": "odd", "parameters": odd, "strict": True}
+    schema = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
+    function = {"name": "odd", "parameters": schema, "strict": True}
     tools = [{"type": "function", "function": function}]
     with pytest.raises(openai.BadRequestError, match="'odd'"):
-        create(model=model, messages=asked("Talk."), tools=tools)
+        create(model=model, messages=user_messages("Talk."), tools=tools)
 
 
-def test_invalid_setting_ends_the_start(start: Start) -> None:
+def test_invalid_setting_stops_startup(start: Start) -> None:
     server = start(*FLAG, command=HARMONY, env={VARIABLE: "perhaps"}, ready=False)
     assert server.process.wait(60) == 2

@@ -1,4 +1,4 @@
-"""The engine of a real server: its thread dies, its memory is small, two run, it is unloaded."""
+"""Engines of a real server: dead threads, small memory, two models, unloading when idle."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def body(path: str, text: str, **fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": text}], "max_tokens": 20, **fields}
 
 
-# --- Its thread dies.
+# --- The engine's thread dies.
 
 
 @pytest.fixture
-def dying(start: Start, standin_dir: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
-    """A server with a bug, which shows as soon as the file is there."""
+def dying_server(start: Start, standin_dir: Path, tmp_path: Path) -> Iterator[tuple[Server, Path]]:
+    """A server whose engine fails as soon as the file exists."""
     standin.rescript(standin_dir, SCRIPTS)
     file = tmp_path / "die"
     command = f"""
@@ -68,34 +68,34 @@ runpy.run_module("vllm_mlx_harmony", run_name="__main__")
     server.stop()
 
 
-def test_dead_engine_thread_is_reported_everywhere(dying: tuple[Server, Path]) -> None:
-    server, file = dying
+def test_dead_engine_thread_is_reported_everywhere(dying_server: tuple[Server, Path]) -> None:
+    server, file = dying_server
     model = str(server.model)
     with server.client(300) as client:
         assert client.get("/health").status_code == 200
-        asked = {"model": model, **body(CHAT, "Slowly.", stream=True, max_tokens=500)}
-        with client.stream("POST", CHAT, json=asked) as running:
-            lines = running.iter_lines()
+        request = {"model": model, **body(CHAT, "Slowly.", stream=True, max_tokens=500)}
+        with client.stream("POST", CHAT, json=request) as streamed:
+            lines = streamed.iter_lines()
             assert "word" in next(line for line in lines if "word" in line)
             file.touch()
-            received = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        assert "the engine stopped unexpectedly" in received[-1]["error"]["message"]
+            events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert "the engine stopped unexpectedly" in events[-1]["error"]["message"]
         assert client.get("/health").status_code == 503
         for path in (CHAT, RESPONSES, MESSAGES):
             for stream in (False, True):
-                asked = {"model": model, **body(path, "Hi.", stream=stream)}
-                refused = client.post(path, json=asked)
-                assert refused.status_code == 503, refused.text
-                assert "the engine stopped unexpectedly" in refused.json()["error"]["message"]
-                assert refused.headers["retry-after"]
+                request = {"model": model, **body(path, "Hi.", stream=stream)}
+                response = client.post(path, json=request)
+                assert response.status_code == 503, response.text
+                assert "the engine stopped unexpectedly" in response.json()["error"]["message"]
+                assert response.headers["retry-after"]
         assert client.get("/v1/models").status_code == 200
     assert server.stop() in (0, -signal.SIGTERM), "it ends by itself"
 
 
-# --- Its memory is small.
+# --- Little memory.
 
 MEMORY = 30_000_000
-"""Bytes: 25,844,832 of weights, and room for about 2,000 ids in nine tenths of them."""
+"""Bytes. Weights take 25,844,832, and about 2,000 ids fit into nine tenths of all."""
 
 WORD = " word"
 
@@ -109,30 +109,30 @@ def test_request_beyond_memory_is_rejected_and_others_wait(start: Start, tiny_di
         assert 1_000 < longest < 10_000
         assert f"{longest:,} tokens fit in memory, of 131,072" in server.log
         for path in (CHAT, RESPONSES, MESSAGES):
-            refused = client.post(path, json={"model": model, **body(path, WORD * 5_000)})
-            assert refused.status_code == 400, refused.text
-            problem = refused.json()["error"]
-            assert str(longest) in problem["message"].replace(",", "")
-            assert problem.get("code") == "context_length_exceeded" or path == MESSAGES
+            rejection = client.post(path, json={"model": model, **body(path, WORD * 5_000)})
+            assert rejection.status_code == 400, rejection.text
+            error = rejection.json()["error"]
+            assert str(longest) in error["message"].replace(",", "")
+            assert error.get("code") == "context_length_exceeded" or path == MESSAGES
 
-        def answered(number: int) -> httpx.Response:
+        def send_chat(number: int) -> httpx.Response:
             text = f"{number}" + WORD * (longest * 2 // 3)
             return client.post(CHAT, json={"model": model, **body(CHAT, text)})
 
-        for response in pool.map(answered, range(3)):
+        for response in pool.map(send_chat, range(3)):
             assert response.status_code == 200, response.text
             assert response.json()["usage"]["prompt_tokens"] > longest // 2
     server.stop()
 
 
-# --- Two of them.
+# --- Two models.
 
 
 @pytest.mark.of_vllm_mlx
 def test_two_models_run_side_by_side(start: Start, standin_dir: Path, tmp_path: Path) -> None:
-    """One of them is loaded while the other generates, and neither stops the other."""
+    """The second one is loaded while the first generates, and neither stops the other."""
     standin.rescript(standin_dir, SCRIPTS)
-    other = standin.write(
+    other_model = standin.write(
         tmp_path / "other", [Script("Hi.", "<|channel|>final<|message|>Ho.<|return|>")]
     )
     config = tmp_path / "models.yaml"
@@ -142,39 +142,39 @@ def test_two_models_run_side_by_side(start: Start, standin_dir: Path, tmp_path: 
                 "manager": {"memory_budget_gb": 4},
                 "models": [
                     {"name": "first", "path": str(standin_dir)},
-                    {"name": "second", "path": str(other)},
+                    {"name": "second", "path": str(other_model)},
                 ],
             }
         )
     )
-    command = (*HARMONY, "--models-config")  # in place of a model
+    command = (*HARMONY, "--models-config")  # instead of a model
     server = start(*FLAG, model=config, command=command)
-    with server.client(300) as client, server.client(300) as beside:
-        asked = {"model": "first", **body(CHAT, "Slowly.", stream=True, max_tokens=60)}
-        with client.stream("POST", CHAT, json=asked) as running:
-            lines = running.iter_lines()
+    with server.client(300) as client, server.client(300) as second_client:
+        request = {"model": "first", **body(CHAT, "Slowly.", stream=True, max_tokens=60)}
+        with client.stream("POST", CHAT, json=request) as stream:
+            lines = stream.iter_lines()
             assert any("word" in line for line in lines)
             for path in (CHAT, RESPONSES, MESSAGES):
-                response = beside.post(path, json={"model": "second", **body(path, "Hi.")})
-                assert response.status_code == 200
-                assert "Ho." in response.text
-            status = beside.get("/harmony/status").json()["models"]
-            assert [len(each["requests"]) for each in status] in ([1, 0], [0, 1])
+                whole = second_client.post(path, json={"model": "second", **body(path, "Hi.")})
+                assert whole.status_code == 200
+                assert "Ho." in whole.text
+            status = second_client.get("/harmony/status").json()["models"]
+            assert [len(entry["requests"]) for entry in status] in ([1, 0], [0, 1])
             rest = [line for line in lines if "word" in line]
         assert rest, "the first went on meanwhile"
-        assert beside.get("/health").status_code == 200
-        unknown = beside.post(CHAT, json={"model": "third", **body(CHAT, "Hi.")})
-        assert unknown.status_code == 404
+        assert second_client.get("/health").status_code == 200
+        response = second_client.post(CHAT, json={"model": "third", **body(CHAT, "Hi.")})
+        assert response.status_code == 404
     server.stop()
 
 
-# --- It is unloaded when it is idle.
+# --- Unloading when idle.
 
 IDLE = 0.3
 
 
 @pytest.fixture(scope="module")
-def unloading(start: Start, standin_dir: Path) -> Iterator[Server]:
+def unloading_server(start: Start, standin_dir: Path) -> Iterator[Server]:
     """A server that unloads its model as soon as nothing runs."""
     standin.rescript(standin_dir, SCRIPTS)
     server = start(*FLAG, "--auto-unload-idle-seconds", str(IDLE), command=HARMONY)
@@ -183,22 +183,22 @@ def unloading(start: Start, standin_dir: Path) -> Iterator[Server]:
 
 
 @pytest.mark.of_vllm_mlx
-def test_requests_during_unloading_are_answered(unloading: Server) -> None:
-    """Each wave meets the model while it is being unloaded, or just after; none finds it loaded."""
-    model = str(unloading.model)
-    with unloading.client(300) as client, ThreadPoolExecutor(6) as pool:
+def test_requests_during_unloading_are_answered(unloading_server: Server) -> None:
+    """Each wave arrives while the model is being unloaded, or just after that."""
+    model = str(unloading_server.model)
+    with unloading_server.client(300) as client, ThreadPoolExecutor(6) as pool:
 
-        def answered(path: str, stream: bool) -> httpx.Response:
+        def send(path: str, stream: bool) -> httpx.Response:
             return client.post(path, json={"model": model, **body(path, "Hi.", stream=stream)})
 
         for _ in range(3):
             _wait_until_unloading(client)
             wave = [
-                pool.submit(answered, path, stream)
+                pool.submit(send, path, stream)
                 for path in (CHAT, RESPONSES, MESSAGES)
                 for stream in (False, True)
             ]
-            for response in (each.result() for each in wave):
+            for response in (future.result() for future in wave):
                 assert response.status_code == 200, response.text
                 assert '"Hi' in response.text and '"error":{' not in response.text
             assert client.get("/health").status_code == 200
@@ -206,24 +206,26 @@ def test_requests_during_unloading_are_answered(unloading: Server) -> None:
 
 @pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_an_answer_longer_than_the_idle_time_keeps_its_model(unloading: Server, path: str) -> None:
-    with unloading.client(300) as client:
-        asked = {"model": str(unloading.model), **body(path, "Slowly.", stream=True)}
-        with client.stream("POST", path, json=asked) as running:
-            received = "".join(running.iter_lines())
-        assert running.elapsed.total_seconds() > 4 * IDLE
-        assert received.count(" word") >= 15, received
+def test_answer_longer_than_idle_time_keeps_model_loaded(
+    unloading_server: Server, path: str
+) -> None:
+    with unloading_server.client(300) as client:
+        request = {"model": str(unloading_server.model), **body(path, "Slowly.", stream=True)}
+        with client.stream("POST", path, json=request) as response:
+            text = "".join(response.iter_lines())
+        assert response.elapsed.total_seconds() > 4 * IDLE
+        assert text.count(" word") >= 15, text
         _wait_until_unloading(client)
 
 
 @pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_an_invalid_request_loads_no_model(unloading: Server, path: str) -> None:
-    with unloading.client(300) as client:
+def test_invalid_request_loads_no_model(unloading_server: Server, path: str) -> None:
+    with unloading_server.client(300) as client:
         _wait_until_unloading(client, "unloaded")
-        for named in ({}, {"model": str(unloading.model)}):
-            asked = {**named, **body(path, "Hi.", temperature="warm")}
-            assert client.post(path, json=asked).status_code == 400
+        for model_fields in ({}, {"model": str(unloading_server.model)}):
+            request = {**model_fields, **body(path, "Hi.", temperature="warm")}
+            assert client.post(path, json=request).status_code == 400
         assert client.get("/v1/status").json()["residency"]["state"] == "unloaded"
 
 

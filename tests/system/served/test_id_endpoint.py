@@ -1,4 +1,4 @@
-"""A gateway over a real vllm-mlx with this plugin: ids through its endpoint."""
+"""A gateway over a real vllm-mlx with this plugin, by way of the endpoint for ids."""
 
 from __future__ import annotations
 
@@ -51,31 +51,33 @@ WEATHER = {
 
 @pytest.fixture(scope="module")
 def base(start: Start, standin_dir: Path) -> Iterator[str]:
-    """The URL of a gateway, whose engine is a server that enforces, behind a key."""
+    """The URL of a gateway over a server with grammars and an API key."""
     standin.rescript(standin_dir, SCRIPTS)
     env = {"VLLM_MLX_HARMONY_GRAMMAR": "auto", "VLLM_MLX_HARMONY_ID_ENDPOINT": "1"}
-    behind = start(*FLAG, "--api-key", KEY, command=HARMONY, env=env)
-    models = httpx.get(f"{behind.base_url}/v1/models", headers={"Authorization": f"Bearer {KEY}"})
-    spec = Spec(behind.base_url, key=KEY, model=models.json()["data"][0]["id"])
+    engine_server = start(*FLAG, "--api-key", KEY, command=HARMONY, env=env)
+    models = httpx.get(
+        f"{engine_server.base_url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}
+    )
+    spec = Spec(engine_server.base_url, key=KEY, model=models.json()["data"][0]["id"])
     with served(gateway(GatewaySettings(engines=(spec,), model="gpt-oss-20b"))) as url:
         ready = httpx.get(f"{url}/ready").json()
         assert ready["status"] == "ready", ready
         yield url
 
 
-def test_a_strict_call_and_its_answer(base: str) -> None:
+def test_strict_call_is_generated_and_answered(base: str) -> None:
     with openai.OpenAI(base_url=f"{base}/v1", api_key="none", max_retries=0) as client:
         instructions = "Answer as scripted. " * 60
-        asked: Any = {
+        fields: Any = {
             "model": "gpt-oss-20b",
             "tools": [WEATHER],
             "temperature": 0,
             "instructions": instructions,
         }
-        first = client.responses.create(
-            **asked, input="How warm is it?", tool_choice="required", stream=True
+        events = client.responses.create(
+            **fields, input="How warm is it?", tool_choice="required", stream=True
         )
-        response = [event for event in first if event.type == "response.completed"][-1].response
+        response = [event for event in events if event.type == "response.completed"][-1].response
         call = response.output[-1]
         assert (call.type, call.name, call.arguments) == (
             "function_call",
@@ -83,9 +85,9 @@ def test_a_strict_call_and_its_answer(base: str) -> None:
             '{"city":"Zürich"}',
         )
         output = {"type": "function_call_output", "call_id": call.call_id, "output": "18"}
-        second = client.responses.create(**asked, input=[output], previous_response_id=response.id)
+        second = client.responses.create(**fields, input=[output], previous_response_id=response.id)
         assert second.output_text == "18 °C."
-        # What was generated is continued id by id: the other server has all of it computed.
+        # The second prompt begins with the generated ids, which the engine's server has cached.
         before = response.usage.input_tokens + response.usage.output_tokens
         cached = second.usage.input_tokens_details.cached_tokens
         assert before - 64 <= cached <= before, (before, second.usage)
@@ -99,6 +101,6 @@ def test_client_disconnect_frees_the_engine(base: str) -> None:
     }
     with httpx.stream("POST", f"{base}/v1/chat/completions", json=body, timeout=60) as stream:
         next(stream.iter_lines())
-    short = {**body, "stream": False, "max_tokens": 4}
-    answer = httpx.post(f"{base}/v1/chat/completions", json=short, timeout=60).json()
-    assert answer["choices"][0]["finish_reason"] == "length"
+    short_request = {**body, "stream": False, "max_tokens": 4}
+    completion = httpx.post(f"{base}/v1/chat/completions", json=short_request, timeout=60).json()
+    assert completion["choices"][0]["finish_reason"] == "length"

@@ -1,4 +1,4 @@
-"""What programs expect of a local server, on a real one."""
+"""The checks of `local_apis` on a real server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = pytest.mark.served
 @pytest.fixture(scope="module")
 def server(enforcing_server: Server, standin_dir: Path) -> Server:
     scripts = [Script(f"{text}<|end|>", output, delay_ms=5) for text, output in SCRIPTS.items()]
-    behind = Script(THINKING, FINAL.format(ENOUGH))
+    continued = Script(THINKING, FINAL.format(ENOUGH))
     label = Script("B. true<|end|>", "<|channel|>final<|message|>B<|return|>")
-    standin.rescript(standin_dir, [*scripts, behind, label])
+    standin.rescript(standin_dir, [*scripts, continued, label])
     return enforcing_server
 
 
@@ -35,5 +35,5 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_server(http: httpx.Client, model: str, check: str) -> None:
+def test_local_api(http: httpx.Client, model: str, check: str) -> None:
     CHECKS[check](http, model)

@@ -1,6 +1,6 @@
-"""The Messages API through the real server and the official client: rows of all kinds, and more.
+"""The Messages API on the real server, with the official client: rows, tool loops, keys.
 
-Every row goes through the front end in process (`tests/unit/server/test_rows.py`).
+`tests/unit/server/test_rows.py` sends every row through the front end in process.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ pytestmark = pytest.mark.served
 
 
 SERVED = served_rows(GENERATED)
-ASKED = "Weather in Paris?"
-CALLS = (
+QUESTION = "Weather in Paris?"
+WEATHER_CALL = (
     "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary"
     "<|message|>One moment.<|end|><|start|>assistant<|channel|>commentary to=functions.weather "
     '<|constrain|>json<|message|>{"city":"Zürich"}<|call|>'
 )
 RECORDED = Path(__file__).parents[2] / "support" / "recorded" / "claude-code-turn1.json"
-"""A session of Claude Code with its texts taken out."""
+"""A session of Claude Code with its texts removed."""
 SHELL = (
     "<|channel|>analysis<|message|>I should run the shell.<|end|><|start|>assistant"
     "<|channel|>commentary<|message|>Running the command.<|end|><|start|>assistant"
@@ -53,7 +53,7 @@ SHELL = (
 )
 SCRIPTS = [
     *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
-    Script(f"<|message|>{ASKED}<|end|>", CALLS),
+    Script(f"<|message|>{QUESTION}<|end|>", WEATHER_CALL),
     Script(
         "<|start|>functions.weather to=assistant",
         "<|channel|>final<|message|>It is 18 °C.<|return|>",
@@ -80,20 +80,20 @@ def server(keyed_server: Server, standin_dir: Path) -> Server:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[Anthropic]:
-    http = anthropic.DefaultHttpxClient(event_hooks={"response": [check]})
+    http = anthropic.DefaultHttpxClient(event_hooks={"response": [check_stream]})
     with anthropic.Anthropic(
         base_url=server.base_url, api_key=KEY, max_retries=0, timeout=60, http_client=http
     ) as client:
         yield client
 
 
-def check(response: Any) -> None:
-    """Every stream that the client reads is checked as it stands on the wire."""
+def check_stream(response: Any) -> None:
+    """Checks the events of every stream that the client reads."""
     if response.headers["content-type"].startswith("text/event-stream"):
-        assert checked(named(response.read().decode())).error is None
+        assert checked(parse_events(response.read().decode())).error is None
 
 
-def named(stream: str) -> list[tuple[str, str]]:
+def parse_events(stream: str) -> list[tuple[str, str]]:
     """Names and data of the events of ``stream``."""
     lines = [block.split("\n") for block in stream.split("\n\n") if block[:1] == "e"]
     return [(name.removeprefix("event: "), data.removeprefix("data: ")) for name, data in lines]
@@ -103,8 +103,8 @@ def user(content: Any) -> dict[str, Any]:
     return {"role": "user", "content": content}
 
 
-def ask(client: Anthropic, *, stream: bool, **request: Any) -> Message:
-    """The answer; streamed, as the client's own accumulator puts it together."""
+def create(client: Anthropic, *, stream: bool, **request: Any) -> Message:
+    """The message; a streamed one is assembled by the client's own accumulator."""
     if not stream:
         return client.messages.create(**request)
     with client.messages.stream(**request) as events:
@@ -120,60 +120,60 @@ def total(message: Message) -> int:
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED])
 def test_row(client: Anthropic, model: str, row: Row) -> None:
     request = messages_request(row, model)
-    check_messages(row, *(ask(client, stream=stream, **request) for stream in (False, True)))
+    check_messages(row, *(create(client, stream=stream, **request) for stream in (False, True)))
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::3]])
-def test_counted_is_what_is_used(client: Anthropic, model: str, row: Row) -> None:
+def test_counted_tokens_match_usage(client: Anthropic, model: str, row: Row) -> None:
     request = messages_request(row, model)
-    counted = {key: request[key] for key in ("model", "messages", "tools")}
-    answer = ask(client, stream=False, **request)
-    assert client.messages.count_tokens(**counted).input_tokens == total(answer)
+    counted_fields = {key: request[key] for key in ("model", "messages", "tools")}
+    message = create(client, stream=False, **request)
+    assert client.messages.count_tokens(**counted_fields).input_tokens == total(message)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_loop_with_thinking(client: Anthropic, model: str, stream: bool) -> None:
+def test_tool_loop_with_thinking_is_continued(client: Anthropic, model: str, stream: bool) -> None:
     request = {
         "model": model,
         "tools": messages_tools("weather"),
         "max_tokens": 500,
         "stream": stream,
     }
-    answer = ask(client, messages=[user(ASKED)], **request)
-    assert [block.type for block in answer.content] == ["thinking", "text", "tool_use"]
-    call = answer.content[-1]
+    first = create(client, messages=[user(QUESTION)], **request)
+    assert [block.type for block in first.content] == ["thinking", "text", "tool_use"]
+    call = first.content[-1]
     assert call.type == "tool_use"
     assert call.input == {"city": "Zürich"}
     result = {"type": "tool_result", "tool_use_id": call.id, "content": "18 °C"}
-    echoed = {"role": "assistant", "content": [block.model_dump() for block in answer.content]}
-    history = [user(ASKED), echoed, user([result])]
-    final = ask(client, messages=history, **request)
-    assert final.stop_reason == "end_turn"
-    assert final.content[0].type == "text"
-    assert final.content[0].text == "It is 18 °C."
-    grown = total(final) - total(answer)
-    assert final.usage.cache_read_input_tokens >= total(answer) + answer.usage.output_tokens
-    assert grown == answer.usage.output_tokens + len(handed_back("weather", "18 °C"))
+    assistant = {"role": "assistant", "content": [block.model_dump() for block in first.content]}
+    history = [user(QUESTION), assistant, user([result])]
+    second = create(client, messages=history, **request)
+    assert second.stop_reason == "end_turn"
+    assert second.content[0].type == "text"
+    assert second.content[0].text == "It is 18 °C."
+    added = total(second) - total(first)
+    assert second.usage.cache_read_input_tokens >= total(first) + first.usage.output_tokens
+    assert added == first.usage.output_tokens + len(tool_result_ids("weather", "18 °C"))
 
 
-def handed_back(tool: str, result: str) -> list[int]:
-    """What a prompt has more than the model's own output when a tool has answered."""
+def tool_result_ids(tool: str, result: str) -> list[int]:
+    """The ids that a tool's result adds to a prompt, after the model's own output."""
     header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary"
     return ids(f"{header}<|message|>{result}<|end|><|start|>assistant")
 
 
 @pytest.mark.skipif(not hasattr(anthropic, "beta_tool"), reason="the client has no tool loop")
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_clients_own_tool_loop(client: Anthropic, model: str, stream: bool) -> None:
-    """It asks for a thread at first, and goes on without one."""
-    run = client.beta.messages.tool_runner(
+def test_client_tool_runner_finishes_loop(client: Anthropic, model: str, stream: bool) -> None:
+    """The runner asks for a thread at first, and continues without one."""
+    runner = client.beta.messages.tool_runner(
         model=model,
         max_tokens=500,
-        messages=[user(ASKED)],
+        messages=[user(QUESTION)],
         tools=[anthropic.beta_tool(weather)],
         stream=stream,
     )
-    (final,) = run.until_done().content
+    (final,) = runner.until_done().content
     assert final.text == "It is 18 °C."
 
 
@@ -182,26 +182,29 @@ def test_warmed_prompt_is_reused_and_counted(
     server: Server, client: Anthropic, model: str, stream: bool
 ) -> None:
     system = f"Computed {'streamed' if stream else 'whole'}. " * 60
-    warm = {"model": model, "system": system, "max_tokens": 0, "messages": [user(".")]}
-    first = ask(client, stream=stream, **warm)
+    request = {"model": model, "system": system, "max_tokens": 0, "messages": [user(".")]}
+    first = create(client, stream=stream, **request)
     assert (first.content, first.stop_reason, first.usage.output_tokens) == ([], "max_tokens", 0)
     assert first.usage.cache_read_input_tokens == 0
-    prompt = {field: warm[field] for field in ("model", "system", "messages")}
+    prompt = {field: request[field] for field in ("model", "system", "messages")}
     counted = client.messages.count_tokens(**prompt).input_tokens
     assert first.usage.input_tokens == total(first) == counted
-    again = ask(client, stream=stream, **warm)
-    assert (again.usage.input_tokens, total(again)) == (1, counted)
-    asked = {**warm, "max_tokens": 50, "messages": [user("plain answer")]}
-    received = events(server, asked)
-    start, end = document(received[0])["message"]["usage"], document(received[-2])["usage"]
+    repeated = create(client, stream=stream, **request)
+    assert (repeated.usage.input_tokens, total(repeated)) == (1, counted)
+    question_request = {**request, "max_tokens": 50, "messages": [user("plain answer")]}
+    events = stream_events(server, question_request)
+    start, end = (
+        document(events[0])["message"]["usage"],
+        document(events[-2])["usage"],
+    )
     assert start["cache_read_input_tokens"] == end["cache_read_input_tokens"] > 200
     assert start["input_tokens"] == end["input_tokens"] > 1
 
 
-def test_documents_and_answered_pictures_are_accepted(client: Anthropic, model: str) -> None:
+def test_documents_and_earlier_pictures_are_accepted(client: Anthropic, model: str) -> None:
     source = {"type": "text", "media_type": "text/plain", "data": "plain answer"}
     picture = {"type": "image", "source": {"type": "url", "url": "https://a/b.png"}}
-    answer = client.messages.create(
+    message = client.messages.create(
         model=model,
         max_tokens=50,
         messages=[  # type: ignore[arg-type]
@@ -210,7 +213,7 @@ def test_documents_and_answered_pictures_are_accepted(client: Anthropic, model: 
             user([{"type": "document", "title": "A", "source": source}]),
         ],
     )
-    assert answer.stop_reason == "end_turn"
+    assert message.stop_reason == "end_turn"
 
 
 def weather(city: str) -> str:
@@ -218,44 +221,46 @@ def weather(city: str) -> str:
     return "18 °C"
 
 
-def events(server: Server, body: dict[str, Any]) -> list[tuple[str, str]]:
+def stream_events(server: Server, body: dict[str, Any]) -> list[tuple[str, str]]:
     """Names and data of the events of the stream that answers ``body``."""
     with server.client() as http:
         response = http.post(
             "/v1/messages", json={**body, "stream": True}, headers={"x-api-key": KEY}
         )
     assert response.headers["request-id"].startswith("req_")
-    return named(response.text)
+    return parse_events(response.text)
 
 
 def document(event: tuple[str, str]) -> Any:
     return json.loads(event[1])
 
 
-def test_two_turns_of_claude_code(server: Server, model: str) -> None:
+def test_tool_loop_of_claude_code_is_continued(server: Server, model: str) -> None:
     body = {**json.loads(RECORDED.read_text())["body"], "model": model}
-    first = checked(events(server, body)).message
+    first = checked(stream_events(server, body)).message
     assert [block["type"] for block in first["content"]] == ["thinking", "text", "tool_use"]
-    echoed = {"role": "assistant", "content": first["content"]}
+    assistant = {"role": "assistant", "content": first["content"]}
     result = {"type": "tool_result", "tool_use_id": first["content"][-1]["id"]}
-    answered = user([{**result, "content": "marker-42", "is_error": False}])
-    second = checked(events(server, {**body, "messages": [*body["messages"], echoed, answered]}))
+    result_turn = user([{**result, "content": "marker-42", "is_error": False}])
+    second = checked(
+        stream_events(server, {**body, "messages": [*body["messages"], assistant, result_turn]})
+    )
     assert second.message["content"] == [{"type": "text", "text": "It says marker-42."}]
     assert second.message["stop_reason"] == "end_turn"
-    grown = prompt_tokens(second.message["usage"]) - prompt_tokens(first["usage"])
-    assert grown == first["usage"]["output_tokens"] + len(handed_back("Bash", "marker-42"))
+    added = prompt_tokens(second.message["usage"]) - prompt_tokens(first["usage"])
+    assert added == first["usage"]["output_tokens"] + len(tool_result_ids("Bash", "marker-42"))
 
 
-def test_a_failing_engine_ends_the_stream_with_an_error(server: Server, model: str) -> None:
-    received = events(server, {"model": model, "max_tokens": 50, "messages": [user("Break.")]})
-    assert received[0][0] == "message_start"
-    assert (received[-1][0], document(received[-1])["error"]["type"]) == ("error", "api_error")
+def test_engine_failure_ends_stream_with_error(server: Server, model: str) -> None:
+    events = stream_events(server, {"model": model, "max_tokens": 50, "messages": [user("Break.")]})
+    assert events[0][0] == "message_start"
+    assert (events[-1][0], document(events[-1])["error"]["type"]) == ("error", "api_error")
 
 
-def test_a_silent_stream_pings(server: Server, model: str) -> None:
-    received = events(server, {"model": model, "max_tokens": 2, "messages": [user("Slowly.")]})
-    assert checked(received).error is None
-    assert "ping" in [name for name, _ in received]
+def test_silent_stream_sends_pings(server: Server, model: str) -> None:
+    events = stream_events(server, {"model": model, "max_tokens": 2, "messages": [user("Slowly.")]})
+    assert checked(events).error is None
+    assert "ping" in [name for name, _ in events]
 
 
 @pytest.mark.parametrize(
@@ -272,7 +277,9 @@ def test_a_silent_stream_pings(server: Server, model: str) -> None:
     ],
 )
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
-def test_keys(server: Server, model: str, headers: dict[str, Any], status: int, path: str) -> None:
+def test_either_key_header_is_accepted(
+    server: Server, model: str, headers: dict[str, Any], status: int, path: str
+) -> None:
     body = {"model": model, "max_tokens": 5, "messages": [user("plain answer")]}
     with server.client() as http:
         response = http.post(path, json=body, headers=headers)
@@ -283,7 +290,7 @@ def test_keys(server: Server, model: str, headers: dict[str, Any], status: int, 
 
 
 @pytest.mark.parametrize(
-    ("changed", "error", "named"),
+    ("changed", "error", "expected"),
     [
         ({"max_tokens": None}, anthropic.BadRequestError, "max_tokens"),
         ({"max_tokens": -1}, anthropic.BadRequestError, "max_tokens"),
@@ -298,12 +305,12 @@ def test_keys(server: Server, model: str, headers: dict[str, Any], status: int, 
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_mistakes_are_named(
+def test_invalid_field_is_named(
     client: Anthropic,
     model: str,
     changed: dict[str, Any],
     error: type[anthropic.APIStatusError],
-    named: str,
+    expected: str,
     stream: bool,
 ) -> None:
     body = {"model": model, "max_tokens": 5, "messages": [user("plain answer")], **changed}
@@ -312,10 +319,10 @@ def test_mistakes_are_named(
     document = caught.value.body
     assert isinstance(document, dict)
     assert document["type"] == "error"
-    assert named in document["error"]["message"]
+    assert expected in document["error"]["message"]
     assert document["request_id"] == caught.value.response.headers["request-id"]
 
 
-def test_somebody_is_there(server: Server) -> None:
+def test_head_of_root_is_answered(server: Server) -> None:
     with server.client() as http:
         assert http.head("/").status_code == 200

@@ -1,4 +1,4 @@
-"""Ollama's API through the real server and the official client: rows of all kinds, and a loop."""
+"""Ollama's API on the real server, with the official client: rows, a tool loop, decisions."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 SERVED = [row for row in served_rows(GENERATED) if not row.one_call]
-ASKED = "Weather in Paris?"
-CALLS = (
+QUESTION = "Weather in Paris?"
+WEATHER_CALL = (
     "<|channel|>analysis<|message|>Ask the tool.<|end|><|start|>assistant<|channel|>commentary"
     ' to=functions.weather <|constrain|>json<|message|>{"city":"Zürich"}<|call|>'
 )
 SCRIPTS = [
     *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
-    Script(f"<|message|>{ASKED}<|end|>", CALLS),
+    Script(f"<|message|>{QUESTION}<|end|>", WEATHER_CALL),
     Script(
         "<|start|>functions.weather to=assistant",
         "<|channel|>final<|message|>It is 18 °C.<|return|>",
@@ -70,41 +70,41 @@ def weather(city: str) -> str:
     return f"18 °C in {city}"
 
 
-def test_a_loop(client: ollama.Client, model: str) -> None:
+def test_python_function_is_called_as_tool(client: ollama.Client, model: str) -> None:
     """With a Python function as the tool."""
-    messages: list[Any] = [{"role": "user", "content": ASKED}]
-    first = client.chat(model, messages, tools=[weather]).message
-    assert first.thinking == "Ask the tool."
-    assert first.tool_calls is not None
-    (call,) = first.tool_calls
+    messages: list[Any] = [{"role": "user", "content": QUESTION}]
+    message = client.chat(model, messages, tools=[weather]).message
+    assert message.thinking == "Ask the tool."
+    assert message.tool_calls is not None
+    (call,) = message.tool_calls
     result = weather(**call.function.arguments)
-    messages += [first, {"role": "tool", "tool_name": "weather", "content": result}]
+    messages += [message, {"role": "tool", "tool_name": "weather", "content": result}]
     lines = [line.message for line in client.chat(model, messages, tools=[weather], stream=True)]
     assert "".join(line.content or "" for line in lines) == "It is 18 °C."
 
 
-def test_a_silence_has_lines(client: ollama.Client, model: str) -> None:
-    """The server says after a second of silence that it is alive."""
+def test_empty_lines_are_sent_during_silence(client: ollama.Client, model: str) -> None:
+    """The server sends a line after a second of silence."""
     lines = [*client.generate(model, "Slowly.", stream=True)]
     assert "".join(line.response or "" for line in lines) == "one two"
     assert any(not line.response and not line.done for line in lines)
     assert lines[-1].eval_duration is not None and lines[-1].eval_duration > 10**9
 
 
-def test_decisions(client: ollama.Client, model: str) -> None:
-    """The stand-in is certain of the token that it has a script for, here a label."""
+def test_decisions_have_probabilities(client: ollama.Client, model: str) -> None:
+    """The stand-in is certain of the scripted token, here a label."""
     urgent = {"type": "noul", "instructions": "It is urgent."}
-    found = client.systemone(model, "The checkout fails.", {"a": urgent, "b": urgent})
-    for answer in found.answers.values():
+    decisions = client.systemone(model, "The checkout fails.", {"a": urgent, "b": urgent})
+    for answer in decisions.answers.values():
         assert answer.type == "noul" and answer.noul > 0.99
 
 
-def test_the_models(client: ollama.Client, model: str) -> None:
-    assert [each.model for each in client.list().models] == [model]
+def test_models_are_listed_and_shown(client: ollama.Client, model: str) -> None:
+    assert [model_entry.model for model_entry in client.list().models] == [model]
     (running,) = client.ps().models
     shown = client.show(model)
     assert shown.modelinfo is not None
     assert shown.modelinfo["gptoss.context_length"] == running.context_length
-    with pytest.raises(ollama.ResponseError) as refused:
+    with pytest.raises(ollama.ResponseError) as raised:
         client.show("nobody")
-    assert refused.value.status_code == 404
+    assert raised.value.status_code == 404

@@ -1,4 +1,4 @@
-"""The wait for a long prompt, on the real server: what its stream and the status show."""
+"""Progress of a long prompt on the real server, in its stream and in the status."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WORDS = [str(number * 7919 % 99_991) for number in range(1_600)]
 
 
 @contextmanager
-def streamed(
+def stream_lines(
     client: httpx.Client, path: str, words: list[str] = WORDS, **body: Any
 ) -> Iterator[Iterator[str]]:
     """The lines of a streamed answer."""
-    seed = time.time_ns()  # nothing of it is cached
+    seed = time.time_ns()  # so that nothing is cached
     content = f"{seed} {' '.join(words)}"
     if path == "/v1/responses":
         body |= {"input": content, "store": False, "max_output_tokens": 4}
@@ -41,7 +41,7 @@ def streamed(
         yield response.iter_lines()
 
 
-def of_line(line: str) -> dict[str, int] | None:
+def progress_of(line: str) -> dict[str, int] | None:
     """The progress in a line of a stream."""
     if line.startswith(": prompt_progress "):
         return dict(json.loads(line.removeprefix(": prompt_progress ")))
@@ -54,32 +54,36 @@ def of_line(line: str) -> dict[str, int] | None:
     return None
 
 
-def test_progress_as_llama_cpp_reports_it(tiny_server: Server, tiny_dir: Any) -> None:
-    """The assertions of llama.cpp's own test of ``return_progress``, and the status meanwhile."""
-    found, seen = [], []
-    asked = {"model": str(tiny_dir), "return_progress": True}
+def test_progress_matches_llama_cpp(tiny_server: Server, tiny_dir: Any) -> None:
+    """Has the assertions of llama.cpp's test of ``return_progress``, and checks the status."""
+    reports, requests = [], []
+    options = {"model": str(tiny_dir), "return_progress": True}
     with (
         tiny_server.client() as client,
-        streamed(client, "/v1/chat/completions", **asked) as lines,
+        stream_lines(client, "/v1/chat/completions", **options) as lines,
         tiny_server.client() as other,
     ):
         for line in lines:
-            if (progress := of_line(line)) is not None:
-                found.append(progress)
-                seen += other.get("/harmony/status").json()["models"][0]["requests"]
-    computed = [each for each in found if "place" not in each]
+            if (progress := progress_of(line)) is not None:
+                reports.append(progress)
+                requests += other.get("/harmony/status").json()["models"][0]["requests"]
+    computed = [report for report in reports if "place" not in report]
     first, last = computed[0], computed[-1]
     assert first["processed"] == first["cache"] and first["total"] > 4_096
     assert last["processed"] == last["total"]
-    assert {(each["total"], each["cache"]) for each in found} == {(first["total"], first["cache"])}
+    assert {(report["total"], report["cache"]) for report in reports} == {
+        (first["total"], first["cache"])
+    }
     assert all(a["processed"] <= b["processed"] for a, b in pairwise(computed))
     assert all(a["time_ms"] <= b["time_ms"] for a, b in pairwise(computed))
-    assert {each["total"] for each in seen} == {first["total"]}
-    assert {"computing"} <= {each["state"] for each in seen} <= {"computing", "generating"}
-    assert all(set(each) == SHOWN for each in seen)
+    assert {request["total"] for request in requests} == {first["total"]}
+    assert (
+        {"computing"} <= {request["state"] for request in requests} <= {"computing", "generating"}
+    )
+    assert all(set(request) == REQUEST_FIELDS for request in requests)
 
 
-SHOWN = {
+REQUEST_FIELDS = {
     *("state", "place", "total", "cached", "computed", "generated"),
     *("seconds", "speed", "expected"),
 }
@@ -91,30 +95,30 @@ def test_progress_is_a_comment_unless_requested(
 ) -> None:
     with (
         tiny_server.client() as client,
-        streamed(client, path, WORDS[:800], model=str(tiny_dir)) as lines,
+        stream_lines(client, path, WORDS[:800], model=str(tiny_dir)) as lines,
     ):
-        began, found = time.monotonic(), []
+        started, reports = time.monotonic(), []
         for line in lines:
             assert '"prompt_progress"' not in line
-            if (progress := of_line(line)) is not None:
-                found.append(progress)
-        seconds = time.monotonic() - began
-    assert len(found) <= seconds / 0.5
+            if (progress := progress_of(line)) is not None:
+                reports.append(progress)
+        seconds = time.monotonic() - started
+    assert len(reports) <= seconds / 0.5
     if path == "/v1/chat/completions":
-        assert not found
+        assert not reports
     else:
-        assert all(each["processed"] < each["total"] for each in found[:-1])
+        assert all(report["processed"] < report["total"] for report in reports[:-1])
 
 
-def test_the_status_is_behind_the_key(keyed_server: Server) -> None:
+def test_status_requires_key(keyed_server: Server) -> None:
     import httpx
 
     url = f"{keyed_server.base_url}/harmony/status"
     assert httpx.get(url, timeout=60).status_code == 401
     headers = {"authorization": f"Bearer {KEY}"}
-    found = httpx.get(url, headers=headers, timeout=60)
-    assert found.status_code == 200
-    (model,) = found.json()["models"]
+    response = httpx.get(url, headers=headers, timeout=60)
+    assert response.status_code == 200
+    (model,) = response.json()["models"]
     assert set(model) == {"model", "memory", "steps", "requests", "finished_requests"}
     speculate = os.environ.get("VLLM_MLX_HARMONY_SPECULATE", "auto")
     assert model["steps"]["speculate"] == speculate

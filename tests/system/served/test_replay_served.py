@@ -1,4 +1,4 @@
-"""A Chat client that never sends reasoning back: the model has it all the same, as it wrote it."""
+"""A Chat client never sends reasoning back, and the model sees it unchanged all the same."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from vllm_mlx_harmony.standin.scripts import Script
 
 pytestmark = pytest.mark.served
 
-CALLED = (
+CALL = (
     "<|channel|>analysis<|message|>An  odd thought.<|end|><|start|>assistant to=functions.weather"
     '<|channel|>commentary code<|message|>{"city": "Bern"}<|call|>'
 )
-AS_IT_WAS = re.compile(re.escape(CALLED + "<|start|>functions.weather to=assistant"))
+REPLAYED_PROMPT = re.compile(re.escape(CALL + "<|start|>functions.weather to=assistant"))
 ANSWER = "<|channel|>final<|message|>{}<|return|>"
 SCRIPTS = [
-    Script("<|message|>Weather?<|end|>", CALLED),
-    Script(AS_IT_WAS, ANSWER.format("as it was"), whole_prompt=True),
+    Script("<|message|>Weather?<|end|>", CALL),
+    Script(REPLAYED_PROMPT, ANSWER.format("as it was"), whole_prompt=True),
     Script("<|message|>18<|end|>", ANSWER.format("written anew")),
 ]
 TOOL = {"type": "function", "function": {"name": "weather"}}
@@ -35,13 +35,17 @@ def url(open_server: Server, standin_dir: Path) -> str:
     return open_server.base_url
 
 
-def looped(url: str, *, stream: bool, second_key: str = "a", edit: str = "") -> str:
-    """What the model answers to the result of the call it made."""
-    first, second = (OpenAI(base_url=f"{url}/v1", api_key=key) for key in ("a", second_key))
-    model = first.models.list().data[0].id
+def answer_after_call(url: str, *, stream: bool, second_key: str = "a", edit: str = "") -> str:
+    """The model's answer to the result of its call."""
+    first_client, second_client = (
+        OpenAI(base_url=f"{url}/v1", api_key=key) for key in ("a", second_key)
+    )
+    model = first_client.models.list().data[0].id
     messages: list[Any] = [{"role": "user", "content": "Weather?"}]
-    message = first.chat.completions.create(model=model, messages=messages, tools=[TOOL]).choices[0]
-    (call,) = message.message.tool_calls or ()
+    choice = first_client.chat.completions.create(
+        model=model, messages=messages, tools=[TOOL]
+    ).choices[0]
+    (call,) = choice.message.tool_calls or ()
     function = {"name": "weather", "arguments": edit or '{"city":"Bern"}'}
     calls = [{"id": call.id, "type": "function", "function": function}]
     messages += [
@@ -50,19 +54,19 @@ def looped(url: str, *, stream: bool, second_key: str = "a", edit: str = "") -> 
     ]
     request = {"model": model, "messages": messages, "tools": [TOOL]}
     if not stream:
-        return second.chat.completions.create(**request).choices[0].message.content or ""
-    chunks = second.chat.completions.create(**request, stream=True)
+        return second_client.chat.completions.create(**request).choices[0].message.content or ""
+    chunks = second_client.chat.completions.create(**request, stream=True)
     return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_reasoning_is_replayed(url: str, stream: bool) -> None:
-    assert looped(url, stream=stream) == "as it was"
+    assert answer_after_call(url, stream=stream) == "as it was"
 
 
-def test_not_for_another_api_key(url: str) -> None:
-    assert looped(url, stream=False, second_key="b") == "written anew"
+def test_reasoning_is_not_replayed_for_other_key(url: str) -> None:
+    assert answer_after_call(url, stream=False, second_key="b") == "written anew"
 
 
-def test_not_for_a_call_the_client_edited(url: str) -> None:
-    assert looped(url, stream=False, edit='{"city":"Basel"}') == "written anew"
+def test_reasoning_is_not_replayed_for_edited_call(url: str) -> None:
+    assert answer_after_call(url, stream=False, edit='{"city":"Basel"}') == "written anew"

@@ -1,4 +1,4 @@
-"""The host's routes around requests and caches, with ids and engines of ours."""
+"""The host's routes for cancellation and caches, with the plugin's ids and engines."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ SCRIPTS = [
 @pytest.fixture(scope="module")
 def server(start: Start, standin_dir: Path) -> Iterator[Server]:
     standin.rescript(standin_dir, SCRIPTS)
-    hosts_own = () if IS_LIGHT else ("--prefix-cache-size", "9")
-    server = start(*FLAG, *hosts_own, "--cache-memory-mb", "64", command=HARMONY)
+    host_flags = () if IS_LIGHT else ("--prefix-cache-size", "9")
+    server = start(*FLAG, *host_flags, "--cache-memory-mb", "64", command=HARMONY)
     yield server
     server.stop()
 
@@ -54,54 +54,58 @@ APIS = {
 }
 
 
-@pytest.mark.parametrize("way", ["POST", "DELETE"])
+@pytest.mark.parametrize("method", ["POST", "DELETE"])
 @pytest.mark.parametrize("path", APIS)
-def test_a_running_answer_is_cancelled(server: Server, path: str, way: str) -> None:
+def test_running_answer_is_cancelled(server: Server, path: str, method: str) -> None:
     model = str(server.model)
     with server.client() as client:
         slow = body(path, "Slow", stream=True, model=model)
-        with client.stream("POST", path, json=slow) as answer:
-            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
-            key = APIS[path](json.loads(next(lines)[6:]))
-            target = f"/v1/requests/{key}" + ("/cancel" if way == "POST" else "")
-            cancelled = httpx.request(way, server.base_url + target, timeout=20)
+        with client.stream("POST", path, json=slow) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: {"))
+            request_id = APIS[path](json.loads(next(lines)[6:]))
+            target = f"/v1/requests/{request_id}" + ("/cancel" if method == "POST" else "")
+            response = httpx.request(method, server.base_url + target, timeout=20)
             rest = [json.loads(line[6:]) for line in lines]
-        assert cancelled.status_code == 200
-        expected = {"object": "request.cancel", "id": key, "cancelled": True, "model": model}
-        assert cancelled.json() == expected
+        assert response.status_code == 200
+        expected = {"object": "request.cancel", "id": request_id, "cancelled": True, "model": model}
+        assert response.json() == expected
         assert "the request was cancelled" in json.dumps(rest[-1])
         assert len(rest) < TOKENS
         server.wait_for_requests()
         quick = client.post(path, json=body(path, "Quick", stream=False, model=model))
         assert "Done." in quick.text
-        again = httpx.request(way, server.base_url + target, timeout=20)
-        assert again.status_code == 404
+        repeated = httpx.request(method, server.base_url + target, timeout=20)
+        assert repeated.status_code == 404
 
 
-def opened(api: str, url: str, model: str) -> tuple[str, Iterator[Any], type[Exception]]:
-    """The id of a streamed answer, what is left of it, and how its client's errors are called."""
+def open_stream(api: str, url: str, model: str) -> tuple[str, Iterator[Any], type[Exception]]:
+    """The id of a streamed answer, the rest of its events, and its client's exception."""
     if api == "messages":
-        claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        slow = {"role": "user", "content": "Slow"}
+        anthropic_client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        message = {"role": "user", "content": "Slow"}
         events = iter(
-            claude.messages.create(max_tokens=2000, messages=[slow], model=model, stream=True)  # type: ignore[list-item]
+            anthropic_client.messages.create(
+                max_tokens=2000, messages=[message], model=model, stream=True
+            )  # type: ignore[list-item]
         )
         return next(events).message.id, events, anthropic.APIError  # type: ignore[union-attr]
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    openai_client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     if api == "responses":
-        stream = iter(client.responses.create(input="Slow", model=model, stream=True))
+        stream = iter(openai_client.responses.create(input="Slow", model=model, stream=True))
         return next(stream).response.id, stream, openai.APIError  # type: ignore[union-attr]
-    asked: Any = [{"role": "user", "content": "Slow"}]
-    chunks = iter(client.chat.completions.create(messages=asked, model=model, stream=True))
+    messages: Any = [{"role": "user", "content": "Slow"}]
+    chunks = iter(
+        openai_client.chat.completions.create(messages=messages, model=model, stream=True)
+    )
     return next(chunks).id, chunks, openai.APIError
 
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
-def test_client_gets_an_error_on_cancellation(server: Server, api: str) -> None:
-    """Chat and Messages raise; Responses has an event for it, as from OpenAI."""
-    key, rest, error = opened(api, server.base_url, str(server.model))
-    url = f"{server.base_url}/v1/requests/{key}/cancel"
-    owner = {"Authorization": "Bearer none"}  # whose answer it is: nobody else can end it
+def test_client_receives_error_on_cancellation(server: Server, api: str) -> None:
+    """Chat and Messages raise; Responses has an event, as OpenAI's does."""
+    request_id, rest, error = open_stream(api, server.base_url, str(server.model))
+    url = f"{server.base_url}/v1/requests/{request_id}/cancel"
+    owner = {"Authorization": "Bearer none"}  # only the owner can cancel the answer
     assert httpx.post(url, headers=owner, timeout=20).json()["cancelled"] is True
     if api == "responses":
         last = list(rest)[-1]
@@ -114,28 +118,28 @@ def test_client_gets_an_error_on_cancellation(server: Server, api: str) -> None:
 
 @pytest.mark.of_vllm_mlx
 @pytest.mark.parametrize("key", ["chatcmpl-0", "resp_ab", "msg_xyz", "what"])
-def test_an_unknown_id_is_answered_by_the_host(server: Server, key: str) -> None:
-    answer = httpx.post(f"{server.base_url}/v1/requests/{key}/cancel", timeout=20)
-    assert answer.status_code == 404
+def test_unknown_id_is_answered_by_host(server: Server, key: str) -> None:
+    response = httpx.post(f"{server.base_url}/v1/requests/{key}/cancel", timeout=20)
+    assert response.status_code == 404
     expected = f"Request not found or cancellation is unsupported: {key}"
-    assert answer.json() == {"detail": expected}
+    assert response.json() == {"detail": expected}
 
 
 @pytest.mark.of_vllm_mlx
-def test_caches_are_shown_and_emptied_without_importing_torch(server: Server) -> None:
-    """The host imports mlx_vlm for it, on the event loop: nobody else was served for seconds."""
+def test_caches_are_shown_and_cleared_without_importing_torch(server: Server) -> None:
+    """The host imports mlx_vlm on the event loop for this, which blocks it for seconds."""
     for _ in range(2):
         stats = httpx.get(f"{server.base_url}/v1/cache/stats", timeout=60).json()
         assert stats["engine_cache"]["harmony_prefix_reuse"]["budget"] == 64 << 20
         assert stats["error"] == "Cache stats not available (mlx_vlm not loaded)"
-    cleared = httpx.delete(f"{server.base_url}/v1/cache", timeout=60).json()
-    assert cleared["status"] == "cleared"
+    result = httpx.delete(f"{server.base_url}/v1/cache", timeout=60).json()
+    assert result["status"] == "cleared"
     stats = httpx.get(f"{server.base_url}/v1/cache/stats", timeout=60).json()
     assert stats["engine_cache"]["harmony_prefix_reuse"]["nbytes"] == 0
 
 
 @pytest.mark.of_vllm_mlx
-def test_the_start_says_what_a_user_needs(server: Server) -> None:
+def test_startup_log_has_engine_cache_and_access(server: Server) -> None:
     log = server.log
     assert "\nvllm-mlx-harmony 0." in log
     for expected in (

@@ -1,6 +1,6 @@
-"""The Responses API on the real server, with the official client: rows, loops, and what is kept.
+"""The Responses API on the real server, with the official client: rows, tool loops, storage.
 
-Every row goes through the front end in process (`tests/unit/server/test_rows.py`).
+`tests/unit/server/test_rows.py` sends every row through the front end in process.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ THOUGHT = "<|channel|>analysis<|message|>Ask the tool.<|end|>"
 PREAMBLE_TEXT = "<|channel|>commentary<|message|>One moment: é 😀.<|end|>"
 
 
-def called(name: str, arguments: str) -> str:
+def tool_call(name: str, arguments: str) -> str:
     header = f"{START}<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
     return f"{THOUGHT}{START}{PREAMBLE_TEXT}{header}{arguments}<|call|>"
 
@@ -54,7 +54,7 @@ ECHO = '{"cmd": "echo é"}'
 PATCH = '*** Begin\n+a "é"\n'
 SCRIPTS = [
     *(Script(f"<|message|>{row.id}<|end|>", row.output) for row in SERVED),
-    Script("<|message|>Weather in Paris?<|end|>", called("weather", '{"city":"Zürich"}')),
+    Script("<|message|>Weather in Paris?<|end|>", tool_call("weather", '{"city":"Zürich"}')),
     Script(
         "<|start|>functions.weather to=assistant",
         "<|channel|>final<|message|>It is 18 °C.<|return|>",
@@ -71,12 +71,12 @@ SCRIPTS = [
         "<|start|>functions.crm__find to=assistant",
         "<|channel|>final<|message|>Ada is number 42.<|return|>",
     ),
-    Script("type crm__find = ", called("crm__find", "{}")),
-    Script("<|message|>Find Ada.<|end|>", called("tool_search", '{"paths":["crm"]}')),
-    Script("<|message|>Please run it<|end|>", called("exec_command", ECHO)),
+    Script("type crm__find = ", tool_call("crm__find", "{}")),
+    Script("<|message|>Find Ada.<|end|>", tool_call("tool_search", '{"paths":["crm"]}')),
+    Script("<|message|>Please run it<|end|>", tool_call("exec_command", ECHO)),
     Script(
         "<|message|>Please patch it<|end|>",
-        called("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
+        tool_call("apply_patch", '{"input":"*** Begin\\n+a \\"é\\"\\n"}'),
     ),
     Script("<|message|>As JSON.<|end|>", '<|channel|>final<|message|>{"celsius":18}<|return|>'),
     Script(
@@ -95,8 +95,8 @@ def server(keyed_server: Server, standin_dir: Path) -> Server:
     return keyed_server
 
 
-def ask(client: OpenAI, *, stream: bool, **request: Any) -> Response:
-    """The answer; streamed, as the client's own accumulator puts it together."""
+def create(client: OpenAI, *, stream: bool, **request: Any) -> Response:
+    """The response; a streamed one is assembled by the client's own accumulator."""
     if not stream:
         return client.responses.create(**request)
     with client.responses.stream(**request) as events:
@@ -105,8 +105,8 @@ def ask(client: OpenAI, *, stream: bool, **request: Any) -> Response:
         return events.get_final_response()
 
 
-def events(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    """The final response of a stream, as it stands on the wire, whose every event was checked."""
+def checked_stream(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    """The final response of a stream, after all its events were checked as they are on the wire."""
     headers = {"Authorization": f"Bearer {KEY}"}
     with server.client() as http:
         response = http.post("/v1/responses", json={**body, "stream": True}, headers=headers)
@@ -121,17 +121,17 @@ def events(server: Server, body: dict[str, Any]) -> dict[str, Any]:
 def test_row(server: Server, client: OpenAI, model: str, row: Row) -> None:
     request = responses_request(row, model)
     whole = client.responses.create(**request).model_dump(mode="json", exclude_unset=True)
-    check_responses(row, whole, events(server, request))
+    check_responses(row, whole, checked_stream(server, request))
 
 
-ENDED = [row for row in SERVED if row.finish != "length"]
-"""The client's accumulator has no final response for one that is incomplete."""
+NOT_CUT = [row for row in SERVED if row.finish != "length"]
+"""The client's accumulator has no final response when it is incomplete."""
 
 
-@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in ENDED[::3]])
-def test_the_clients_accumulator_agrees(client: OpenAI, model: str, row: Row) -> None:
+@pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in NOT_CUT[::3]])
+def test_client_accumulator_builds_same_response(client: OpenAI, model: str, row: Row) -> None:
     request = responses_request(row, model)
-    whole, streamed = (ask(client, stream=stream, **request) for stream in (False, True))
+    whole, streamed = (create(client, stream=stream, **request) for stream in (False, True))
     assert streamed.output_text == whole.output_text
     assert [item.type for item in streamed.output] == [item.type for item in whole.output]
 
@@ -140,42 +140,44 @@ class Weather(BaseModel):
     celsius: int
 
 
-def test_parsed(client: OpenAI, model: str) -> None:
-    answer = client.responses.parse(model=model, input="As JSON.", text_format=Weather)
-    assert answer.output_parsed == Weather(celsius=18)
+def test_answer_is_parsed(client: OpenAI, model: str) -> None:
+    response = client.responses.parse(model=model, input="As JSON.", text_format=Weather)
+    assert response.output_parsed == Weather(celsius=18)
 
 
-# --- A tool loop: from the store, and with everything sent back.
+# --- Tool loops, with stored responses and with all items sent back.
 
 
-def grown(first: Response, final: Response, result: str) -> bool:
-    """Whether the second prompt is the first, what was generated, and the result: no more."""
-    assert first.usage and final.usage
+def is_continuation(first: Response, second: Response, result: str) -> bool:
+    """Whether the second prompt is the first one, its output and the tool result, and no more."""
+    assert first.usage and second.usage
     rest = f"{result}<|end|>{START}"
     expected = first.usage.input_tokens + first.usage.output_tokens + len(ids(rest))
-    return final.usage.input_tokens == expected
+    return second.usage.input_tokens == expected
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("stored", [False, True])
-def test_a_tool_loop(client: OpenAI, model: str, stream: bool, stored: bool) -> None:
-    asked = {"model": model, "tools": responses_tools("weather"), "store": stored,
+def test_tool_loop_is_continued(client: OpenAI, model: str, stream: bool, stored: bool) -> None:
+    fields = {"model": model, "tools": responses_tools("weather"), "store": stored,
              "include": ["reasoning.encrypted_content"]}  # fmt: skip
     user = {"role": "user", "content": "Weather in Paris?"}
-    first = ask(client, stream=stream, input=[user], **asked)
+    first = create(client, stream=stream, input=[user], **fields)
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call"]
     call = first.output[-1]
     assert call.type == "function_call"
     assert call.arguments == '{"city":"Zürich"}'
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
     if stored:
-        final = ask(client, stream=stream, input=[result], previous_response_id=first.id, **asked)
+        second = create(
+            client, stream=stream, input=[result], previous_response_id=first.id, **fields
+        )
     else:
-        echoed = [item.model_dump(exclude_none=True) for item in first.output]
-        final = ask(client, stream=stream, input=[user, *echoed, result], **asked)
-    assert final.output_text == "It is 18 °C."
+        output = [item.model_dump(exclude_none=True) for item in first.output]
+        second = create(client, stream=stream, input=[user, *output, result], **fields)
+    assert second.output_text == "It is 18 °C."
     header = "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>"
-    assert grown(first, final, f"{header}18 °C")
+    assert is_continuation(first, second, f"{header}18 °C")
 
 
 CODEX = {
@@ -192,28 +194,28 @@ CODEX = {
 
 
 @pytest.mark.parametrize(("name", "text", "tool", "field", "value", "answer"), CODEX.values(), ids=CODEX)  # fmt: skip # noqa: E501
-def test_a_tool_loop_as_codex_sends_it(
+def test_tool_loop_of_codex_is_continued(
     server: Server, model: str, name: str, text: str, tool: str, field: str, value: str, answer: str
 ) -> None:
     body = json.loads((DATA / f"responses-{name}.json").read_text())["body"]
     user = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": text}]}
     body = {**body, "model": model, "input": [*body["input"][:-1], user]}
-    first = events(server, body)
+    first = checked_stream(server, body)
     call = first["output"][-1]
     assert (call["name"], call[field]) == (tool, value)
     output = {"type": f"{call['type']}_output", "call_id": call["call_id"], "output": "done\n"}
     opaque = [
         {**item, "content": []} if item["type"] == "reasoning" else item for item in first["output"]
     ]
-    final = events(server, {**body, "input": [*body["input"], *opaque, output]})
-    assert final["output"][-1]["content"][0]["text"] == answer
+    second = checked_stream(server, {**body, "input": [*body["input"], *opaque, output]})
+    assert second["output"][-1]["content"][0]["text"] == answer
     header = f"<|start|>functions.{tool} to=assistant<|channel|>commentary<|message|>"
     rest = len(ids(f"{header}done\n<|end|>{START}"))
     before = first["usage"]["input_tokens"] + first["usage"]["output_tokens"]
-    assert final["usage"]["input_tokens"] == before + rest
+    assert second["usage"]["input_tokens"] == before + rest
 
 
-def test_an_item_of_an_earlier_answer_is_referred_to(client: OpenAI, model: str) -> None:
+def test_reference_to_item_of_earlier_response_is_resolved(client: OpenAI, model: str) -> None:
     first = client.responses.create(
         model=model, input="Weather in Paris?", tools=responses_tools("weather")
     )
@@ -222,43 +224,43 @@ def test_an_item_of_an_earlier_answer_is_referred_to(client: OpenAI, model: str)
     assert call.type == "function_call"
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "18 °C"}
     user = {"role": "user", "content": "Weather in Paris?"}
-    final = client.responses.create(
+    second = client.responses.create(
         model=model, input=[user, *references, result], tools=responses_tools("weather")
     )
-    assert final.output_text == "It is 18 °C."
+    assert second.output_text == "It is 18 °C."
 
 
-# --- What is kept.
+# --- Stored responses.
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_kept_until_it_is_deleted(client: OpenAI, model: str, stream: bool) -> None:
-    answer = ask(client, stream=stream, model=model, input="plain answer")
-    again = client.responses.retrieve(answer.id)
-    assert again.model_dump() == client.responses.retrieve(answer.id).model_dump()
-    assert (again.id, again.output_text) == (answer.id, "Hi.")
-    assert again.output[0].id == answer.output[0].id
-    items = client.responses.input_items.list(answer.id).data
+def test_response_is_stored_until_deleted(client: OpenAI, model: str, stream: bool) -> None:
+    sent: Any = client.responses.create(model=model, input="plain answer", stream=stream)
+    response = [*sent][-1].response if stream else sent
+    stored = client.responses.retrieve(response.id)
+    assert stored.to_dict() == response.to_dict()
+    assert stored.output_text == "Hi."
+    items = client.responses.input_items.list(response.id).data
     assert [item.content[0].text for item in items] == ["plain answer"]  # type: ignore[union-attr]
-    client.responses.delete(answer.id)
-    for gone in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):  # fmt: skip # noqa: E501
+    client.responses.delete(response.id)
+    for method in (client.responses.retrieve, client.responses.delete, client.responses.input_items.list):  # fmt: skip # noqa: E501
         with pytest.raises(openai.NotFoundError):
-            gone(answer.id)
+            method(response.id)
 
 
-def test_deleted_while_it_is_streamed(client: OpenAI, model: str) -> None:
+def test_response_is_deleted_while_streaming(client: OpenAI, model: str) -> None:
     with client.responses.create(model=model, input="plain answer", stream=True) as events:
-        first = next(iter(events))
-        assert first.type == "response.created"
-        client.responses.delete(first.response.id)
+        created = next(iter(events))
+        assert created.type == "response.created"
+        client.responses.delete(created.response.id)
         *_, last = events
     assert (last.type, last.response.output_text) == ("response.completed", "Hi.")
-    for gone in (client.responses.retrieve, client.responses.delete):
+    for method in (client.responses.retrieve, client.responses.delete):
         with pytest.raises(openai.NotFoundError):
-            gone(first.response.id)
+            method(created.response.id)
 
 
-FOUND = {"type": "namespace", "name": "crm", "description": "The customers.",
+FOUND_NAMESPACE = {"type": "namespace", "name": "crm", "description": "The customers.",
          "tools": [{"type": "function", "name": "find", "defer_loading": True,
                     "parameters": {"type": "object", "properties": {}}}]}  # fmt: skip
 
@@ -268,63 +270,63 @@ FOUND = {"type": "namespace", "name": "crm", "description": "The customers.",
 def test_tool_found_by_search_is_called(
     client: OpenAI, model: str, stream: bool, stored: bool
 ) -> None:
-    """The client searches; what it found is a tool of the conversation from there on."""
+    """The client searches; tools that it finds belong to the conversation from then on."""
     tools: Any = [{"type": "tool_search", "execution": "client"}]
-    sent: list[Any] = [{"role": "user", "content": "Find Ada."}]
-    before: dict[str, Any] = {}
-    counted = 0
+    items: list[Any] = [{"role": "user", "content": "Find Ada."}]
+    continuation: dict[str, Any] = {}
+    prompt_tokens = 0
     for kind in ("tool_search_call", "function_call", "message"):
-        asked = {"model": model, "tools": tools, "input": sent, **before}
-        response = ask(client, stream=stream, **asked)
+        request = {"model": model, "tools": tools, "input": items, **continuation}
+        response = create(client, stream=stream, **request)
         output = response.output[-1]
         assert output.type == kind
-        if response.usage is not None and counted:
-            assert response.usage.input_tokens_details.cached_tokens >= counted - 1
-        counted = response.usage.input_tokens if response.usage else 0
-        more: list[Any] = []
+        if response.usage is not None and prompt_tokens:
+            assert response.usage.input_tokens_details.cached_tokens >= prompt_tokens - 1
+        prompt_tokens = response.usage.input_tokens if response.usage else 0
+        results: list[Any] = []
         if output.type == "tool_search_call":
-            more = [{"type": "tool_search_output", "call_id": output.call_id,
-                     "execution": "client", "tools": [FOUND]}]  # fmt: skip
+            results = [{"type": "tool_search_output", "call_id": output.call_id,
+                        "execution": "client", "tools": [FOUND_NAMESPACE]}]  # fmt: skip
         elif output.type == "function_call":
             assert (output.name, output.namespace) == ("find", "crm")
-            more = [{"type": "function_call_output", "call_id": output.call_id, "output": "42"}]
-        echoed = [item.to_dict(mode="json") for item in response.output]
-        before = {"previous_response_id": response.id} if stored else {}
-        sent = more if stored else [*sent, *echoed, *more]
+            results = [{"type": "function_call_output", "call_id": output.call_id, "output": "42"}]
+        outputs = [item.to_dict(mode="json") for item in response.output]
+        continuation = {"previous_response_id": response.id} if stored else {}
+        items = results if stored else [*items, *outputs, *results]
     assert response.output_text == "Ada is number 42."
 
 
 def test_output_of_missing_call_is_answered(client: OpenAI, model: str) -> None:
     weather = {"type": "function", "name": "weather", "strict": False,
                "parameters": {"type": "object", "properties": {}}}  # fmt: skip
-    sent: Any = [
+    items: Any = [
         {"role": "user", "content": "Weather in Paris?"},
         {"type": "item_reference", "id": "fc_gone"},
         {"type": "function_call_output", "call_id": "call_gone", "output": "18 °C"},
     ]
-    answer = client.responses.create(model=model, input=sent, tools=[weather])  # type: ignore[list-item]
-    assert answer.output_text == "It is 18 °C."
+    response = client.responses.create(model=model, input=items, tools=[weather])  # type: ignore[list-item]
+    assert response.output_text == "It is 18 °C."
 
 
 def test_input_items_come_in_pages(client: OpenAI, model: str) -> None:
     texts = ["one", "two", "plain answer"]
     messages = [{"role": "user", "content": text} for text in texts]
-    answer = client.responses.create(model=model, input=messages)  # type: ignore[arg-type]
-    listed = client.responses.input_items.list(answer.id, limit=1, order="asc")
-    assert [item.content[0].text for item in listed] == texts  # type: ignore[union-attr]
+    response = client.responses.create(model=model, input=messages)  # type: ignore[arg-type]
+    pages = client.responses.input_items.list(response.id, limit=1, order="asc")
+    assert [item.content[0].text for item in pages] == texts  # type: ignore[union-attr]
 
 
 def test_unstored_responses_are_not_kept(client: OpenAI, model: str) -> None:
-    answer = client.responses.create(model=model, input="plain answer", store=False)
+    response = client.responses.create(model=model, input="plain answer", store=False)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(answer.id)
+        client.responses.retrieve(response.id)
 
 
 def test_instructions_are_for_one_request(client: OpenAI, model: str) -> None:
     first = client.responses.create(model=model, input="plain answer", instructions="Be brief.")
-    more = {"model": model, "input": "plain answer", "previous_response_id": first.id}
-    plain = client.responses.create(**more)
-    instructed = client.responses.create(**more, instructions="Be very, very kind.")
+    request = {"model": model, "input": "plain answer", "previous_response_id": first.id}
+    plain = client.responses.create(**request)
+    instructed = client.responses.create(**request, instructions="Be very, very kind.")
     assert first.usage and plain.usage and instructed.usage
     developer = "<|start|>developer<|message|># Instructions\n\n{}<|end|>"
     assert instructed.usage.input_tokens - plain.usage.input_tokens == len(
@@ -333,7 +335,7 @@ def test_instructions_are_for_one_request(client: OpenAI, model: str) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_missing_previous_response(client: OpenAI, model: str, stream: bool) -> None:
+def test_missing_previous_response_is_an_error(client: OpenAI, model: str, stream: bool) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.responses.create(
             model=model, input="Hi", previous_response_id="resp_none", stream=stream
@@ -343,15 +345,15 @@ def test_a_missing_previous_response(client: OpenAI, model: str, stream: bool) -
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=row.id) for row in SERVED[::3]])
-def test_counted_is_what_is_used(client: OpenAI, model: str, row: Row) -> None:
-    asked = {"model": model, "input": row.id, "tools": responses_tools(*row.tools)}
-    answer = client.responses.create(**asked, max_output_tokens=1)
-    assert answer.usage
-    counted = client.responses.input_tokens.count(**asked)
-    assert counted.input_tokens == answer.usage.input_tokens
+def test_counted_input_tokens_match_usage(client: OpenAI, model: str, row: Row) -> None:
+    request = {"model": model, "input": row.id, "tools": responses_tools(*row.tools)}
+    response = client.responses.create(**request, max_output_tokens=1)
+    assert response.usage
+    count = client.responses.input_tokens.count(**request)
+    assert count.input_tokens == response.usage.input_tokens
 
 
-def test_compacted(client: OpenAI, model: str) -> None:
+def test_conversation_is_compacted(client: OpenAI, model: str) -> None:
     messages = [
         {"role": "user", "content": "Hello."},
         {"role": "assistant", "content": "Hello, too."},
@@ -360,22 +362,22 @@ def test_compacted(client: OpenAI, model: str) -> None:
     assert [item.type for item in compacted.output] == ["message", "compaction"]
     assert compacted.usage.output_tokens > 0
     window = [item.model_dump(exclude_none=True) for item in compacted.output]
-    answer = client.responses.create(model=model, input=window)  # type: ignore[arg-type]
-    assert answer.output_text == "I remember."
+    response = client.responses.create(model=model, input=window)  # type: ignore[arg-type]
+    assert response.output_text == "I remember."
 
 
-# --- When something goes wrong.
+# --- Errors.
 
 
-@pytest.mark.parametrize("asked", ["Break.", "Break now."])
-def test_a_failing_engine_ends_the_stream_with_a_failed_response(
-    server: Server, client: OpenAI, model: str, asked: str
+@pytest.mark.parametrize("prompt", ["Break.", "Break now."])
+def test_engine_failure_ends_stream_with_failed_response(
+    server: Server, client: OpenAI, model: str, prompt: str
 ) -> None:
-    failed = events(server, {"model": model, "input": asked})
-    assert (failed["status"], failed["error"]["code"]) == ("failed", "server_error")
-    assert client.responses.retrieve(failed["id"]).status == "failed"
+    response = checked_stream(server, {"model": model, "input": prompt})
+    assert (response["status"], response["error"]["code"]) == ("failed", "server_error")
+    assert client.responses.retrieve(response["id"]).status == "failed"
     with pytest.raises(openai.InternalServerError):
-        client.responses.create(model=model, input=asked)
+        client.responses.create(model=model, input=prompt)
     assert client.responses.create(model=model, input="plain answer").output_text == "Hi."
 
 
@@ -390,7 +392,7 @@ def test_a_failing_engine_ends_the_stream_with_a_failed_response(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_mistakes_are_named(
+def test_invalid_parameter_is_named(
     client: OpenAI,
     model: str,
     changed: dict[str, Any],
@@ -404,17 +406,21 @@ def test_mistakes_are_named(
     assert caught.value.param == param
 
 
-def test_a_conversation(client: OpenAI, model: str) -> None:
-    made = client.conversations.create(metadata={"topic": "demo"})
-    asked: dict[str, Any] = {"model": model, "input": "plain answer", "conversation": made.id}
-    whole = client.responses.create(**asked)
-    with client.responses.stream(**asked) as events:
+def test_responses_are_added_to_conversation(client: OpenAI, model: str) -> None:
+    conversation = client.conversations.create(metadata={"topic": "demo"})
+    request: dict[str, Any] = {
+        "model": model,
+        "input": "plain answer",
+        "conversation": conversation.id,
+    }
+    whole = client.responses.create(**request)
+    with client.responses.stream(**request) as events:
         streamed = events.get_final_response()
     assert whole.output_text == streamed.output_text
-    listed = [each.id for each in client.conversations.items.list(made.id, order="asc")]
-    assert [*(each.id for each in whole.output)] == listed[1 : len(whole.output) + 1]
-    assert len(listed) == 2 * (1 + len(whole.output))
-    assert client.conversations.delete(made.id).deleted
+    item_ids = [item.id for item in client.conversations.items.list(conversation.id, order="asc")]
+    assert [*(item.id for item in whole.output)] == item_ids[1 : len(whole.output) + 1]
+    assert len(item_ids) == 2 * (1 + len(whole.output))
+    assert client.conversations.delete(conversation.id).deleted
 
 
 PATHS = [
@@ -438,7 +444,7 @@ PATHS = [
         ({"Authorization": f"Bearer {KEY}"}, 404, None),
     ],
 )
-def test_keys(
+def test_key_is_required(
     server: Server, method: str, path: str, headers: dict[str, str], status: int, code: str | None
 ) -> None:
     with server.client() as http:

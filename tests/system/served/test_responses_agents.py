@@ -1,4 +1,4 @@
-"""A real tool loop of openai-agents over the Responses API; skipped where it is not installed."""
+"""A tool loop of openai-agents with the Responses API; skipped without openai-agents."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ def weather(city: str) -> str:
     return f"18 °C in {city}"
 
 
-async def run(agent: Any, text: Any, *, stream: bool, **more: Any) -> Any:
+async def run(agent: Any, text: Any, *, stream: bool, **options: Any) -> Any:
     if not stream:
-        return await agents.Runner.run(agent, text, **more)
-    result = agents.Runner.run_streamed(agent, text, **more)
+        return await agents.Runner.run(agent, text, **options)
+    result = agents.Runner.run_streamed(agent, text, **options)
     async for _ in result.stream_events():
         pass
     return result
@@ -59,8 +59,8 @@ async def run(agent: Any, text: Any, *, stream: bool, **more: Any) -> Any:
 
 @pytest.mark.parametrize("stored", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_loop(server: Server, stream: bool, stored: bool) -> None:
-    async def test() -> None:
+def test_agents_sdk_finishes_tool_loop(server: Server, stream: bool, stored: bool) -> None:
+    async def run_loop() -> None:
         agents.set_tracing_disabled(True)
         async with AsyncOpenAI(base_url=f"{server.base_url}/v1", api_key="none") as client:
             name = (await client.models.list()).data[0].id
@@ -74,11 +74,11 @@ def test_a_tool_loop(server: Server, stream: bool, stored: bool) -> None:
             result = await run(agent, "Weather in Zürich?", stream=stream)
             assert result.final_output == "It is 18 °C."
             if stored:
-                more = {"previous_response_id": result.last_response_id}
-                again = await run(agent, "Thanks.", stream=stream, **more)
+                options = {"previous_response_id": result.last_response_id}
+                second = await run(agent, "Thanks.", stream=stream, **options)
             else:
                 history = [*result.to_input_list(), {"role": "user", "content": "Thanks."}]
-                again = await run(agent, history, stream=stream)
-            assert again.final_output == "Not at all."
+                second = await run(agent, history, stream=stream)
+            assert second.final_output == "Not at all."
 
-    asyncio.run(asyncio.wait_for(test(), 60))
+    asyncio.run(asyncio.wait_for(run_loop(), 60))

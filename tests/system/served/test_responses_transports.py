@@ -1,4 +1,4 @@
-"""Responses in the background and over a WebSocket, on the real server, and under slow readers."""
+"""Responses in the background, over a WebSocket and to slow readers, on the real server."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ SCRIPTS = [
     Script(
         "<|message|>For ever.<|end|>",
         "<|channel|>final<|message|>" + " word" * 6000 + "<|return|>",
-        delay_ms=100,  # ten minutes: nothing here waits for its end
+        delay_ms=100,  # ten minutes: no test waits for its end
     ),
     Script("<|message|>Break.<|end|>", "<|channel|>final<|message|>one two three", fail_at=5),
 ]
-SLOWLY = "Hm." + " word" * 30
+SLOW_TEXT = "Hm." + " word" * 30
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def server(keyed_server: Server, standin_dir: Path) -> Server:
     return keyed_server
 
 
-def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
-    while not true():
+    while not condition():
         assert time.monotonic() < end, "it does not happen"
         time.sleep(0.05)
 
@@ -67,65 +67,67 @@ def until(true: Callable[[], bool], seconds: float = 120.0) -> None:
 # --- In the background.
 
 
-def status(client: OpenAI, key: str) -> str:
-    return str(client.responses.retrieve(key).status)
+def status(client: OpenAI, response_id: str) -> str:
+    return str(client.responses.retrieve(response_id).status)
 
 
-def test_polled(client: OpenAI, model: str) -> None:
-    began = client.responses.create(model=model, input="Slowly.", background=True)
-    assert (began.status, began.output) == ("queued", [])
-    until(lambda: status(client, began.id) == "in_progress")
-    until(lambda: status(client, began.id) == "completed")
-    done = client.responses.retrieve(began.id)
-    assert done.output_text == " word" * 30
-    assert done.background is True
-    more = client.responses.create(model=model, input="Hi.", previous_response_id=began.id)
-    assert more.output_text == "Hello."
+def test_background_response_is_polled(client: OpenAI, model: str) -> None:
+    response = client.responses.create(model=model, input="Slowly.", background=True)
+    assert (response.status, response.output) == ("queued", [])
+    wait_until(lambda: status(client, response.id) == "in_progress")
+    wait_until(lambda: status(client, response.id) == "completed")
+    completed = client.responses.retrieve(response.id)
+    assert completed.output_text == " word" * 30
+    assert completed.background is True
+    continuation = client.responses.create(
+        model=model, input="Hi.", previous_response_id=response.id
+    )
+    assert continuation.output_text == "Hello."
 
 
-def streamed(server: Server, path: str) -> str:
+def get_stream(server: Server, path: str) -> str:
     with server.client() as http:
         response = http.get(path, headers=BEARER)
     assert response.status_code == 200, response.text
     return response.text
 
 
-def test_streamed_again_from_where_it_was(server: Server, client: OpenAI, model: str) -> None:
+def test_stream_resumes_where_it_was_cut(server: Server, client: OpenAI, model: str) -> None:
     body = {"model": model, "input": "Slowly.", "background": True, "stream": True}
-    read: list[dict[str, Any]] = []
+    first_events: list[dict[str, Any]] = []
     with (
         server.client() as http,
-        http.stream("POST", "/v1/responses", json=body, headers=BEARER) as lines,
+        http.stream("POST", "/v1/responses", json=body, headers=BEARER) as stream,
     ):
-        for line in lines.iter_lines():
+        for line in stream.iter_lines():
             if line.startswith("data: "):
-                read.append(json.loads(line.removeprefix("data: ")))
-            if len(read) == 12:
-                break  # and the connection is closed
-    path = f"/v1/responses/{read[0]['response']['id']}?stream=true"
-    rest = from_wire(streamed(server, f"{path}&starting_after=11"))
+                first_events.append(json.loads(line.removeprefix("data: ")))
+            if len(first_events) == 12:
+                break  # which closes the connection
+    path = f"/v1/responses/{first_events[0]['response']['id']}?stream=true"
+    rest = from_wire(get_stream(server, f"{path}&starting_after=11"))
     documents = [json.loads(event.data) for event in rest[:-1]]
-    final = check_documents([*read, *documents])
+    final = check_documents([*first_events, *documents])
     assert final["status"] == "completed"
-    assert check(from_wire(streamed(server, path))) == final
+    assert check(from_wire(get_stream(server, path))) == final
     assert client.responses.retrieve(final["id"]).output_text == " word" * 30
     events = client.responses.retrieve(final["id"], stream=True, starting_after=3)
     assert next(iter(events)).sequence_number == 4
 
 
-def test_cancelled(server: Server, client: OpenAI, model: str) -> None:
-    began = client.responses.create(model=model, input="For ever.", background=True)
-    until(lambda: bool(client.responses.retrieve(began.id).output))
-    cancelled = client.responses.cancel(began.id)
+def test_background_response_is_cancelled(server: Server, client: OpenAI, model: str) -> None:
+    response = client.responses.create(model=model, input="For ever.", background=True)
+    wait_until(lambda: bool(client.responses.retrieve(response.id).output))
+    cancelled = client.responses.cancel(response.id)
     assert cancelled.status == "cancelled"
     server.wait_for_requests()
-    again = client.responses.cancel(began.id)
-    assert again.model_dump() == cancelled.model_dump()
-    final = check(from_wire(streamed(server, f"/v1/responses/{began.id}?stream=true")))
+    repeated = client.responses.cancel(response.id)
+    assert repeated.model_dump() == cancelled.model_dump()
+    final = check(from_wire(get_stream(server, f"/v1/responses/{response.id}?stream=true")))
     assert final["status"] == "cancelled"
 
 
-def test_cancelled_before_its_turn(server: Server, client: OpenAI, model: str) -> None:
+def test_waiting_response_is_cancelled(server: Server, client: OpenAI, model: str) -> None:
     first, second = (
         client.responses.create(model=model, input="For ever.", background=True) for _ in range(2)
     )
@@ -135,30 +137,30 @@ def test_cancelled_before_its_turn(server: Server, client: OpenAI, model: str) -
     assert client.responses.create(model=model, input="Hi.").output_text == "Hello."
 
 
-def test_deleted_while_it_runs(server: Server, client: OpenAI, model: str) -> None:
-    began = client.responses.create(model=model, input="For ever.", background=True)
+def test_running_response_is_deleted(server: Server, client: OpenAI, model: str) -> None:
+    response = client.responses.create(model=model, input="For ever.", background=True)
     server.wait_for_requests(running=1)
-    client.responses.delete(began.id)
+    client.responses.delete(response.id)
     with pytest.raises(openai.NotFoundError):
-        client.responses.retrieve(began.id)
+        client.responses.retrieve(response.id)
     server.wait_for_requests()
     assert client.responses.create(model=model, input="Hi.").output_text == "Hello."
 
 
-def test_failed_in_the_background(client: OpenAI, model: str) -> None:
-    began = client.responses.create(model=model, input="Break.", background=True)
-    until(lambda: status(client, began.id) == "failed")
-    error = client.responses.retrieve(began.id).error
+def test_background_failure_is_stored(client: OpenAI, model: str) -> None:
+    response = client.responses.create(model=model, input="Break.", background=True)
+    wait_until(lambda: status(client, response.id) == "failed")
+    error = client.responses.retrieve(response.id).error
     assert error is not None
     assert error.code == "server_error"
 
 
 def test_foreground_response_cannot_be_cancelled(client: OpenAI, model: str) -> None:
-    answer = client.responses.create(model=model, input="Hi.")
+    response = client.responses.create(model=model, input="Hi.")
     with pytest.raises(openai.BadRequestError):
-        client.responses.cancel(answer.id)
+        client.responses.cancel(response.id)
     with pytest.raises(openai.BadRequestError) as caught:
-        client.responses.retrieve(answer.id, stream=True)
+        client.responses.retrieve(response.id, stream=True)
     assert caught.value.param == "stream"
 
 
@@ -166,7 +168,7 @@ def test_foreground_response_cannot_be_cancelled(client: OpenAI, model: str) -> 
 
 
 @contextmanager
-def socket(server: Server) -> Iterator[ClientConnection]:
+def open_socket(server: Server) -> Iterator[ClientConnection]:
     url = server.base_url.replace("http", "ws") + "/v1/responses"
     with connect(url, additional_headers=BEARER) as connection:
         yield connection
@@ -179,8 +181,8 @@ def create(connection: ClientConnection, **fields: Any) -> None:
 ENDINGS = ("response.completed", "response.failed", "response.incomplete", "error")
 
 
-def received(connection: ClientConnection) -> list[dict[str, Any]]:
-    """The events up to the one that ends a turn."""
+def receive_turn(connection: ClientConnection) -> list[dict[str, Any]]:
+    """The events up to the one that ends the turn."""
     events: list[dict[str, Any]] = []
     while not events or events[-1]["type"] not in ENDINGS:
         events.append(json.loads(connection.recv(timeout=30)))
@@ -196,11 +198,11 @@ def text_of(response: dict[str, Any]) -> str:
     )
 
 
-def test_one_response_after_the_other(server: Server, model: str) -> None:
-    with socket(server) as connection:
-        for asked in ("Hi.", "Quickly.", "Hi."):
-            create(connection, model=model, input=asked)
-        answers = [text_of(check_documents(received(connection))) for _ in range(3)]
+def test_websocket_serves_requests_in_order(server: Server, model: str) -> None:
+    with open_socket(server) as connection:
+        for prompt in ("Hi.", "Quickly.", "Hi."):
+            create(connection, model=model, input=prompt)
+        answers = [text_of(check_documents(receive_turn(connection))) for _ in range(3)]
     assert answers == ["Hello.", WORDS, "Hello."]
 
 
@@ -208,37 +210,37 @@ def test_one_response_after_the_other(server: Server, model: str) -> None:
 def test_only_the_last_unstored_response_is_continued(
     server: Server, client: OpenAI, model: str, store: bool
 ) -> None:
-    with socket(server) as connection:
+    with open_socket(server) as connection:
         create(connection, model=model, input="Quickly.", store=store)
-        first = check_documents(received(connection))
+        first = check_documents(receive_turn(connection))
         create(connection, model=model, input="Hi.", previous_response_id=first["id"], store=store)
-        second = check_documents(received(connection))
+        second = check_documents(receive_turn(connection))
         assert second["usage"]["input_tokens"] > first["usage"]["output_tokens"]
         assert second["previous_response_id"] == first["id"]
-        # Only the last one is remembered, unless it is stored.
+        # Unstored responses are forgotten when the next one completes.
         create(connection, model=model, input="Hi.", previous_response_id=first["id"])
-        third = received(connection)[-1]
+        third = receive_turn(connection)[-1]
     if store:
         assert third["type"] == "response.completed"
         assert client.responses.retrieve(first["id"]).output_text == WORDS
     else:
         assert (third["type"], third["status"]) == ("error", 404)
         assert third["error"]["code"] == "previous_response_not_found"
-    with socket(server) as connection:
+    with open_socket(server) as connection:
         create(connection, model=model, input="Hi.", previous_response_id=second["id"])
-        assert received(connection)[-1]["type"] == ("response.completed" if store else "error")
+        assert receive_turn(connection)[-1]["type"] == ("response.completed" if store else "error")
 
 
-def test_prepared_without_an_answer(server: Server, model: str) -> None:
-    with socket(server) as connection:
+def test_response_without_generation_is_continued(server: Server, model: str) -> None:
+    with open_socket(server) as connection:
         create(connection, model=model, input="Quickly.", generate=False)
-        prepared = check_documents(received(connection))
+        prepared = check_documents(receive_turn(connection))
         assert (prepared["output"], prepared["usage"]["output_tokens"]) == ([], 0)
         create(connection, model=model, input="Hi.", previous_response_id=prepared["id"])
-        assert text_of(check_documents(received(connection))) == "Hello."
+        assert text_of(check_documents(receive_turn(connection))) == "Hello."
 
 
-MISTAKES = [
+INVALID_MESSAGES = [
     pytest.param("{", 400, None, id="no JSON"),
     pytest.param("[]", 400, "type", id="no object"),
     pytest.param('{"type":"response.unknown"}', 400, "type", id="another type"),
@@ -252,22 +254,22 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("message", "status", "param"), MISTAKES)
-def test_a_connection_outlives_mistakes(
+@pytest.mark.parametrize(("message", "status", "param"), INVALID_MESSAGES)
+def test_websocket_survives_invalid_messages(
     server: Server, model: str, message: str, status: int, param: str | None
 ) -> None:
-    with socket(server) as connection:
+    with open_socket(server) as connection:
         connection.send(message)
-        (refused,) = received(connection)
-        assert (refused["status"], refused["error"]["param"]) == (status, param)
+        (event,) = receive_turn(connection)
+        assert (event["status"], event["error"]["param"]) == (status, param)
         create(connection, model=model, input="Break.")
-        assert check_documents(received(connection))["status"] == "failed"
+        assert check_documents(receive_turn(connection))["status"] == "failed"
         create(connection, model=model, input="Hi.")
-        assert text_of(check_documents(received(connection))) == "Hello."
+        assert text_of(check_documents(receive_turn(connection))) == "Hello."
 
 
 def test_closed_websocket_frees_the_engine(server: Server, client: OpenAI, model: str) -> None:
-    with socket(server) as connection:
+    with open_socket(server) as connection:
         create(connection, model=model, input="For ever.")
         while json.loads(connection.recv(timeout=30))["type"] != "response.output_text.delta":
             pass
@@ -284,7 +286,7 @@ def test_websocket_without_key_is_refused(server: Server, headers: dict[str, str
     assert json.loads(caught.value.response.body or b"")["error"]["code"] == "invalid_api_key"
 
 
-def test_the_official_client_over_a_websocket(client: OpenAI, model: str) -> None:
+def test_official_client_uses_websocket(client: OpenAI, model: str) -> None:
     with client.responses.connect() as connection:
         connection.response.create(model=model, input="Hi.")
         for event in connection:
@@ -293,7 +295,7 @@ def test_the_official_client_over_a_websocket(client: OpenAI, model: str) -> Non
         assert event.response.output_text == "Hello."  # type: ignore[union-attr]
 
 
-# --- Everything else that can come in between.
+# --- Disconnects, slow readers, restarts.
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -323,7 +325,7 @@ def read_slowly(server: Server, body: dict[str, Any]) -> str:
 
 
 def test_slow_readers_miss_nothing(server: Server, model: str) -> None:
-    """Over sockets. `tests/unit/host/test_streams.py` has groups of any size."""
+    """Over sockets; `tests/unit/host/test_streams.py` tests groups of any size."""
     body = {"model": model, "input": "Quickly.", "stream": True}
     with ThreadPoolExecutor(READERS) as pool:
         streams = list(pool.map(lambda _: read_slowly(server, body), range(READERS)))
@@ -337,30 +339,37 @@ def test_slow_readers_miss_nothing(server: Server, model: str) -> None:
         assert deltas == text_of(check(events)) == WORDS
 
 
-def test_a_file_survives_and_a_limit_holds(start: Start, standin_dir: Path, tmp_path: Path) -> None:
-    """Killed right behind an answer, the server knows it when it is back; at most 5 a minute."""
+def test_store_survives_kill_and_rate_limit_is_enforced(
+    start: Start, standin_dir: Path, tmp_path: Path
+) -> None:
+    """A response survives a kill right after it, and at most 5 requests a minute are accepted."""
     standin.rescript(standin_dir, SCRIPTS)
     env = {"VLLM_MLX_HARMONY_STORE": str(tmp_path / "responses.sqlite")}
     flags = (*FLAG, "--rate-limit", "5")
     server = start(*flags, command=HARMONY, env=env)
     with server.openai() as client:
         model = client.models.list().data[0].id
-        answer = client.responses.create(model=model, input="Quickly.")
+        response = client.responses.create(model=model, input="Quickly.")
         server.process.send_signal(signal.SIGKILL)
     server.process.wait()
     server = start(*flags, command=HARMONY, env=env)
     try:
         with server.openai() as client:
-            assert client.responses.retrieve(answer.id).output_text == WORDS
-            more = client.responses.create(model=model, input="Hi.", previous_response_id=answer.id)
-            assert more.output_text == "Hello."
-            with socket(server) as connection:
+            assert client.responses.retrieve(response.id).output_text == WORDS
+            continuation = client.responses.create(
+                model=model, input="Hi.", previous_response_id=response.id
+            )
+            assert continuation.output_text == "Hello."
+            with open_socket(server) as connection:
                 for _ in range(4):
                     create(connection, model=model, input="Hi.")
-                kinds = [received(connection)[-1] for _ in range(4)]
-            assert [kind["type"] for kind in kinds] == [*["response.completed"] * 3, "error"]
-            assert kinds[-1]["status"] == 429
+                last_events = [receive_turn(connection)[-1] for _ in range(4)]
+            assert [event["type"] for event in last_events] == [
+                *["response.completed"] * 3,
+                "error",
+            ]
+            assert last_events[-1]["status"] == 429
             with pytest.raises(openai.RateLimitError):
-                client.responses.retrieve(answer.id)
+                client.responses.retrieve(response.id)
     finally:
         server.stop()

@@ -1,4 +1,4 @@
-"""Through the real server and the official client: a turn computes only what is new in it."""
+"""Prefix reuse on the real server, with the official client: a turn computes new tokens only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 CALLS = 6
-# Written as histories are rendered, so that the next prompt continues what was generated.
+# Spelled as histories are rendered, so that the next prompt begins with the generated ids.
 CALL = '<|channel|>commentary to=functions.look_up <|constrain|>json<|message|>{"page":%d}<|call|>'
 TOOLS: Any = [
     {
@@ -64,12 +64,12 @@ def server(open_server: Server) -> Server:
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[OpenAI]:
-    """Of a tenant of its own: nobody else has computed what it asks for."""
+    """A client with a tenant of its own, which no other test has filled."""
     with server.openai("reuse") as client:
         yield client
 
 
-def ask(client: OpenAI, messages: list[Any], **fields: Any) -> Any:
+def complete(client: OpenAI, messages: list[Any], **fields: Any) -> Any:
     return client.chat.completions.create(
         model=client.models.list().data[0].id,
         messages=messages,
@@ -79,8 +79,8 @@ def ask(client: OpenAI, messages: list[Any], **fields: Any) -> Any:
     )
 
 
-def cached(answer: Any) -> int:
-    return int(answer.usage.prompt_tokens_details.cached_tokens)
+def cached_tokens(completion: Any) -> int:
+    return int(completion.usage.prompt_tokens_details.cached_tokens)
 
 
 def words(seed: int, count: int) -> str:
@@ -96,85 +96,89 @@ def question(seed: int) -> list[Any]:
 
 
 def tool_loop(client: OpenAI, messages: list[Any]) -> list[Any]:
-    """Answers up to the final one; ``messages`` grow by what a client echoes."""
-    answers = []
+    """Completions up to the final one. Extends ``messages`` as a client does."""
+    completions = []
     while True:
-        answer = ask(client, messages)
-        answers.append(answer)
-        message = answer.choices[0].message
+        completion = complete(client, messages)
+        completions.append(completion)
+        message = completion.choices[0].message
         messages.append(message.model_dump(include={"role", "content", "tool_calls"}))
         if not message.tool_calls:
-            return answers
+            return completions
         call = message.tool_calls[0]
-        page = f"Page {len(answers)} {words(len(answers), 150)}"
+        page = f"Page {len(completions)} {words(len(completions), 150)}"
         messages.append({"role": "tool", "tool_call_id": call.id, "content": page})
 
 
 def test_tool_loop_computes_each_token_once(client: OpenAI) -> None:
-    answers = tool_loop(client, question(1))
-    assert len(answers) == CALLS + 1 and answers[-1].choices[0].finish_reason == "stop"
-    for before, answer in pairwise(answers):
-        known = before.usage.prompt_tokens + before.usage.completion_tokens
-        assert cached(answer) == known
-    computed = sum(answer.usage.prompt_tokens - cached(answer) for answer in answers)
-    assert computed <= 1.05 * answers[-1].usage.prompt_tokens
+    completions = tool_loop(client, question(1))
+    assert len(completions) == CALLS + 1 and completions[-1].choices[0].finish_reason == "stop"
+    for before, completion in pairwise(completions):
+        expected = before.usage.prompt_tokens + before.usage.completion_tokens
+        assert cached_tokens(completion) == expected
+    computed = sum(
+        completion.usage.prompt_tokens - cached_tokens(completion) for completion in completions
+    )
+    assert computed <= 1.05 * completions[-1].usage.prompt_tokens
 
 
-def test_next_turn_retry_and_branch(client: OpenAI) -> None:
+def test_next_turn_retry_and_branch_reuse_prefix(client: OpenAI) -> None:
     messages = question(2)
-    answers = tool_loop(client, messages)
-    again = ask(client, [*messages, {"role": "user", "content": "Where is it? Once more."}])
-    assert cached(again) >= answers[-1].usage.prompt_tokens - 1
-    retried = ask(client, messages[:4])
-    assert cached(retried) == retried.usage.prompt_tokens - 1
-    other = ask(client, [messages[0], {"role": "user", "content": "I am 3."}])
-    assert other.choices[0].message.content == "Hi, " * 4 + "3"
-    assert 0 < cached(other) < answers[0].usage.prompt_tokens
+    completions = tool_loop(client, messages)
+    follow_up = complete(
+        client, [*messages, {"role": "user", "content": "Where is it? Once more."}]
+    )
+    assert cached_tokens(follow_up) >= completions[-1].usage.prompt_tokens - 1
+    retry = complete(client, messages[:4])
+    assert cached_tokens(retry) == retry.usage.prompt_tokens - 1
+    branch = complete(client, [messages[0], {"role": "user", "content": "I am 3."}])
+    assert branch.choices[0].message.content == "Hi, " * 4 + "3"
+    assert 0 < cached_tokens(branch) < completions[0].usage.prompt_tokens
 
 
-def test_streamed_and_not_say_the_same(client: OpenAI) -> None:
+def test_streamed_answer_equals_whole_one(client: OpenAI) -> None:
     messages = [{"role": "user", "content": f"{words(3, 80)} I am 5."}]
-    whole = ask(client, messages)
-    chunks = list(ask(client, messages, stream=True, stream_options={"include_usage": True}))
+    whole = complete(client, messages)
+    chunks = list(complete(client, messages, stream=True, stream_options={"include_usage": True}))
     streamed = "".join(
         choice.delta.content or "" for chunk in chunks[:-1] for choice in chunk.choices
     )
     assert streamed == whole.choices[0].message.content == "Hi, " * 6 + "5"
-    assert cached(chunks[-1]) == whole.usage.prompt_tokens - 1
+    assert cached_tokens(chunks[-1]) == whole.usage.prompt_tokens - 1
 
 
-def test_eight_conversations_at_once(client: OpenAI) -> None:
+def test_concurrent_conversations_reuse_their_own_prefixes(client: OpenAI) -> None:
     def converse(n: int) -> list[tuple[str, int, int]]:
         messages: list[Any] = [{"role": "system", "content": SYSTEM}]
-        streamed = []
+        turns = []
         for turn in range(3):
             messages.append({"role": "user", "content": f"{words(n * 9 + turn, 60)} I am {n}."})
-            answer = ask(client, messages)
-            content = answer.choices[0].message.content
-            streamed.append((content, cached(answer), answer.usage.total_tokens))
+            completion = complete(client, messages)
+            content = completion.choices[0].message.content
+            turns.append((content, cached_tokens(completion), completion.usage.total_tokens))
             messages.append({"role": "assistant", "content": content})
-        return streamed
+        return turns
 
     with ThreadPoolExecutor(8) as pool:
-        for n, streamed in enumerate(pool.map(converse, range(8))):
-            assert [content for content, _, _ in streamed] == [f"{'Hi, ' * (n + 1)}{n}"] * 3
-            for (_, _, before), (_, known, _) in pairwise(streamed):
-                assert known == before - 1  # all but what ended the answer
+        for n, turns in enumerate(pool.map(converse, range(8))):
+            assert [content for content, _, _ in turns] == [f"{'Hi, ' * (n + 1)}{n}"] * 3
+            for (_, _, total), (_, cached, _) in pairwise(turns):
+                assert cached == total - 1  # all but the id that ended the answer
 
 
 def test_disconnect_leaves_the_cache_intact(server: Server, client: OpenAI) -> None:
     messages = [{"role": "user", "content": f"{words(5, 60)} Slowly."}]
-    stream = ask(client, messages, stream=True)
-    part = ""
+    stream = complete(client, messages, stream=True)
+    text = ""
     for chunk in stream:
-        part += chunk.choices[0].delta.content or ""
-        if len(part) > 20:
+        text += chunk.choices[0].delta.content or ""
+        if len(text) > 20:
             break
     stream.close()
-    history = [*messages, {"role": "assistant", "content": part}]
-    follow = ask(client, [*history, {"role": "user", "content": "I am 1."}])
-    assert follow.choices[0].message.content == "Hi, Hi, 1"
-    assert cached(follow) < follow.usage.prompt_tokens
+    history = [*messages, {"role": "assistant", "content": text}]
+    completion = complete(client, [*history, {"role": "user", "content": "I am 1."}])
+    assert completion.choices[0].message.content == "Hi, Hi, 1"
+    assert cached_tokens(completion) < completion.usage.prompt_tokens
     stats = httpx.get(f"{server.base_url}/v1/cache/stats").json()["engine_cache"]
     assert 0 < stats["harmony_prefix_reuse"]["nbytes"] <= stats["harmony_prefix_reuse"]["budget"]
 
@@ -184,51 +188,53 @@ def test_disconnect_leaves_the_cache_intact(server: Server, client: OpenAI) -> N
 )
 def test_emptied_caches_are_empty(server: Server, client: OpenAI, path: str) -> None:
     messages = [{"role": "user", "content": f"{words(6, 60)} I am 2."}]
-    ask(client, messages)
-    assert cached(ask(client, messages)) > 0
-    streamed = httpx.delete(f"{server.base_url}{path}").json()
-    assert streamed["status"] == "cleared"
-    assert cached(ask(client, messages)) == 0
+    complete(client, messages)
+    assert cached_tokens(complete(client, messages)) > 0
+    result = httpx.delete(f"{server.base_url}{path}").json()
+    assert result["status"] == "cleared"
+    assert cached_tokens(complete(client, messages)) == 0
 
 
-def test_real_architecture_says_the_same_with_and_without(
+def test_real_architecture_answers_the_same_without_cache(
     start: Start, tiny_server: Server, tiny_dir: Path
 ) -> None:
-    without_cache = {"VLLM_MLX_HARMONY_CACHE": "0"}
-    without = start(*FLAG, model=tiny_dir, command=HARMONY, env=without_cache)
+    env = {"VLLM_MLX_HARMONY_CACHE": "0"}
+    uncached_server = start(*FLAG, model=tiny_dir, command=HARMONY, env=env)
     answers: list[list[tuple[Any, ...]]] = []
-    for server in (tiny_server, without):
+    for server in (tiny_server, uncached_server):
         answers.append([])
         messages = [{"role": "user", "content": words(7, 100)}]
         with server.openai() as client:
             for turn in range(3):
-                answer = ask(client, messages, max_tokens=20)
-                message = answer.choices[0].message
-                answers[-1].append((message.content, message.model_extra, cached(answer) > 0))
+                completion = complete(client, messages, max_tokens=20)
+                message = completion.choices[0].message
+                answers[-1].append(
+                    (message.content, message.model_extra, cached_tokens(completion) > 0)
+                )
                 messages += [
                     {"role": "assistant", "content": "Yes."},
                     {"role": "user", "content": words(turn, 100)},
                 ]
-    assert without.stop() in {0, -15}
-    assert [one[:2] for one in answers[0]] == [one[:2] for one in answers[1]]
-    assert [one[2] for one in answers[0]] == [False, True, True]
-    assert not any(one[2] for one in answers[1])
+    assert uncached_server.stop() in {0, -15}
+    assert [answer[:2] for answer in answers[0]] == [answer[:2] for answer in answers[1]]
+    assert [answer[2] for answer in answers[0]] == [False, True, True]
+    assert not any(answer[2] for answer in answers[1])
 
 
 @pytest.mark.of_vllm_mlx
-def test_unloading_an_idle_model_empties_its_cache(start: Start, standin_dir: Path) -> None:
+def test_unloading_idle_model_empties_cache(start: Start, standin_dir: Path) -> None:
     server = start(*FLAG, "--auto-unload-idle-seconds", "2", command=HARMONY)
     messages = [{"role": "user", "content": f"{words(8, 60)} I am 4."}]
     with server.openai() as client:
-        first = ask(client, messages)
-        assert cached(ask(client, messages)) == first.usage.prompt_tokens - 1
+        first = complete(client, messages)
+        assert cached_tokens(complete(client, messages)) == first.usage.prompt_tokens - 1
         deadline = time.monotonic() + 40
         while time.monotonic() < deadline and '"unloaded"' not in _status(server):
             time.sleep(0.1)
         assert '"unloaded"' in _status(server)
-        again = ask(client, messages)  # loads the model again
-        assert cached(again) == 0
-        assert again.choices[0].message == first.choices[0].message
+        second = complete(client, messages)  # loads the model again
+        assert cached_tokens(second) == 0
+        assert second.choices[0].message == first.choices[0].message
     server.stop()
     assert not [path for path in server.home.rglob("*") if path.suffix == ".safetensors"]
 
@@ -238,11 +244,11 @@ def _status(server: Server) -> str:
 
 
 def test_warm_prompts_serve_every_key(start: Start, tmp_path: Path) -> None:
-    """A system prompt in the operator's file is computed once, before anybody asks."""
+    """A system prompt in the operator's file is computed before the first request."""
     path = tmp_path / "warm.json"
     path.write_text(json.dumps([[{"role": "system", "content": SYSTEM}]]))
     server = start(*FLAG, "--warm-prompts", str(path), command=HARMONY)
-    asked = {
+    request = {
         "model": str(server.model),
         "max_tokens": 40,
         "messages": [
@@ -251,13 +257,13 @@ def test_warm_prompts_serve_every_key(start: Start, tmp_path: Path) -> None:
         ],
     }
     for key in ("alice", "bob"):
-        answer = httpx.post(
+        completion = httpx.post(
             f"{server.base_url}/v1/chat/completions",
-            json=asked,
+            json=request,
             headers={"Authorization": f"Bearer {key}"},
             timeout=60,
         ).json()
-        usage = answer["usage"]
-        left = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
-        assert 1 < left < 20, usage
+        usage = completion["usage"]
+        new_tokens = usage["prompt_tokens"] - usage["prompt_tokens_details"]["cached_tokens"]
+        assert 1 < new_tokens < 20, usage
     server.stop()

@@ -1,4 +1,4 @@
-"""SIGTERM on a real server: who is refused, may end or is ended in words, and when it is gone.
+"""SIGTERM on a real server: which requests are refused, finish or fail, and when it exits.
 
 All kinds of answers run at once.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 STEP_MS = 2500
-"""What a step of a slow answer takes: longer than there is between an end and the last words."""
+"""Duration of a step of a slow answer: longer than between the end of answers and the exit."""
 
 SLOW = Script(
     "Slowly.", "<|channel|>final<|message|>" + " word" * 20 + "<|return|>", delay_ms=STEP_MS
@@ -48,16 +48,16 @@ SLOWLY: dict[str, Any] = {"messages": [{"role": "user", "content": "Slowly."}]}
 PATHS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 LIMIT = 4
-"""Seconds, by the host's ``--timeout``. Requests name a longer one, for themselves."""
+"""Seconds of the host's ``--timeout``. Requests ask for a longer one."""
 
 LONGER = {"timeout": 60}
 ENDING = "the server is shutting down"
 
 
-# --- Clients: each waits for a long answer, and returns what it was told at the end.
+# --- Clients: each waits for a long answer and returns the message of the error that ends it.
 
-PreparedRequest = Callable[[], None]
-"""Called when the stream has begun, before anything is generated."""
+StartedCallback = Callable[[], None]
+"""Called when the stream has started, before anything is generated."""
 
 
 @contextmanager
@@ -74,77 +74,77 @@ def anthropic_of(server: Server) -> Iterator[anthropic.Anthropic]:
         yield client
 
 
-def chat(server: Server, model: str, _: PreparedRequest) -> str:
+def chat(server: Server, model: str, _: StartedCallback) -> str:
     with openai_of(server) as client, pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(model=model, **SLOWLY, extra_body=LONGER)
-    assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
+    assert (caught.value.status_code, caught.value.code) == (503, "shutdown_error")
     return caught.value.message
 
 
-def read(stream: Iterable[Any], begun: PreparedRequest) -> Any:
-    """Reads it to its end. Returns its last chunk or event."""
-    read = []
-    for each in stream:
-        read.append(each)
-        begun()
-    return read[-1]
+def read(stream: Iterable[Any], on_start: StartedCallback) -> Any:
+    """Reads the stream to its end and returns its last chunk or event."""
+    items = []
+    for item in stream:
+        items.append(item)
+        on_start()
+    return items[-1]
 
 
-def chat_streamed(server: Server, model: str, begun: PreparedRequest) -> str:
+def chat_streamed(server: Server, model: str, on_start: StartedCallback) -> str:
     with openai_of(server) as client:
         chunks = client.chat.completions.create(
             model=model, **SLOWLY, stream=True, extra_body=LONGER
         )
         with pytest.raises(openai.APIError) as caught:
-            read(chunks, begun)
-    assert caught.value.code == "shutting_down"
+            read(chunks, on_start)
+    assert caught.value.code == "shutdown_error"
     return caught.value.message
 
 
-def responses(server: Server, model: str, _: PreparedRequest) -> str:
+def responses(server: Server, model: str, _: StartedCallback) -> str:
     with openai_of(server) as client, pytest.raises(openai.APIStatusError) as caught:
         client.responses.create(model=model, input="Slowly.", extra_body=LONGER)
-    assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
+    assert (caught.value.status_code, caught.value.code) == (503, "shutdown_error")
     return caught.value.message
 
 
-def responses_streamed(server: Server, model: str, begun: PreparedRequest) -> str:
+def responses_streamed(server: Server, model: str, on_start: StartedCallback) -> str:
     with openai_of(server) as client:
         events = client.responses.create(
             model=model, input="Slowly.", stream=True, extra_body=LONGER
         )
-        last = read(events, begun)
+        last = read(events, on_start)
     assert last.type == "response.failed"
     return str(last.response.error.message)
 
 
-def responses_over_a_websocket(server: Server, model: str, begun: PreparedRequest) -> str:
-    asked = {"type": "response.create", "model": model, "input": "Slowly.", **LONGER}
+def responses_over_a_websocket(server: Server, model: str, on_start: StartedCallback) -> str:
+    request = {"type": "response.create", "model": model, "input": "Slowly.", **LONGER}
     last: dict[str, Any] = {}
     with connect(server.base_url.replace("http", "ws") + "/v1/responses") as connection:
-        connection.send(json.dumps(asked))
+        connection.send(json.dumps(request))
         with suppress(ConnectionClosed):
             while True:
                 last = json.loads(connection.recv(60))
-                begun()
+                on_start()
     assert last["type"] == "response.failed", last
     return str(last["response"]["error"]["message"])
 
 
-def messages(server: Server, model: str, _: PreparedRequest) -> str:
+def messages(server: Server, model: str, _: StartedCallback) -> str:
     with anthropic_of(server) as client, pytest.raises(anthropic.APIStatusError) as caught:
         client.messages.create(model=model, max_tokens=1000, **SLOWLY, extra_body=LONGER)
     assert caught.value.status_code == 503
     return caught.value.message
 
 
-def messages_streamed(server: Server, model: str, begun: PreparedRequest) -> str:
+def messages_streamed(server: Server, model: str, on_start: StartedCallback) -> str:
     with anthropic_of(server) as client:
         events = client.messages.create(
             model=model, max_tokens=1000, stream=True, **SLOWLY, extra_body=LONGER
         )
         with pytest.raises(anthropic.APIError) as caught:
-            read(events, begun)
+            read(events, on_start)
     return str(caught.value.body)
 
 
@@ -162,7 +162,7 @@ def model_of(server: Server) -> str:
 
 @contextmanager
 def busy_machine() -> Iterator[None]:
-    """Two programs that take whatever they can get."""
+    """Two processes that keep the CPU busy."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         yield
@@ -173,48 +173,48 @@ def busy_machine() -> Iterator[None]:
 
 
 @pytest.mark.of_vllm_mlx
-def test_all_that_run_are_ended_in_words(start: Start, standin_dir: Path) -> None:
-    """On a busy machine, too: who runs is ended, who waits or comes is refused; then it is gone."""
+def test_running_answers_end_with_message_before_exit(start: Start, standin_dir: Path) -> None:
+    """On a busy machine, too: running answers are ended, new requests refused, and it exits."""
     standin.rescript(standin_dir, [SLOW])
-    one = start(*FLAG, "--timeout", str(LIMIT), command=HARMONY)
-    model = model_of(one)
+    server = start(*FLAG, "--timeout", str(LIMIT), command=HARMONY)
+    model = model_of(server)
     clients: dict[str, Future[str]] = {}
-    ended: dict[str, float] = {}
+    end_times: dict[str, float] = {}
 
-    def note(name: str, _: Future[str]) -> None:
-        ended[name] = time.monotonic()
+    def note_end(name: str, _: Future[str]) -> None:
+        end_times[name] = time.monotonic()
 
-    # Made before: reading certificates takes a second on a busy machine.
-    with ThreadPoolExecutor(10) as pool, one.client() as late, busy_machine():
+    # Created beforehand: reading certificates takes a second on a busy machine.
+    with ThreadPoolExecutor(10) as pool, server.client() as late, busy_machine():
         for client in STREAMED:
-            begun = threading.Event()
-            clients[client.__name__] = pool.submit(client, one, model, begun.set)
-            assert begun.wait(60)
+            started = threading.Event()
+            clients[client.__name__] = pool.submit(client, server, model, started.set)
+            assert started.wait(60)
         for client in WHOLE:
-            clients[client.__name__] = pool.submit(client, one, model, lambda: None)
+            clients[client.__name__] = pool.submit(client, server, model, lambda: None)
         until = time.monotonic() + 60
-        while sum(one.requests()) < len(clients):  # these have come, too
+        while sum(server.requests()) < len(clients):  # whole answers have arrived, too
             assert time.monotonic() < until
             time.sleep(0.1)
         for name, future in clients.items():
-            future.add_done_callback(partial(note, name))
+            future.add_done_callback(partial(note_end, name))
         signalled = time.monotonic()
-        one.process.send_signal(signal.SIGTERM)
+        server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-        refused = [refusal(late, path) for path in PATHS]
-        with pytest.raises(InvalidStatus) as denied:
-            connect(one.base_url.replace("http", "ws") + "/v1/responses")
-        one.process.wait(LIMIT + 10)
-        took = time.monotonic() - signalled
-        words = {name: future.result(10) for name, future in clients.items()}
-    print(f"gone {took:.2f} s after SIGTERM, with a limit of {LIMIT} s; ended:")
-    print(*(f"{name} {at - signalled:.2f}" for name, at in ended.items()), sep=", ")
-    assert refused == [503] * len(PATHS)
-    assert denied.value.response.status_code == 503
-    assert {name for name, text in words.items() if ENDING in text} == set(clients)
-    assert all(at > signalled + LIMIT / 2 for at in ended.values())
-    assert took < LIMIT + 1 + SLACK
-    assert "Traceback" not in one.log
+        refused_statuses = [refusal(late, path) for path in PATHS]
+        with pytest.raises(InvalidStatus) as rejection:
+            connect(server.base_url.replace("http", "ws") + "/v1/responses")
+        server.process.wait(LIMIT + 10)
+        elapsed = time.monotonic() - signalled
+        error_messages = {name: future.result(10) for name, future in clients.items()}
+    print(f"gone {elapsed:.2f} s after SIGTERM, with a limit of {LIMIT} s; ended:")
+    print(*(f"{name} {at - signalled:.2f}" for name, at in end_times.items()), sep=", ")
+    assert refused_statuses == [503] * len(PATHS)
+    assert rejection.value.response.status_code == 503
+    assert {name for name, text in error_messages.items() if ENDING in text} == set(clients)
+    assert all(at > signalled + LIMIT / 2 for at in end_times.values())
+    assert elapsed < LIMIT + 1 + SLACK
+    assert "Traceback" not in server.log
 
 
 SLACK = 2.0
@@ -222,7 +222,7 @@ SLACK = 2.0
 
 
 def refusal(client: httpx.Client, path: str) -> int:
-    """The status of a request that comes now. Raises where it is refused in other words."""
+    """The status of a new request. Fails unless it is refused because of the shutdown."""
     response = client.post(path, json={"model": "any"})
     assert ENDING in response.json()["error"]["message"]
     return int(response.status_code)
@@ -238,10 +238,10 @@ def test_idle_server_stops_at_once(start: Start, standin_dir: Path) -> None:
     assert "Traceback" not in server.log
 
 
-def test_the_second_signal_kills(start: Start, standin_dir: Path) -> None:
+def test_second_signal_kills(start: Start, standin_dir: Path) -> None:
     standin.rescript(standin_dir, [LONG])
     server = start(*FLAG, command=HARMONY)
-    reader = threading.Thread(target=_reads, args=(server,), daemon=True)
+    reader = threading.Thread(target=_read_long_answer, args=(server,), daemon=True)
     reader.start()
     server.wait_for_requests(running=1)
     server.process.send_signal(signal.SIGTERM)
@@ -252,8 +252,8 @@ def test_the_second_signal_kills(start: Start, standin_dir: Path) -> None:
     reader.join(5)
 
 
-def _reads(server: Server) -> None:
-    """Asks for a long answer, and reads it until the server is gone."""
+def _read_long_answer(server: Server) -> None:
+    """Requests a long answer and reads it until the server has exited."""
     with suppress(httpx.TransportError), server.client(60) as client:
         model = client.get("/v1/models").json()["data"][0]["id"]
         messages = [{"role": "user", "content": "Slowly."}]

@@ -1,4 +1,4 @@
-"""Clients that read nothing, on real sockets: they hold nobody up."""
+"""Clients that read nothing, on real sockets, do not delay others."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.served
 
 LONG_TOKEN = " " * 128
-"""One id of the vocabulary: few steps of the model make many bytes."""
+"""One id of the vocabulary, so that few steps of the model generate many bytes."""
 
 
 def ids(text: str) -> tuple[int, ...]:
@@ -38,7 +38,7 @@ def ids(text: str) -> tuple[int, ...]:
 
 
 def long_answer(tokens: int) -> tuple[int, ...]:
-    """As ids: the reference encoder cannot read millions of spaces."""
+    """An answer as ids, since the reference encoder cannot encode millions of spaces."""
     return ids("<|channel|>final<|message|>") + ids(LONG_TOKEN) * tokens + (vocab.RETURN,)
 
 
@@ -50,15 +50,15 @@ SCRIPTS = [
 ]
 
 SECONDS, BYTES = 4, 20_000
-"""What the server is set to: how long a client may take nothing, how much may wait for it."""
+"""The server's settings: how long a client may read nothing, and how much may be unread."""
 
-RECEIVED, SENT = 2048, 16_384
-"""Bytes that the system buffers for a client and for the server, of each connection; the defaults
-are megabytes, and would take half a minute to fill."""
+CLIENT_BUFFER, SERVER_BUFFER = 2048, 16_384
+"""Bytes that the system buffers at each end of a connection. The defaults are megabytes, which
+take half a minute to fill."""
 
 UNREAD = 400_000
-"""Bytes of an answer that are on their way, at most: in buffers of the system and of asyncio (64
-KiB), and in ours; twice that, for what events repeat of the answer at its end."""
+"""The most bytes of an answer in flight: twice the buffers of the system, of asyncio (64 KiB) and
+of the server, as the last events repeat the answer."""
 
 SMALL_BUFFERS = f"""
 import runpy, socket, sys
@@ -66,17 +66,17 @@ sys.modules["uvloop"] = None  # uvicorn takes it where it is installed, and it a
 accept = socket.socket.accept
 def small(listening):
     connection, address = accept(listening)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {SENT})
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, {SERVER_BUFFER})
     return connection, address
 socket.socket.accept = small
 runpy.run_module("vllm_mlx_harmony", run_name="__main__")
 """
-"""The plugin's command, on a system that buffers little."""
+"""The plugin's command with small send buffers."""
 
 GIVEN_UP = "has read nothing for"
 
 PATIENCE = 300
-"""Seconds that what has to happen may take: hundreds of steps of the engine, on a busy machine."""
+"""Seconds to wait for an event: hundreds of the engine's steps on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +96,7 @@ def server(start: Start, standin_dir: Path) -> Iterator[Server]:
 # --- Readers.
 
 ECHOED = {"instructions": LONG_TOKEN * 4_000, "metadata": {f"k{n}": "v" * 512 for n in range(16)}}
-"""What a response repeats in every event about itself: half a megabyte each time."""
+"""Fields that every event of a response repeats: half a megabyte each time."""
 
 
 def body(path: str, prompt: str, **fields: Any) -> dict[str, Any]:
@@ -114,17 +114,17 @@ WITHOUT_END = {
 
 
 def dial(server: Server) -> socket.socket:
-    """A connection whose client's buffer is full at once."""
+    """A connection with a small receive buffer."""
     host, port = server.base_url.removeprefix("http://").split(":")
     connection = socket.socket()
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVED)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, CLIENT_BUFFER)
     connection.settimeout(PATIENCE)
     connection.connect((host, int(port)))
     return connection
 
 
-def ask(server: Server, path: str, document: dict[str, Any]) -> socket.socket:
-    """A connection with a request for a stream, of which nothing has been read."""
+def open_stream(server: Server, path: str, document: dict[str, Any]) -> socket.socket:
+    """A connection that has sent a request for a stream and has read nothing."""
     content = json.dumps({"stream": True, **document}).encode()
     kind = "Content-Type: application/json"
     length = f"Content-Length: {len(content)}"
@@ -134,26 +134,26 @@ def ask(server: Server, path: str, document: dict[str, Any]) -> socket.socket:
     return connection
 
 
-def read_to_the_end(connection: socket.socket) -> bytes:
-    """Everything until the server has hung up."""
-    read = bytearray()
+def read_until_closed(connection: socket.socket) -> bytes:
+    """All bytes until the answer ends or the server closes the connection."""
+    received = bytearray()
     with suppress(ConnectionResetError):
         while chunk := connection.recv(1 << 16):
-            read += chunk
-            if read.endswith(b"\r\n0\r\n\r\n"):  # the answer ended, the connection did not
+            received += chunk
+            if received.endswith(b"\r\n0\r\n\r\n"):  # the answer ended, the connection did not
                 break
-    return bytes(read)
+    return bytes(received)
 
 
-def read_messages(connection: Connection) -> None:
-    """Until the server has hung up."""
+def read_messages_until_closed(connection: Connection) -> None:
+    """Raises when the server closes the connection."""
     while True:
         connection.recv(PATIENCE)
 
 
-def wait_until(happens: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     end = time.monotonic() + PATIENCE
-    while not happens():
+    while not condition():
         assert time.monotonic() < end, f"not within {PATIENCE} s"
         time.sleep(0.1)
 
@@ -163,25 +163,25 @@ def is_free(server: Server) -> bool:
 
 
 def resident(server: Server) -> int:
-    """Bytes of memory that the server has."""
+    """The server's resident memory in bytes."""
     pages = Path(f"/proc/{server.pid}/statm").read_text().split()[1]
     return int(pages) * 4096
 
 
-# --- Who reads nothing.
+# --- Clients that read nothing.
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="memory is read from /proc")
 def test_stalled_readers_do_not_delay_others(server: Server, model: str) -> None:
-    """Their answers are generated beside others until they are as long as may be unread."""
-    asked = {"model": model, **body("/v1/chat/completions", "Hi.")}
+    """Their answers are generated beside others, up to the limit of unread bytes."""
+    request = {"model": model, **body("/v1/chat/completions", "Hi.")}
     with server.client(PATIENCE) as client:  # the first request loads the vocabulary
-        client.post("/v1/chat/completions", json=asked).raise_for_status()
+        client.post("/v1/chat/completions", json=request).raise_for_status()
     before, given_up = resident(server), server.log.count(GIVEN_UP)
     url = server.base_url.replace("http", "ws") + "/v1/responses"
     with ExitStack() as stack:
         connections = [
-            stack.enter_context(ask(server, path, {"model": model, **document}))
+            stack.enter_context(open_stream(server, path, {"model": model, **document}))
             for path, document in WITHOUT_END.items()
         ]
         raw = stack.enter_context(dial(server))
@@ -191,60 +191,60 @@ def test_stalled_readers_do_not_delay_others(server: Server, model: str) -> None
         document = {"type": "response.create", "model": model, **WITHOUT_END["/v1/responses"]}
         websocket.send(json.dumps(document))
         with server.client(PATIENCE) as client:
-            answer = client.post("/v1/chat/completions", json=asked)
-        assert answer.json()["choices"][0]["message"]["content"] == "Hi."
-        wait_until(lambda: is_free(server))  # and nobody has read anything
+            response = client.post("/v1/chat/completions", json=request)
+        assert response.json()["choices"][0]["message"]["content"] == "Hi."
+        wait_until(lambda: is_free(server))  # though no client has read anything
         wait_until(lambda: server.log.count(GIVEN_UP) == given_up + 4)
         assert resident(server) - before < 64 * 1024 * 1024
-        assert all(len(read_to_the_end(each)) < UNREAD for each in connections)
+        assert all(len(read_until_closed(connection)) < UNREAD for connection in connections)
         with pytest.raises(ConnectionClosed):
-            read_messages(websocket)
+            read_messages_until_closed(websocket)
 
 
-LATE = {**WITHOUT_END, "/v1/responses": body("/v1/responses", "Without end.")}
-"""The same without what a response repeats: only what is generated fills the buffers."""
+ONLY_GENERATED = {**WITHOUT_END, "/v1/responses": body("/v1/responses", "Without end.")}
+"""The same without the repeated fields: only generated text fills the buffers."""
 
 
-@pytest.mark.parametrize("path", LATE)
-def test_slow_reader_gets_an_error(server: Server, model: str, path: str) -> None:
-    """The engine is free long before; the end of what can still be read says so, in words."""
+@pytest.mark.parametrize("path", ONLY_GENERATED)
+def test_slow_reader_receives_error(server: Server, model: str, path: str) -> None:
+    """The engine is free long before, and the last bytes that can be read are an error message."""
     before = server.finished()
-    with ask(server, path, {"model": model, **LATE[path]}) as connection:
+    with open_stream(server, path, {"model": model, **ONLY_GENERATED[path]}) as connection:
         wait_until(lambda: server.finished() > before)  # and nothing has been read
-        read = read_to_the_end(connection)
-    assert b"the stream was closed because the client read it too slowly" in read
-    assert len(read) < UNREAD
+        received = read_until_closed(connection)
+    assert b"the stream was closed because the client read it too slowly" in received
+    assert len(received) < UNREAD
 
 
-def test_stalled_reader_of_the_end_is_disconnected(server: Server, model: str) -> None:
-    """An answer that has ended, and fits into what asyncio buffers, but not into the system's."""
+def test_stalled_reader_of_finished_answer_is_disconnected(server: Server, model: str) -> None:
+    """The rest of the answer fits into asyncio's buffer, but not into the system's."""
     path, given_up = "/v1/chat/completions", server.log.count(GIVEN_UP)
-    with ask(server, path, {"model": model, **body(path, "Soon over.")}):
+    with open_stream(server, path, {"model": model, **body(path, "Soon over.")}):
         wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
 
 
 def test_stalled_websocket_reader_is_disconnected(server: Server, model: str) -> None:
     url, given_up = server.base_url.replace("http", "ws"), server.log.count(GIVEN_UP)
-    asked = {"type": "response.create", "model": model, **body("/v1/responses", "Soon over.")}
+    request = {"type": "response.create", "model": model, **body("/v1/responses", "Soon over.")}
     with dial(server) as raw:
         websocket = connect(f"{url}/v1/responses", sock=raw, max_queue=1, compression=None)
-        websocket.send(json.dumps(asked))
+        websocket.send(json.dumps(request))
         wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
         with pytest.raises(ConnectionClosed):
-            read_messages(websocket)
+            read_messages_until_closed(websocket)
 
 
 def test_background_response_outlives_its_stalled_reader(server: Server, model: str) -> None:
-    """It is generated on to its end: its events are kept for others, who may come later."""
+    """It is generated to its end, as its events are stored for other readers."""
     given_up = server.log.count(GIVEN_UP)
-    watched = {"model": model, **body("/v1/responses", "Watched."), "background": True}
-    with ask(server, "/v1/responses", watched) as connection, server.client() as client:
-        begin = connection.recv(4096)
-        found = re.search(rb"resp_\w+", begin)
-        while found is None:
-            begin += connection.recv(4096)
-            found = re.search(rb"resp_\w+", begin)
-        path = f"/v1/responses/{found[0].decode()}"
+    request = {"model": model, **body("/v1/responses", "Watched."), "background": True}
+    with open_stream(server, "/v1/responses", request) as connection, server.client() as client:
+        received = connection.recv(4096)
+        match = re.search(rb"resp_\w+", received)
+        while match is None:
+            received += connection.recv(4096)
+            match = re.search(rb"resp_\w+", received)
+        path = f"/v1/responses/{match[0].decode()}"
         wait_until(lambda: server.log.count(GIVEN_UP) > given_up)
         wait_until(lambda: client.get(path).json()["status"] == "completed")
-        read_to_the_end(connection)
+        read_until_closed(connection)

@@ -1,4 +1,4 @@
-"""The host's own loader and engines take the stand-in for a real model. No plugin is involved."""
+"""The host's own loader and engines accept the stand-in as a model. No plugin is involved."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PEOPLE = [f"person{n}" for n in range(8)]
 
 
 def answer(text: str) -> str:
-    """A completion that has nothing but an answer."""
+    """A completion with an answer only."""
     return f"<|channel|>final<|message|>{text}<|return|>"
 
 
-def life(person: str) -> str:
-    """An answer that is nobody else's, of a length that is nobody else's."""
+def biography(person: str) -> str:
+    """An answer with a unique text and length."""
     return f"{person}: " + f"{person} lives. " * (5 + 3 * PEOPLE.index(person))
 
 
@@ -45,7 +45,7 @@ SCRIPTS = [
     Script("Break.", answer("This is never said to its end."), fail_at=5),
     Script("First.", answer("The first answer.")),
     Script("Second.", answer("The second answer.")),
-    *(Script(f"Who is {person}?", answer(life(person))) for person in PEOPLE),
+    *(Script(f"Who is {person}?", answer(biography(person))) for person in PEOPLE),
 ]
 
 
@@ -84,7 +84,7 @@ def complete(client: httpx.Client, prompt: str, **fields: Any) -> dict[str, Any]
     return dict(response.json())
 
 
-def test_host_names_the_directory_as_the_model(client: httpx.Client, standin_dir: Path) -> None:
+def test_host_uses_directory_as_model_name(client: httpx.Client, standin_dir: Path) -> None:
     models = client.get("/v1/models").json()["data"]
     assert [model["id"] for model in models] == [str(standin_dir)]
 
@@ -96,7 +96,7 @@ def test_scripted_text_is_generated(client: httpx.Client, temperature: float) ->
     assert response.json()["choices"][0]["finish_reason"] == "stop"
 
 
-def test_a_completion_is_generated_token_by_token(client: httpx.Client) -> None:
+def test_completion_is_generated_token_by_token(client: httpx.Client) -> None:
     prompt = "<|start|>user<|message|>Count.<|end|><|start|>assistant"
     whole = complete(client, prompt)
     cut = complete(client, prompt, max_tokens=20)
@@ -110,8 +110,8 @@ def test_split_character_is_sent_whole(client: httpx.Client) -> None:
 
 
 def test_prompt_longer_than_window_and_prefill_step(client: httpx.Client) -> None:
-    before = "A sentence that has no script at all. " * 700
-    assert content(chat(client, user(before + "Count."))) == NUMBERS
+    padding = "A sentence that has no script at all. " * 700
+    assert content(chat(client, user(padding + "Count."))) == NUMBERS
 
 
 def test_unscripted_prompt_gets_an_explanation(client: httpx.Client) -> None:
@@ -151,34 +151,36 @@ def test_scripts_of_a_running_server_can_change(client: httpx.Client, standin_di
 
 def test_server_survives_a_scripted_failure(bare_host: Server) -> None:
     with bare_host.client() as client:
-        broken = chat(client, user("Break."))
-    assert broken.status_code == 500
+        response = chat(client, user("Break."))
+    assert response.status_code == 500
     with bare_host.client() as client:  # the simple engine's host drops the connection as well
         assert content(chat(client, user("First."))) == "The first answer."
     assert "script says: fail here" in bare_host.log
 
 
-def test_eight_at_once_each_get_their_own(bare_host: Server, spelling: str) -> None:
+def test_concurrent_requests_get_their_own_answers(bare_host: Server, spelling: str) -> None:
     if spelling == "simple":
         assert_one_at_a_time(bare_host)
         return
     with bare_host.client() as client, ThreadPoolExecutor(len(PEOPLE)) as pool:
         answers = pool.map(lambda person: chat(client, user(f"Who is {person}?")), PEOPLE)
-        assert [content(response) for response in answers] == [life(p).strip() for p in PEOPLE]
+        assert [content(response) for response in answers] == [biography(p).strip() for p in PEOPLE]
     assert any(f"running={count}" in bare_host.log for count in range(4, 9))
 
 
 def assert_one_at_a_time(host: Server) -> None:
-    """The simple engine answers one request and sends the other away: no answers get mixed."""
+    """The simple engine answers one request and rejects the other, so that no answers are mixed."""
     responses: list[httpx.Response] = []
     with host.client() as client:
-        slow = threading.Thread(target=lambda: responses.append(chat(client, user("Slowly."))))
-        slow.start()
+        slow_thread = threading.Thread(
+            target=lambda: responses.append(chat(client, user("Slowly.")))
+        )
+        slow_thread.start()
         time.sleep(0.5)
-        other = chat(client, user("First."))
-        slow.join()
+        rejected = chat(client, user("First."))
+        slow_thread.join()
     assert content(responses[0]) == "one two three four five six"
-    assert (other.status_code, "busy" in other.text) == (503, True)
+    assert (rejected.status_code, "busy" in rejected.text) == (503, True)
 
 
 def test_tiny_gpt_oss_generates(start: Start, tiny_dir: Path, spelling: str) -> None:

@@ -1,4 +1,4 @@
-"""The loop on the real host: real MCP servers, the official clients."""
+"""Tool loops on the real host, with real MCP servers and the official clients."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate te
 pytest.importorskip("mcp")
 
 SERVERS = Path(__file__).parents[2] / "support" / "servers.py"
-FIRST = (
+WEATHER_CALL = (
     "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary "
     'to=weather.now <|constrain|>json<|message|>{"city":"Rome"}<|call|>'
 )
-SECOND = "<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
-LAST = "<|channel|>final<|message|>It is warm.<|return|>"
-SLEEPS = "<|channel|>commentary to=slow.sleep <|constrain|>json<|message|>%s<|call|>"
-WHO = "<|channel|>commentary to=caller.who <|constrain|>json<|message|>{}<|call|>"
+PYTHON_CALL = "<|channel|>analysis to=python code<|message|>6 * 7<|call|>"
+ANSWER = "<|channel|>final<|message|>It is warm.<|return|>"
+SLEEP_CALL = "<|channel|>commentary to=slow.sleep <|constrain|>json<|message|>%s<|call|>"
+WHO_CALL = "<|channel|>commentary to=caller.who <|constrain|>json<|message|>{}<|call|>"
 SCRIPTS = [
-    Script("Where is it warm?<|end|>", FIRST),
-    Script("Rome: 20 °C<|end|>", SECOND),
-    Script("<|message|>42<|end|>", LAST),
-    Script("Error: ", LAST),
-    Script("Who am I?<|end|>", WHO),
-    Script("Bearer s3cret", LAST),
+    Script("Where is it warm?<|end|>", WEATHER_CALL),
+    Script("Rome: 20 °C<|end|>", PYTHON_CALL),
+    Script("<|message|>42<|end|>", ANSWER),
+    Script("Error: ", ANSWER),
+    Script("Who am I?<|end|>", WHO_CALL),
+    Script("Bearer s3cret", ANSWER),
 ]
 CALLER_PORT = free_port()
 
@@ -54,7 +54,7 @@ def server(
 ) -> Iterator[Server]:
     """A host that runs tools for every request, with a stand-in of its own."""
     directory = tmp_path_factory.mktemp("tools")
-    sleeps = SLEEPS % json.dumps({"seconds": 3600, "note": str(directory / "note")})
+    sleeps = SLEEP_CALL % json.dumps({"seconds": 3600, "note": str(directory / "note")})
     model = standin.write(directory / "model", [*SCRIPTS, Script("Sleep.<|end|>", sleeps)])
     servers: dict[str, dict[str, Any]] = {
         kind: {"command": sys.executable, "args": [str(SERVERS), kind]}
@@ -64,7 +64,7 @@ def server(
     servers["away"] = {"url": "http://127.0.0.1:9/mcp"}
     file = directory / "mcp.json"
     file.write_text(json.dumps({"mcpServers": servers}))
-    running = start(
+    server = start(
         *FLAG,
         "--mcp-config",
         str(file),
@@ -77,24 +77,24 @@ def server(
             "VLLM_MLX_HARMONY_GRAMMAR": "auto",
         },
     )
-    yield running
-    tools = children(running.pid)
+    yield server
+    tools = tool_servers(server.pid)
     assert len(tools) == 3
-    running.stop()
-    until = time.monotonic() + 10
+    server.stop()
+    deadline = time.monotonic() + 10
     while [pid for pid in tools if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.1)
 
 
-def children(pid: int) -> list[int]:
+def tool_servers(pid: int) -> list[int]:
     """The tool servers of process ``pid``."""
-    found = psutil.Process(pid).children()
-    return [each.pid for each in found if str(SERVERS) in each.cmdline()]
+    processes = psutil.Process(pid).children()
+    return [process.pid for process in processes if str(SERVERS) in process.cmdline()]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_responses(server: Server, stream: bool) -> None:
+def test_responses_runs_tools(server: Server, stream: bool) -> None:
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
     tools: Any = [
         {"type": "mcp", "server_label": "weather", "require_approval": "never"},
@@ -108,7 +108,7 @@ def test_responses(server: Server, stream: bool) -> None:
             response = events.get_final_response()
     else:
         response = client.responses.create(**request)
-    assert [each.type for each in response.output] == [
+    assert [item.type for item in response.output] == [
         "mcp_list_tools",
         "reasoning",
         "mcp_call",
@@ -118,8 +118,8 @@ def test_responses(server: Server, stream: bool) -> None:
     assert response.output_text == "It is warm."
 
 
-def test_server_named_by_a_request(server: Server) -> None:
-    """Over both APIs; its credentials are neither in the response nor in the log."""
+def test_server_of_request_is_called(server: Server) -> None:
+    """In both APIs. Its credentials are neither in the response nor in the log."""
     command = [sys.executable, str(SERVERS), "caller", str(CALLER_PORT)]
     quiet: Any = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     with subprocess.Popen(command, **quiet) as caller:
@@ -133,7 +133,7 @@ def test_server_named_by_a_request(server: Server) -> None:
                 input="Who am I?",
                 tools=[{**tool, "authorization": "s3cret", "require_approval": "never"}],  # type: ignore[list-item]
             )
-            kinds = [each.type for each in response.output]
+            kinds = [item.type for item in response.output]
             assert kinds == ["mcp_list_tools", "mcp_call", "message"]
             assert "s3cret" not in response.model_dump_json(include={"tools"})
             body = {
@@ -145,7 +145,7 @@ def test_server_named_by_a_request(server: Server) -> None:
                 ],
             }
             message = httpx.post(f"{server.base_url}/v1/messages", json=body, timeout=60).json()
-            kinds = [each["type"] for each in message["content"]]
+            kinds = [block["type"] for block in message["content"]]
             assert kinds == ["mcp_tool_use", "mcp_tool_result", "text"]
         finally:
             caller.kill()
@@ -154,7 +154,7 @@ def test_server_named_by_a_request(server: Server) -> None:
 
 
 def wait_for_port(port: int) -> None:
-    """Until somebody listens there."""
+    """Waits until a server listens on ``port``."""
     for _ in range(600):
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -164,8 +164,8 @@ def wait_for_port(port: int) -> None:
 
 
 def test_tool_loop_computes_each_token_once(server: Server) -> None:
-    """Prefill of the whole loop is no more than 1.05 times its last prompt."""
-    before = stats(server)
+    """Prefill of the whole loop is at most 1.05 times its last prompt."""
+    before = computed_tokens(server)
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key=os.urandom(4).hex())
     padding = "word " * 2000
     response = client.responses.create(
@@ -173,41 +173,41 @@ def test_tool_loop_computes_each_token_once(server: Server) -> None:
     )
     usage = response.usage
     assert usage is not None
-    last = usage.input_tokens + usage.output_tokens + 40
-    computed = stats(server) - before
-    assert computed <= 1.05 * last
+    final_prompt = usage.input_tokens + usage.output_tokens + 40
+    new_tokens = computed_tokens(server) - before
+    assert new_tokens <= 1.05 * final_prompt
 
 
-def stats(server: Server) -> int:
-    """Tokens of prompts that were computed so far."""
-    found = httpx.get(f"{server.base_url}/v1/cache/stats").json()
-    counters = list(within(found, "harmony_prefix_reuse"))
+def computed_tokens(server: Server) -> int:
+    """The number of prompt tokens computed so far."""
+    document = httpx.get(f"{server.base_url}/v1/cache/stats").json()
+    counters = list(values_of(document, "harmony_prefix_reuse"))
     return int(counters[0]["tokens_new"])
 
 
-def within(value: Any, name: str) -> Iterator[Any]:
-    """What stands under ``name``, anywhere in ``value``."""
+def values_of(value: Any, name: str) -> Iterator[Any]:
+    """The values with the key ``name``, at any depth."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if key == name:
                 yield inner
-            yield from within(inner, name)
+            yield from values_of(inner, name)
 
 
-def test_client_disconnect_cancels_the_tool(server: Server) -> None:
+def test_client_disconnect_cancels_tool(server: Server) -> None:
     note = server.model.parent / "note"
-    counted = 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0'
+    metric = 'vllm_mlx_harmony_tool_errors_total{server="slow",tool="sleep"} 1.0'
     body = {"model": str(server.model), "input": "Sleep.", "tools": []}
     with server.sent("/v1/responses", body):
-        until(lambda: note.exists() and note.read_text() == "begun")
-    until(lambda: note.read_text() == "cancelled")
-    until(lambda: counted in httpx.get(f"{server.base_url}/metrics").text)
+        wait_until(lambda: note.exists() and note.read_text() == "begun")
+    wait_until(lambda: note.read_text() == "cancelled")
+    wait_until(lambda: metric in httpx.get(f"{server.base_url}/metrics").text)
 
 
-def until(true: Callable[[], bool]) -> None:
-    """Within a minute."""
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Waits for at most a minute."""
     deadline = time.monotonic() + 60
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -215,9 +215,9 @@ def until(true: Callable[[], bool]) -> None:
 def test_host_lists_tools_and_servers(server: Server) -> None:
     health = httpx.get(f"{server.base_url}/health").json()["mcp"]
     assert (health["servers_connected"], health["servers_total"]) == (3, 4)
-    listed = httpx.get(f"{server.base_url}/v1/mcp/tools").json()["tools"]
-    assert "weather__now" in [each["name"] for each in listed]
+    tools = httpx.get(f"{server.base_url}/v1/mcp/tools").json()["tools"]
+    assert "weather__now" in [tool["name"] for tool in tools]
     body = {"tool_name": "weather__now", "arguments": {"city": "Oslo"}}
-    ran = httpx.post(f"{server.base_url}/v1/mcp/execute", json=body).json()
-    assert (ran["content"], ran["is_error"]) == ("Oslo: 20 °C", False)
+    result = httpx.post(f"{server.base_url}/v1/mcp/execute", json=body).json()
+    assert (result["content"], result["is_error"]) == ("Oslo: 20 °C", False)
     assert "tools         weather: now, fails, nothing, pid" in server.log

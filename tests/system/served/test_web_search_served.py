@@ -1,4 +1,4 @@
-"""Web search on the real host: a scripted model, and a search engine and pages on 127.0.0.1."""
+"""Web search on the real host, with a scripted model and a search engine on 127.0.0.1."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def site() -> Iterator[web.Site]:
 def server(
     site: web.Site, start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
-    """A host with the setting alone: neither a configuration nor ``VLLM_MLX_HARMONY_TOOLS``."""
-    running = start(
+    """A host with neither a tool configuration nor ``VLLM_MLX_HARMONY_TOOLS``."""
+    server = start(
         *FLAG,
         model=standin.write(tmp_path_factory.mktemp("web") / "model", SCRIPTS),
         command=HARMONY,
@@ -59,12 +59,12 @@ def server(
             "VLLM_MLX_HARMONY_GRAMMAR": "auto",
         },
     )
-    yield running
-    running.stop()
+    yield server
+    server.stop()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_responses(server: Server, site: web.Site, stream: bool) -> None:
+def test_responses_searches_and_cites(server: Server, site: web.Site, stream: bool) -> None:
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
     tools: Any = [{"type": "web_search"}]
     request: Any = {"model": str(server.model), "input": QUESTION, "tools": tools}
@@ -73,7 +73,7 @@ def test_responses(server: Server, site: web.Site, stream: bool) -> None:
             response: Any = events.get_final_response()
     else:
         response = client.responses.create(**request)
-    kinds = [each.type for each in response.output]
+    kinds = [item.type for item in response.output]
     assert kinds == ["web_search_call", "web_search_call", "message"]
     (part,) = response.output[-1].content
     (annotation,) = part.annotations
@@ -83,7 +83,7 @@ def test_responses(server: Server, site: web.Site, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_messages(server: Server, site: web.Site, stream: bool) -> None:
+def test_messages_searches_and_cites(server: Server, site: web.Site, stream: bool) -> None:
     """The request of Claude Code's WebSearch."""
     client = anthropic.Anthropic(base_url=server.base_url, api_key="x", max_retries=0)
     request: Any = {

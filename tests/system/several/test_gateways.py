@@ -1,4 +1,4 @@
-"""Two gateway processes behind one address, a real Redis, and engines that replay ids."""
+"""Two gateway processes that share a real Redis and two engines that replay ids."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ class Gateway:
         return httpx.post(self.url + path, json=body, headers=headers, timeout=180)
 
     def respond(self, text: Any, **fields: Any) -> dict[str, Any]:
-        answer = self.post("/v1/responses", input=text, **fields)
-        assert answer.status_code == 200, answer.text
-        document: dict[str, Any] = answer.json()
+        response = self.post("/v1/responses", input=text, **fields)
+        assert response.status_code == 200, response.text
+        document: dict[str, Any] = response.json()
         return document
 
     def send(
@@ -82,7 +82,7 @@ class Gateway:
             self.process.wait(180)
 
 
-class Setting:
+class Cluster:
     """A Redis, two engines and two gateways."""
 
     def __init__(self, stack: ExitStack, directory: Path) -> None:
@@ -109,15 +109,15 @@ class Setting:
 
 
 @pytest.fixture(scope="module")
-def _started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Setting]:
+def _cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Setting(stack, tmp_path_factory.mktemp("redis"))
+        yield Cluster(stack, tmp_path_factory.mktemp("redis"))
 
 
 @pytest.fixture
-def setting(_started: Setting) -> Setting:
-    _started.forget()
-    return _started
+def cluster(_cluster: Cluster) -> Cluster:
+    _cluster.forget()
+    return _cluster
 
 
 def content(document: dict[str, Any]) -> str:
@@ -125,171 +125,179 @@ def content(document: dict[str, Any]) -> str:
     return str(message["content"][0]["text"])
 
 
-# --- The same clients
+# --- Clients that switch gateways
 
 
-def test_conversation_continues_at_the_other_gateway(setting: Setting) -> None:
-    one, other = setting.gateways
-    first = one.respond("Hello")
-    assert content(first) == "Good day."
-    assert other.send("GET", first["id"]).json() == first
-    items = other.send("GET", f"{first['id']}/input_items").json()["data"]
+def test_conversation_continues_at_the_other_gateway(cluster: Cluster) -> None:
+    first, second = cluster.gateways
+    response = first.respond("Hello")
+    assert content(response) == "Good day."
+    assert second.send("GET", response["id"]).json() == response
+    items = second.send("GET", f"{response['id']}/input_items").json()["data"]
     assert items[0]["content"][0]["text"] == "Hello"
-    second = other.respond("And more", previous_response_id=first["id"])
-    assert content(second) == "More."
-    assert tuple(ids("Good day.")) == _within(setting.prompts[-1], ids("Good day."))
+    continuation = second.respond("And more", previous_response_id=response["id"])
+    assert content(continuation) == "More."
+    assert tuple(ids("Good day.")) == _within(cluster.prompts[-1], ids("Good day."))
 
 
 def _within(prompt: tuple[int, ...], part: list[int]) -> tuple[int, ...]:
-    """``part``, where it stands in ``prompt``; empty when it does not."""
+    """``part`` if ``prompt`` contains it, else an empty tuple."""
     for at in range(len(prompt)):
         if list(prompt[at : at + len(part)]) == part:
             return prompt[at : at + len(part)]
     return ()
 
 
-def test_deleted_response_is_gone_at_the_other_gateway(setting: Setting) -> None:
-    one, other = setting.gateways
-    stored = one.respond("Hello")["id"]
+def test_deleted_response_is_gone_at_the_other_gateway(cluster: Cluster) -> None:
+    first, second = cluster.gateways
+    response_id = first.respond("Hello")["id"]
     bob = {"Authorization": "Bearer key-of-bob"}
-    assert other.send("GET", stored, bob).status_code == 404
-    assert other.send("DELETE", stored, bob).status_code == 404
-    assert other.send("DELETE", stored).json()["deleted"]
-    assert one.send("GET", stored).status_code == 404
-    gone = one.post("/v1/responses", input="And more", previous_response_id=stored)
-    assert gone.status_code == 404
+    assert second.send("GET", response_id, bob).status_code == 404
+    assert second.send("DELETE", response_id, bob).status_code == 404
+    assert second.send("DELETE", response_id).json()["deleted"]
+    assert first.send("GET", response_id).status_code == 404
+    continuation = first.post("/v1/responses", input="And more", previous_response_id=response_id)
+    assert continuation.status_code == 404
 
 
-def test_turn_of_the_other_gateway_is_replayed(setting: Setting) -> None:
-    """Reasoning and all, which the client of Chat Completions never sent back."""
-    one, other = setting.gateways
+def test_turn_of_the_other_gateway_is_replayed(cluster: Cluster) -> None:
+    """With its reasoning, which a Chat Completions client never sends back."""
+    first, second = cluster.gateways
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     messages: list[dict[str, Any]] = [{"role": "user", "content": "Please use f."}]
     chat = "/v1/chat/completions"
-    answered = one.post(chat, messages=messages, tools=tools).json()["choices"][0]["message"]
-    (call,) = answered["tool_calls"]
+    message = first.post(chat, messages=messages, tools=tools).json()["choices"][0]["message"]
+    (call,) = message["tool_calls"]
     call = {**call, "function": {"name": "f", "arguments": '{ "a": 1 }'}}
     messages += [
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": call["id"], "content": "result of f"},
     ]
-    assert other.post(chat, messages=messages, tools=tools).status_code == 200
-    first, second = setting.prompts
-    assert second[: len(first)] == first
+    assert second.post(chat, messages=messages, tools=tools).status_code == 200
+    first_prompt, second_prompt = cluster.prompts
+    assert second_prompt[: len(first_prompt)] == first_prompt
     generated = ids(THINKING + CALL)
-    assert list(second[len(first) : len(first) + len(generated)]) == generated
+    assert list(second_prompt[len(first_prompt) : len(first_prompt) + len(generated)]) == generated
 
 
-def test_both_gateways_send_a_conversation_to_the_same_engine(setting: Setting) -> None:
+def test_both_gateways_route_conversation_to_same_engine(cluster: Cluster) -> None:
     for number in range(6):
-        setting.forget()
+        cluster.forget()
         messages = [{"role": "user", "content": f"Hello, {number} times"}]
-        for gateway in (*setting.gateways, *setting.gateways):
-            answer = gateway.post("/v1/chat/completions", messages=messages).json()
+        for gateway in (*cluster.gateways, *cluster.gateways):
+            completion = gateway.post("/v1/chat/completions", messages=messages).json()
             messages += [
-                {"role": "assistant", "content": answer["choices"][0]["message"]["content"]},
+                {"role": "assistant", "content": completion["choices"][0]["message"]["content"]},
                 {"role": "user", "content": "And more"},
             ]
-        assert sorted(len(engine.prompts) for engine in setting.engines) == [0, 4]
+        assert sorted(len(engine.prompts) for engine in cluster.engines) == [0, 4]
 
 
-def test_reasoning_that_one_gateway_encrypted_the_other_reads(setting: Setting) -> None:
-    one, other = setting.gateways
+def test_reasoning_encrypted_by_one_gateway_is_read_by_the_other(cluster: Cluster) -> None:
+    first, second = cluster.gateways
     fields = {"store": False, "include": ["reasoning.encrypted_content"]}
     tools = [{"type": "function", "name": "f", "parameters": {"type": "object"}}]
-    first = one.respond("Please use f.", tools=tools, **fields)
-    asked = [
+    response = first.respond("Please use f.", tools=tools, **fields)
+    items = [
         {"role": "user", "content": "Now use f, another conversation"},
-        *first["output"],
+        *response["output"],
         {
             "type": "function_call_output",
-            "call_id": first["output"][-1]["call_id"],
+            "call_id": response["output"][-1]["call_id"],
             "output": "result of f",
         },
     ]
-    for item in asked[1:-1]:
+    for item in items[1:-1]:
         item.pop("id", None)
         if item["type"] == "reasoning":
             item["summary"] = []
             item.pop("content", None)
-    asked[-2] |= {"call_id": "call_another"}
-    asked[-1] |= {"call_id": "call_another"}
-    other.respond(asked, tools=tools, **fields)
-    assert any(_within(prompt, ids("Tools, then.")) for prompt in setting.prompts)
+    items[-2] |= {"call_id": "call_another"}
+    items[-1] |= {"call_id": "call_another"}
+    second.respond(items, tools=tools, **fields)
+    assert any(_within(prompt, ids("Tools, then.")) for prompt in cluster.prompts)
 
 
 # --- Answers in the background
 
 
-def hold(setting: Setting, held: bool = True) -> None:
-    """Makes answers wait behind their beginning, or go on."""
-    for engine in setting.engines:
+def hold(cluster: Cluster, held: bool = True) -> None:
+    """Pauses answers after their first piece, or resumes them."""
+    for engine in cluster.engines:
         engine.held = held
 
 
-def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
-    lines = [line for line in answer.text.splitlines() if line.startswith("data: {")]
+def events_of(response: httpx.Response) -> list[dict[str, Any]]:
+    lines = [line for line in response.text.splitlines() if line.startswith("data: {")]
     return [json.loads(line.removeprefix("data: ")) for line in lines]
 
 
-def test_background_response_is_followed_at_the_other_gateway(setting: Setting) -> None:
-    hold(setting)
-    one, other = setting.gateways
-    begun = one.respond("Count", background=True)
-    assert other.send("GET", begun["id"]).json()["status"] in ("queued", "in_progress")
-    early = other.post("/v1/responses", input="And more", previous_response_id=begun["id"])
-    assert early.json()["error"]["code"] == "previous_response_not_ready"
-    hold(setting, False)
-    received = events_of(other.send("GET", begun["id"], stream="true"))
-    assert [event["sequence_number"] for event in received] == list(range(len(received)))
-    assert received[-1]["type"] == "response.completed"
-    assert content(received[-1]["response"]) == LONG
-    assert other.send("GET", begun["id"]).json() == received[-1]["response"]
-    rest = events_of(
-        other.send("GET", begun["id"], stream="true", starting_after=len(received) - 3)
+def test_background_response_is_followed_at_the_other_gateway(cluster: Cluster) -> None:
+    hold(cluster)
+    first, second = cluster.gateways
+    response = first.respond("Count", background=True)
+    assert second.send("GET", response["id"]).json()["status"] in ("queued", "in_progress")
+    continuation = second.post(
+        "/v1/responses", input="And more", previous_response_id=response["id"]
     )
-    assert rest == received[-2:]
-    assert events_of(one.send("GET", begun["id"], stream="true")) == received
+    assert continuation.json()["error"]["code"] == "previous_response_not_ready"
+    hold(cluster, False)
+    events = events_of(second.send("GET", response["id"], stream="true"))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert events[-1]["type"] == "response.completed"
+    assert content(events[-1]["response"]) == LONG
+    assert second.send("GET", response["id"]).json() == events[-1]["response"]
+    last_events = events_of(
+        second.send("GET", response["id"], stream="true", starting_after=len(events) - 3)
+    )
+    assert last_events == events[-2:]
+    assert events_of(first.send("GET", response["id"], stream="true")) == events
 
 
-def test_background_response_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
-    hold(setting)
-    one, other = setting.gateways
-    aborted = sum(engine.aborted for engine in setting.engines)
-    begun = one.respond("Count", background=True)["id"]
-    assert other.send("POST", f"{begun}/cancel").json()["status"] == "cancelled"
-    assert one.send("GET", begun).json()["status"] == "cancelled"
-    until(lambda: sum(engine.aborted for engine in setting.engines) == aborted + 1, "a free engine")
-    received = events_of(other.send("GET", begun, stream="true"))
-    assert received[-1]["response"]["status"] == "cancelled"
+@pytest.mark.parametrize("route", ["responses", "requests"])
+def test_background_response_is_cancelled_at_the_other_gateway(
+    cluster: Cluster, route: str
+) -> None:
+    hold(cluster)
+    first, second = cluster.gateways
+    aborted = sum(engine.aborted for engine in cluster.engines)
+    response_id = first.respond("Count", background=True)["id"]
+    if route == "responses":
+        assert second.send("POST", f"{response_id}/cancel").json()["status"] == "cancelled"
+    else:
+        assert second.post(f"/v1/requests/{response_id}/cancel").json()["cancelled"] is True
+    assert first.send("GET", response_id).json()["status"] == "cancelled"
+    until(lambda: sum(engine.aborted for engine in cluster.engines) == aborted + 1, "a free engine")
+    events = events_of(second.send("GET", response_id, stream="true"))
+    assert events[-1]["response"]["status"] == "cancelled"
 
 
-def test_an_answer_is_cancelled_at_the_other_gateway(setting: Setting) -> None:
-    hold(setting)
-    one, other = setting.gateways
-    aborted = sum(engine.aborted for engine in setting.engines)
+def test_streamed_answer_is_cancelled_at_the_other_gateway(cluster: Cluster) -> None:
+    hold(cluster)
+    first, second = cluster.gateways
+    aborted = sum(engine.aborted for engine in cluster.engines)
     body = {
         "model": MODEL,
         "stream": True,
         "messages": [{"role": "user", "content": "Count"}],
     }
     bob = {"Authorization": "Bearer key-of-bob"}
-    url = f"{one.url}/v1/chat/completions"
+    url = f"{first.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=body, headers=KEYS, timeout=180) as stream:
         lines = stream.iter_lines()
-        first = json.loads(next(lines).removeprefix("data: "))
-        path = f"/v1/requests/{first['id']}/cancel"
-        assert other.post(path, headers=bob).status_code == 404
-        cancelled = other.post(path)
-        assert cancelled.status_code == 200, cancelled.text
-        assert cancelled.json()["cancelled"] is True
+        chunk = json.loads(next(lines).removeprefix("data: "))
+        path = f"/v1/requests/{chunk['id']}/cancel"
+        assert second.post(path, headers=bob).status_code == 404
+        response = second.post(path)
+        assert response.status_code == 200, response.text
+        assert response.json()["cancelled"] is True
         rest = [line for line in lines if line]
     assert '"code":"cancelled"' in "".join(rest[-2:]).replace(" ", "")
-    until(lambda: sum(engine.aborted for engine in setting.engines) == aborted + 1, "a free engine")
-    assert other.post(path).status_code == 404  # it has ended
+    until(lambda: sum(engine.aborted for engine in cluster.engines) == aborted + 1, "a free engine")
+    assert second.post(path).status_code == 404  # it has ended
 
 
-def test_conversation_continues_over_a_websocket_at_the_other(setting: Setting) -> None:
+def test_websocket_conversation_continues_at_the_other_gateway(cluster: Cluster) -> None:
     def converse(gateway: Gateway, **fields: Any) -> dict[str, Any]:
         url = f"{gateway.url.replace('http', 'ws')}/v1/responses"
         with connect(url, additional_headers=KEYS) as socket:
@@ -299,118 +307,122 @@ def test_conversation_continues_over_a_websocket_at_the_other(setting: Setting) 
                 if event["type"] in ("response.completed", "error"):
                     return dict(event)
 
-    one, other = setting.gateways
-    first = converse(one, input="Hello")["response"]
-    second = converse(other, input="And more", previous_response_id=first["id"])["response"]
-    assert (content(first), content(second)) == ("Good day.", "More.")
-    before, after = setting.prompts[-2:]
+    first, second = cluster.gateways
+    first_response = converse(first, input="Hello")["response"]
+    second_response = converse(second, input="And more", previous_response_id=first_response["id"])[
+        "response"
+    ]
+    assert (content(first_response), content(second_response)) == ("Good day.", "More.")
+    before, after = cluster.prompts[-2:]
     assert after[: len(before)] == before
-    unstored = converse(one, input="Hello", store=False)["response"]
-    refused = converse(other, input="And more", previous_response_id=unstored["id"])
-    assert refused["error"]["code"] == "previous_response_not_found"
+    unstored_response = converse(first, input="Hello", store=False)["response"]
+    event = converse(second, input="And more", previous_response_id=unstored_response["id"])
+    assert event["error"]["code"] == "previous_response_not_found"
 
 
-def test_background_response_is_deleted_at_the_other_gateway(setting: Setting) -> None:
-    hold(setting)
-    one, other = setting.gateways
-    begun = one.respond("Count", background=True)["id"]
-    assert other.send("DELETE", begun).json()["deleted"]
-    for gateway in setting.gateways:
-        assert gateway.send("GET", begun).status_code == 404
-        assert gateway.send("GET", begun, stream="true").status_code == 404
-    setting.forget()
-    ended = one.respond("Hello", background=True)["id"]
-    until(lambda: one.send("GET", ended).json()["status"] == "completed", "the end")
-    assert other.send("DELETE", ended).json()["deleted"]
-    for gateway in setting.gateways:
-        assert gateway.send("GET", ended).status_code == 404
+def test_background_response_is_deleted_at_the_other_gateway(cluster: Cluster) -> None:
+    hold(cluster)
+    first, second = cluster.gateways
+    running_id = first.respond("Count", background=True)["id"]
+    assert second.send("DELETE", running_id).json()["deleted"]
+    for gateway in cluster.gateways:
+        assert gateway.send("GET", running_id).status_code == 404
+        assert gateway.send("GET", running_id, stream="true").status_code == 404
+    cluster.forget()
+    completed_id = first.respond("Hello", background=True)["id"]
+    until(lambda: first.send("GET", completed_id).json()["status"] == "completed", "the end")
+    assert second.send("DELETE", completed_id).json()["deleted"]
+    for gateway in cluster.gateways:
+        assert gateway.send("GET", completed_id).status_code == 404
 
 
 # --- Faults
 
 
-def test_redis_away_takes_no_answer_away(setting: Setting) -> None:
-    """What could not be stored says so, and afterwards all is as before."""
-    one, other = setting.gateways
-    stored = one.respond("Hello")["id"]
-    setting.redis.stop()
+def test_gateways_answer_while_redis_is_down(cluster: Cluster) -> None:
+    """Responses that cannot be stored have ``store`` false; later ones are stored again."""
+    first, second = cluster.gateways
+    response_id = first.respond("Hello")["id"]
+    cluster.redis.stop()
     for _ in range(10):
-        for gateway in setting.gateways:
+        for gateway in cluster.gateways:
             document = gateway.respond("Hello")
             assert content(document) == "Good day." and document["store"] is False
             messages = [{"role": "user", "content": "Hello"}]
             assert gateway.post("/v1/chat/completions", messages=messages).status_code == 200
-    refused = other.send("GET", stored)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "store_unavailable")
-    setting.redis.start()
+    response = second.send("GET", response_id)
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "store_unavailable")
+    cluster.redis.start()
 
     def both_store() -> bool:
-        return all(gateway.respond("Hello")["store"] for gateway in setting.gateways)
+        return all(gateway.respond("Hello")["store"] for gateway in cluster.gateways)
 
     until(both_store, "the gateways to find Redis again", 180)
-    again = one.respond("Hello")
-    assert other.send("GET", again["id"]).json() == again
+    stored_response = first.respond("Hello")
+    assert second.send("GET", stored_response["id"]).json() == stored_response
 
 
-def test_one_gateway_is_killed_while_the_other_serves_on(setting: Setting) -> None:
-    _, other = setting.gateways
+def test_other_gateway_serves_on_when_one_is_killed(cluster: Cluster) -> None:
+    _, survivor = cluster.gateways
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
-        killed = setting.gateway(stack)
+        killed = cluster.gateway(stack)
         killed.ready()
-        stored = killed.respond("Hello")
-        hold(setting)
-        begun = killed.respond("Count", background=True)["id"]
-        streamed = threads.submit(
-            other.post,
+        stored_response = killed.respond("Hello")
+        hold(cluster)
+        running_id = killed.respond("Count", background=True)["id"]
+        stream_future = threads.submit(
+            survivor.post,
             "/v1/chat/completions",
             messages=[{"role": "user", "content": "Count"}],
             stream=True,
         )
-        until(lambda: sum(engine.running for engine in setting.engines) == 2, "both answers")
+        until(lambda: sum(engine.running for engine in cluster.engines) == 2, "both answers")
         killed.kill()
-        hold(setting, False)
-        assert other.send("GET", stored["id"]).json() == stored
-        more = other.respond("And more", previous_response_id=stored["id"])
-        assert content(more) == "More."
-        answer = streamed.result()
-        answered = "".join(
+        hold(cluster, False)
+        assert survivor.send("GET", stored_response["id"]).json() == stored_response
+        continuation = survivor.respond("And more", previous_response_id=stored_response["id"])
+        assert content(continuation) == "More."
+        stream = stream_future.result()
+        text = "".join(
             choice["delta"].get("content") or ""
-            for event in events_of(answer)
+            for event in events_of(stream)
             for choice in event["choices"]
         )
-        assert answered == LONG
+        assert text == LONG
 
-        def lost() -> bool:
-            return bool(other.send("GET", begun).json()["status"] == "failed")
+        def has_failed() -> bool:
+            return bool(survivor.send("GET", running_id).json()["status"] == "failed")
 
-        until(lost, "the answer to be given up", 180)
-        error = other.send("GET", begun).json()["error"]
+        until(has_failed, "the answer to be given up", 180)
+        error = survivor.send("GET", running_id).json()["error"]
         assert error["code"] == "server_error" and "has stopped" in error["message"]
-        received = events_of(other.send("GET", begun, stream="true"))
-        assert received[-1]["type"] == "response.failed"
+        events = events_of(survivor.send("GET", running_id, stream="true"))
+        assert events[-1]["type"] == "response.failed"
 
 
-def test_conversation_survives_the_death_of_its_engine(tmp_path: Path) -> None:
-    """On the other engine, which computes all of it; nobody hears of it."""
+def test_conversation_survives_death_of_its_engine(tmp_path: Path) -> None:
+    """The other engine computes the whole prompt; clients do not notice."""
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(tmp_path))
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(2)]
         stacks = [stack.enter_context(ExitStack()) for _ in engines]
         urls = [
-            each.enter_context(served(engine.app))
-            for each, engine in zip(stacks, engines, strict=True)
+            engine_stack.enter_context(served(engine.app))
+            for engine_stack, engine in zip(stacks, engines, strict=True)
         ]
         gateway = Gateway(redis.url, urls)
         stack.callback(gateway.kill)
         gateway.ready()
-        first = gateway.respond("Hello")
+        response = gateway.respond("Hello")
         home = next(number for number, engine in enumerate(engines) if engine.prompts)
         stacks[home].close()
         for _ in range(5):
-            second = gateway.respond("And more", previous_response_id=first["id"])
-            assert content(second) == "More."
-        other = engines[1 - home]
-        assert len(other.prompts) == 5 and _within(other.prompts[-1], ids("Good day."))
+            continuation = gateway.respond("And more", previous_response_id=response["id"])
+            assert content(continuation) == "More."
+        other_engine = engines[1 - home]
+        assert len(other_engine.prompts) == 5 and _within(
+            other_engine.prompts[-1], ids("Good day.")
+        )
         metrics = httpx.get(f"{gateway.url}/metrics", timeout=180).text
         assert 'vllm_mlx_harmony_routed_total{why="moved"} 1.0' in metrics
         assert 'vllm_mlx_harmony_routed_total{why="prefix"} ' in metrics

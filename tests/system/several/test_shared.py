@@ -1,4 +1,4 @@
-"""What servers share in a real Redis: responses, generated turns, a key; and Redis away."""
+"""Responses, generated turns and the encryption key, shared in a real Redis; outages of Redis."""
 
 from __future__ import annotations
 
@@ -50,36 +50,36 @@ KEPT = StoredResponse(
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    with RedisServer(tmp_path_factory.mktemp("redis")) as started:
-        yield started
+    with RedisServer(tmp_path_factory.mktemp("redis")) as redis_server:
+        yield redis_server
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[RedisServer]:
-    """One that a test may stop."""
-    with RedisServer(tmp_path) as started:
-        yield started
+def private_server(tmp_path: Path) -> Iterator[RedisServer]:
+    """A server that the test may stop."""
+    with RedisServer(tmp_path) as redis_server:
+        yield redis_server
 
 
 # --- Responses
 
 
 def test_stored_response_is_found_by_the_other_server(server: RedisServer) -> None:
-    one, other = SharedStore(Connection(server.url)), SharedStore(Connection(server.url))
-    kept = replace(KEPT, document={"text": "x" * 100_000})
-    assert one.put(kept)
-    assert other.get("resp_1", "alice") == kept
-    assert other.get("resp_1", "bob") is None
-    assert not other.delete("resp_1", "bob")
-    assert other.delete("resp_1", "alice")
-    assert one.get("resp_1", "alice") is None
+    first, second = SharedStore(Connection(server.url)), SharedStore(Connection(server.url))
+    stored = replace(KEPT, document={"text": "x" * 100_000})
+    assert first.put(stored)
+    assert second.get("resp_1", "alice") == stored
+    assert second.get("resp_1", "bob") is None
+    assert not second.delete("resp_1", "bob")
+    assert second.delete("resp_1", "alice")
+    assert first.get("resp_1", "alice") is None
 
 
 @pytest.mark.parametrize(
     "entry", [b"", b"nothing", zlib.compress(b"{"), zlib.compress(b"[1,2]"), zlib.compress(b"null")]
 )
 def test_unreadable_entry_is_absent(server: RedisServer, entry: bytes) -> None:
-    """One of another version, or of another program."""
+    """Another version or another program wrote it."""
     store = SharedStore(Connection(server.url))
     assert store.put(KEPT)
     server.client.set(shared.key_of("response", KEPT.tenant, KEPT.id), entry)
@@ -88,41 +88,44 @@ def test_unreadable_entry_is_absent(server: RedisServer, entry: bytes) -> None:
 
 
 def test_unreadable_events_and_commands_are_absent(server: RedisServer) -> None:
-    known, name = Directory(Connection(server.url)), AnswerKey("resp_u", "alice")
-    known.beat([], {name: {0: Event("{}", "a"), 1: Event("{}", "b")}})
+    directory, name = Directory(Connection(server.url)), AnswerKey("resp_u", "alice")
+    directory.beat([], {name: {0: Event("{}", "a"), 1: Event("{}", "b")}})
     server.client.zadd(shared.key_of("log", "alice", "resp_u"), {b"nonsense": 2, b"3": 3})
-    assert known.events(name, 0) == [Event("{}", "a"), Event("{}", "b")]
+    assert directory.events(name, 0) == [Event("{}", "a"), Event("{}", "b")]
     server.client.set(shared.key_of("command", "alice", "resp_u"), b"explode")
-    assert known.beat([], {name: {}}) == {}
-    known.forget(name)
+    assert directory.beat([], {name: {}}) == {}
+    directory.forget(name)
 
 
 def test_response_larger_than_the_store_is_not_stored(server: RedisServer) -> None:
     assert not SharedStore(Connection(server.url), max_bytes=100).put(KEPT)
 
 
-def test_keys_say_nothing_and_expire(own: RedisServer) -> None:
-    connection = Connection(own.url, 3600)
+def test_redis_keys_reveal_nothing_and_expire(private_server: RedisServer) -> None:
+    connection = Connection(private_server.url, 3600)
     SharedStore(connection).put(KEPT)
     Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
     directory, response = Directory(connection), AnswerKey("resp_1", "alice")
     directory.beat([], {response: {0: DONE}})
 
-    async def while_sending() -> dict[str, int]:
+    async def send_cancel() -> dict[str, int]:
         sending = asyncio.ensure_future(directory.send(response, Command.CANCEL, 30.0))
         await asyncio.sleep(0.2)
-        found = {name.decode(): own.client.ttl(name) for name in own.client.scan_iter()}
+        lifetimes_by_key = {
+            name.decode(): private_server.client.ttl(name)
+            for name in private_server.client.scan_iter()
+        }
         directory.ended(response)
         assert await sending
-        return found
+        return lifetimes_by_key
 
-    lifetimes = asyncio.run(while_sending())
-    kinds = {name.split(":")[1] for name in lifetimes}
+    ttls = asyncio.run(send_cancel())
+    kinds = {name.split(":")[1] for name in ttls}
     assert kinds == {"encryption-key", "response", "turn", "run", "log", "command"}
-    for name in lifetimes:
+    for name in ttls:
         assert "alice" not in name and "resp_1" not in name
         if not name.endswith("encryption-key"):
-            assert 0 < lifetimes[name] <= 3600
+            assert 0 < ttls[name] <= 3600
 
 
 # --- Generated turns
@@ -131,41 +134,41 @@ IDS = tuple(range(1000, 1010))
 OUTPUT = Output((User("Hi"),), (Answer("Hello."),), (200_006, *IDS, 200_002), (0,), 12)
 
 
-def test_a_turn_of_another_server_is_placed_again(server: RedisServer) -> None:
+def test_turn_of_other_server_is_replayed(server: RedisServer) -> None:
     views = [
         Replay(2**20, SharedTurns(Connection(server.url))).view(scope)
         for scope in ("model\0alice", "model\0alice", "model\0bob")
     ]
     views[0].remember(OUTPUT)
     history = (User("Hi"), Answer("Hello."), User("And?"))
-    found = [[turn for _, turn in view.history(history)] for view in views]
-    assert found[0] == found[1] and found[1][1] is not None
-    assert found[1][1].spans[0][1:-1] == IDS
-    assert found[2] == [None, None, None]
+    turns = [[turn for _, turn in view.history(history)] for view in views]
+    assert turns[0] == turns[1] and turns[1][1] is not None
+    assert turns[1][1].spans[0][1:-1] == IDS
+    assert turns[2] == [None, None, None]
     assert all(view.blocks for view in views)
 
 
-def test_a_history_asks_redis_once(server: RedisServer) -> None:
+def test_history_needs_one_redis_request(server: RedisServer) -> None:
     connection = Connection(server.url)
-    asked = 0
+    lookups = 0
 
     class Counting(SharedTurns):
         def find(self, keys):  # type: ignore[no-untyped-def]
-            nonlocal asked
-            asked += 1
+            nonlocal lookups
+            lookups += 1
             return super().find(keys)
 
     view = Replay(2**20, Counting(connection)).view("m")
     messages = [User("a"), Answer("b")] * 100
     assert len(list(view.history(messages))) == 200
-    assert asked == 1
+    assert lookups == 1
 
 
 # --- The key of encrypted reasoning
 
 
-def started() -> FrontEnd:
-    """That of a server that has just started."""
+def new_front_end() -> FrontEnd:
+    """The front end of a new server."""
     settings = ServerSettings.read()
     host: Any = None
     return FrontEnd(host, settings, open_sharing(settings, connect(settings)))
@@ -176,19 +179,19 @@ def test_servers_with_one_redis_share_the_encryption_key(
 ) -> None:
     monkeypatch.setenv(STORE_VARIABLE, server.url)
     monkeypatch.delenv("VLLM_MLX_HARMONY_SEAL_KEY", raising=False)
-    one, other = started().cipher("alice"), started().cipher("alice")
-    assert other.decrypt(one.encrypt("because")) == "because"
-    assert one.decrypt(one.encrypt("because")) == "because"
+    first, second = new_front_end().cipher("alice"), new_front_end().cipher("alice")
+    assert second.decrypt(first.encrypt("because")) == "because"
+    assert first.decrypt(first.encrypt("because")) == "because"
 
 
-def test_the_environments_key_comes_first(
+def test_environment_key_takes_precedence(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(STORE_VARIABLE, server.url)
     monkeypatch.setenv("VLLM_MLX_HARMONY_SEAL_KEY", "secret")
-    encrypted = started().cipher("alice").encrypt("because")
+    encrypted = new_front_end().cipher("alice").encrypt("because")
     monkeypatch.delenv(STORE_VARIABLE)
-    assert started().cipher("alice").decrypt(encrypted) == "because"
+    assert new_front_end().cipher("alice").decrypt(encrypted) == "because"
 
 
 # --- The background of other servers
@@ -204,8 +207,8 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
     assert there.runs(run) and not there.runs(AnswerKey("resp_1", "bob"))
     assert there.events(run, 0) == first
 
-    async def cancelled_and_deleted() -> list[bool]:
-        sending = [
+    async def send_commands() -> list[bool]:
+        sends = [
             asyncio.ensure_future(there.send(second, Command.DELETE, 30.0)),
             asyncio.ensure_future(there.send(seed, Command.CANCEL, 30.0)),
         ]
@@ -214,9 +217,9 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
         assert commands == {second: Command.DELETE, seed: Command.CANCEL}
         here.forget(second)
         here.ended(seed)
-        return await asyncio.gather(*sending)
+        return await asyncio.gather(*sends)
 
-    assert asyncio.run(cancelled_and_deleted()) == [True, True]
+    assert asyncio.run(send_commands()) == [True, True]
     assert not asyncio.run(there.send(AnswerKey("resp_3", "alice"), Command.CANCEL, 0.1))
     assert there.events(run, 1) == [first[1], DONE]
     here.ended(run)
@@ -228,42 +231,44 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
     assert not there.has(run)
 
 
-class Generated:
+class GeneratedResponse:
     """A background response with its first events, and the last one if it is ``done``."""
 
-    def __init__(self, key: str, *, done: bool) -> None:
-        self.key, self.done, self.deleted = AnswerKey(key, "alice"), done, False
+    def __init__(self, key: str, *, finished: bool) -> None:
+        self.key, self.done, self.deleted = AnswerKey(key, "alice"), finished, False
         self.events = [Event(f'{{"n":{n}}}', "response.created") for n in range(3)]
-        self.events += [DONE] * done
+        self.events += [DONE] * finished
 
 
 @pytest.mark.parametrize("lost", ["beat", "ended"])
-def test_events_are_stored_once_although_a_reply_is_lost(server: RedisServer, lost: str) -> None:
-    """Redis carries the command out, but the server does not know."""
-    generated: list[Any] = [Generated(f"resp_{n}", done=lost == "ended") for n in range(2)]
-    names = [each.key for each in generated]
+def test_events_are_stored_once_when_reply_is_lost(server: RedisServer, lost: str) -> None:
+    """Redis executes the command, but the server does not receive the reply."""
+    responses: list[Any] = [
+        GeneratedResponse(f"resp_{n}", finished=lost == "ended") for n in range(2)
+    ]
+    names = [response.key for response in responses]
 
     class Lossy(Directory):
-        def beat(self, *given: Any) -> Any:
-            found = super().beat(*given)
+        def beat(self, *arguments: Any) -> Any:
+            reply = super().beat(*arguments)
             if lost == "beat":
                 raise PeersError("timed out")
-            return found
+            return reply
 
         def ended(self, name: Any) -> None:
             raise PeersError("timed out")
 
-    known = Directory(Connection(server.url))
+    directory = Directory(Connection(server.url))
     heartbeat = Heartbeat(Lossy(Connection(server.url)))
-    heartbeat._sent = dict.fromkeys(generated, 0)
+    heartbeat._sent = dict.fromkeys(responses, 0)
     with pytest.raises(PeersError):
         asyncio.run(heartbeat._beat(Answers(), []))
-    heartbeat._directory = known
+    heartbeat._directory = directory
     asyncio.run(heartbeat._beat(Answers(), []))
-    for each, name in zip(generated, names, strict=True):
-        assert known.events(name, 0) == each.events
-        assert known.runs(name) == (not each.done)
-        known.forget(name)
+    for response, name in zip(responses, names, strict=True):
+        assert directory.events(name, 0) == response.events
+        assert directory.runs(name) == (not response.done)
+        directory.forget(name)
 
 
 class CountingStore(SharedStore):
@@ -278,10 +283,10 @@ class CountingStore(SharedStore):
 def test_follower_at_another_server_gets_heartbeats(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, seconds: int
 ) -> None:
-    """With the number of the last event that it got, so that it can reconnect behind that one. And
-    while nothing is generated, the response is read for these events alone."""
+    """A heartbeat has the number of the last event, so that the follower can reconnect after it.
+    While nothing is generated, the response is read for heartbeats only."""
     connection = Connection(server.url)
-    known, stored = Directory(connection), CountingStore(connection)
+    directory, stored = Directory(connection), CountingStore(connection)
     name = AnswerKey(KEPT.id, KEPT.tenant)
     created = Event('{"sequence_number":0}', "response.created")
     monkeypatch.setattr(peers_answers, "EXPIRY_SECONDS", 3600)  # however slow the machine is
@@ -290,34 +295,34 @@ def test_follower_at_another_server_gets_heartbeats(
     responses = Responses(sharing)
     stored.put(replace(KEPT, document={**KEPT.document, "status": "in_progress"}))
 
-    async def following() -> list[Event]:
-        known.beat([], {name: {0: created}})
-        events = await responses.follow(replace(KEPT, id=name.id), 0, seconds)
-        found = [await anext(events)]
-        more = asyncio.ensure_future(anext(events))
+    async def follow_response() -> list[Event]:
+        directory.beat([], {name: {0: created}})
+        stream = await responses.follow(replace(KEPT, id=name.id), 0, seconds)
+        events = [await anext(stream)]
+        next_event = asyncio.ensure_future(anext(stream))
         for _ in range(8):
-            known.beat([], {name: {}})
+            directory.beat([], {name: {}})
             await asyncio.sleep(0.25)
         if seconds:
-            found.append(await more)
-            more = asyncio.ensure_future(anext(events))
-        known.beat([], {name: {1: DONE}})
-        while DONE not in found:
-            found.append(await more)
-            more = asyncio.ensure_future(anext(events))
+            events.append(await next_event)
+            next_event = asyncio.ensure_future(anext(stream))
+        directory.beat([], {name: {1: DONE}})
+        while DONE not in events:
+            events.append(await next_event)
+            next_event = asyncio.ensure_future(anext(stream))
         with pytest.raises(StopAsyncIteration):
-            await more
-        return found
+            await next_event
+        return events
 
-    found = asyncio.run(following())
-    first, *running, last = found
+    events = asyncio.run(follow_response())
+    first, *running, last = events
     assert (first, last) == (created, DONE) and bool(running) == bool(seconds)
     assert {event.name for event in running} <= {"response.in_progress"}
     for event in running:
         document = json.loads(event.data)
         assert document["sequence_number"] == 0 and document["response"]["id"] == KEPT.id
     assert stored.reads == len(running)
-    known.forget(name)
+    directory.forget(name)
 
 
 @pytest.mark.parametrize(
@@ -327,110 +332,113 @@ def test_follower_gets_the_end_without_the_last_events(
     server: RedisServer, monkeypatch: pytest.MonkeyPatch, status: str | None, last: str | None
 ) -> None:
     connection = Connection(server.url)
-    known, stored = Directory(connection), SharedStore(connection)
+    directory, stored = Directory(connection), SharedStore(connection)
     name = AnswerKey(f"resp_{status}", KEPT.tenant)
     created = Event('{"sequence_number":0}', "response.created")
     sharing = RedisSharing(connection)
     sharing.store = stored
     responses = Responses(sharing)
-    known.beat([], {name: {0: created}})
-    known.ended(name)
+    directory.beat([], {name: {0: created}})
+    directory.ended(name)
     if status:
         document = {**KEPT.document, "status": status}
         stored.put(replace(KEPT, id=name.id, document=document))
 
-    async def followed() -> list[Event]:
-        events = await responses.follow(replace(KEPT, id=name.id), 0, 5)
-        return [event async for event in events]
+    async def follow_response() -> list[Event]:
+        stream = await responses.follow(replace(KEPT, id=name.id), 0, 5)
+        return [event async for event in stream]
 
-    found = asyncio.run(followed())
-    assert found[0] == created and found[-1] == DONE
-    assert [event.name for event in found[1:-1]] == ([last] if last else [])
-    known.forget(name)
+    events = asyncio.run(follow_response())
+    assert events[0] == created and events[-1] == DONE
+    assert [event.name for event in events[1:-1]] == ([last] if last else [])
+    directory.forget(name)
 
 
 # --- Rate limits
 
 
 def test_gateways_count_together(server: RedisServer) -> None:
-    one, other = Connection(server.url), Connection(server.url)
+    first, second = Connection(server.url), Connection(server.url)
     midnight = 500.0 * DAY
     counters = KeyLimits(requests_per_minute=4, tokens_per_day=100).quotas(requests=1, tokens=30)
-    seen = [add(each, "carol", counters, midnight + 10) for each in (one, other) * 2]
-    assert [[each.remaining for each in budgets] for budgets in seen] == [
+    rounds = [add(gateway, "carol", counters, midnight + 10) for gateway in (first, second) * 2]
+    assert [[budget.remaining for budget in budgets] for budgets in rounds] == [
         [3, 70],
         [2, 40],
         [1, 10],
         [0, 0],
     ]
-    assert [bool(each.wait) for each in seen[-1]] == [False, True]
-    assert add(other, "dave", counters, midnight + 10)[0].remaining == 3
+    assert [bool(budget.wait) for budget in rounds[-1]] == [False, True]
+    assert add(second, "dave", counters, midnight + 10)[0].remaining == 3
     # Half of the four requests of the previous minute count, and none of the day's tokens passes.
-    later = add(one, "carol", counters, midnight + 90)
-    assert (later[0].remaining, later[0].wait, later[1].wait) == (1, 0, DAY - 90)
-    assert [each.remaining for each in add(one, "carol", counters, midnight + DAY)] == [3, 70]
+    budgets = add(first, "carol", counters, midnight + 90)
+    assert (budgets[0].remaining, budgets[0].wait, budgets[1].wait) == (1, 0, DAY - 90)
+    assert [budget.remaining for budget in add(first, "carol", counters, midnight + DAY)] == [3, 70]
 
 
-def test_running_requests_of_all_gateways(server: RedisServer) -> None:
-    """Those of a gateway that died are gone a minute later; those that are renewed are not."""
-    one, other = Connection(server.url), Connection(server.url)
-    assert [acquire_slot(each, "erin", str(each is one), 100.0) for each in (one, other)] == [1, 2]
-    renew(one, (("True", "erin"),), 150.0)
-    assert acquire_slot(other, "erin", "new", 165.0) == 2
-    remove(other, "erin", "new")
-    renew(other, (("new", "erin"),), 166.0)  # it ended while renewals were on their way
-    assert acquire_slot(one, "erin", "last", 170.0) == 2
-    assert acquire_slot(one, "frank", "another", 170.0) == 1
+def test_gateways_count_running_requests_together(server: RedisServer) -> None:
+    """Slots of a gateway that died expire after a minute; renewed slots stay."""
+    first, second = Connection(server.url), Connection(server.url)
+    assert [
+        acquire_slot(connection, "erin", str(connection is first), 100.0)
+        for connection in (first, second)
+    ] == [1, 2]
+    renew(first, (("True", "erin"),), 150.0)
+    assert acquire_slot(second, "erin", "new", 165.0) == 2
+    remove(second, "erin", "new")
+    renew(second, (("new", "erin"),), 166.0)  # the request ended while renewals were in flight
+    assert acquire_slot(first, "erin", "last", 170.0) == 2
+    assert acquire_slot(first, "frank", "another", 170.0) == 1
 
 
 LIMITED = {"keys": {"eve": {"key": "key-of-eve", "requests_per_minute": 2}}}
 
 
-def test_a_gateway_counts_by_itself_while_redis_is_away(
-    own: RedisServer, monkeypatch: pytest.MonkeyPatch
+def test_gateway_counts_alone_while_redis_is_down(
+    private_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(STORE_VARIABLE, own.url)
+    monkeypatch.setenv(STORE_VARIABLE, private_server.url)
     settings = load({"engines": ["http://nowhere:1"], "model": "m", **LIMITED}, {})
     header = (b"authorization", b"Bearer key-of-eve")
     scope = {"type": "http", "method": "POST", "path": "/v1/responses", "headers": [header]}
     connection = HTTPConnection(scope)
 
-    async def refused(gateway: Gateway) -> bool:
+    async def is_refused(gateway: Gateway) -> bool:
         try:
             await gateway.check_rate_limit(connection)
         except HTTPException as error:
             return error.status_code == 429 and int((error.headers or {})["Retry-After"]) > 0
         return False
 
-    async def together(*gateways: Gateway) -> list[bool]:
-        return [await refused(gateway) for gateway in gateways]
+    async def are_refused(*gateways: Gateway) -> list[bool]:
+        return [await is_refused(gateway) for gateway in gateways]
 
-    one, other, alone = Gateway(settings), Gateway(settings), Gateway(settings)
-    assert asyncio.run(together(one, other, one, other)) == [False, False, True, True]
-    own.stop()
-    assert asyncio.run(together(alone, alone, alone)) == [False, False, True]
+    first, second, single = Gateway(settings), Gateway(settings), Gateway(settings)
+    assert asyncio.run(are_refused(first, second, first, second)) == [False, False, True, True]
+    private_server.stop()
+    assert asyncio.run(are_refused(single, single, single)) == [False, False, True]
 
 
 # --- Redis away
 
 
 @pytest.mark.parametrize("fault", ["stopped", "frozen"])
-def test_lost_redis_delays_nobody_and_is_found_again(
-    own: RedisServer, fault: str, monkeypatch: pytest.MonkeyPatch
+def test_lost_redis_delays_no_request_and_is_found_again(
+    private_server: RedisServer, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(now=1000.0, monotonic=lambda: clock.now)
     monkeypatch.setattr(shared, "time", clock)
-    connection = Connection(own.url)
+    connection = Connection(private_server.url)
     responses, turns = SharedStore(connection), SharedTurns(connection)
     view = Replay(2**20, turns).view("m")
     assert responses.put(KEPT)
-    own.stop() if fault == "stopped" else own.freeze()
+    private_server.stop() if fault == "stopped" else private_server.freeze()
     with pytest.raises(StoreError) as raised:  # without a limit, this would wait for ever
         responses.get("resp_1", "alice")
     assert raised.value.status == 503 and raised.value.retry_after == 2
     clock.now += shared.PAUSE - 0.01
     commands: list[object] = []
-    for _ in range(100):  # nobody else waits at all
+    for _ in range(100):  # no other request waits
         with pytest.raises(PeersError):
             connection.call(commands.append)
         with pytest.raises(StoreError):
@@ -438,25 +446,25 @@ def test_lost_redis_delays_nobody_and_is_found_again(
         view.remember(OUTPUT)  # raises nothing
         assert [turn for _, turn in view.history((User("?"), Answer("!")))] == [None, None]
     assert not commands
-    own.start() if fault == "stopped" else own.thaw()
-    found: list[StoredResponse | None] = []
+    private_server.start() if fault == "stopped" else private_server.thaw()
+    responses_found: list[StoredResponse | None] = []
 
     def answers() -> bool:
         clock.now += shared.PAUSE
         with suppress(StoreError):
-            found.append(responses.get("resp_1", "alice"))
-        return bool(found)
+            responses_found.append(responses.get("resp_1", "alice"))
+        return bool(responses_found)
 
     until(answers, "Redis to be found again")
-    assert found == [None if fault == "stopped" else KEPT]
+    assert responses_found == [None if fault == "stopped" else KEPT]
     assert responses.put(KEPT) and responses.get("resp_1", "alice") == KEPT
-    assert Connection(own.url).encryption_key == connection.encryption_key
+    assert Connection(private_server.url).encryption_key == connection.encryption_key
 
 
-def test_full_redis_does_not_stop_answers(own: RedisServer) -> None:
-    responses = SharedStore(Connection(own.url))
+def test_full_redis_does_not_stop_answers(private_server: RedisServer) -> None:
+    responses = SharedStore(Connection(private_server.url))
     assert responses.put(KEPT)
-    own.client.config_set("maxmemory", "1")
+    private_server.client.config_set("maxmemory", "1")
     with pytest.raises(StoreError, match="maxmemory"):
         responses.put(KEPT)
     assert responses.get("resp_1", "alice") == KEPT  # nothing is paused
@@ -475,11 +483,11 @@ def test_missing_redis_is_reported_at_startup(
 ) -> None:
     monkeypatch.setenv(STORE_VARIABLE, url)
     with pytest.raises(HostError, match=expected) as raised:
-        started()
+        new_front_end()
     assert "secret" not in raised.value.message
 
 
-def test_invalid_encryption_key_is_refused(own: RedisServer) -> None:
-    own.client.set("vllm-mlx-harmony:encryption-key", b"short")
+def test_invalid_encryption_key_is_refused(private_server: RedisServer) -> None:
+    private_server.client.set("vllm-mlx-harmony:encryption-key", b"short")
     with pytest.raises(PeersError, match="is not a key"):
-        Connection(own.url)
+        Connection(private_server.url)

@@ -1,5 +1,5 @@
-"""Two gateways and three engines, as in docs/gateway.md: limits hold at both gateways, and engines
-and gateways are upgraded one by one without a failed request."""
+"""Two gateways and three engines, as in docs/gateway.md: limits hold at both gateways, and a
+rolling upgrade of engines and gateways fails no request."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIMITS["answers"] = "concurrent_requests = 1"
 APIS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
-class Company:
+class Cluster:
     """Two gateways with files of their own, as on two machines, and three engines."""
 
     def __init__(self, stack: ExitStack, directory: Path) -> None:
@@ -52,7 +52,7 @@ class Company:
         self.gateways = [free_port(), free_port()]
         self._files = [directory / f"{port}.toml" for port in self.gateways]
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._listed(0, 1, 2)
+        self._write_files(0, 1, 2)
         for number in range(2):
             self._processes.append(self._start(number))
 
@@ -60,7 +60,7 @@ class Company:
         app = self.engines[number].app
         self._running[number].enter_context(served(app, port=self._ports[number]))
 
-    def _listed(self, *engines: int) -> None:
+    def _write_files(self, *engines: int) -> None:
         """Writes the engines into the files."""
         keys = "".join(f'{name} = "{key}"\n' for name, key in KEYS.items())
         for name, limit in LIMITS.items():
@@ -85,20 +85,20 @@ class Company:
     def _ready(self, number: int, engine: int | None = None) -> set[str]:
         """The health of the engines of a gateway, or of one; empty if it does not answer."""
         try:
-            answer = httpx.get(f"http://127.0.0.1:{self.gateways[number]}/ready", timeout=180)
+            response = httpx.get(f"http://127.0.0.1:{self.gateways[number]}/ready", timeout=180)
         except httpx.HTTPError:
             return set()
         url = None if engine is None else f"http://127.0.0.1:{self._ports[engine]}"
-        listed = answer.json()["engines"]
-        return {each["health"] for each in listed if url in (None, each["url"])}
+        engines = response.json()["engines"]
+        return {entry["health"] for entry in engines if url in (None, entry["url"])}
 
     def _reload(self) -> None:
         for process in self._processes:
             process.send_signal(signal.SIGHUP)
 
     def upgrade_engine(self, number: int) -> None:
-        """Takes it out of the files, waits until it has no requests, replaces it, puts it back."""
-        self._listed(*({0, 1, 2} - {number}))
+        """Removes it from the files, waits until it is idle, replaces it and adds it again."""
+        self._write_files(*({0, 1, 2} - {number}))
         self._reload()
         for gateway in range(2):
             until(lambda g=gateway: not self._ready(g, number), "the engine to be drained", 180)
@@ -106,7 +106,7 @@ class Company:
         self._running[number].close()
         self.engines[number] = FakeEngine("vllm", SCRIPTS, pause=0.01)
         self._serve(number)
-        self._listed(0, 1, 2)
+        self._write_files(0, 1, 2)
         self._reload()
         for gateway in range(2):
             until(lambda g=gateway: self._ready(g, number) == {"up"}, "the new engine", 180)
@@ -118,26 +118,26 @@ class Company:
         self._processes[number] = self._start(number)
 
 
-def ask(clients: list[httpx.Client], turn: int, key: str) -> str:
-    """The text of an answer by way of a load balancer that has the rules of examples/compose: after
-    a connection error or 503 it asks the other gateway, once."""
-    path, question = APIS[turn % 3], f"Count, {turn} times"  # each is a new conversation
+def stream_text(clients: list[httpx.Client], turn: int, key: str) -> str:
+    """The text of a streamed answer through a load balancer as in examples/compose: after a
+    connection error or 503 it tries the other gateway, once."""
+    path, question = APIS[turn % 3], f"Count, {turn} times"  # every turn is a new conversation
     body: dict[str, Any] = {"model": MODEL, "stream": True, "max_tokens": 200, "input": question}
     body["messages"] = [{"role": "user", "content": question}]
     for absent in ("messages", "max_tokens") if path == "/v1/responses" else ("input",):
         del body[absent]
     header = {"Authorization": f"Bearer {key}"}
     for client in (clients[turn % 2], clients[1 - turn % 2]):
-        began = False
+        started = False
         try:
-            with client.stream("POST", path, json=body, headers=header, timeout=180) as answer:
-                if answer.status_code == 503:
+            with client.stream("POST", path, json=body, headers=header, timeout=180) as response:
+                if response.status_code == 503:
                     continue
-                began = True
-                assert answer.status_code == 200, answer.read()
-                lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: {")]
+                started = True
+                assert response.status_code == 200, response.read()
+                lines = [line[6:] for line in response.iter_lines() if line.startswith("data: {")]
         except httpx.TransportError as error:
-            if began:
+            if started:
                 raise AssertionError("an answer broke off") from error
             continue
         return "".join(_text(json.loads(line)) for line in lines)
@@ -145,21 +145,21 @@ def ask(clients: list[httpx.Client], turn: int, key: str) -> str:
 
 
 def _text(event: dict[str, Any]) -> str:
-    """What an event adds to the text, in any of the three APIs."""
+    """The text of an event's delta, in any of the three APIs."""
     if event.get("type") in ("response.output_text.delta", "content_block_delta"):
         delta = event["delta"]
         return str(delta if isinstance(delta, str) else delta.get("text", ""))
-    return "".join(each["delta"].get("content") or "" for each in event.get("choices", ()))
+    return "".join(choice["delta"].get("content") or "" for choice in event.get("choices", ()))
 
 
 @pytest.fixture(scope="module")
-def company(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Company]:
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with ExitStack() as stack:
-        yield Company(stack, tmp_path_factory.mktemp("company"))
+        yield Cluster(stack, tmp_path_factory.mktemp("company"))
 
 
-def test_limits_hold_at_both_gateways(company: Company) -> None:
-    urls = [f"http://127.0.0.1:{port}" for port in company.gateways]
+def test_limits_hold_at_both_gateways(cluster: Cluster) -> None:
+    urls = [f"http://127.0.0.1:{port}" for port in cluster.gateways]
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Count"}]}
 
     def headers(key: str) -> dict[str, str]:
@@ -169,56 +169,56 @@ def test_limits_hold_at_both_gateways(company: Company) -> None:
         url = urls[gateway] + APIS[0]
         return httpx.post(url, json=body, headers=headers(key), timeout=180).status_code
 
-    def left(gateway: int) -> str:
+    def remaining_tokens(gateway: int) -> str:
         models = httpx.get(f"{urls[gateway]}/v1/models", headers=headers("tokens"), timeout=180)
         return models.headers["x-ratelimit-remaining-tokens"]
 
     assert [status(turn % 2, "requests") for turn in range(5)] == [200, 200, 200, 429, 429]
-    assert left(1) == "50"
+    assert remaining_tokens(1) == "50"
     assert status(0, "tokens") == 200
-    until(lambda: left(1) == "0", "the tokens to be counted")
+    until(lambda: remaining_tokens(1) == "0", "the tokens to be counted")
     assert [status(gateway, "tokens") for gateway in (1, 0)] == [429, 429]
-    for engine in company.engines:
+    for engine in cluster.engines:
         engine.held = True
-    asked = {"json": {**body, "stream": True}, "headers": headers("answers"), "timeout": 60}
-    with httpx.stream("POST", urls[0] + APIS[0], **asked) as stream:  # type: ignore[arg-type]
-        lines = stream.iter_lines()  # whose end would close the stream
+    options = {"json": {**body, "stream": True}, "headers": headers("answers"), "timeout": 60}
+    with httpx.stream("POST", urls[0] + APIS[0], **options) as stream:  # type: ignore[arg-type]
+        lines = stream.iter_lines()  # its end would close the stream
         assert next(lines)
         assert [status(gateway, "answers") for gateway in (1, 0)] == [429, 429]
-    for engine in company.engines:
+    for engine in cluster.engines:
         engine.held = False
     # Entries that are not removed expire after a minute, and each request removes those.
     running = key_of("running", "answers")
-    until(lambda: company.redis.client.zcard(running) == 0, "the answer to end", 60)
+    until(lambda: cluster.redis.client.zcard(running) == 0, "the answer to end", 60)
     assert status(1, "answers") == 200
 
 
-def test_no_request_fails(company: Company) -> None:
+def test_no_request_fails_during_upgrades(cluster: Cluster) -> None:
     with ExitStack() as stack:
         answers: Counter[str] = Counter()
-        over = threading.Event()
+        stop = threading.Event()
 
-        def work(key: str) -> None:
-            urls = [f"http://127.0.0.1:{port}" for port in company.gateways]
+        def send_requests(key: str) -> None:
+            urls = [f"http://127.0.0.1:{port}" for port in cluster.gateways]
             clients = [httpx.Client(base_url=url) for url in urls]
             for turn in itertools.count():
-                if over.is_set():
+                if stop.is_set():
                     break
-                answers[ask(clients, turn, key)] += 1
+                answers[stream_text(clients, turn, key)] += 1
 
         with ThreadPoolExecutor(len(KEYS)) as threads:
-            stack.callback(over.set)
-            people = [threads.submit(work, key) for key in KEYS.values()]
+            stack.callback(stop.set)
+            senders = [threads.submit(send_requests, key) for key in KEYS.values()]
             try:
                 for number in range(3):
-                    company.upgrade_engine(number)
+                    cluster.upgrade_engine(number)
                 for number in range(2):
-                    company.upgrade_gateway(number)
-                began = sum(answers.values())
-                until(lambda: sum(answers.values()) > began + 20, "more answers", 180)
+                    cluster.upgrade_gateway(number)
+                answered = sum(answers.values())
+                until(lambda: sum(answers.values()) > answered + 20, "more answers", 180)
             finally:
-                over.set()
-            for person in people:
-                person.result()
+                stop.set()
+            for sender in senders:
+                sender.result()
     assert set(answers) == {TEXT}
-    assert all(engine.prompts for engine in company.engines)
+    assert all(engine.prompts for engine in cluster.engines)

@@ -29,8 +29,8 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 WORKERS = 2
 
 
-class Crowd:
-    """A gateway with two workers, the file of its settings, and an engine."""
+class MultiWorkerGateway:
+    """A gateway process with two workers, its configuration file, and an engine."""
 
     def __init__(self, stack: ExitStack, directory: Path, keys: str = "") -> None:
         self.engine = FakeEngine("vllm", SCRIPTS)
@@ -51,7 +51,7 @@ class Crowd:
         address = next(line for line in self.log.splitlines() if "running on" in line)
         self.url = next(word for word in address.split() if word.startswith("http://"))
         for pid in self.pids:
-            with self.only(pid):
+            with self.only_worker(pid):
                 until(self.is_ready, f"worker {pid}", 180)
 
     def write(self, keys: str, *more: str) -> None:
@@ -69,29 +69,29 @@ class Crowd:
 
     @property
     def pids(self) -> list[int]:
-        """The workers; the parent has a child for shared resources, too."""
+        """The workers, without multiprocessing's resource tracker."""
         command = ["pgrep", "-P", str(self.process.pid), "-f", "spawn_main"]
-        found = subprocess.run(command, capture_output=True, text=True, check=False)
-        return [int(pid) for pid in found.stdout.split()]
+        processes = subprocess.run(command, capture_output=True, text=True, check=False)
+        return [int(pid) for pid in processes.stdout.split()]
 
     @contextmanager
-    def only(self, pid: int) -> Iterator[None]:
-        """The other workers stand still."""
-        others = [each for each in self.pids if each != pid]
-        for each in others:
-            os.kill(each, signal.SIGSTOP)
+    def only_worker(self, running_pid: int) -> Iterator[None]:
+        """Pauses the other workers during the context."""
+        others = [pid for pid in self.pids if pid != running_pid]
+        for pid in others:
+            os.kill(pid, signal.SIGSTOP)
         try:
             yield
         finally:
-            for each in others:
-                os.kill(each, signal.SIGCONT)
+            for pid in others:
+                os.kill(pid, signal.SIGCONT)
 
-    def each(self, ask: Callable[[], Any]) -> list[Any]:
-        """What every worker answers."""
+    def from_each_worker(self, request: Callable[[], Any]) -> list[Any]:
+        """The result of ``request`` at each worker."""
         answers = []
         for pid in self.pids:
-            with self.only(pid):
-                answers.append(ask())
+            with self.only_worker(pid):
+                answers.append(request())
         return answers
 
     def is_ready(self) -> bool:
@@ -100,7 +100,7 @@ class Crowd:
         except httpx.HTTPError:
             return False
 
-    def ask(self, key: str = "none", path: str = CHAT, **fields: Any) -> httpx.Response:
+    def post(self, key: str = "none", path: str = CHAT, **fields: Any) -> httpx.Response:
         headers = {"Authorization": f"Bearer {key}"}
         body = {**BODY, **fields}
         return httpx.post(self.url + path, json=body, headers=headers, timeout=180)
@@ -115,31 +115,33 @@ class Crowd:
 def test_workers_share_limits_responses_and_metrics(tmp_path: Path) -> None:
     limited = 'limited = { key = "key-of-limited", requests_per_day = 3 }'
     with ExitStack() as stack:
-        crowd = Crowd(stack, tmp_path, f'a = "key-of-a"\n{limited}')
-        assert len(crowd.pids) == WORKERS
+        gateway = MultiWorkerGateway(stack, tmp_path, f'a = "key-of-a"\n{limited}')
+        assert len(gateway.pids) == WORKERS
 
-        def stored() -> Any:
+        def store_response() -> Any:
             body = {"model": MODEL, "input": "Hello"}
             headers = {"Authorization": "Bearer key-of-a"}
-            answer = httpx.post(
-                f"{crowd.url}/v1/responses", json=body, headers=headers, timeout=180
+            response = httpx.post(
+                f"{gateway.url}/v1/responses", json=body, headers=headers, timeout=180
             )
-            return answer.json()["id"]
+            return response.json()["id"]
 
-        ids = crowd.each(stored)
-        for identifier in ids:
+        ids = gateway.from_each_worker(store_response)
+        for response_id in ids:
             url, headers = (
-                f"{crowd.url}/v1/responses/{identifier}",
+                f"{gateway.url}/v1/responses/{response_id}",
                 {"Authorization": "Bearer key-of-a"},
             )
-            found = crowd.each(
+            status_codes = gateway.from_each_worker(
                 lambda u=url, h=headers: httpx.get(u, headers=h, timeout=180).status_code
             )
-            assert found == [200] * WORKERS
+            assert status_codes == [200] * WORKERS
         statuses = [
             status
             for _ in range(3)
-            for status in crowd.each(lambda: crowd.ask("key-of-limited").status_code)
+            for status in gateway.from_each_worker(
+                lambda: gateway.post("key-of-limited").status_code
+            )
         ]
         assert Counter(statuses) == {200: 3, 429: 3} and statuses[:3] == [200] * 3
         for name, value in (
@@ -151,79 +153,85 @@ def test_workers_share_limits_responses_and_metrics(tmp_path: Path) -> None:
             ("refused_total", 3),
         ):
             until(
-                lambda n=name, v=value: crowd.each(lambda: crowd.metric(n)) == [v] * WORKERS,
+                lambda n=name, v=value: (
+                    gateway.from_each_worker(lambda: gateway.metric(n)) == [v] * WORKERS
+                ),
                 f"{name}, {value}",
             )
-        # SIGHUP reaches every worker, and a file that is not valid none.
-        crowd.write('b = "key-of-b"')
-        crowd.process.send_signal(signal.SIGHUP)
-        until(lambda: crowd.log.count("settings reloaded") == WORKERS, "the reload")
+        # SIGHUP reloads every worker, and an invalid file none.
+        gateway.write('b = "key-of-b"')
+        gateway.process.send_signal(signal.SIGHUP)
+        until(lambda: gateway.log.count("settings reloaded") == WORKERS, "the reload")
         assert (
-            crowd.each(lambda: [crowd.ask(f"key-of-{name}").status_code for name in "ab"])
+            gateway.from_each_worker(
+                lambda: [gateway.post(f"key-of-{name}").status_code for name in "ab"]
+            )
             == [[401, 200]] * WORKERS
         )
-        crowd.write('c = "key-of-c"', "nonsense = 1")
-        crowd.process.send_signal(signal.SIGHUP)
-        until(lambda: "not reloaded" in crowd.log, "the error")
-        # One that is killed is replaced, with the settings that the others have; counters go on.
-        killed, counted = crowd.pids[0], crowd.metric("requests_total")
+        gateway.write('c = "key-of-c"', "nonsense = 1")
+        gateway.process.send_signal(signal.SIGHUP)
+        until(lambda: "not reloaded" in gateway.log, "the error")
+        # A killed worker is replaced by one with the current settings; counters are kept.
+        killed, requests_before = gateway.pids[0], gateway.metric("requests_total")
         os.kill(killed, signal.SIGKILL)
         until(
-            lambda: killed not in crowd.pids and len(crowd.pids) == WORKERS, "another worker", 180
+            lambda: killed not in gateway.pids and len(gateway.pids) == WORKERS,
+            "another worker",
+            180,
         )
-        new = crowd.pids[-1]
-        with crowd.only(new):
-            until(crowd.is_ready, "the new worker", 180)
-            assert [crowd.ask(f"key-of-{name}").status_code for name in "abc"] == [401, 200, 401]
-            until(lambda: crowd.metric("requests_total") == counted + 1, "the counters")
-            assert crowd.metric("requests_running") == 0
+        new_pid = gateway.pids[-1]
+        with gateway.only_worker(new_pid):
+            until(gateway.is_ready, "the new worker", 180)
+            assert [gateway.post(f"key-of-{name}").status_code for name in "abc"] == [401, 200, 401]
+            until(lambda: gateway.metric("requests_total") == requests_before + 1, "the counters")
+            assert gateway.metric("requests_running") == 0
 
 
 @pytest.mark.parametrize("to", ["parent", "all"])
-def test_sigterm_lets_streams_end(to: str, tmp_path: Path) -> None:
-    """Also if it is sent to every process, as systemd does, or twice by a terminal."""
+def test_sigterm_lets_streams_finish(to: str, tmp_path: Path) -> None:
+    """Also when every process receives it, as from systemd."""
     with ExitStack() as stack:
-        crowd = Crowd(stack, tmp_path)
-        crowd.engine.held = True
+        gateway = MultiWorkerGateway(stack, tmp_path)
+        gateway.engine.held = True
         streams = []
-        for pid in crowd.pids:
-            with crowd.only(pid):
-                asked = httpx.stream(
-                    "POST", crowd.url + CHAT, json={**BODY, "stream": True}, timeout=180
+        for pid in gateway.pids:
+            with gateway.only_worker(pid):
+                stream = httpx.stream(
+                    "POST", gateway.url + CHAT, json={**BODY, "stream": True}, timeout=180
                 )
-                streams.append(stack.enter_context(asked).iter_lines())
+                streams.append(stack.enter_context(stream).iter_lines())
                 next(streams[-1])
-        pids = crowd.pids if to == "all" else []
-        for pid in (crowd.process.pid, *pids):
+        pids = gateway.pids if to == "all" else []
+        for pid in (gateway.process.pid, *pids):
             os.kill(pid, signal.SIGTERM)
-        for pid in crowd.pids:
-            with crowd.only(pid):
-                until(lambda: not crowd.is_ready(), "the drain to begin")
-                assert crowd.ask().status_code == 503
-        crowd.engine.held = False
+        for pid in gateway.pids:
+            with gateway.only_worker(pid):
+                until(lambda: not gateway.is_ready(), "the drain to begin")
+                assert gateway.post().status_code == 503
+        gateway.engine.held = False
         for lines in streams:
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert not any("error" in event for event in events), events
             choices = (choice for event in events for choice in event["choices"])
-            assert "".join(each["delta"].get("content") or "" for each in choices) == TEXT
-        assert crowd.process.wait(180) == 0
+            assert "".join(choice["delta"].get("content") or "" for choice in choices) == TEXT
+        assert gateway.process.wait(180) == 0
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{crowd.url}/health", timeout=180)
+            httpx.get(f"{gateway.url}/health", timeout=180)
 
 
 def test_workers_end_with_their_parent(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        crowd = Crowd(stack, tmp_path)
-        crowd.process.kill()
+        gateway = MultiWorkerGateway(stack, tmp_path)
+        gateway.process.kill()
 
-        def refused() -> bool:
+        def refuses_connections() -> bool:
             try:
-                httpx.get(f"{crowd.url}/health", timeout=180)
+                httpx.get(f"{gateway.url}/health", timeout=180)
             except httpx.TransportError as error:
                 return isinstance(error, httpx.ConnectError)
             return False
 
-        until(refused, "the workers to end", 180)
+        until(refuses_connections, "the workers to end", 180)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""An adapter for canitoolcall, as it has for vLLM and others: its fixtures go through this
-project's parser and Chat's emitter, in process.
+"""A canitoolcall adapter, like those of vLLM and others: fixtures go through this project's
+parser and the emitter of Chat Completions, in process.
 
     cd tests/system/suites
     canitoolcall run --engine canitoolcall_adapter:HarmonyAdapter --env PYTHONPATH=.
@@ -45,38 +45,38 @@ class HarmonyAdapter(Adapter):
         return range(vocab.STARTOFTEXT, VOCAB_SIZE)
 
     def parse(self, raw: ReplayInput, tools: Sequence[ToolSpec]) -> ParseResult:
-        document, _ = _replayed([self.units(raw)], raw, tools, stream=False)
+        document, _ = _replay([self.units(raw)], raw, tools, stream=False)
         message = document["choices"][0]["message"]
-        calls = [each["function"] for each in message.get("tool_calls", ())]
+        calls = [call["function"] for call in message.get("tool_calls", ())]
         return ParseResult(
             message["content"],
             message.get("reasoning_content"),
-            tuple(ParsedToolCall(each["name"], each["arguments"]) for each in calls),
+            tuple(ParsedToolCall(call["name"], call["arguments"]) for call in calls),
         )
 
     def parse_stream(
         self, raw: ReplayInput, chunks: Sequence[Sequence[int]], tools: Sequence[ToolSpec]
     ) -> ParseResult:
         joined = StreamAccumulator()
-        for event in _replayed(chunks, raw, tools, stream=True)[1]:
+        for event in _replay(chunks, raw, tools, stream=True)[1]:
             for choice in event["choices"]:
                 joined.add_openai_delta(choice["delta"])
         return joined.result()
 
 
-def _replayed(
+def _replay(
     chunks: Sequence[Sequence[int]], raw: ReplayInput, tools: Sequence[ToolSpec], *, stream: bool
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The whole answer, if it is not streamed, and the events, as the server makes them."""
+    """The whole answer (empty when streamed) and the events that the server would send."""
     user = {"role": "user", "content": "Use the tools to answer."}
     body = {"model": raw.model, "messages": [user], "tools": list(tools), "stream": stream}
-    parsed = read(body, Defaults())
-    context = StreamingHarmonyContext(parsed.turn, INFO)
-    emitter = parsed.emitter(INFO)
+    request = read(body, Defaults())
+    context = StreamingHarmonyContext(request.turn, INFO)
+    emitter = request.emitter(INFO)
     deltas = context.start()
     for chunk in chunks:
         deltas += context.append_output(chunk)
     deltas += context.finish("length" if raw.truncated else "stop")
     events = [event for delta in deltas for event in emitter.feed(delta)]
-    shown = [json.loads(event.data) for event in events if event != DONE]
-    return ({} if stream else dict(emitter.result())), shown
+    documents = [json.loads(event.data) for event in events if event != DONE]
+    return ({} if stream else dict(emitter.result())), documents

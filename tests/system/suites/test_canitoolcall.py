@@ -1,4 +1,4 @@
-"""canitoolcall's fixtures of gpt-oss, through its own runner: whole, streamed, cut in many ways.
+"""canitoolcall's fixtures of gpt-oss with its own runner: whole, streamed, cut in many ways.
 
 https://github.com/redd34/canitoolcall
 """
@@ -13,7 +13,7 @@ pytest.importorskip("canitoolcall")
 
 from canitoolcall.runner import RunConfig, run
 
-OTHERWISE = {
+KNOWN_DIFFERENCES = {
     "gpt-oss/llamacpp-builtin-python-recipient": (
         "A call of a tool that was not offered is expected to vanish, as in llama.cpp. Without "
         "grammars, this project passes it on, so that the client can tell the model that there is "
@@ -24,7 +24,7 @@ OTHERWISE = {
         "then, and finish_reason is `length`, as in OpenAI's API."
     ),
 }
-"""What is decided otherwise here than the fixtures expect, and why."""
+"""Fixtures whose expectation this project does not share, and why."""
 
 
 def test_fixtures_pass_except_known_differences(tmp_path: Path) -> None:
@@ -37,5 +37,5 @@ def test_fixtures_pass_except_known_differences(tmp_path: Path) -> None:
     )
     cases = run(config).cases
     failed = {case.fixture_id: case.status.value for case in cases if case.status.value != "pass"}
-    assert failed == dict.fromkeys(OTHERWISE, "fail")
+    assert failed == dict.fromkeys(KNOWN_DIFFERENCES, "fail")
     assert len(cases) == 51

@@ -1,4 +1,4 @@
-"""A real vLLM: that at ``VLLM_URL``, or one that ``benchmarks/vllm_cpu.py`` sets up and starts."""
+"""A real vLLM: the one at ``VLLM_URL``, or one that ``benchmarks/vllm_cpu.py`` sets up and runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECONDS = 1800
 
 @pytest.fixture(scope="session")
 def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Its URL."""
+    """The URL of vLLM."""
     if url := os.environ.get("VLLM_URL"):
         yield url
         return

@@ -845,7 +845,7 @@ def test_sigterm_lets_streams_end_and_takes_no_more() -> None:
             until(lambda: status(port, "/ready") == 503, "the drain to begin")
             assert status(port, "/health") == 200
             refused = httpx.post(base + CHAT, json=USER, timeout=180)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutdown_error")
             assert refused.headers["retry-after"] == "5"
             engine.held = False
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
@@ -871,7 +871,7 @@ def test_the_drain_has_a_limit() -> None:
             next(lines)
             running.send_signal(signal.SIGTERM)
             last = [line for line in lines if line.startswith("data: {")][-1]
-        assert json.loads(last[6:])["error"]["code"] == "shutting_down"
+        assert json.loads(last[6:])["error"]["code"] == "shutdown_error"
         running.wait(180)
         assert running.stderr is not None
         warnings = running.stderr.read()

@@ -23,11 +23,11 @@ DEFAULT_MAX_VALUES = ServerSettings().max_values
 
 
 async def parse_body(sent: bytes) -> Document:
-    return await body.parse(sent, ServerSettings.read())
+    return await body.parse_json(sent, ServerSettings.read())
 
 
 async def read(sent: Request) -> bytes:
-    return (await body.read(sent, ServerSettings.read()))[1].raw
+    return (await body.read_document(sent, ServerSettings.read()))[1].raw
 
 
 def request(*chunks: bytes, **headers: str) -> tuple[Request, list[bytes]]:
@@ -73,7 +73,7 @@ def test_gzip(cut: int, members: int) -> None:
     sent, _ = request(*chunks, content_encoding="gzip", content_length=str(len(data)))
 
     async def both() -> tuple[Request, Document]:
-        return await body.read(sent, ServerSettings.read())
+        return await body.read_document(sent, ServerSettings.read())
 
     again, document = asyncio.run(both())
     assert document.value == json.loads(text) and document.raw == text
@@ -120,7 +120,7 @@ def test_another_encoding_is_refused_by_its_name(encoding: str) -> None:
 
 def test_body_within_the_limit_can_be_read_again() -> None:
     sent, _ = request(b"[1,", b"2]")
-    within, document = asyncio.run(body.read(sent, ServerSettings.read()))
+    within, document = asyncio.run(body.read_document(sent, ServerSettings.read()))
     assert (asyncio.run(within.body()), document.value) == (b"[1,2]", [1, 2])
 
 

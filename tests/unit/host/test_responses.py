@@ -65,11 +65,15 @@ from vllm_mlx_harmony.server.responses.lookup import References, read
 from vllm_mlx_harmony.server.responses.routes import COMPACT
 from vllm_mlx_harmony.server.responses.websocket import (
     MAX_WAITING,
-    Conversation,
-    converse,
+    ResponsesSocket,
+    serve_socket,
 )
 from vllm_mlx_harmony.server.settings import ServerSettings
-from vllm_mlx_harmony.server.storage.background import AT_ONCE, Background, Running
+from vllm_mlx_harmony.server.storage.background import (
+    AT_ONCE,
+    BackgroundResponse,
+    BackgroundResponses,
+)
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 from vllm_mlx_harmony.server.storage.single_server import SingleServer
 from vllm_mlx_harmony.server.storage.store import MemoryStore, StoredResponse
@@ -338,7 +342,7 @@ def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
     return replace(job, write_last=emitter.write_last)
 
 
-async def running_in(background: Background, job: Job) -> Running:
+async def running_in(background: BackgroundResponses, job: Job) -> BackgroundResponse:
     emitter: Any = job.emitter
     return await background.start(job, emitter, begin)
 
@@ -388,7 +392,7 @@ async def no_turn(_: Any) -> AsyncIterator[list[Delta]]:
     yield SAID[0]
 
 
-async def collected(running: Running, start: int = 0) -> list[Event]:
+async def collected(running: BackgroundResponse, start: int = 0) -> list[Event]:
     return [event async for event in running.follow(start)]
 
 
@@ -397,7 +401,7 @@ def test_replays_leave_the_event_loop_to_others(turns: Callable[[Any], None]) ->
     turns(no_turn)
 
     async def test() -> None:
-        running = await running_in(Background(), job(answer(background=True)))
+        running = await running_in(BackgroundResponses(), job(answer(background=True)))
         running.events += [Event(str(number)) for number in range(500)] + [DONE]
         reads = 0
         longest = 0
@@ -423,7 +427,7 @@ def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> Non
     turns(slowly)
 
     async def test() -> None:
-        running = await running_in(Background(), job(answer(background=True)))
+        running = await running_in(BackgroundResponses(), job(answer(background=True)))
         live = await collected(running, start)
         assert check(running.events)["status"] == "completed"
         assert live == await collected(running, start) == running.events[start:]
@@ -445,7 +449,7 @@ def test_silence_is_broken(
         given = replace(given, server_settings=ServerSettings(ping_seconds=0.01))
 
     async def test() -> None:
-        running = await running_in(Background(), given)
+        running = await running_in(BackgroundResponses(), given)
         for start in (0, 2):
             events = running.follow(start)
             read: list[Event] = []
@@ -468,7 +472,7 @@ def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStor
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = await running_in(Background(), given)
+        running = await running_in(BackgroundResponses(), given)
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
@@ -488,7 +492,7 @@ def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
 
     async def test() -> None:
         given = job(answer(background=True))
-        running = await running_in(Background(), given)
+        running = await running_in(BackgroundResponses(), given)
         assert running.document["status"] == "queued"
         await running.cancel()
         assert given.lease.released
@@ -501,7 +505,7 @@ def test_queued_response_has_its_events(turns: Callable[[Any], None]) -> None:
     turns(no_turn)
 
     async def test() -> None:
-        running = await running_in(Background(), job(answer(background=True)))
+        running = await running_in(BackgroundResponses(), job(answer(background=True)))
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -517,7 +521,7 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
 
     async def test() -> None:
         given = job(answer(background=True), 0.05)
-        running = await running_in(Background(), given)
+        running = await running_in(BackgroundResponses(), given)
         await collected(running)
         assert not given.lease.released
         await running.cancel()
@@ -543,7 +547,7 @@ def slow() -> Slow:
     return store
 
 
-async def while_it_is_kept() -> Running:
+async def while_it_is_kept() -> BackgroundResponse:
     given = job(answer(background=True))
     emitter: Any = given.emitter
     running = await NOW[0].responses.start(given, emitter, begin)
@@ -591,7 +595,7 @@ def test_unfinished_response_cannot_be_continued(turns: Callable[[Any], None], s
 
     async def test() -> None:
         running = await while_it_is_kept()
-        for api in (routes.RESPONSES, COMPACT, Conversation(Socket())._api):
+        for api in (routes.RESPONSES, COMPACT, ResponsesSocket(Socket())._api):
             with pytest.raises(RequestError) as caught:
                 await asyncio.to_thread(api.read, body, Defaults(), caller())
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
@@ -606,7 +610,7 @@ def test_completed_response_cannot_be_cancelled(turns: Callable[[Any], None]) ->
     turns(slowly)
 
     async def test() -> None:
-        running = await running_in(Background(), job(answer(background=True)))
+        running = await running_in(BackgroundResponses(), job(answer(background=True)))
         await collected(running)
         await running.cancel()
         assert running.document["status"] == "completed"
@@ -614,7 +618,7 @@ def test_completed_response_cannot_be_cancelled(turns: Callable[[Any], None]) ->
     asynchronous(test)
 
 
-def there(background: Background, number: int) -> bool:
+def there(background: BackgroundResponses, number: int) -> bool:
     return background.get(AnswerKey(f"resp_{number:020x}", TENANT)) is not None
 
 
@@ -622,7 +626,7 @@ def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
     turns(slowly)
 
     async def test() -> None:
-        background = Background(max_events=20)
+        background = BackgroundResponses(max_events=20)
         for number in range(4):
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
@@ -639,7 +643,7 @@ def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
     turns(at_once)
 
     async def test() -> None:
-        background = Background(max_bytes=300_000)
+        background = BackgroundResponses(max_bytes=300_000)
         for number in range(4):
             kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
@@ -662,7 +666,7 @@ def test_completed_response_keeps_only_its_documents(
         kept = answer(background=True)
         given = job(kept)
         held = [weakref.ref(given.lease), weakref.ref(kept)]
-        running = await running_in(Background(), given)
+        running = await running_in(BackgroundResponses(), given)
         del given, kept
         await asyncio.sleep(0.01)
         await running.cancel()
@@ -921,7 +925,7 @@ def test_websocket_access(
     monkeypatch.setattr(server, "_api_key", key)
     socket: Any = Socket(hangs_up=True)
     socket.headers = Headers(headers)
-    asyncio.run(converse(socket))
+    asyncio.run(serve_socket(socket))
     assert socket.denied == status
     assert socket.accepted is (status is None)
 
@@ -930,7 +934,7 @@ def test_websocket_access(
 def test_a_connection_does_not_last_for_ever() -> None:
     async def test() -> None:
         socket: Any = Socket()
-        await Conversation(socket, lifetime=0.01).serve()
+        await ResponsesSocket(socket, lifetime=0.01).serve()
         assert [event["error"]["code"] for event in socket.sent] == [
             "websocket_connection_limit_reached"
         ]
@@ -957,7 +961,7 @@ def test_a_flood_ends_the_connection(messages: list[str], code: int | None) -> N
 
     async def test() -> None:
         socket: Any = Socket(*messages, hangs_up=True)
-        await Conversation(socket).serve()
+        await ResponsesSocket(socket).serve()
         assert socket.code == code
 
     asynchronous(test)
@@ -981,7 +985,7 @@ def test_stalled_websocket_is_aborted() -> None:
 
     async def test() -> None:
         socket: Any = Full("{}")
-        await Conversation(socket).serve()
+        await ResponsesSocket(socket).serve()
         assert aborted == [True]
         assert not installed_in(server.app).answers.unread
 
@@ -993,7 +997,7 @@ def test_other_model_has_no_websocket() -> None:
     async def test() -> None:
         message = {"type": "response.create", "model": "foreign", "input": "Bonjour ?"}
         socket: Any = Socket(json.dumps(message))
-        talking = asyncio.ensure_future(Conversation(socket, lifetime=5).serve())
+        talking = asyncio.ensure_future(ResponsesSocket(socket, lifetime=5).serve())
         while not socket.sent:
             await asyncio.sleep(0.01)
         talking.cancel()
@@ -1044,12 +1048,12 @@ def test_answers_in_the_background_are_bounded_in_all(
     monkeypatch.setenv("VLLM_MLX_HARMONY_BACKGROUND_BYTES", "98k")
 
     async def test() -> None:
-        async def another(number: int) -> Running:
+        async def another(number: int) -> BackgroundResponse:
             kept = answer(background=True)
             kept._info = ResponseInfo(f"{number:020x}", 0, "m")
             return await running_in(background, job(kept))
 
-        background = Background()
+        background = BackgroundResponses()
         first = await another(1)
         second = await another(2)
         with pytest.raises(HostError) as full:

@@ -408,15 +408,18 @@ def test_refusals(
 NEVER = 3600.0
 """Seconds after which what a test must bring about would come by itself."""
 
+SILENCE = 0.1
+"""Seconds after which a silent engine is given up."""
+
 
 class Lent:
-    """A lease on an engine that is none; says when it was given back."""
+    """A lease on an engine that is none; says when it was given back. Only silence has a limit."""
 
     tenant = "somebody"
 
     def __init__(self, engine: Engine, total: float) -> None:
         self.engine = engine
-        self.deadline = Deadline(total, time.monotonic() + total)
+        self.deadline = Deadline(total, time.monotonic() + NEVER)
         self.released = 0
         self.tracker = Tracked()
 
@@ -447,6 +450,7 @@ class Context:
     """A context that says nothing but how a turn begins and ends."""
 
     done = False
+    generated = False
 
     def render_for_completion(self) -> tuple[int, ...]:
         return (1, 2, 3)
@@ -455,6 +459,7 @@ class Context:
         return [Started(3, cached_tokens)]
 
     def append_output(self, ids: tuple[int, ...], logprobs: Any = ()) -> list[Delta]:
+        self.generated = True
         self.done = 99 in ids
         return []
 
@@ -553,17 +558,32 @@ def answer_to(turn: Job) -> Answer:
     return started(replace(turn, stream=False))
 
 
-def stubborn(computed: asyncio.Event) -> Generate:
-    """An engine in the middle of a step, which cannot be stopped until it is ``computed``."""
+def stubborn(computing: asyncio.Event, computed: asyncio.Event) -> Generate:
+    """An engine that is ``computing`` a step, and cannot be stopped until it is ``computed``."""
 
     async def generate(*_: Any) -> AsyncIterator[Step]:
         try:
             yield Step((7,))
+            computing.set()
             await asyncio.sleep(NEVER)
         finally:
             await computed.wait()
 
     return generate
+
+
+async def settle() -> None:
+    """Lets everything happen that waits for nothing."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def releases(turn: Any) -> int:
+    """Waits until the engine is released; returns how often it is."""
+    while not turn.lease.released:
+        await asyncio.sleep(0)
+    await settle()
+    return int(turn.lease.released)
 
 
 async def everything(turn: Job) -> list[Delta]:
@@ -591,7 +611,8 @@ async def at_once(turn: Job) -> None:
 async def until_cancelled(turn: Job) -> None:
     answering = answer_to(turn)
     reading = asyncio.ensure_future(answering.document())
-    await asyncio.sleep(0.02)
+    while not turn.context.generated:  # type: ignore[attr-defined]
+        await asyncio.sleep(0)
     reading.cancel()
     await asyncio.wait({reading})
     assert reading.cancelled()
@@ -616,6 +637,11 @@ ENDINGS = [
 ]
 
 
+def limit(result: str) -> float:
+    """The seconds of silence before a turn ends, where ``result`` is its end."""
+    return SILENCE if result == "timeout" else NEVER
+
+
 @pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
 def test_every_end_of_a_turn_is_counted(
     generated: Generate,
@@ -626,14 +652,13 @@ def test_every_end_of_a_turn_is_counted(
 ) -> None:
     async def test() -> None:
         engine = Engine(generated)
-        turn = job(engine, total=0.1)
+        turn = job(engine, total=limit(result))
         if error is None:
             await read(turn)
         else:
             with pytest.raises(error):
                 await read(turn)
-        for _ in range(20):  # of one that is silent the engine is stopped when the client knows
-            await asyncio.sleep(0)
+        await settle()  # of one that is silent the engine is stopped when the client knows
         assert turn.lease.released == 1  # type: ignore[attr-defined]
         assert turn.lease.tracker.results[0] == result  # type: ignore[attr-defined]
         assert turn.lease.tracker.tokens == tokens  # type: ignore[attr-defined]
@@ -643,20 +668,26 @@ def test_every_end_of_a_turn_is_counted(
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-@pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
+@pytest.mark.parametrize(
+    ("generated", "read", "result"),
+    [
+        pytest.param(generated, read, result, id=row.id)
+        for row in ENDINGS
+        for generated, read, _, result, _ in [row.values]
+    ],
+)
 def test_ended_answer_is_freed_without_the_collector(
-    generated: Generate, read: Callable[[Job], Awaitable[Any]], error: Any, result: str, tokens: Any
+    generated: Generate, read: Callable[[Job], Awaitable[Any]], result: str
 ) -> None:
     """It holds a prompt, and a failure the frames that it went through."""
 
     async def test() -> None:
-        turn = job(Engine(generated), total=0.1)
+        turn = job(Engine(generated), total=limit(result))
         held = weakref.ref(turn.context)
         with suppress(HarmonyFailure):
             await read(turn)
         del turn
-        for _ in range(20):
-            await asyncio.sleep(0)
+        await settle()
         assert held() is None
 
     gc.collect()
@@ -672,24 +703,22 @@ def test_client_does_not_wait_for_a_running_step(how: str) -> None:
     """But whoever wants to unload the model does."""
 
     async def test() -> None:
-        computed = asyncio.Event()
-        turn = replace(
-            job(Engine(stubborn(computed)), total=0.1 if how == "silence" else NEVER), id_seed="a"
-        )
+        computing, computed = asyncio.Event(), asyncio.Event()
+        engine = Engine(stubborn(computing, computed))
+        turn = replace(job(engine, total=SILENCE if how == "silence" else NEVER), id_seed="a")
         reading = asyncio.ensure_future(everything(turn))
-        await asyncio.sleep(0.02)
+        await computing.wait()
         if how == "cancelled":
             assert ANSWERS.cancel(AnswerKey("a", turn.lease.tenant))
         elif how == "the server ends":
-            ANSWERS.end_all(HostError("the server is shutting down", code="shutting_down"))
+            ANSWERS.end_all(HostError("the server is shutting down", code="shutdown_error"))
         done, _ = await asyncio.wait({reading}, timeout=30)
         left = ANSWERS.running, turn.lease.released  # type: ignore[attr-defined]
         computed.set()  # before anything fails, because it must end first
         assert done and left == ([], 0)
         with pytest.raises((HostError, OutputError)):
             await reading
-        await asyncio.sleep(0.02)
-        assert turn.lease.released == 1  # type: ignore[attr-defined]
+        assert await releases(turn) == 1
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -701,34 +730,36 @@ def test_engine_is_released_after_a_reader_leaves(
     """The time of its request ran out just when the answer was ended."""
 
     async def test() -> None:
-        computed = asyncio.Event()
-        turn = job(Engine(stubborn(computed)))
+        computing, computed = asyncio.Event(), asyncio.Event()
+        turn = job(Engine(stubborn(computing, computed)))
         answering = answer_to(turn)
-        await asyncio.sleep(0.02)
+        await computing.wait()
         answering.end(HostError("late", status=504))
         if read:
             with pytest.raises(HostError):
                 await answering.document()
         closing = asyncio.ensure_future(answering.aclose())
-        await asyncio.sleep(0.02)
+        await settle()
         assert closing.done() is read
         computed.set()
         await closing
-        await asyncio.sleep(0.02)
-        assert turn.lease.released == 1  # type: ignore[attr-defined]
+        assert await releases(turn) == 1
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
 def test_request_waiting_for_its_first_step_is_cancellable() -> None:
-    async def queued(*_: Any) -> AsyncIterator[Step]:
-        await asyncio.sleep(NEVER)
-        yield Step((7,))
-
     async def test() -> None:
+        arrived = asyncio.Event()
+
+        async def queued(*_: Any) -> AsyncIterator[Step]:
+            arrived.set()
+            await asyncio.sleep(NEVER)
+            yield Step((7,))
+
         turn = replace(job(Engine(queued)), id_seed="a")
         waiting = asyncio.ensure_future(everything(turn))
-        await asyncio.sleep(0.02)
+        await arrived.wait()
         assert ANSWERS.cancel(AnswerKey("a", turn.lease.tenant))
         with pytest.raises(OutputError):
             await asyncio.wait_for(waiting, 60)
@@ -796,9 +827,7 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):
             await EventStream(request, events)(scope, receive, send)
-        for _ in range(20):
-            await asyncio.sleep(0.01)
-        assert turn.lease.released == 1  # type: ignore[attr-defined]
+        assert await releases(turn) == 1
 
     gc.disable()
     try:

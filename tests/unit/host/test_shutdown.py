@@ -6,7 +6,6 @@ import asyncio
 import importlib
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +37,35 @@ def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     contract.activate()
     yield event
     contract.deactivate()
+
+
+class Clock:
+    """The time of `shutdown`, which passes only while a shutdown sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        await asyncio.sleep(0)
+
+    async def passed(self, seconds: float) -> None:
+        """Waits until the shutdown has slept for ``seconds``."""
+        until = self.now + seconds
+        while self.now < until:
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(shutdown, "time", clock)
+    sleeping = SimpleNamespace(sleep=clock.sleep, to_thread=asyncio.to_thread)
+    monkeypatch.setattr(shutdown, "asyncio", sleeping)
+    return clock
 
 
 def answers() -> Answers:
@@ -81,7 +109,7 @@ def end(uvicorns: Any, during: Any = None) -> list[Any]:
 
     async def test() -> None:
         beside = asyncio.ensure_future(during()) if during else None
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         await uvicorns.shutdown()
         assert answers().rejection() is None
         if beside is not None:
@@ -93,9 +121,12 @@ def end(uvicorns: Any, during: Any = None) -> list[Any]:
 
 
 @pytest.mark.parametrize("given", [None, 0.1, 50])
-def test_with_nothing_to_do_it_does_not_wait(given: float | None) -> None:
+def test_shutdown_without_answers_leaves_uvicorn_the_whole_limit(
+    given: float | None, clock: Clock
+) -> None:
     ((_, left),) = end(Draining(given))
-    assert left <= 1 if given is None else left == min(given, left)
+    assert left == pytest.approx(0.3 if given is None else min(given, 0.3))
+    assert clock.now == 100
 
 
 def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,12 +139,12 @@ def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> No
     assert closed == [(resources.WRITTEN_WITHIN, 1)]
 
 
-def test_answer_that_ends_in_time_is_complete() -> None:
+def test_answer_that_ends_in_time_is_complete(clock: Clock) -> None:
     ended: list[bool] = []
 
     async def answering() -> None:
         answer = Running()
-        await asyncio.sleep(0.2)
+        await clock.passed(0.15)
         ended.append(answer.failure.done())
         answer.leave()
 
@@ -122,20 +153,21 @@ def test_answer_that_ends_in_time_is_complete() -> None:
     assert seen[0][0] == []
 
 
-def test_running_answer_is_ended_before_uvicorn_hangs_up() -> None:
+def test_running_answer_is_ended_before_uvicorn_hangs_up(clock: Clock) -> None:
     failures: list[HarmonyFailure] = []
 
     async def answering() -> None:
         answer = Running()
         failures.append(await answer.failure)
+        assert 0.2 < clock.now - 100 < 0.3
         answer.leave()
 
     seen = end(Draining(), answering)
-    assert [(failure.status, failure.code) for failure in failures] == [(503, "shutting_down")]
+    assert [(failure.status, failure.code) for failure in failures] == [(503, "shutdown_error")]
     assert seen[0][0] == []
 
 
-def test_the_limit_counts_from_the_signal() -> None:
+def test_the_limit_counts_from_the_signal(clock: Clock) -> None:
     """uvicorn looks whether it was told to end ten times a second, or later on a busy machine."""
     failures: list[HarmonyFailure] = []
     stopping = Draining()
@@ -143,10 +175,9 @@ def test_the_limit_counts_from_the_signal() -> None:
 
     async def answering() -> None:
         answer = Running()
-        time.sleep(0.3)
-        began = time.monotonic()
+        clock.now += 0.3
         failures.append(await answer.failure)
-        assert time.monotonic() - began < 0.15
+        assert clock.now < 100.4  # at once
         answer.leave()
 
     end(stopping, answering)
@@ -165,14 +196,14 @@ def test_embedded_server_does_not_end_the_process(killed: threading.Event) -> No
     assert not killed.wait(1.5)
 
 
-def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up() -> None:
+def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up(clock: Clock) -> None:
     """Generated it is already, in words or whole; but not yet on its way to the client."""
     stopping = Draining()
     read: list[bool] = []
 
     async def reading() -> None:
-        with answers().delays_shutdown():
-            await asyncio.sleep(0.4)  # longer than the limit
+        with answers().delay_shutdown():
+            await clock.passed(0.4)  # longer than the limit
             read.append(not stopping.seen)
 
     end(stopping, reading)

@@ -165,6 +165,27 @@ def test_tenants_take_turns() -> None:
     assert not pool.writing.taken
 
 
+def test_request_that_times_out_moves_no_other() -> None:
+    """Only a tenant that gets a place lets the others' requests go first."""
+    pool, order = WorkerPool(), list[str]()
+
+    def write(tenant: str) -> None:
+        with pool.writing.place(tenant):
+            order.append(tenant)
+
+    threads: list[threading.Thread] = []
+    with pool.writing.place("holder"):
+        threads.extend(in_threads(partial(write, "a")))
+        assert wait_until(lambda: len(pool.writing.waiting) == 1)
+        threads.extend(in_threads(partial(write, "b")))
+        assert wait_until(lambda: len(pool.writing.waiting) == 2)
+        with pytest.raises(CheckUnavailable), pool.writing.place("a", until=0.0):
+            pass
+    for thread in threads:
+        thread.join()
+    assert order == ["a", "b"]
+
+
 def test_slow_check_does_not_delay_other_tenants(pool: WorkerPool) -> None:
     stop = threading.Event()
 

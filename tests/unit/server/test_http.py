@@ -26,7 +26,7 @@ from vllm_mlx_harmony.server.answers import SHUTTING_DOWN
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.front_end import front_end_of, installed_in
 from vllm_mlx_harmony.server.host import Deadline, Lease
-from vllm_mlx_harmony.server.observer import Observed
+from vllm_mlx_harmony.server.observer import ObservedRequest
 
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
@@ -306,13 +306,13 @@ def test_failing_observer_changes_no_answer(method: str, stream: bool) -> None:
     host = Alone(ScriptedEngine(SCRIPTS))
     test_client = client(host)
 
-    def make(_: Observed) -> Any:
+    def make(_: ObservedRequest) -> Any:
         if not method:
             raise ValueError("no observer")
         return Fails(method)
 
     body = {**CHAT, "stream": stream}
-    installed_in(host.app).observe.append(make)
+    installed_in(host.app).observer_factories.append(make)
     response = test_client.post("/v1/chat/completions", json=body)
     assert response.status_code == 200
     assert "Good" in response.text and ("[DONE]" in response.text) is stream

@@ -30,11 +30,11 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.inspector import record, routes
 from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.protocols.events import Event
-from vllm_mlx_harmony.server.answers import shutting_down
+from vllm_mlx_harmony.server.answers import shutdown_error
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.body import Document
 from vllm_mlx_harmony.server.front_end import front_end_of, installed_in
-from vllm_mlx_harmony.server.observer import Observed
+from vllm_mlx_harmony.server.observer import ObservedRequest
 from vllm_mlx_harmony.server.settings import ServerSettings
 
 SCRIPT = (
@@ -97,7 +97,7 @@ class Site:
         """Begins the shutdown after one check by the middleware and ``checks`` by the inspector."""
         answers = installed_in(self.app).answers
         results = iter([None] * (1 + checks))
-        monkeypatch.setattr(answers, "rejection", lambda: next(results, shutting_down()))
+        monkeypatch.setattr(answers, "rejection", lambda: next(results, shutdown_error()))
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -416,9 +416,9 @@ def test_page_ends_reasoning() -> None:
 # --- What a record holds
 
 
-def observed(key: str = "a", raw: bytes = b"{}", value: object = None) -> Observed:
+def observed(key: str = "a", raw: bytes = b"{}", value: object = None) -> ObservedRequest:
     document = Document({} if value is None else value, raw=raw)
-    return Observed("responses", "/v1/responses", document, "m", True, key, "t", "o")
+    return ObservedRequest("responses", "/v1/responses", document, "m", True, key, "t", "o")
 
 
 def test_tool_results_are_marked() -> None:
@@ -517,7 +517,7 @@ def test_long_answers_and_bodies_are_cut(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_undo_removes_inspector(site: Site) -> None:
     site.undo()
-    assert front_end_of(HTTPConnection({"type": "http", "app": site.app})).observe == []
+    assert front_end_of(HTTPConnection({"type": "http", "app": site.app})).observer_factories == []
     assert site.browser.get("/harmony").status_code == 404
     assert site.post().status_code == 200
 

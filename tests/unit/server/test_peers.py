@@ -31,7 +31,7 @@ def test_answer_between_heartbeats_can_be_cancelled(
         def ended(self, name: Any) -> None:
             assert name == ANSWER
 
-    class Observed(Answers):
+    class ObservedRequest(Answers):
         @property
         def running(self) -> list[AnswerKey]:
             nonlocal beats
@@ -45,7 +45,7 @@ def test_answer_between_heartbeats_can_be_cancelled(
             return True
 
     directory: Any = Directory()
-    heartbeat, observed = Heartbeat(directory), Observed()
+    heartbeat, observed = Heartbeat(directory), ObservedRequest()
 
     class Loop(asyncio.SelectorEventLoop):
         """Begins the answer while a thread sends the heartbeat."""

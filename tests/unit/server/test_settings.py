@@ -32,6 +32,8 @@ READ: list[tuple[str, str, object]] = [
     ("max_body", " 1T ", 1 << 40),
     ("max_body", "", 32 << 20),
     ("max_body", "  ", 32 << 20),
+    ("ping_seconds", "2.5", 2.5),
+    ("ping_seconds", "0", 0),
     ("date", "2025-01-31", "2025-01-31"),
     ("date", "None", "none"),
     ("date", "today", "today"),
@@ -63,6 +65,7 @@ NO_SIZES = ["many", "-1", "0.5", "16X", "1G2", "1e6", "٣", "9" * 400]
 
 INVALID: list[tuple[str, str, str]] = [
     *(("max_body", text, "is not a number such as 32 or 64M") for text in NO_SIZES),
+    *(("ping_seconds", text, "is not a number of seconds") for text in ("5K", "-1", "nan", "inf")),
     ("queue", "0", "'0' is less than 1"),
     ("pause_ms", "0", "'0' is less than 1"),
     ("store_seconds", "0", "'0' is less than 1"),

@@ -124,6 +124,22 @@ def test_declarations_come_back(open_store: Open) -> None:
     assert stored.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize(
+    "text", ['["Unknown", "a"]', '["User"]', '["User", "a", "b", "c", "d"]', "nonsense"]
+)
+def test_what_another_version_wrote_is_absent(
+    open_store: Open, text: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_store()
+    with monkeypatch.context() as patch:
+        patch.setattr(StoredResponse, "text", lambda _: f'["a", {{}}, [], [{text}], ""]')
+        store.put(response("a"))
+    assert store.get("a", TENANT) is None
+    assert "cannot be read" in caplog.text
+    store.put(response("a"))
+    assert store.get("a", TENANT) == response("a")
+
+
 def test_second_put_replaces_response(open_store: Open) -> None:
     store = open_store()
     store.put(response("a"))
@@ -414,7 +430,9 @@ class FullDisk(sqlite3.Connection):
 
     def execute(self, sql: str, *args: Any) -> sqlite3.Cursor:
         if self.reserve.exists() and sql.startswith(("INSERT", "DELETE", "UPDATE")):
-            raise sqlite3.OperationalError("database or disk is full")
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
         return super().execute(sql, *args)
 
 

@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 from vllm_mlx_harmony.core.turn import Answer, User
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import enforcement
-from vllm_mlx_harmony.server.answers import SHUTTING_DOWN, shutting_down
+from vllm_mlx_harmony.server.answers import SHUTTING_DOWN, shutdown_error
 from vllm_mlx_harmony.server.front_end import installed_in
 
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
@@ -113,7 +113,7 @@ def test_shutdown_ends_only_answers_of_its_application() -> None:
             (key,) = stopped.answers.running
             assert not running.answers.cancel(key)
             stopped.answers.reject_new(True)
-            stopped.answers.end_all(shutting_down())
+            stopped.answers.end_all(shutdown_error())
             failed = await answers[0]
             assert failed.json()["error"]["code"] == SHUTTING_DOWN
             assert (await stopped_client.get("/v1/models")).status_code == 503

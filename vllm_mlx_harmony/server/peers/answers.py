@@ -24,7 +24,7 @@ from typing import Any
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError, key_of
-from vllm_mlx_harmony.server.storage.background import Running
+from vllm_mlx_harmony.server.storage.background import BackgroundResponse
 from vllm_mlx_harmony.server.storage.sharing import REPORT_SECONDS
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -140,12 +140,12 @@ class Heartbeat:
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
-        self._sent: dict[Running, int] = {}  # the number of events in Redis
+        self._sent: dict[BackgroundResponse, int] = {}  # the number of events in Redis
         self._executing: dict[AnswerKey, asyncio.Future[None]] = {}
         self._task: asyncio.Future[None] | None = None
         self._idle = 0  # heartbeats without an answer, since the last one began
 
-    def begin(self, answers: Answers, background: Running | None = None) -> None:
+    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
         """One of ``answers`` begins, maybe that of a ``background`` response."""
         if background is not None:
             self._sent[background] = 0
@@ -189,7 +189,7 @@ class Heartbeat:
         self,
         answers: Answers,
         key: AnswerKey,
-        background: Running | None,
+        background: BackgroundResponse | None,
         command: Command,
     ) -> None:
         """Carries out ``command``. For a background response the next heartbeat removes it."""

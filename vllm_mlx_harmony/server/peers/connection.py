@@ -20,7 +20,7 @@ from hashlib import blake2b
 from typing import Any, TypeVar
 
 from vllm_mlx_harmony.core.errors import StoreError
-from vllm_mlx_harmony.server.settings import STORE_VARIABLE, ServerSettings
+from vllm_mlx_harmony.server.settings import STORE_VARIABLE, ServerSettings, without_password
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -51,13 +51,13 @@ class Connection:
             from redis.retry import Retry
         except ImportError as error:
             problem = (
-                f"{STORE_VARIABLE}={_without_password(url)} requires the redis package: "
+                f"{STORE_VARIABLE}={without_password(url)} requires the redis package: "
                 "pip install 'redis>=5'"
             )
             raise PeersError(problem) from error
         self._unreachable = (redis.ConnectionError, redis.TimeoutError, OSError)
         self._refused = redis.RedisError
-        self._name = _without_password(url)
+        self._name = without_password(url)
         self._lock = threading.Lock()
         self._paused_until = 0.0
         self.seconds = seconds
@@ -123,11 +123,6 @@ def _encryption_key(client: Any) -> bytes:
     if found is None or len(found) != _KEY_BYTES:
         raise PeersError(f"{_KEY_NAME} is not a key")
     return found
-
-
-def _without_password(url: str) -> str:
-    scheme, _, rest = url.partition("://")
-    return f"{scheme}://{rest.rpartition('@')[2]}"
 
 
 def connect(settings: ServerSettings) -> Connection | None:

@@ -21,7 +21,7 @@ from vllm_mlx_harmony.server.peers.answers import (
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
 from vllm_mlx_harmony.server.peers.store import SharedStore
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
-from vllm_mlx_harmony.server.storage.background import Running
+from vllm_mlx_harmony.server.storage.background import BackgroundResponse
 from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
 from vllm_mlx_harmony.tasks import in_thread
 
@@ -36,7 +36,7 @@ class RedisSharing:
         self._directory = Directory(connection)
         self._heartbeat = Heartbeat(self._directory)
 
-    def begin(self, answers: Answers, background: Running | None = None) -> None:
+    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
         self._heartbeat.begin(answers, background)
 
     async def cancel(self, key: AnswerKey) -> bool:

@@ -31,11 +31,11 @@ class SharedStore:
         if text is None:
             return None
         try:
-            return StoredResponse.of_text(zlib.decompress(text).decode())
-        except (ValueError, TypeError, KeyError, zlib.error) as error:
-            # Another version's, or another program's: absent (docs/gateway.md).
+            written = zlib.decompress(text).decode()
+        except (ValueError, zlib.error) as error:  # another program's: absent (docs/gateway.md)
             logger.warning("an entry in Redis cannot be read: %s", type(error).__name__)
             return None
+        return StoredResponse.of_text(written)
 
     def delete(self, key: str, tenant: str) -> bool:
         name = key_of("response", tenant, key)

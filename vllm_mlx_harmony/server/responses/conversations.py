@@ -15,18 +15,16 @@ from starlette.responses import Response
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import encode_in_chunks
 from vllm_mlx_harmony.protocols.responses import conversations, resource
 from vllm_mlx_harmony.protocols.responses.schema import Item
 from vllm_mlx_harmony.server.answers import AnswerKey
-from vllm_mlx_harmony.server.body import read as read_body
+from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.encryption import ServerCipher
-from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
+from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, json_in_thread
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.storage.conversations import Conversations
 from vllm_mlx_harmony.server.storage.store import StoredResponse
-from vllm_mlx_harmony.tasks import in_thread
 
 
 def _read_all(
@@ -174,15 +172,13 @@ def _conversations(caller: Caller) -> Conversations:
 async def _body(request: Request) -> tuple[Defaults, object]:
     """The server's defaults, and the parsed body of a request."""
     front_end = front_end_of(request)
-    _, document = await read_body(request, front_end.settings)
+    _, document = await read_document(request, front_end.settings)
     return front_end.host.defaults(None), document.value
 
 
 async def _answer(request: Request, made: Callable[[Caller], Mapping[str, Any]]) -> Response:
     """The document that ``made`` makes for a caller, in a thread: it may read long items."""
-    caller = Caller(front_end_of(request), tenant_of(request))
-    text = await in_thread(lambda: encode_in_chunks(made(caller)))
-    return Response(text, media_type="application/json")
+    return await json_in_thread(made, Caller(front_end_of(request), tenant_of(request)))
 
 
 _ALL = "/v1/conversations"

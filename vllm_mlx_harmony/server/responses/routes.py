@@ -12,10 +12,10 @@ from vllm_mlx_harmony.core.deltas import Delta
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
-from vllm_mlx_harmony.protocols.events import Event, encode_in_chunks
+from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answers import AnswerKey
-from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint
+from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, json_in_thread
 from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.responses import lookup
@@ -29,7 +29,6 @@ from vllm_mlx_harmony.server.serving import (
 )
 from vllm_mlx_harmony.server.storage.persistence import new_id_seed
 from vllm_mlx_harmony.server.streams import EventStream
-from vllm_mlx_harmony.tasks import in_thread
 
 
 class _CompactionEmitter:
@@ -78,7 +77,8 @@ async def _create(received: Received) -> Response:
     front_end.sharing.begin(front_end.answers, running)
     if job.stream:
         return EventStream(received.request, running.follow())
-    return JSONResponse(running.document)
+    document = running.document
+    return await json_in_thread(lambda: document)
 
 
 async def compact_response(request: Request) -> Response:
@@ -109,7 +109,8 @@ async def retrieve_response(request: Request, response_id: str) -> Response:
     front_end = front_end_of(request)
     found = await front_end.responses.find(_key(request, response_id))
     if not streams:
-        return JSONResponse(found.document)
+        document = found.document
+        return await json_in_thread(lambda: document)
     # The response continues even if this reader disconnects.
     pings_after = front_end.settings.ping_seconds
     return EventStream(request, await front_end.responses.follow(found, start, pings_after))
@@ -126,10 +127,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     """``GET /v1/responses/{response_id}/input_items``: a page of the input."""
     found = await front_end_of(request).responses.find(_key(request, response_id))
 
-    def page() -> str:  # an item may be as long as the request was
-        return encode_in_chunks(resource.page(found.input_items, request.query_params))
-
-    return Response(await in_thread(page), media_type="application/json")
+    return await json_in_thread(lambda: resource.page(found.input_items, request.query_params))
 
 
 async def cancel_response(request: Request, response_id: str) -> Response:
@@ -139,7 +137,8 @@ async def cancel_response(request: Request, response_id: str) -> Response:
         raise RequestError(
             "only responses created with background=true can be cancelled", param="response_id"
         )
-    return JSONResponse((await front_end_of(request).responses.cancel(found)).document)
+    document = (await front_end_of(request).responses.cancel(found)).document
+    return await json_in_thread(lambda: document)
 
 
 # --- Paths

@@ -27,7 +27,7 @@ from vllm_mlx_harmony.core.deltas import Finished, Started, Usage
 from vllm_mlx_harmony.core.errors import HarmonyFailure, RequestError
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import DONE
-from vllm_mlx_harmony.server.body import Document, parse
+from vllm_mlx_harmony.server.body import Document, parse_json
 from vllm_mlx_harmony.server.endpoint import (
     failure_of,
     openai_error,
@@ -63,7 +63,7 @@ _TRANSPORT = frozenset({"type", "stream", "stream_options", "background", "gener
 """Fields of a message that do not belong to the request, or concern its transport."""
 
 
-async def converse(socket: WebSocket) -> None:
+async def serve_socket(socket: WebSocket) -> None:
     """``/v1/responses`` as a WebSocket: serves one response after the other until it is closed."""
     try:
         await host_of(socket).authenticate(socket)
@@ -71,10 +71,10 @@ async def converse(socket: WebSocket) -> None:
         await socket.send_denial_response(openai_error(error))
         return
     await socket.accept()
-    await Conversation(socket).serve()
+    await ResponsesSocket(socket).serve()
 
 
-class Conversation:
+class ResponsesSocket:
     """One connection. It keeps the last response, even if that is not stored."""
 
     def __init__(self, socket: WebSocket, lifetime: float = LIFETIME) -> None:
@@ -147,7 +147,7 @@ class Conversation:
                 if waiting.cancelled_caught:
                     break
                 self._waiting_bytes -= sys.getsizeof(text)
-                with self._front_end.answers.delays_shutdown():
+                with self._front_end.answers.delay_shutdown():
                     await self._answer(text)
             await self._send_error(_OVER)
             await self._socket.close()
@@ -156,7 +156,7 @@ class Conversation:
         document: dict[str, Any] = {}
         try:
             sent = (text or "").encode("utf-8", "surrogatepass")
-            message = await parse(sent, self._front_end.settings)
+            message = await parse_json(sent, self._front_end.settings)
             if (
                 not isinstance(message.value, dict)
                 or message.value.get("type") != "response.create"

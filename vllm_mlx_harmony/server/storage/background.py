@@ -37,7 +37,7 @@ TURN_BYTES = 64 * 1024
 """Minimum size of a running response, including its prompt."""
 
 
-class Running:
+class BackgroundResponse:
     """A background response.
 
     ``events`` has all events so far; the index of an event is its ``sequence_number``. ``bytes`` is
@@ -128,7 +128,7 @@ class Running:
         self._more = asyncio.Event()
 
 
-class Background:
+class BackgroundResponses:
     """The background responses of this server: those that run, and the last that ended.
 
     Ended responses are dropped only when another is started, so that even a large one can be read
@@ -137,11 +137,11 @@ class Background:
 
     def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_events, self._max_bytes = max_events, max_bytes
-        self._all: OrderedDict[AnswerKey, Running] = OrderedDict()
+        self._all: OrderedDict[AnswerKey, BackgroundResponse] = OrderedDict()
 
     async def start(
         self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
-    ) -> Running:
+    ) -> BackgroundResponse:
         """Starts the response of ``emitter``, whose answer ``begin`` makes (``Received.answer``).
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
@@ -162,11 +162,11 @@ class Background:
                 code="background_full",
                 retry_after=RETRY_SECONDS,
             )
-        running = Running(job, begin, emitter, written_input)
+        running = BackgroundResponse(job, begin, emitter, written_input)
         self._all[running.key] = running
         return running
 
-    def get(self, key: AnswerKey) -> Running | None:
+    def get(self, key: AnswerKey) -> BackgroundResponse | None:
         """The response, if it is in memory."""
         running = self._all.get(key)
         return None if running is None or running.deleted else running

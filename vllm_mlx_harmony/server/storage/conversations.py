@@ -49,7 +49,7 @@ class Conversations:
     def change(
         self, key: AnswerKey, change: Callable[[StoredResponse], StoredResponse]
     ) -> StoredResponse:
-        """Replaces the conversation by what ``change`` makes of it, and returns that.
+        """Replaces the conversation with the result of ``change``, and returns it.
 
         Raises ``RequestError`` 404, or if it becomes too large.
         """
@@ -92,5 +92,5 @@ class Conversations:
 
 
 def _tenant(key: AnswerKey) -> str:
-    """Whose conversations are those of the key's tenant."""
+    """The tenant under which conversations are stored, so that their ids are no responses'."""
     return f"{key.tenant}/conversations"

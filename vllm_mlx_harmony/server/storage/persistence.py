@@ -74,7 +74,7 @@ class StoringEmitter:
         return self._emitter.keep_alive()
 
     async def write_last(self, delta: Finished | Failed | None) -> list[Event]:
-        """The last events of the response, when it is stored. ``None``: it was cancelled."""
+        """Stores the response, then returns its last events. ``None``: it was cancelled."""
         if self._last is None:
             self._before = self._emitter.document()
             self._last = self._emitter.cancel() if delta is None else self._emitter.feed(delta)

@@ -17,7 +17,11 @@ from vllm_mlx_harmony.server.answer import Answer
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Context
-from vllm_mlx_harmony.server.storage.background import AT_ONCE, Background, Running
+from vllm_mlx_harmony.server.storage.background import (
+    AT_ONCE,
+    BackgroundResponse,
+    BackgroundResponses,
+)
 from vllm_mlx_harmony.server.storage.conversations import Conversations
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 from vllm_mlx_harmony.server.storage.sharing import REPORT_SECONDS, Sharing
@@ -31,7 +35,7 @@ class Responses:
     def __init__(self, sharing: Sharing) -> None:
         self._sharing = sharing
         self.conversations = Conversations(sharing.store)
-        self._background = Background()
+        self._background = BackgroundResponses()
         self._emitters: WeakValueDictionary[AnswerKey, StoringEmitter] = WeakValueDictionary()
         """Those of running responses, and of some that have ended."""
 
@@ -56,7 +60,7 @@ class Responses:
 
     async def start(
         self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
-    ) -> Running:
+    ) -> BackgroundResponse:
         """Starts a background response, whose answer ``begin`` makes.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
@@ -83,13 +87,13 @@ class Responses:
         """Whether another server generates the background response. Blocks."""
         return self._sharing.runs(key)
 
-    def background(self, key: AnswerKey) -> Running | None:
+    def background(self, key: AnswerKey) -> BackgroundResponse | None:
         """The background response, if this server has it in memory."""
         return self._background.get(key)
 
     # --- For any server
 
-    async def find(self, key: AnswerKey) -> Running | StoredResponse:
+    async def find(self, key: AnswerKey) -> BackgroundResponse | StoredResponse:
         """The response, which this server has in memory, or which is stored.
 
         Raises ``RequestError`` 404.
@@ -121,14 +125,14 @@ class Responses:
         return await asyncio.to_thread(self._sharing.runs, key)
 
     async def follow(
-        self, found: Running | StoredResponse, start: int, pings_after: float
+        self, found: BackgroundResponse | StoredResponse, start: int, pings_after: float
     ) -> AsyncGenerator[Event, None]:
         """The events from number ``start`` to the last, as they arrive.
 
         After ``pings_after`` seconds of silence, an event says that the response is running; 0:
         never. Raises ``RequestError`` if there are no events.
         """
-        if isinstance(found, Running):
+        if isinstance(found, BackgroundResponse):
             return found.follow(start)
         if (
             await asyncio.to_thread(self._sharing.has_events, found.key)
@@ -180,15 +184,25 @@ class Responses:
             return resource.running_event((await self._read(key)).document, number)
         return HEARTBEAT
 
-    async def cancel(self, found: Running | StoredResponse) -> Running | StoredResponse:
+    async def cancel(
+        self, found: BackgroundResponse | StoredResponse
+    ) -> BackgroundResponse | StoredResponse:
         """Cancels ``found`` on the server that generates it, and returns it afterwards."""
-        if isinstance(found, Running):
+        if isinstance(found, BackgroundResponse):
             await found.cancel()
             return found
         if not resource.is_running(found.document):
             return found
         await self._sharing.cancel_response(found.key)
         return await self._find_stored(found.key)
+
+    async def cancel_elsewhere(self, key: AnswerKey) -> bool:
+        """Cancels the background response if another server generates it; returns whether one
+        does. As an answer, it would fail."""
+        if not await self._runs(key):
+            return False
+        await self._sharing.cancel_response(key)
+        return True
 
     async def delete(self, key: AnswerKey) -> bool:
         """Ends and deletes the response on all servers; returns whether it existed."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
-from vllm_mlx_harmony.server.storage.background import Running
+from vllm_mlx_harmony.server.storage.background import BackgroundResponse
 from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
 
 REPORT_SECONDS = 0.5
@@ -39,7 +39,7 @@ class Sharing(Protocol):
 
     # --- Answers
 
-    def begin(self, answers: Answers, background: Running | None = None) -> None:
+    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
         """One of ``answers`` begins, maybe that of a ``background`` response. From now on, other
         servers can cancel it."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
-from vllm_mlx_harmony.server.storage.background import Running
+from vllm_mlx_harmony.server.storage.background import BackgroundResponse
 from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
 
 
@@ -21,7 +21,7 @@ class SingleServer:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def begin(self, answers: Answers, background: Running | None = None) -> None:
+    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
         pass
 
     async def cancel(self, key: AnswerKey) -> bool:

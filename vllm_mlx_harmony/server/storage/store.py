@@ -76,17 +76,21 @@ class StoredResponse:
         return f"[{encode(self.id)},{document},{','.join(lists)},{encode(self.tenant)}]"
 
     @classmethod
-    def of_text(cls, text: str) -> StoredResponse:
-        """The inverse of ``text``. Raises ``ValueError`` for any other text."""
-        key, document, input_items, written, tenant = parse_written(text)
-        messages: list[Message] = []
-        for name, *values in written:
-            kind = _MESSAGES[name]
-            if name in _NESTED:
-                members = dict(zip((field.name for field in fields(kind)), values, strict=True))
-                messages.append(TypeAdapter(kind).validate_python(members))
-            else:
-                messages.append(kind(*values))
+    def of_text(cls, text: str) -> StoredResponse | None:
+        """The inverse of ``text``; ``None``, with a warning, for what another version wrote."""
+        try:
+            key, document, input_items, written, tenant = parse_written(text)
+            messages: list[Message] = []
+            for name, *values in written:
+                kind = _MESSAGES[name]
+                if name in _NESTED:
+                    members = dict(zip((field.name for field in fields(kind)), values, strict=True))
+                    messages.append(TypeAdapter(kind).validate_python(members))
+                else:
+                    messages.append(kind(*values))
+        except (ValueError, TypeError, KeyError) as error:
+            logger.warning("a stored response cannot be read: %s", type(error).__name__)
+            return None
         return cls(key, document, input_items, tuple(messages), tenant)
 
 
@@ -216,8 +220,8 @@ class FileStore:
         return True
 
     def get(self, key: str, tenant: str) -> StoredResponse | None:
-        with self._failing():
-            self._follow()
+        with self._store_errors():
+            self._reopen_if_replaced()
             query = "SELECT text FROM response_texts WHERE tenant = ? AND id = ?"
             rows = self._database.read(query, tenant, key)
         if not rows:
@@ -231,10 +235,10 @@ class FileStore:
             return self._delete(key, tenant)
         except StoreError as error:
             cause = error.__cause__
-            full = isinstance(cause, sqlite3.OperationalError) and "full" in str(cause)
+            full = isinstance(cause, sqlite3.Error) and _code_of(cause) == sqlite3.SQLITE_FULL
             if not full or not self._reserve.exists():
                 raise
-        with self._lock, self._failing():
+        with self._lock, self._store_errors():
             # Some builds of SQLite overwrite deleted content with zeros, which takes more pages.
             file = self._database.file
             (secure,) = file.execute("PRAGMA secure_delete").fetchone()
@@ -259,28 +263,29 @@ class FileStore:
     @contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction of one thread at a time. It first records the uses since the last one."""
-        with self._lock, self._failing():
-            self._follow()
+        with self._lock, self._store_errors():
+            self._reopen_if_replaced()
             with self._database.writing() as file:
                 used, self._used = self._used, {}
-                for key in used:
+                for key in list(used):  # a reader may still be adding to it
                     update = f"UPDATE responses SET used = {_NEXT} WHERE tenant = ? AND id = ?"
                     file.execute(update, key)
                 yield file
 
     @contextmanager
-    def _failing(self) -> Iterator[None]:
+    def _store_errors(self) -> Iterator[None]:
         """Raises errors of the disk as ``StoreError``, and any call as one during a pause."""
         if time.monotonic() < self._paused_until:
             raise StoreError(f"{self._path} is locked by another program", retry_after=int(_PAUSE))
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            if "locked" in str(error):
+            busy = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
+            if isinstance(error, sqlite3.Error) and _code_of(error) in busy:
                 self._paused_until = time.monotonic() + _PAUSE
             raise StoreError(f"{self._path}: {error}", retry_after=int(_PAUSE)) from error
 
-    def _follow(self) -> None:
+    def _reopen_if_replaced(self) -> None:
         """Opens the file again if it was closed, removed or replaced."""
         if self._database.is_there():
             return
@@ -310,6 +315,11 @@ class FileStore:
         except OSError:
             with suppress(OSError):
                 self._reserve.unlink()
+
+
+def _code_of(error: sqlite3.Error) -> int:
+    """The primary result code; 0 for an error of the module itself."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
 _UNUSABLE = f"{STORE_VARIABLE}={{}} cannot be used"

@@ -61,7 +61,7 @@ class TurnTools:
         return any(namespace.needs_approval(call.name) for namespace in self.turn.namespaces)
 
     @property
-    def over(self) -> bool:
+    def keeps_calling(self) -> bool:
         """Whether the model keeps calling although no more calls are run."""
         return self._refused >= MAX_REJECTED
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from vllm_mlx_harmony.core import lru, vocab
 from vllm_mlx_harmony.core.pages import Page, results_page, without_marks
 from vllm_mlx_harmony.core.turn import BROWSER, Tool, WebLimits
 from vllm_mlx_harmony.server.tools.browser.engines import SearchEngine
-from vllm_mlx_harmony.server.tools.browser.fetching import Fetched, Fetcher, read_url
+from vllm_mlx_harmony.server.tools.browser.fetching import Fetcher, read_url
 from vllm_mlx_harmony.server.tools.browser.reading import Document, read, wrapped
 from vllm_mlx_harmony.server.tools.tool_server import ToolError, ToolResult
 from vllm_mlx_harmony.tasks import in_thread
@@ -118,13 +119,9 @@ class Browser:
         if known is not None and known[1] > time.monotonic():
             return known[0]
         fetched = await self.fetcher.fetch(url)
-        document = await in_thread(_read, fetched, source)
+        document = await in_thread(partial(read, fetched, source=source))
         self._cache.put(key, (document, time.monotonic() + CACHE_SECONDS), document.size)
         return document
-
-
-def _read(fetched: Fetched, source: bool) -> Document:
-    return read(fetched, source=source)
 
 
 class Session:

@@ -62,7 +62,7 @@ class UrlPattern:
             host, port = parts.hostname or "", parts.port
         except ValueError as error:
             raise HostError(problem) from error
-        above = host.removeprefix("*.") if host.startswith("*.") else host
+        above = host.removeprefix("*.")
         known = parts.scheme in _PORTS and above and (host == "*" or "*" not in above)
         if not known or parts.query or parts.fragment or parts.username is not None:
             raise HostError(problem)
@@ -131,8 +131,8 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
         addresses = await _addresses(host, port_of(request.url), private=self._private)
         headers = request.headers.copy()
         headers["Accept-Encoding"] = "identity"
-        for left in range(len(addresses) - 1, -1, -1):
-            url = request.url.copy_with(host=addresses[-1 - left])
+        for address in addresses:
+            url = request.url.copy_with(host=address)
             direct = httpx2.Request(
                 request.method,
                 url,
@@ -143,7 +143,7 @@ class _GuardedTransport(httpx2.AsyncHTTPTransport):
             try:
                 response = await super().handle_async_request(direct)
             except (httpx2.ConnectError, httpx2.ConnectTimeout):
-                if not left:
+                if address == addresses[-1]:
                     raise
                 continue
             if response.headers.get("content-encoding", "").strip().lower() not in ("", "identity"):
