@@ -55,7 +55,7 @@ def flushed(disk: DiskCache, patience: float = 10) -> bool:
         return condition.wait_for(lambda: not disk._queue.unfinished_tasks, patience)
 
 
-def opened(directory: Path, **options: Any) -> MlxEngine:
+def open_engine(directory: Path, **options: Any) -> MlxEngine:
     cache = options.pop("cache", PrefixCache)
     engine = MlxEngine(str(directory), Options(**options))
     engine.load(loading(partial(load_module, directory), cache))

@@ -9,10 +9,12 @@ import anthropic
 import httpx
 import ollama
 import openai
-from fakes import KEY, Alone
+from scripted_host import KEY, SingleEngineHost
 
 
-def clients(host: Alone, key: str = KEY) -> tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]:
+def clients(
+    host: SingleEngineHost, key: str = KEY
+) -> tuple[openai.AsyncOpenAI, anthropic.AsyncAnthropic]:
     """OpenAI's and Anthropic's clients for the front end on ``host``."""
     return (
         openai.AsyncOpenAI(
@@ -36,7 +38,7 @@ def in_process(client: type[Any], app: Any) -> Any:
     return client(transport=library.ASGITransport(app))
 
 
-def ollama_client(host: Alone, key: str = KEY) -> ollama.AsyncClient:
+def ollama_client(host: SingleEngineHost, key: str = KEY) -> ollama.AsyncClient:
     """Ollama's client for the front end on ``host``."""
     transport = httpx.ASGITransport(host.app)
     headers = {"Authorization": f"Bearer {key}"}

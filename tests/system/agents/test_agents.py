@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-import web
+import fake_web
 from fake_engines import FakeEngine, Fault, ids, served
 from leg import find_python
 
@@ -285,7 +285,7 @@ def test_agent_searches_the_web(
     programs, _ = install(launch_agents.AGENTS[agent], installed / agent)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     engine = SearchingEngine("vllm", {}, name=MODEL, length=131_072)
-    with web.serving() as site:
+    with fake_web.serving() as site:
         site.search(("Rome", "https://a.example/rome", "It has 2.8 million people."))
         with gateway_to(engine, web_search=f"searxng:{site.url}") as url:
             assert_agent_answers(agent, url, home, *flags, SEARCH)

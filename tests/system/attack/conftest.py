@@ -11,7 +11,7 @@ pytest.importorskip("vllm_mlx")
 import apis
 import figures
 import inspected
-import server as served
+import server_process as served
 from size import size
 from target import CACHE_MIB, SECONDS, STREAM_BYTES, Target
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import inspected
-import server as served
+import server_process as served
 
 STREAM_BYTES, SECONDS = 32 * 1024, 3
 """The limits of unread bytes and of a reader's silence: small, so that few readers suffice."""

@@ -29,7 +29,7 @@ import figures
 import httpx
 import inputs
 import pytest
-import server as served
+import server_process as served
 from observer import MESSAGES, Observer, Waits
 from size import size
 

@@ -17,13 +17,13 @@ from typing import Any
 import figures
 import psutil
 import pytest
-import server as served
+import server_process as served
 from size import size
 
 pytest.importorskip("httpx2")
 pytest.importorskip("lxml")
 
-import web
+import fake_web
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -69,8 +69,8 @@ class WebSetup:
 
     server: served.Server
     model: str
-    site: web.Site
-    service: web.Site
+    site: fake_web.Site
+    service: fake_web.Site
     urls: dict[str, str] = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ def _endless(write: Any) -> None:
 @pytest.fixture(scope="module")
 def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
     root = tmp_path_factory.mktemp("web")
-    with web.serving() as site, web.serving() as service:
+    with fake_web.serving() as site, fake_web.serving() as service:
         service.add("/secret", "<p>The secret of the intranet</p>")
         secret = f"{service.url}/secret"
         site.add("/redirect", status=302, Location=secret)
@@ -90,7 +90,7 @@ def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
         site.add("/redirect-file", status=302, Location="file:///etc/passwd")
         site.add("/around", status=302, Location=f"{site.url}/around")
         site.add("/endless", _endless)
-        site.add("/slow", web.slowly)
+        site.add("/slow", fake_web.slowly)
         site.add("/huge", "<a href=x>y</a>" * (8 * MIB // 15))
         directory = standin.write(root / "gpt-oss-standin")
         server = served.start(
@@ -116,7 +116,7 @@ def web_setup(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebSetup]:
             server.stop()
 
 
-def _fill_url(url: str, server: served.Server, site: web.Site, service: web.Site) -> str:
+def _fill_url(url: str, server: served.Server, site: fake_web.Site, service: fake_web.Site) -> str:
     url = url.replace("SERVER", server.base_url).replace("SITE", site.url)
     return url.replace("PORT", str(service.port))
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import fake_engines
 import pytest
-import server as served
-from sites import KEY, MODEL, SCRIPTS, OpenPage, Site, TakeScreenshot
+import server_process as served
+from inspected_server import KEY, MODEL, SCRIPTS, OpenPage, Site, TakeScreenshot
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.gateway.app import gateway

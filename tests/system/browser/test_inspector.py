@@ -13,8 +13,8 @@ import pytest
 
 pytest.importorskip("playwright")
 
+from inspected_server import ANSWER, CALL, KEY, MARKUP, MODEL, OpenPage, Site, TakeScreenshot
 from playwright.sync_api import Page, expect
-from sites import ANSWER, CALL, KEY, MARKUP, MODEL, OpenPage, Site, TakeScreenshot
 
 pytestmark = pytest.mark.served
 expect.set_options(timeout=20_000)

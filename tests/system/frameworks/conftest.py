@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
-import server as served
+import server_process as served
 from client_page import ANSWERS, OSLO, PARIS, SUNNY
 
 from vllm_mlx_harmony import standin

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import openai
 import pytest
-import server as served
+import server_process as served
 
 from vllm_mlx_harmony import standin
 

@@ -21,7 +21,7 @@ from row_answers import (
     served_rows,
 )
 from rows import Row, ids
-from server import FLAG, HARMONY
+from server_process import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -29,7 +29,7 @@ from vllm_mlx_harmony.standin import Script
 if TYPE_CHECKING:
     from openai import OpenAI
     from openai.types.chat import ChatCompletion
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

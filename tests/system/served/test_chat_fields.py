@@ -14,7 +14,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
-from server import FLAG, HARMONY
+from server_process import FLAG, HARMONY
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

@@ -16,14 +16,14 @@ import anthropic
 import httpx
 import openai
 import pytest
-from server import FLAG, HARMONY
+from server_process import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.engine.costs import RUNS
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from server import FLAG, HARMONY
+from server_process import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

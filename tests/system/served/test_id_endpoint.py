@@ -10,7 +10,7 @@ import httpx
 import openai
 import pytest
 from fake_engines import served
-from server import FLAG, HARMONY, KEY
+from server_process import FLAG, HARMONY, KEY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.gateway.app import gateway
@@ -19,7 +19,7 @@ from vllm_mlx_harmony.gateway.settings import GatewaySettings
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

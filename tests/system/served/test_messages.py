@@ -21,7 +21,7 @@ from row_answers import (
     served_rows,
 )
 from rows import Row, ids
-from server import KEY
+from server_process import KEY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -29,7 +29,7 @@ from vllm_mlx_harmony.standin import Script
 if TYPE_CHECKING:
     from anthropic import Anthropic
     from anthropic.types import Message
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

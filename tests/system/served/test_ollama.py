@@ -10,13 +10,13 @@ import ollama
 import pytest
 from row_answers import GENERATED, check_ollama, ollama_request, served_rows
 from rows import Row
-from server import KEY
+from server_process import KEY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
 pytestmark = pytest.mark.served
 

@@ -11,11 +11,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from server import KEY
+from server_process import KEY
 
 if TYPE_CHECKING:
     import httpx
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

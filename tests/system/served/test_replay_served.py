@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from openai import OpenAI
-from server import Server
+from server_process import Server
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin.scripts import Script

@@ -22,7 +22,7 @@ from row_answers import (
     served_rows,
 )
 from rows import Row, ids
-from server import KEY
+from server_process import KEY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
@@ -30,7 +30,7 @@ from vllm_mlx_harmony.standin import Script
 if TYPE_CHECKING:
     from openai import OpenAI
     from openai.types.responses import Response
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

@@ -16,7 +16,7 @@ from vllm_mlx_harmony.standin import Script
 agents = pytest.importorskip("agents")
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

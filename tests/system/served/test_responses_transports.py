@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import openai
 import pytest
 from event_checker import check, check_documents, from_wire
-from server import FLAG, HARMONY, KEY
+from server_process import FLAG, HARMONY, KEY
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import ClientConnection, connect
 
@@ -23,7 +23,7 @@ from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
     from openai import OpenAI
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

@@ -22,7 +22,7 @@ import anthropic
 import httpx
 import openai
 import pytest
-from server import FLAG, HARMONY
+from server_process import FLAG, HARMONY
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.sync.client import connect
 
@@ -30,7 +30,7 @@ from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

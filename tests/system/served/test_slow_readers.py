@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from server import FLAG
+from server_process import FLAG
 from websockets.exceptions import ConnectionClosed
 from websockets.sync.client import connect
 from websockets.sync.connection import Connection
@@ -23,7 +23,7 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
     Start = Callable[..., Server]
 

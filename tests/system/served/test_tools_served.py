@@ -16,19 +16,19 @@ import httpx
 import openai
 import psutil
 import pytest
-from server import FLAG, HARMONY
+from server_process import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
 pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
 pytest.importorskip("mcp")
 
-SERVERS = Path(__file__).parents[2] / "support" / "servers.py"
+SERVERS = Path(__file__).parents[2] / "support" / "mcp_servers.py"
 WEATHER_CALL = (
     "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary "
     'to=weather.now <|constrain|>json<|message|>{"city":"Rome"}<|call|>'

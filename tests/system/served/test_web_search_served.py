@@ -8,19 +8,19 @@ from typing import TYPE_CHECKING, Any
 import anthropic
 import openai
 import pytest
-from server import FLAG, HARMONY
+from server_process import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:
-    from server import Server
+    from server_process import Server
 
 pytest.importorskip("httpx2")
 pytest.importorskip("lxml")
 
 
-import web
+import fake_web
 
 pytestmark = [pytest.mark.served, pytest.mark.nightly]  # in process the gate tests it, too
 
@@ -37,8 +37,8 @@ SCRIPTS = [
 
 
 @pytest.fixture(scope="module")
-def site() -> Iterator[web.Site]:
-    with web.serving() as site:
+def site() -> Iterator[fake_web.Site]:
+    with fake_web.serving() as site:
         site.add("/rome", "<title>Rome</title><h1>Rome</h1><p>It has 2.8 million people.</p>")
         site.search(("Rome", f"{site.url}/rome", "A city."))
         yield site
@@ -46,7 +46,7 @@ def site() -> Iterator[web.Site]:
 
 @pytest.fixture(scope="module")
 def server(
-    site: web.Site, start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
+    site: fake_web.Site, start: Callable[..., Server], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """A host with neither a tool configuration nor ``VLLM_MLX_HARMONY_TOOLS``."""
     server = start(
@@ -64,7 +64,7 @@ def server(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_responses_searches_and_cites(server: Server, site: web.Site, stream: bool) -> None:
+def test_responses_searches_and_cites(server: Server, site: fake_web.Site, stream: bool) -> None:
     client = openai.OpenAI(base_url=f"{server.base_url}/v1", api_key="x", max_retries=0)
     tools: Any = [{"type": "web_search"}]
     request: Any = {"model": str(server.model), "input": QUESTION, "tools": tools}
@@ -83,7 +83,7 @@ def test_responses_searches_and_cites(server: Server, site: web.Site, stream: bo
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_messages_searches_and_cites(server: Server, site: web.Site, stream: bool) -> None:
+def test_messages_searches_and_cites(server: Server, site: fake_web.Site, stream: bool) -> None:
     """The request of Claude Code's WebSearch."""
     client = anthropic.Anthropic(base_url=server.base_url, api_key="x", max_retries=0)
     request: Any = {
@@ -106,6 +106,6 @@ def test_messages_searches_and_cites(server: Server, site: web.Site, stream: boo
     assert message.content[4].citations[0].url == f"{site.url}/rome"
 
 
-def test_startup_log_names_the_search_engine(server: Server, site: web.Site) -> None:
+def test_startup_log_names_the_search_engine(server: Server, site: fake_web.Site) -> None:
     assert "browser: search, open, find" in server.log
     assert f"the web is searched with searxng at {site.url}" in server.log

@@ -16,7 +16,7 @@ Serving = Callable[..., AbstractContextManager[process.Running]]
 @pytest.fixture
 def forked() -> Serving:
     """What `process.serving` is, without the start of Python: see `tests/support/preloaded.py`."""
-    import server as served
+    import server_process as served
 
     @contextmanager
     def serving(

@@ -18,7 +18,16 @@ import pytest
 pytest.importorskip("mlx.core")
 
 import mlx.core as mx
-from engine_models import answer, flushed, load_module, loading, of_mlx_lm, opened, steps, words
+from engine_models import (
+    answer,
+    flushed,
+    load_module,
+    loading,
+    of_mlx_lm,
+    open_engine,
+    steps,
+    words,
+)
 from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache
 
 from vllm_mlx_harmony import standin
@@ -46,7 +55,7 @@ COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<
 
 @pytest.fixture(scope="module")
 def tiny_engine(tiny: Path) -> Iterator[MlxEngine]:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     yield engine
     engine.close()
 
@@ -101,7 +110,7 @@ def test_concurrent_answers_equal_separate_ones(tiny_engine: MlxEngine, run: Run
 @pytest.mark.nightly(sample=4)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 200])
 def test_chunk_size_does_not_change_answers(tiny: Path, run: Run, chunk: int) -> None:
-    engine = opened(tiny, limits=BatchLimits(chunk=chunk))
+    engine = open_engine(tiny, limits=BatchLimits(chunk=chunk))
     try:
         for length in (2, 129, 300):
             prompt = words(length, length)
@@ -154,7 +163,7 @@ SCRIPTS = [
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MlxEngine]:
-    engine = opened(standin.write(tmp_path_factory.mktemp("scripted"), SCRIPTS))
+    engine = open_engine(standin.write(tmp_path_factory.mktemp("scripted"), SCRIPTS))
     yield engine
     engine.close()
 
@@ -208,7 +217,7 @@ def test_warmed_up_prompt_joins_no_batch(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The caches of the batch would be copied twice for a row that makes no step."""
-    engine = opened(tiny)
+    engine = open_engine(tiny)
 
     async def warm_up_beside_answer() -> list[Step]:
         task = asyncio.ensure_future(answer(engine, words(1, 50), max_tokens=10_000))
@@ -231,7 +240,7 @@ def test_prompt_holds_no_more_than_windows_between_chunks(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass of 200 ids leaves 327 in a window of 128, which the budget does not count."""
-    engine = opened(tiny, limits=BatchLimits(chunk=200))
+    engine = open_engine(tiny, limits=BatchLimits(chunk=200))
     choose, held = engine.loop.scheduler.next, set[int]()
 
     def watched(*arguments: Any) -> Any:
@@ -290,7 +299,7 @@ def test_model_error_ends_its_batch(scripted: MlxEngine, run: Run) -> None:
 def test_device_failure_ends_request_and_not_engine(
     tiny: Path, run: Run, when: str, problem: str, code: str
 ) -> None:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     try:
         model, wanted = engine.loop.module, when == "answer"
 
@@ -320,7 +329,7 @@ def test_failed_step_ahead_ends_answers_and_not_next_prompt(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of a step surfaces when its result is read: before the chunk of a prompt."""
-    engine = opened(tiny, speculate="off")
+    engine = open_engine(tiny, speculate="off")
     evaluate, failing = mx.eval, [False]
 
     def failing_once(*arrays: Any) -> None:
@@ -351,7 +360,7 @@ def test_failed_step_ahead_ends_answers_and_not_next_prompt(
 def test_failed_step_ahead_does_not_end_engine(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
-    engine = opened(tiny, speculate="off")
+    engine = open_engine(tiny, speculate="off")
     failing = [True]
 
     def settle() -> None:
@@ -387,7 +396,7 @@ def test_failed_step_ahead_does_not_end_engine(
 def test_failure_at_end_of_answer_ends_its_batch(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     remove, broken = Batch.remove, [True]
 
     def remove_once_failing(batch: Batch, rows_to_remove: Any) -> None:
@@ -429,7 +438,7 @@ def test_failed_batch_change_ends_only_its_answers(
         return original(*args)
 
     monkeypatch.setattr(kind, change, staticmethod(broken) if change == "merge" else broken)
-    engine = opened(tiny)
+    engine = open_engine(tiny)
 
     async def together() -> list[Any]:
         """Long answers, and one that joins or leaves while they run."""
@@ -463,7 +472,7 @@ def test_failed_batch_change_ends_only_its_answers(
 
 def test_request_to_dying_thread_fails(tiny: Path, run: Run) -> None:
     """The call is posted before the thread dies."""
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     dying, may_die = threading.Event(), threading.Event()
 
     def die(*_: Any) -> None:
@@ -491,7 +500,7 @@ def test_request_to_dying_thread_fails(tiny: Path, run: Run) -> None:
 
 def test_request_beyond_queue_limit_is_rejected(tiny: Path, run: Run) -> None:
     """By ``generate`` itself, before a stream has sent its status."""
-    engine = opened(tiny, limits=BatchLimits(answers=1), queue=2)
+    engine = open_engine(tiny, limits=BatchLimits(answers=1), queue=2)
 
     async def test() -> None:
         endless = replace(GREEDY, max_tokens=10_000)
@@ -522,7 +531,7 @@ def test_request_beyond_queue_limit_is_rejected(tiny: Path, run: Run) -> None:
 def test_dead_thread_ends_all_requests(
     tiny: Path, run: Run, device_fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
 
     def broken(*_: Any) -> None:
         raise AssertionError("a bug")
@@ -541,7 +550,7 @@ def test_dead_thread_ends_all_requests(
 
 
 def test_close_ends_all_requests(tiny: Path, run: Run) -> None:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
 
     async def close_while_answering() -> list[Any]:
         task = asyncio.ensure_future(answer(engine, words(3, 50), max_tokens=10_000))
@@ -563,12 +572,12 @@ def test_close_clears_streams_of_engine_thread(tiny: Path, monkeypatch: pytest.M
     monkeypatch.setattr(
         mx, "clear_streams", lambda: threads.append(threading.current_thread().name), raising=False
     )
-    opened(tiny).close()
+    open_engine(tiny).close()
     assert threads == [f"engine of {tiny}"]
 
 
 def test_two_engines_run_side_by_side(tiny: Path, scripted: MlxEngine, run: Run) -> None:
-    other = opened(tiny)
+    other = open_engine(tiny)
     try:
         prompt = words(5, 200)
 
@@ -607,7 +616,7 @@ async def in_every_state(engine: MlxEngine) -> dict[str, asyncio.Task[Any]]:
 
 @pytest.fixture
 def crowded(tiny: Path) -> Iterator[MlxEngine]:
-    engine = opened(tiny, limits=BatchLimits(answers=2, chunk=256))
+    engine = open_engine(tiny, limits=BatchLimits(answers=2, chunk=256))
     yield engine
     engine.close()
 
@@ -689,7 +698,7 @@ class Watched:
 def test_batch_limits_are_kept(tiny: Path, run: Run, limits: BatchLimits) -> None:
     """Those of ``--max-num-seqs``, ``--prefill-batch-size``, ``--completion-batch-size``,
     ``--prefill-step-size`` and ``--chunked-prefill-tokens``."""
-    engine = opened(tiny, limits=limits, queue=4)
+    engine = open_engine(tiny, limits=limits, queue=4)
     expected = [of_mlx_lm(engine, words(seed, 200 + seed), 25) for seed in range(4)]
     watched = engine.loop.module = Watched(engine)
 
@@ -714,7 +723,7 @@ def test_batch_limits_are_kept(tiny: Path, run: Run, limits: BatchLimits) -> Non
 
 @pytest.mark.once
 def test_request_waits_until_memory_is_free(tiny: Path, run: Run) -> None:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     try:
         budget = engine.budget
         nbytes = budget.layout.nbytes(1000 + 40)
@@ -743,7 +752,7 @@ def test_request_waits_until_memory_is_free(tiny: Path, run: Run) -> None:
 
 
 def test_context_length_is_bounded_by_memory(tiny: Path) -> None:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     try:
         assert engine.context_length == 131_072
         budget = engine.budget
@@ -768,8 +777,8 @@ def test_model_without_room_for_prompts_is_not_loaded(
 @pytest.mark.parametrize("weights", [1, 3, 10**9])
 def test_loaded_models_shorten_context_of_others(tiny: Path, weights: int) -> None:
     before = device.weights()
-    first = opened(tiny)
-    second = opened(tiny)
+    first = open_engine(tiny)
+    second = open_engine(tiny)
     try:
         assert first.weights == second.weights == (device.weights() - before) // 2 > 10**6
         budget = first.budget
@@ -792,7 +801,7 @@ def test_model_is_measured_while_others_pause(
 ) -> None:
     """A model that computes adds neither to the measured work nor to the costs of steps, and then
     continues with the same ids."""
-    first = opened(tiny, speculate="auto")
+    first = open_engine(tiny, speculate="auto")
     alone, first_loop = first.budget.work, first.loop
     measure = EngineLoop._measure
     step_counts: list[tuple[int, int]] = []
@@ -814,7 +823,7 @@ def test_model_is_measured_while_others_pause(
         while not rows(first):
             await asyncio.sleep(0.005)
         for _ in range(2):
-            second = await asyncio.to_thread(opened, tiny, speculate="auto")
+            second = await asyncio.to_thread(open_engine, tiny, speculate="auto")
             loads.append(second.budget.work)
             await asyncio.to_thread(second.close)
         assert not task.done(), "it computes all the while"
@@ -845,7 +854,7 @@ def test_wired_memory_is_released_while_idle(
 
     monkeypatch.setattr(device, "release", release)
     monkeypatch.setattr(device, "computing", lambda: computed.append("computing"))
-    engine = opened(tiny, speculate="off")  # a step for each id
+    engine = open_engine(tiny, speculate="off")  # a step for each id
 
     def wait(count: int) -> None:
         deadline = time.monotonic() + 30
@@ -881,7 +890,7 @@ def test_admission_timeout_starts_at_first_attempt(
     used = [10**6]
 
     async def test() -> None:
-        engine = opened(tiny)
+        engine = open_engine(tiny)
         monkeypatch.setattr(device, "used", lambda: used[0])
         try:
             request = waiting_for_memory(engine, 1, 1000.0)
@@ -908,7 +917,7 @@ def test_request_that_finds_no_memory_leaves_prefix_cache(
     monkeypatch.setattr("vllm_mlx_harmony.engine.loop.ADMISSION_TIMEOUT", -1.0)
 
     async def test() -> None:
-        engine = opened(tiny, cache=reusing())
+        engine = open_engine(tiny, cache=reusing())
         try:
             await answer(engine, words(1, 300), max_tokens=2)
             nbytes = engine.cache.status().nbytes
@@ -928,7 +937,7 @@ def test_prefix_cache_is_evicted_only_if_that_makes_room(
     tiny: Path, run: Run, missing: int, evicted: bool
 ) -> None:
     async def test() -> None:
-        engine = opened(tiny, cache=reusing())
+        engine = open_engine(tiny, cache=reusing())
         try:
             await answer(engine, words(1, 300), max_tokens=2)
             nbytes = engine.cache.status().nbytes
@@ -957,7 +966,7 @@ def test_eviction_waits_for_pending_writes(
     new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
 
     async def test() -> None:
-        engine = opened(tiny, cache=new_cache)
+        engine = open_engine(tiny, cache=new_cache)
         try:
             for seed in range(5):
                 await answer(engine, words(seed, 300), max_tokens=2)
@@ -1016,7 +1025,7 @@ class Owned(dict[int, Request]):
 
 
 def test_requests_are_accessed_only_on_engine_thread(tiny: Path, run: Run) -> None:
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     owned = engine.loop.requests = Owned()
     owned.readers = set()
 
@@ -1049,7 +1058,7 @@ def test_longer_waiting_prompts_are_not_checked_again(
         return missing(*args)
 
     async def test() -> None:
-        engine = opened(tiny)
+        engine = open_engine(tiny)
         monkeypatch.setattr(Budget, "missing", count)
         try:
             running = engine.generate(
@@ -1102,7 +1111,7 @@ def test_answer_on_closed_event_loop_does_not_stop_others(
     tiny: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here, the answer gets two ids in its last step."""
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     prompt, beside = words(1, 50), words(2, 50)
     expected = of_mlx_lm(engine, beside)
     closed_loop, step = asyncio.new_event_loop(), Batch.step
@@ -1145,7 +1154,7 @@ def reusing(nbytes: int = 1 << 30) -> Callable[[Any], PrefixCache]:
 
 
 def test_reused_layers_equal_computed_ones(tiny: Path, run: Run) -> None:
-    engine = opened(tiny, cache=reusing())
+    engine = open_engine(tiny, cache=reusing())
     try:
         start = words(1, 300)
         first = run(steps(engine, start))
@@ -1165,7 +1174,7 @@ def test_reused_layers_equal_computed_ones(tiny: Path, run: Run) -> None:
 
 
 def test_rows_of_batch_are_reused(tiny: Path, run: Run) -> None:
-    engine = opened(tiny, cache=reusing())
+    engine = open_engine(tiny, cache=reusing())
     prompts = [words(seed, 100 + 40 * seed) for seed in range(4)]
 
     async def answer_all(prompts: list[tuple[int, ...]]) -> list[list[Step]]:
@@ -1186,7 +1195,7 @@ def test_rows_of_batch_are_reused(tiny: Path, run: Run) -> None:
 
 @pytest.mark.once
 def test_prefix_cache_gives_way_to_request(tiny: Path, run: Run) -> None:
-    engine = opened(tiny, cache=reusing())
+    engine = open_engine(tiny, cache=reusing())
     try:
         run(answer(engine, words(1, 2000), max_tokens=2))
         budget, cache = engine.budget, engine.cache
@@ -1228,7 +1237,7 @@ def test_cancelled_prompt_is_resumed(
         "vllm_mlx_harmony.engine.loop.STORE_EVERY", CHUNK
     )  # as many ids as a chunk, as in production
     cancelled_prompt = words(7, 10 * CHUNK)
-    engine = opened(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK))
+    engine = open_engine(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK))
     try:
         computed = run(cancel_prompt(engine, cancelled_prompt, chunks))
         for prompt in (cancelled_prompt[: 9 * CHUNK + 2] + words(8, 40), cancelled_prompt):
@@ -1241,7 +1250,7 @@ def test_cancelled_prompt_is_resumed(
 
 def test_repeatedly_cancelled_prompt_is_computed_once(tiny: Path, run: Run) -> None:
     prompt = words(9, 12 * CHUNK + 5)
-    engine = opened(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK), speculate="off")
+    engine = open_engine(tiny, cache=reusing(), limits=BatchLimits(chunk=CHUNK), speculate="off")
     passes: list[int] = []
     module = engine.loop.module
 
@@ -1280,7 +1289,7 @@ def test_prompt_of_killed_server_is_on_disk(
             other = PrefixCache(engine.loop.module, PrefixTree(1 << 30), open_disk(), b"weights")
             return (await other.find(prompt, "")).cached
 
-    engine = opened(tiny, cache=new_cache, limits=BatchLimits(chunk=CHUNK))
+    engine = open_engine(tiny, cache=new_cache, limits=BatchLimits(chunk=CHUNK))
     try:
         assert run(find_on_disk(engine)) >= 6 * CHUNK
     finally:
@@ -1295,7 +1304,7 @@ def test_requests_of_two_event_loops_reuse_disk(
 
     def open_engine() -> MlxEngine:
         disk = open_disk()
-        return opened(tiny, cache=lambda model: PrefixCache(model, tree(), disk, b"weights"))
+        return open_engine(tiny, cache=lambda model: PrefixCache(model, tree(), disk, b"weights"))
 
     def tree() -> PrefixTree[Any]:
         return PrefixTree(1 << 30)
@@ -1333,7 +1342,7 @@ def test_requests_of_two_event_loops_reuse_disk(
 @pytest.mark.parametrize("tree", [0, 200_000, 1 << 30])
 def test_memory_stays_within_limit_after_every_step(tiny: Path, run: Run, tree: int) -> None:
     """With prompts that just fit, whatever the size of the prefix cache; answers are the same."""
-    engine = opened(tiny, cache=reusing(tree), limits=BatchLimits(chunk=256), speculate="off")
+    engine = open_engine(tiny, cache=reusing(tree), limits=BatchLimits(chunk=256), speculate="off")
     prompts = [words(seed, 1500) for seed in range(4)]
     used: list[int] = []
     work = engine.loop.work
@@ -1358,7 +1367,7 @@ def test_memory_stays_within_limit_after_every_step(tiny: Path, run: Run, tree: 
 
 def test_prompts_are_stored_in_remaining_memory(tiny: Path, run: Run) -> None:
     """There is room for two: the least recently used is evicted."""
-    engine = opened(tiny, cache=reusing(), speculate="off")
+    engine = open_engine(tiny, cache=reusing(), speculate="off")
     prompts = [words(seed, 1000) for seed in range(3)]
     try:
         budget = engine.budget
@@ -1375,7 +1384,7 @@ def test_prompts_are_stored_in_remaining_memory(tiny: Path, run: Run) -> None:
 
 def test_caches_of_new_prompt_do_not_grow(tiny: Path, run: Run) -> None:
     """mlx-lm copies its caches every 256 tokens."""
-    engine = opened(tiny, limits=BatchLimits(chunk=256), speculate="off")
+    engine = open_engine(tiny, limits=BatchLimits(chunk=256), speculate="off")
     prompt = words(3, 2000)
     sizes: set[tuple[int, ...]] = set()
     model = engine.loop.module
@@ -1407,7 +1416,7 @@ def test_slow_disk_does_not_block_prompt(
     monkeypatch.setattr(DiskCache, "_write", write_slowly)
     monkeypatch.setattr("vllm_mlx_harmony.engine.loop.WRITE_TIMEOUT", 0.2)
     new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
-    engine = opened(tiny, cache=new_cache, speculate="off")
+    engine = open_engine(tiny, cache=new_cache, speculate="off")
     try:
         for seed in range(4):
             run(answer(engine, words(seed, 600), max_tokens=2))
@@ -1426,7 +1435,7 @@ def test_slow_disk_does_not_block_prompt(
 
 
 def test_memory_pool_is_empty_when_idle(tiny: Path, run: Run) -> None:
-    engine = opened(tiny, speculate="off")
+    engine = open_engine(tiny, speculate="off")
     try:
         run(answer(engine, words(1, 1500), max_tokens=4))
         assert idle(engine)

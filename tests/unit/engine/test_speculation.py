@@ -277,13 +277,13 @@ PROMPT = tuple([1, *range(16, 24)] * 20)
 def engines() -> Iterator[tuple[MlxEngine, MlxEngine]]:
     """One that speculates, on which any draft is cheap, and one that does not."""
 
-    def opened(**options: Any) -> MlxEngine:
+    def open_engine(**options: Any) -> MlxEngine:
         cache = lambda model: PrefixCache(model, PrefixTree(1 << 30))  # noqa: E731
         engine = MlxEngine("recall", Options(**options))
         engine.load(loading(Recall, cache))
         return engine
 
-    both = opened(speculate="auto"), opened()
+    both = open_engine(speculate="auto"), open_engine()
     both[0].loop.costs = CHEAP
     yield both
     for engine in both:

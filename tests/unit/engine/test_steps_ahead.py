@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("mlx.core")
 
 import mlx.core as mx
-from engine_models import opened, words
+from engine_models import open_engine, words
 
 from vllm_mlx_harmony.core.constraint import Constraint, ConstraintSpec
 from vllm_mlx_harmony.engine.batch import Batch
@@ -115,7 +115,7 @@ def test_device_never_waits_for_python(
     speculate: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = opened(tiny, speculate=speculate)
+    engine = open_engine(tiny, speculate=speculate)
     try:
         with monkeypatch.context() as patched:
             trace = Trace(engine, patched)

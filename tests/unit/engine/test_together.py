@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("mlx.core")
 
-from engine_models import answer, loading, of_mlx_lm, opened, steps, words
+from engine_models import answer, loading, of_mlx_lm, open_engine, steps, words
 
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.engine import device
@@ -51,7 +51,7 @@ def watch(engine: MlxEngine) -> Watched:
 
 @pytest.fixture
 def engine(tiny: Path) -> Iterator[MlxEngine]:
-    engine = opened(tiny, cache=new_cache, limits=BatchLimits(pause=60))
+    engine = open_engine(tiny, cache=new_cache, limits=BatchLimits(pause=60))
     yield engine
     engine.close()
 
@@ -215,7 +215,7 @@ def test_failed_pass_ends_only_its_prompts(engine: MlxEngine, run: Run) -> None:
 
 def test_prompts_begin_as_memory_allows(tiny: Path, run: Run) -> None:
     """The others wait until these have ended; memory in use never exceeds the limit."""
-    engine = opened(tiny)
+    engine = open_engine(tiny)
     try:
         prompts = [words(seed, 200 + seed) for seed in range(6)]
         expected = [of_mlx_lm(engine, prompt) for prompt in prompts]
@@ -235,7 +235,7 @@ def test_prompts_begin_as_memory_allows(tiny: Path, run: Run) -> None:
 
 
 def test_prompts_begin_up_to_limit(tiny: Path, run: Run) -> None:
-    engine = opened(tiny, limits=BatchLimits(prompts=3, chunk=200))
+    engine = open_engine(tiny, limits=BatchLimits(prompts=3, chunk=200))
     try:
         prompts = [words(seed, 60) for seed in range(8)]
         expected = [of_mlx_lm(engine, prompt) for prompt in prompts]

@@ -18,7 +18,7 @@ pytest.importorskip("prometheus_client")
 import httpx
 import yaml
 from fake_engines import FakeEngine, served
-from in_process import MODEL
+from gateway_in_process import MODEL
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_mlx_harmony import __version__

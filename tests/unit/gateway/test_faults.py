@@ -19,7 +19,7 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from fake_engines import EXCHANGES, KINDS, FakeEngine, Fault, served, until
-from in_process import MODEL, Watched, engine_at
+from gateway_in_process import MODEL, Watched, engine_at
 from starlette.requests import Request
 
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings

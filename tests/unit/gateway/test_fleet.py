@@ -22,7 +22,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from fake_engines import FakeEngine, served, until
-from in_process import MODEL, engine_at
+from gateway_in_process import MODEL, engine_at
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings

@@ -16,7 +16,7 @@ pytest.importorskip("ollama")
 
 
 from fake_engines import KINDS, FakeEngine, served
-from in_process import MODEL, Watched
+from gateway_in_process import MODEL, Watched
 from starlette.testclient import TestClient
 from test_conversations import test_a_tool_loop_in_a_conversation  # noqa: F401
 from test_front_end import (  # noqa: F401

@@ -14,8 +14,8 @@ pytest.importorskip("prometheus_client")
 
 import test_grammar_limits as of_the_front_end
 from fake_engines import FakeEngine, served
+from gateway_in_process import Watched
 from grammar_texts import LARK, SCHEMAS
-from in_process import Watched
 from starlette.testclient import TestClient
 from test_grammar_limits import FINAL, KEY
 

@@ -16,7 +16,7 @@ pytest.importorskip("prometheus_client")
 import httpx
 import openai
 from fake_engines import FakeEngine, served, until
-from in_process import MODEL
+from gateway_in_process import MODEL
 from websockets.sync.client import connect
 
 from vllm_mlx_harmony.gateway import access_log, app

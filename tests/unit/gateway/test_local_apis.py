@@ -15,7 +15,7 @@ import anthropic
 import httpx
 import openai
 from fake_engines import FakeEngine, ids, served
-from in_process import MODEL
+from gateway_in_process import MODEL
 from local_apis import CHECKS, ENOUGH, FINAL, SCRIPTS, THINKING, URGENT
 
 from vllm_mlx_harmony.core import vocab
@@ -58,9 +58,9 @@ def test_web_search(stream: bool) -> None:
     """Of Responses and Messages, through the official clients."""
     pytest.importorskip("httpx2")
     pytest.importorskip("lxml")
-    import web
+    import fake_web
 
-    with web.serving() as site:
+    with fake_web.serving() as site:
         site.search(("Rome", "https://a.example/rome", "It has 20 °C."))
         engine = FakeEngine("vllm", {QUESTION: SEARCHES, "20 °C": FINAL.format("It is warm.")})
         flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}

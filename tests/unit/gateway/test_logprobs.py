@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from fake_engines import EXCHANGES, TOP, FakeEngine, ids, logprob_of, served, with_logprobs
-from in_process import Watched
+from gateway_in_process import Watched
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab

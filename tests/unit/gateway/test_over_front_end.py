@@ -8,7 +8,7 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from fake_engines import served, until
-from fakes import KEY, MODEL, Alone, ScriptedEngine
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import TRIAL, Spec
@@ -25,7 +25,7 @@ USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 def test_ids_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     engine = ScriptedEngine({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
-    behind = Alone(engine)
+    behind = SingleEngineHost(engine)
     with served(application(behind)) as url:
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), model=MODEL)
         with served(gateway(settings)) as base:

@@ -15,7 +15,7 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from fake_engines import EXCHANGES, FakeEngine, compact, served
-from in_process import MODEL, Watched
+from gateway_in_process import MODEL, Watched
 
 from vllm_mlx_harmony.server.app import application
 

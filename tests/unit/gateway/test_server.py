@@ -23,7 +23,7 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from fake_engines import KINDS, LISTED, FakeEngine, Fault, ids, served, until
-from in_process import MODEL, Watched
+from gateway_in_process import MODEL, Watched
 from starlette.applications import Starlette
 
 from vllm_mlx_harmony.__main__ import main
@@ -396,7 +396,7 @@ def test_tools_of_the_configuration_are_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("mcp")
-    servers = Path(__file__).parents[2] / "support" / "servers.py"
+    servers = Path(__file__).parents[2] / "support" / "mcp_servers.py"
     file = tmp_path / "tools.json"
     server = {"command": sys.executable, "args": [str(servers), "weather"], "timeout": 60}
     file.write_text(json.dumps({"servers": {"weather": server}}))
@@ -426,9 +426,9 @@ def test_the_web_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
     """With the flag alone; the search engine is a server on 127.0.0.1."""
     pytest.importorskip("httpx2")
     pytest.importorskip("lxml")
-    import web
+    import fake_web
 
-    with web.serving() as site, ExitStack() as stack:
+    with fake_web.serving() as site, ExitStack() as stack:
         site.search(("Rome", "https://a.example/rome", "It has 20 °C."))
         flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}
         engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": SEARCHES, "20 °C": BEHIND})

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 from fake_engines import EXCHANGES, FakeEngine, Fault, compact, served, until
-from in_process import MODEL, Watched
+from gateway_in_process import MODEL, Watched
 
 from vllm_mlx_harmony.gateway import fleet
 from vllm_mlx_harmony.gateway.app import _GatewayApp

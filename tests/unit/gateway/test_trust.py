@@ -12,7 +12,7 @@ pytest.importorskip("prometheus_client")
 
 import httpx
 from fake_engines import KINDS, FakeEngine, served, until
-from in_process import MODEL, Watched
+from gateway_in_process import MODEL, Watched
 from test_faults import BODIES, TEXT, Setting
 
 from vllm_mlx_harmony.cli.process import free_port

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import logging
+import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -323,19 +324,20 @@ class Lent:
     engine = SimpleNamespace(remote=False)
     tenant = TENANT
 
-    def __init__(self, seconds: float = 0) -> None:
+    def __init__(self, may_release: asyncio.Event | None) -> None:
         self.deadline = Deadline(NEVER, time.monotonic() + NEVER)
-        self._seconds = seconds
+        self._may_release = may_release
         self.released = False
 
     async def release(self) -> None:
-        await asyncio.sleep(self._seconds)
+        if self._may_release is not None:
+            await self._may_release.wait()
         self.released = True
 
 
-def job(emitter: StoringEmitter, seconds: float = 0) -> Job:
-    """``seconds`` is how long it takes to give the engine back."""
-    given: Any = (Lent(seconds), None, None)
+def job(emitter: StoringEmitter, may_release: asyncio.Event | None = None) -> Job:
+    """The engine is not given back before ``may_release`` is set."""
+    given: Any = (Lent(may_release), None, None)
     settings = ServerSettings.read()
     stream = emitter.request.stream
     job = Job(*given, emitter, stream=stream, id_seed=KEY, server_settings=settings)
@@ -520,23 +522,30 @@ def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) 
     turns(slowly)
 
     async def test() -> None:
-        given = job(answer(background=True), 0.05)
+        may_release = asyncio.Event()
+        given = job(answer(background=True), may_release)
         running = await running_in(BackgroundResponses(), given)
         await collected(running)
         assert not given.lease.released
         await running.cancel()
         assert check(running.events)["status"] == "completed"
-        await asyncio.sleep(0.1)
-        assert given.lease.released
+        may_release.set()
+        while not given.lease.released:
+            await asyncio.sleep(0)
 
     asynchronous(test)
 
 
 class Slow(MemoryStore):
-    """A disk that takes its time."""
+    """A disk that writes when it is allowed to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writing, self.may_write = threading.Event(), threading.Event()
 
     def put(self, kept: StoredResponse) -> bool:
-        time.sleep(0.1)
+        self.writing.set()
+        assert self.may_write.wait(60)
         return super().put(kept)
 
 
@@ -547,11 +556,11 @@ def slow() -> Slow:
     return store
 
 
-async def while_it_is_kept() -> BackgroundResponse:
+async def while_it_is_kept(slow: Slow) -> BackgroundResponse:
     given = job(answer(background=True))
     emitter: Any = given.emitter
     running = await NOW[0].responses.start(given, emitter, begin)
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(slow.writing.wait, 60)
     return running
 
 
@@ -559,8 +568,9 @@ def test_it_has_not_ended_before_it_is_kept(turns: Callable[[Any], None], slow: 
     turns(at_once)
 
     async def test() -> None:
-        running = await while_it_is_kept()
+        running = await while_it_is_kept(slow)
         assert (running.document["status"], slow.get(ID, TENANT)) == ("in_progress", None)
+        slow.may_write.set()
         while running.document["status"] == "in_progress":
             await asyncio.sleep(0)
         kept = slow.get(ID, TENANT)
@@ -577,13 +587,16 @@ def test_response_deleted_while_stored_stays_deleted(
     turns(at_once)
 
     async def test() -> None:
-        running = await while_it_is_kept()
-        cancelling = asyncio.ensure_future(running.cancel()) if cancelled else None
-        assert await NOW[0].responses.delete(AnswerKey(ID, TENANT))
-        await asyncio.sleep(0.15)
+        running = await while_it_is_kept(slow)
+        cancelling = asyncio.ensure_future(running.cancel() if cancelled else asyncio.sleep(0))
+        deleting = asyncio.ensure_future(NOW[0].responses.delete(AnswerKey(ID, TENANT)))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        slow.may_write.set()
+        assert await deleting
+        await cancelling
+        assert check(await collected(running))["status"] == "completed"
         assert slow.get(ID, TENANT) is None
-        assert check(running.events)["status"] == "completed"
-        assert cancelling is None or cancelling.done()
 
     asynchronous(test)
 
@@ -594,11 +607,12 @@ def test_unfinished_response_cannot_be_continued(turns: Callable[[Any], None], s
     body = {"model": "m", "input": "More", "previous_response_id": ID}
 
     async def test() -> None:
-        running = await while_it_is_kept()
+        running = await while_it_is_kept(slow)
         for api in (routes.RESPONSES, COMPACT, ResponsesSocket(Socket())._api):
             with pytest.raises(RequestError) as caught:
                 await asyncio.to_thread(api.read, body, Defaults(), caller())
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
+        slow.may_write.set()
         await collected(running)
         asked = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), caller())
         assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from fakes import KEY, MODEL, Alone, DecidingEngine
+from scripted_host import KEY, MODEL, DecidingEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import enforcement
@@ -60,7 +60,7 @@ class Example:
 EXAMPLES = [Example(commands, json.loads(printed)) for commands, printed in _EXAMPLE.findall(PAGE)]
 
 
-class HostWithContextLength(Alone):
+class HostWithContextLength(SingleEngineHost):
     """A host that knows the context length of its model."""
 
     async def models(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 import openai
-from fakes import KEY, MODEL, Alone, Tracker, ids
 from official_clients import clients
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from scripted_host import KEY, MODEL, SingleEngineHost, Tracker, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
@@ -112,7 +112,7 @@ class Measured(Tracker):
         self.usage = usage
 
 
-class Counting(Alone):
+class Counting(SingleEngineHost):
     def tracker(self, api: str, *, stream: bool) -> Tracker:
         self.trackers.append(Measured(api))
         return self.trackers[-1]

@@ -13,8 +13,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("openai")
 
 import openai
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 from test_front_end import CALL, REPLY
 from test_front_end import SCRIPTS as FRONT_END
@@ -46,18 +46,18 @@ def _stored(
 
 
 @pytest.fixture
-def host() -> Alone:
-    return Alone(ScriptedEngine(SCRIPTS, 3))
+def host() -> SingleEngineHost:
+    return SingleEngineHost(ScriptedEngine(SCRIPTS, 3))
 
 
 @pytest.fixture
-def wire(host: Alone) -> Iterator[TestClient]:
+def wire(host: SingleEngineHost) -> Iterator[TestClient]:
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
 
 
-def run(test: Callable[[Any], Awaitable[None]], host: Alone, key: str = KEY) -> None:
+def run(test: Callable[[Any], Awaitable[None]], host: SingleEngineHost, key: str = KEY) -> None:
     """Runs ``test`` with the official client."""
 
     async def running() -> None:
@@ -74,7 +74,7 @@ async def create_response(client: Any, *, stream: bool, **fields: Any) -> Any:
         return await events.get_final_response()
 
 
-def test_items_are_added_listed_and_deleted(host: Alone) -> None:
+def test_items_are_added_listed_and_deleted(host: SingleEngineHost) -> None:
     async def test(client: Any) -> None:
         conversation = await client.conversations.create(metadata={"topic": "demo"}, items=[SYSTEM])
         assert conversation.object == "conversation"
@@ -115,7 +115,7 @@ def test_items_are_added_listed_and_deleted(host: Alone) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_responses_are_added_to_conversation(host: Alone, stream: bool) -> None:
+def test_responses_are_added_to_conversation(host: SingleEngineHost, stream: bool) -> None:
     """Each response sees the conversation so far and is added to it, reasoning included."""
 
     async def test(client: Any) -> None:
@@ -156,7 +156,7 @@ def test_responses_are_added_to_conversation(host: Alone, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_tool_loop_in_a_conversation(host: Alone, stream: bool) -> None:
+def test_a_tool_loop_in_a_conversation(host: SingleEngineHost, stream: bool) -> None:
     """The prompt continues exactly where the model stopped."""
 
     async def test(client: Any) -> None:
@@ -174,7 +174,7 @@ def test_a_tool_loop_in_a_conversation(host: Alone, stream: bool) -> None:
     assert second[: len(generated)] == generated
 
 
-def test_input_is_optional(host: Alone) -> None:
+def test_input_is_optional(host: SingleEngineHost) -> None:
     async def test(client: Any) -> None:
         user = {"type": "message", "role": "user", "content": "Hello!"}
         conversation = await client.conversations.create(items=[user])
@@ -188,7 +188,7 @@ def test_input_is_optional(host: Alone) -> None:
     run(test, host)
 
 
-def test_conversations_of_other_tenants_are_not_found(host: Alone) -> None:
+def test_conversations_of_other_tenants_are_not_found(host: SingleEngineHost) -> None:
     """Nor is the id of a conversation accepted as that of a response."""
     host.authenticate = _accept_any_key  # type: ignore[method-assign]
 
@@ -216,7 +216,7 @@ async def _accept_any_key(connection: Any) -> None:
     """Every key is valid."""
 
 
-def test_failed_response_is_not_added(host: Alone) -> None:
+def test_failed_response_is_not_added(host: SingleEngineHost) -> None:
     async def test(client: Any) -> None:
         conversation = await client.conversations.create()
         with pytest.raises(openai.BadRequestError):
@@ -238,7 +238,7 @@ def test_failed_response_is_not_added(host: Alone) -> None:
     run(test, host)
 
 
-def test_append_does_not_recreate_deleted_conversation(host: Alone) -> None:
+def test_append_does_not_recreate_deleted_conversation(host: SingleEngineHost) -> None:
     """As when it is deleted during a response, which ends all the same."""
     stored = installed_in(host.app).responses.conversations
     key = AnswerKey("conv_1", "tenant")

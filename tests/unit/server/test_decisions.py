@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("starlette")
 
 import ollama
-from fakes import KEY, MODEL, Alone, DecidingEngine
 from official_clients import clients
+from scripted_host import KEY, MODEL, DecidingEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
@@ -42,7 +42,7 @@ def engine() -> DecidingEngine:
 
 @pytest.fixture
 def wire(engine: DecidingEngine) -> Iterator[TestClient]:
-    with TestClient(Alone(engine).app, base_url="http://localhost") as client:
+    with TestClient(SingleEngineHost(engine).app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
 
@@ -105,7 +105,7 @@ UNKNOWN = {"type": "predicate", "name": "other", "instructions": "It rains."}
 
 
 def test_decisions_answer_questions(engine: DecidingEngine) -> None:
-    client, _ = clients(Alone(engine))
+    client, _ = clients(SingleEngineHost(engine))
     body: Any = decisions(CHOICE, PREDICATE, SCORE, UNKNOWN)
     response: Any = asyncio.run(client.decisions.create(**body))
     label, urgent, anger, refused = response.answers

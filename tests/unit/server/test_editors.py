@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import enforcement
@@ -262,20 +262,20 @@ EDITORS = {
 
 
 @pytest.fixture(params=[1, 1000], ids=["id by id", "at once"])
-def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Alone:
+def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SingleEngineHost:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
-    return Alone(ScriptedEngine(SCRIPTS, request.param))
+    return SingleEngineHost(ScriptedEngine(SCRIPTS, request.param))
 
 
 @pytest.fixture
-def wire(host: Alone) -> Iterator[TestClient]:
+def wire(host: SingleEngineHost) -> Iterator[TestClient]:
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
 
 
 @pytest.mark.parametrize("name", EDITORS)
-def test_editor_reads_file(host: Alone, wire: TestClient, name: str) -> None:
+def test_editor_reads_file(host: SingleEngineHost, wire: TestClient, name: str) -> None:
     """Thinking, the call and the answer arrive; the second prompt continues the first."""
     editor = EDITORS[name]
 

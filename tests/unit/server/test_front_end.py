@@ -22,9 +22,9 @@ import anthropic
 import ollama
 import openai
 from event_checker import check_documents
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients, ollama_client
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import render, text_limits, vocab
@@ -59,12 +59,14 @@ def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(params=[1, 3, 1000])
-def host(request: pytest.FixtureRequest) -> Alone:
+def host(request: pytest.FixtureRequest) -> SingleEngineHost:
     """The engine generates ids one by one, a few at a time, or all at once."""
-    return Alone(ScriptedEngine(SCRIPTS, request.param))
+    return SingleEngineHost(ScriptedEngine(SCRIPTS, request.param))
 
 
-async def by_chat(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
+async def by_chat(
+    host: SingleEngineHost, stream: bool, name: str = "weather"
+) -> tuple[str, str, str]:
     client, _ = clients(host)
     tool = {"name": name, "description": "Tells the weather.", "parameters": CITY}
     options: dict[str, Any] = {"model": MODEL, "tools": [{"type": "function", "function": tool}]}
@@ -94,7 +96,9 @@ async def by_chat(host: Alone, stream: bool, name: str = "weather") -> tuple[str
     return call.function.name, call.function.arguments, second.content
 
 
-async def by_responses(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
+async def by_responses(
+    host: SingleEngineHost, stream: bool, name: str = "weather"
+) -> tuple[str, str, str]:
     client, _ = clients(host)
     tool = {"type": "function", "name": name, "parameters": CITY, "strict": False}
 
@@ -114,7 +118,9 @@ async def by_responses(host: Alone, stream: bool, name: str = "weather") -> tupl
     return call.name, call.arguments, second.output_text
 
 
-async def by_messages(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
+async def by_messages(
+    host: SingleEngineHost, stream: bool, name: str = "weather"
+) -> tuple[str, str, str]:
     _, client = clients(host)
     tool = {"name": name, "input_schema": CITY}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
@@ -137,7 +143,9 @@ async def by_messages(host: Alone, stream: bool, name: str = "weather") -> tuple
     return call.name, json.dumps(call.input, separators=(",", ":")), second.content[-1].text
 
 
-async def by_ollama(host: Alone, stream: bool, name: str = "weather") -> tuple[str, str, str]:
+async def by_ollama(
+    host: SingleEngineHost, stream: bool, name: str = "weather"
+) -> tuple[str, str, str]:
     client = ollama_client(host)
     function = {"name": name, "description": "Tells the weather.", "parameters": CITY}
     messages: list[Any] = [{"role": "user", "content": "How is the weather?"}]
@@ -167,7 +175,7 @@ Loop = Callable[..., Awaitable[tuple[str, str, str]]]
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("loop", [by_chat, by_responses, by_messages, by_ollama])
-def test_a_tool_loop(host: Alone, loop: Loop, stream: bool) -> None:
+def test_a_tool_loop(host: SingleEngineHost, loop: Loop, stream: bool) -> None:
     result = asyncio.run(asyncio.wait_for(loop(host, stream), 30))
     assert result == ("weather", '{"city":"Paris"}', REPLY)
     assert host.lent == 0
@@ -190,7 +198,7 @@ def test_function_named_like_trained_tool_can_be_called(
 ) -> None:
     script = CALL.replace("functions.weather", f"functions.{alias}")
     engine = ScriptedEngine({**SCRIPTS, "How is the weather?": script}, 3)
-    result = asyncio.run(asyncio.wait_for(loop(Alone(engine), stream, name), 30))
+    result = asyncio.run(asyncio.wait_for(loop(SingleEngineHost(engine), stream, name), 30))
     assert result == (name, '{"city":"Paris"}', REPLY)
     first, second = (vocab.encoding().decode(list(prompt)) for prompt in engine.prompts)
     assert f"type {alias} = (_: {{" in first
@@ -220,7 +228,7 @@ COMPACTED: dict[str, Any] = {
 }
 
 
-async def compact(host: Alone, how: str) -> Any:
+async def compact(host: SingleEngineHost, how: str) -> Any:
     client, _ = clients(host)
     if how == "whole":
         return await client.responses.create(**COMPACTED)
@@ -248,7 +256,7 @@ async def compact(host: Alone, how: str) -> Any:
 
 @pytest.mark.parametrize("how", ["whole", "streamed", "background", "background, streamed"])
 def test_compacted_conversation_continues(how: str) -> None:
-    host = Alone(ScriptedEngine(COMPACTION, 3))
+    host = SingleEngineHost(ScriptedEngine(COMPACTION, 3))
 
     async def test() -> None:
         client, _ = clients(host)
@@ -278,7 +286,7 @@ def test_compacted_conversation_continues(how: str) -> None:
 
 
 def test_compaction_of_stored_conversation_keeps_user_messages() -> None:
-    host = Alone(ScriptedEngine(COMPACTION, 3))
+    host = SingleEngineHost(ScriptedEngine(COMPACTION, 3))
 
     async def test() -> None:
         client, _ = clients(host)
@@ -302,7 +310,7 @@ def test_compaction_of_stored_conversation_keeps_user_messages() -> None:
 
 
 def test_websocket_compacts_conversation() -> None:
-    host = Alone(ScriptedEngine(COMPACTION, 3))
+    host = SingleEngineHost(ScriptedEngine(COMPACTION, 3))
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
         socket.send_json({"type": "response.create", **COMPACTED, "store": False})
@@ -321,7 +329,7 @@ def test_websocket_compacts_conversation() -> None:
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_compaction_without_summary_fails(stream: bool) -> None:
     scripts = {**COMPACTION, COMPACTS: "<|channel|>analysis<|message|>Hm.<|end|>"}
-    host = Alone(ScriptedEngine(scripts, 3))
+    host = SingleEngineHost(ScriptedEngine(scripts, 3))
 
     async def test() -> None:
         client, _ = clients(host)
@@ -336,7 +344,7 @@ def test_compaction_without_summary_fails(stream: bool) -> None:
     assert host.lent == 0
 
 
-def test_the_same_events_over_a_websocket(host: Alone) -> None:
+def test_the_same_events_over_a_websocket(host: SingleEngineHost) -> None:
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     create = {"type": "response.create", "model": MODEL, "input": "Hello!"}
     with TestClient(application(host)).websocket_connect("/v1/responses", headers=bearer) as socket:
@@ -348,7 +356,7 @@ def test_the_same_events_over_a_websocket(host: Alone) -> None:
     assert response["output"][-1]["content"][0]["text"] == "Good day."
 
 
-def test_closed_websocket_frees_its_responses(host: Alone) -> None:
+def test_closed_websocket_frees_its_responses(host: SingleEngineHost) -> None:
     """Its last response may hold megabytes. A garbage collection must not find it: it would block
     the event loop while it visits all items."""
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
@@ -378,7 +386,7 @@ def test_closed_websocket_frees_its_responses(host: Alone) -> None:
 LINE = "[image left out: this model reads text only]"
 
 
-async def ask_about_picture(host: Alone, path: str, stream: bool) -> str:
+async def ask_about_picture(host: SingleEngineHost, path: str, stream: bool) -> str:
     """The answer to a picture, through the official client for ``path``."""
     openai_client, anthropic_client = clients(host)
     url = "data:image/png;base64,AAAA"
@@ -428,7 +436,9 @@ class PredictingEngine(ScriptedEngine):
             yield step._replace(accepted=tried, rejected=2 * tried)
 
 
-async def prediction_usage(host: Alone, path: str, stream: bool, content: Any) -> dict[str, Any]:
+async def prediction_usage(
+    host: SingleEngineHost, path: str, stream: bool, content: Any
+) -> dict[str, Any]:
     """The usage details of an answer, which has a prediction in Chat."""
     client, _ = clients(host)
     if path == "responses":
@@ -463,7 +473,7 @@ def test_prediction_reaches_engine_and_is_counted(
     path: str, stream: bool, content: Any, text: str
 ) -> None:
     engine = PredictingEngine(SCRIPTS, 3)
-    details = asyncio.run(prediction_usage(Alone(engine), path, stream, content))
+    details = asyncio.run(prediction_usage(SingleEngineHost(engine), path, stream, content))
     accepted = len(ids(SCRIPTS["Hello!"]))
     assert details == {
         "reasoning_tokens": 0,
@@ -478,12 +488,12 @@ def test_prediction_is_not_sent_to_engines_without_drafts() -> None:
     """It is not even tokenized."""
     engine = PredictingEngine(SCRIPTS, 3)
     engine.has_prediction = False
-    asyncio.run(prediction_usage(Alone(engine), "chat", False, "Good day."))
+    asyncio.run(prediction_usage(SingleEngineHost(engine), "chat", False, "Good day."))
     assert engine.predicted == ()
 
 
 def test_answer_without_predictions_counts_none() -> None:
-    host = Alone(ScriptedEngine(SCRIPTS, 3))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS, 3))
     details = asyncio.run(prediction_usage(host, "chat", False, "Good day."))
     assert details == {"reasoning_tokens": 0}
 
@@ -492,7 +502,7 @@ def test_answer_without_predictions_counts_none() -> None:
 @pytest.mark.parametrize("path", ["chat", "responses", "messages", "ollama"])
 def test_prompt_mentions_omitted_picture(path: str, stream: bool) -> None:
     script = "<|channel|>final<|message|>I cannot see pictures.<|return|>"
-    host = Alone(ScriptedEngine({LINE: script}, 3, False))
+    host = SingleEngineHost(ScriptedEngine({LINE: script}, 3, False))
     assert asyncio.run(ask_about_picture(host, path, stream)) == "I cannot see pictures."
 
 
@@ -507,7 +517,7 @@ def test_prompt_mentions_omitted_picture(path: str, stream: bool) -> None:
     ],
 )
 def test_server_can_refuse_pictures(path: str, where: str, stream: bool) -> None:
-    class Refusing(Alone):
+    class Refusing(SingleEngineHost):
         def defaults(self, engine: Engine | None) -> Defaults:
             return Defaults(date=None, attachments=Attachments.REFUSE)
 
@@ -517,7 +527,7 @@ def test_server_can_refuse_pictures(path: str, where: str, stream: bool) -> None
 
 
 @pytest.mark.parametrize("path", ["chat", "responses", "messages"])
-def test_refusals_have_the_shape_of_their_api(host: Alone, path: str) -> None:
+def test_refusals_have_the_shape_of_their_api(host: SingleEngineHost, path: str) -> None:
     async def create(key: str = KEY, **fields: Any) -> Any:
         openai_client, anthropic_client = clients(host, key)
         user: Any = [{"role": "user", "content": "Hello!"}]
@@ -561,7 +571,9 @@ def test_limit_above_servers_is_lowered(
     """The answer is cut at the server's limit (E3), and the log has a line about it."""
     caplog.set_level("INFO", "vllm_mlx_harmony")
     engine = ScriptedEngine({"Hello!": f"<|channel|>final<|message|>{LONG}<|return|>"}, 50)
-    client = TestClient(application(Alone(engine)), headers={"Authorization": f"Bearer {KEY}"})
+    client = TestClient(
+        application(SingleEngineHost(engine)), headers={"Authorization": f"Bearer {KEY}"}
+    )
     prompt = {"input": "Hello!"} if path.endswith("responses") else {"messages": USER}
     answer = client.post(path, json={"model": MODEL, **prompt, field: limit, "stream": stream})
     assert answer.status_code == 200, answer.text
@@ -590,7 +602,7 @@ def test_error_for_long_prompt_names_context_length(
         monkeypatch.setattr(module, "MAX_PROMPT_TOKENS", 10_000)
     texts = [" word" * 30_000] if long == "one text" else [" word" * 3_000] * 5
     messages = [{"role": "user", "content": text} for text in texts]
-    host = Alone(ScriptedEngine(SCRIPTS, 1, context_length=4096))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS, 1, context_length=4096))
     client = TestClient(application(host), headers={"Authorization": f"Bearer {KEY}"})
     limit = {} if path.endswith(("responses", "count_tokens")) else {"max_tokens": 9}
     body = {"input" if path.endswith("responses") else "messages": messages, **limit}
@@ -623,7 +635,7 @@ def test_expensive_work_runs_outside_event_loop(
 
     watch(enforcement, "expected_headers")
     watch(app, "validate")
-    host = Alone(ScriptedEngine(SCRIPTS, 1))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS, 1))
     client = TestClient(application(host), headers={"Authorization": f"Bearer {KEY}"})
     tools = [{"type": "function", "function": {"name": "weather"}}]
     body = {"model": MODEL, "messages": USER, "tools": tools}
@@ -655,7 +667,8 @@ def test_error_for_impossible_format_names_field(
     monkeypatch.delenv(enforcement.GRAMMAR_VARIABLE)
     body = {"input": "Hello!"} if api == "responses" else {"messages": USER, "max_tokens": 9}
     client = TestClient(
-        application(Alone(ScriptedEngine(SCRIPTS, 1))), headers={"Authorization": f"Bearer {KEY}"}
+        application(SingleEngineHost(ScriptedEngine(SCRIPTS, 1))),
+        headers={"Authorization": f"Bearer {KEY}"},
     )
     path = "/v1/chat/completions" if api == "chat" else f"/v1/{api}"
     refused = client.post(path, json={"model": MODEL, **body, **fields})
@@ -682,7 +695,7 @@ def test_engine_is_not_released_during_step(how: str) -> None:
 
         engine = ScriptedEngine(SCRIPTS)
         engine.generate = stubborn  # type: ignore[method-assign]
-        host = Alone(engine)
+        host = SingleEngineHost(engine)
         client, _ = clients(host)
         user: Any = [{"role": "user", "content": "Hello!"}]
         task = asyncio.ensure_future(
@@ -707,7 +720,7 @@ def test_engine_is_not_released_during_step(how: str) -> None:
 
 
 def test_unknown_ids_methods_and_keys_are_refused() -> None:
-    host = Alone(ScriptedEngine(SCRIPTS))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     client = TestClient(application(host), base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
     unknown = client.post("/v1/requests/chatcmpl-0/cancel")
@@ -735,7 +748,7 @@ def test_unknown_ids_methods_and_keys_are_refused() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_expired_timeout_is_counted(stream: bool, recwarn: pytest.WarningsRecorder) -> None:
     """As when rendering the prompt takes longer than the timeout."""
-    host = Alone(ScriptedEngine(SCRIPTS))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     client = TestClient(application(host), base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
     user = [{"role": "user", "content": "Hello!"}]

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from fakes import KEY, MODEL, Alone, ScriptedEngine
 from grammar_texts import LARK, OBJECT, SCHEMAS, pattern
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import grammar_checks
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("patient_checks")
 @pytest.fixture
 def client() -> Iterator[TestClient]:
     engine = ScriptedEngine({"Hello!": FINAL}, 1_000, context_length=None)
-    host = Alone(engine, seconds=900.0)
+    host = SingleEngineHost(engine, seconds=900.0)
     test_client = TestClient(application(host), base_url="http://localhost")
     test_client.headers["Authorization"] = f"Bearer {KEY}"
     yield test_client

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.requests import HTTPConnection, Request
 from starlette.testclient import TestClient
 
@@ -38,7 +38,7 @@ def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
-def client(host: Alone, **headers: str) -> TestClient:
+def client(host: SingleEngineHost, **headers: str) -> TestClient:
     headers = headers or {"Authorization": f"Bearer {KEY}"}
     return TestClient(host.app, base_url="http://localhost", headers=headers)
 
@@ -57,7 +57,7 @@ def client(host: Alone, **headers: str) -> TestClient:
 @pytest.mark.parametrize("key", [KEY, "wrong"])
 def test_unknown_path_gets_error_of_its_api(method: str, path: str, key: str) -> None:
     """Nothing is redirected: a client would lose its body, or send it twice."""
-    test_client = client(Alone(ScriptedEngine(SCRIPTS)), authorization=f"Bearer {key}")
+    test_client = client(SingleEngineHost(ScriptedEngine(SCRIPTS)), authorization=f"Bearer {key}")
     answer = test_client.request(method, path, json=CHAT, follow_redirects=False)
     if path == "/":  # there is a HEAD, for Claude Code
         assert (answer.status_code, answer.headers["allow"]) == (405, "HEAD")
@@ -76,7 +76,7 @@ def test_unknown_path_gets_error_of_its_api(method: str, path: str, key: str) ->
         )
 
 
-class Counts(Alone):
+class Counts(SingleEngineHost):
     """A host that counts its key checks."""
 
     authenticated = 0
@@ -124,7 +124,7 @@ class Slow(ScriptedEngine):
 )
 def test_timeout_is_counted_as_timeout(path: str, body: dict[str, Any]) -> None:
     """An answer that is not streamed is ended by its limit during generation."""
-    host = Alone(Slow(SCRIPTS), seconds=0.5)
+    host = SingleEngineHost(Slow(SCRIPTS), seconds=0.5)
     answer = client(host).post(path, json=body)
     assert answer.status_code == 504
     assert "timed out" in answer.text
@@ -132,7 +132,7 @@ def test_timeout_is_counted_as_timeout(path: str, body: dict[str, Any]) -> None:
     assert host.lent == 0
 
 
-class Watches(Alone):
+class Watches(SingleEngineHost):
     """A host that watches for a disconnect of the client while it loads a model."""
 
     async def acquire(self, request: Request, model: str | None, deadline: Deadline) -> Lease:
@@ -214,7 +214,7 @@ def test_stalled_upload_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"type": "http.request", "body": b'{"model": ', "more_body": True}
 
     started: list[bool] = []
-    host = Alone(ScriptedEngine(SCRIPTS))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     headers = [(b"host", b"localhost"), (b"authorization", f"Bearer {KEY}".encode())]
     scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers,
              "query_string": b"", "root_path": "", "scheme": "http", "http_version": "1.1",
@@ -230,7 +230,7 @@ def test_long_prompt_is_rejected_before_grammar_is_built(monkeypatch: pytest.Mon
         raise AssertionError("a grammar was made")
 
     monkeypatch.setattr(serving, "constraint_for", constraint_for)
-    response = client(Alone(ScriptedEngine(SCRIPTS, context_length=10))).post(
+    response = client(SingleEngineHost(ScriptedEngine(SCRIPTS, context_length=10))).post(
         "/v1/chat/completions", json=CHAT
     )
     assert (response.status_code, response.json()["error"]["code"]) == (
@@ -240,7 +240,7 @@ def test_long_prompt_is_rejected_before_grammar_is_built(monkeypatch: pytest.Mon
 
 
 def test_answer_begun_during_shutdown_fails() -> None:
-    class Slow(Alone):
+    class Slow(SingleEngineHost):
         """The shutdown begins while the engine is leased."""
 
         async def acquire(self, request: Request, *more: Any) -> Lease:
@@ -280,7 +280,7 @@ def test_stream_restores_write_buffer_limits(
     """
     transport = Transport(calls_before_closed)
     monkeypatch.setattr(streams, "transport_of", lambda _: transport)
-    host = Alone(ScriptedEngine(SCRIPTS))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     response = client(host).post("/v1/chat/completions", json={**CHAT, "stream": True})
     assert response.text.endswith("data: [DONE]\n\n")
     assert (transport.limits, host.lent) == (limits, 0)
@@ -303,7 +303,7 @@ class Fails:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("method", ["", "prompt", "step", "events", "whole", "ended"])
 def test_failing_observer_changes_no_answer(method: str, stream: bool) -> None:
-    host = Alone(ScriptedEngine(SCRIPTS))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     test_client = client(host)
 
     def make(_: ObservedRequest) -> Any:

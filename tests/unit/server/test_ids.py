@@ -13,7 +13,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("httpx")
 
 import httpx
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
@@ -38,13 +38,13 @@ class Waits(ScriptedEngine):
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> Alone:
+def host(monkeypatch: pytest.MonkeyPatch) -> SingleEngineHost:
     """A server with the endpoint."""
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
-    return Alone(ScriptedEngine({"Hello!": SCRIPT}))
+    return SingleEngineHost(ScriptedEngine({"Hello!": SCRIPT}))
 
 
-def client(host: Alone) -> TestClient:
+def client(host: SingleEngineHost) -> TestClient:
     test_client = TestClient(host.app, base_url="http://localhost")
     test_client.headers["Authorization"] = f"Bearer {KEY}"
     return test_client
@@ -54,7 +54,9 @@ def events(text: str) -> list[Any]:
     return [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line]
 
 
-def test_endpoint_is_off_by_default(host: Alone, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endpoint_is_off_by_default(
+    host: SingleEngineHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(ID_ENDPOINT_VARIABLE)
     body = {"prompt": PROMPT, "settings": SETTINGS}
     for answer in (client(host).get(PATH), client(host).post(PATH, json=body)):
@@ -64,7 +66,7 @@ def test_endpoint_is_off_by_default(host: Alone, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("requested", [False, True])
-def test_origins_are_sent_on_request(host: Alone, requested: bool) -> None:
+def test_origins_are_sent_on_request(host: SingleEngineHost, requested: bool) -> None:
     class Reporting(ScriptedEngine):
         async def generate(self, request: GenerationRequest) -> Steps:
             async for step in super().generate(request):
@@ -77,7 +79,7 @@ def test_origins_are_sent_on_request(host: Alone, requested: bool) -> None:
         assert event.get("origins", "") == "m" * len(event["ids"]) * requested
 
 
-def test_all_generated_ids_are_sent(host: Alone) -> None:
+def test_all_generated_ids_are_sent(host: SingleEngineHost) -> None:
     body = {"model": MODEL, "prompt": PROMPT, "settings": SETTINGS}
     answer = client(host).post(PATH, json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -88,7 +90,7 @@ def test_all_generated_ids_are_sent(host: Alone) -> None:
     assert (host.lent, host.trackers[0].results[0]) == (0, "success")
 
 
-def test_token_limit_finishes_with_length(host: Alone) -> None:
+def test_token_limit_finishes_with_length(host: SingleEngineHost) -> None:
     body = {"prompt": PROMPT, "settings": {**SETTINGS, "max_tokens": 3}}
     stream = events(client(host).post(PATH, json=body).text)
     assert stream[-1]["finish"] == "length"
@@ -113,7 +115,7 @@ def test_token_limit_finishes_with_length(host: Alone) -> None:
         ({"model": "nobody"}, "model"),
     ],
 )
-def test_invalid_field_is_named(host: Alone, fields: dict[str, Any], param: str) -> None:
+def test_invalid_field_is_named(host: SingleEngineHost, fields: dict[str, Any], param: str) -> None:
     body = {"prompt": PROMPT, "settings": SETTINGS, **fields}
     answer = client(host).post(PATH, json=body)
     assert answer.status_code in (400, 404)
@@ -124,7 +126,7 @@ def test_invalid_field_is_named(host: Alone, fields: dict[str, Any], param: str)
     )  # a tracker that never finishes would count as running
 
 
-def test_endpoint_requires_key_and_identifies_itself(host: Alone) -> None:
+def test_endpoint_requires_key_and_identifies_itself(host: SingleEngineHost) -> None:
     assert "harmony" in client(host).get(PATH).json()
     without = TestClient(host.app, base_url="http://localhost")
     assert without.get(PATH).status_code == 401
@@ -135,7 +137,9 @@ MANY = 100_000
 
 
 @pytest.mark.parametrize("limit", ["", "60000"], ids=["by default", "as the operator wants"])
-def test_prompt_may_fill_context(host: Alone, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_may_fill_context(
+    host: SingleEngineHost, limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The limit of 50,000 JSON values in a body does not include the ids of a prompt."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_MAX_VALUES", limit)
     host.engine.context_length = 131_072  # type: ignore[misc]
@@ -147,7 +151,7 @@ def test_prompt_may_fill_context(host: Alone, limit: str, monkeypatch: pytest.Mo
     assert too_long.status_code in (400, 413)
 
 
-def test_prediction_is_passed_on_and_counted(host: Alone) -> None:
+def test_prediction_is_passed_on_and_counted(host: SingleEngineHost) -> None:
     predictions: list[tuple[int, ...]] = []
 
     class Predicting(ScriptedEngine):
@@ -168,13 +172,15 @@ def test_prediction_is_passed_on_and_counted(host: Alone) -> None:
 
 
 @pytest.mark.parametrize(("path", "status"), [(PATH, 200), ("/v1/chat/completions", 413)])
-def test_ids_sent_to_other_apis_count_as_values(host: Alone, path: str, status: int) -> None:
+def test_ids_sent_to_other_apis_count_as_values(
+    host: SingleEngineHost, path: str, status: int
+) -> None:
     host.engine.context_length = 131_072  # type: ignore[misc]
     body = {"prompt": PROMPT[:1] * MANY + PROMPT, "settings": SETTINGS}
     assert client(host).post(path, json=body).status_code == status
 
 
-def test_all_answers_of_tenant_are_running(host: Alone) -> None:
+def test_all_answers_of_tenant_are_running(host: SingleEngineHost) -> None:
     """A shutdown ends those that are running, of which one tenant may have many."""
     running: list[int] = []
     host.engine = Waits({}, until=lambda: len(running) > 2)
@@ -200,5 +206,5 @@ def test_all_answers_of_tenant_are_running(host: Alone) -> None:
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_endpoint_answers_get_and_head(host: Alone, method: str) -> None:
+def test_endpoint_answers_get_and_head(host: SingleEngineHost, method: str) -> None:
     assert client(host).request(method, PATH).status_code == 200

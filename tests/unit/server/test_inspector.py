@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from fakes import KEY, Alone, ObedientEngine, ScriptedEngine, ids
+from scripted_host import KEY, ObedientEngine, ScriptedEngine, SingleEngineHost, ids
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import HTTPConnection
@@ -57,7 +57,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 DATA = ("requests", "events", "server", "requests/x", "requests/x/output")
 
 
-class TwoKeys(Alone):
+class TwoKeys(SingleEngineHost):
     """A host with two keys."""
 
     async def authenticate(self, connection: HTTPConnection) -> None:
@@ -70,7 +70,7 @@ class TwoKeys(Alone):
 class Site:
     """A server with the inspector, and a browser without a key."""
 
-    host: Alone
+    host: SingleEngineHost
     app: Starlette = field(init=False)
     browser: TestClient = field(init=False)
 
@@ -229,7 +229,7 @@ def test_engine_failure_is_shown_with_reason() -> None:
                 yield step
                 raise OutputError("the cable was cut")
 
-    site = Site(Alone(Broken({"Hello!": SCRIPT})))
+    site = Site(SingleEngineHost(Broken({"Hello!": SCRIPT})))
     site.post(stream=True)
     assert (site.rows[0]["state"], site.rows[0]["failure"]) == ("error", "the cable was cut")
     assert "the cable was cut" in [
@@ -276,7 +276,9 @@ def test_https_cookie_is_secure(site: Site) -> None:
 def test_session_ends_with_its_key_or_expires(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.log_in(OTHER)
     assert site.browser.get("/harmony/inspector/requests").status_code == 200
-    monkeypatch.setattr(TwoKeys, "authenticate", Alone.authenticate)  # only one key is left
+    monkeypatch.setattr(
+        TwoKeys, "authenticate", SingleEngineHost.authenticate
+    )  # only one key is left
     assert site.browser.get("/harmony/inspector/requests").status_code == 401
     site.log_in()
     assert site.browser.get("/harmony/inspector/requests").status_code == 200
@@ -327,7 +329,7 @@ def test_other_origins_are_forbidden(site: Site, headers: dict[str, str], status
 
 
 def test_keyless_inspector_is_open_to_own_pages_only() -> None:
-    host = Alone(ScriptedEngine({"Hello!": SCRIPT}))
+    host = SingleEngineHost(ScriptedEngine({"Hello!": SCRIPT}))
     host.requires_key = False
     site = Site(host)
     site.post()
@@ -369,7 +371,7 @@ async def _post_during_answer(
     engine: ScriptedEngine, action: str, **fields: Any
 ) -> tuple[list[httpx.Response], httpx.Response]:
     """The responses to ``action``, during the answer and after it, and the answer."""
-    site = Site(Alone(engine))
+    site = Site(SingleEngineHost(engine))
     path, body = BODIES["chat_completions"]
     async with httpx.AsyncClient(
         transport=httpx.ASGITransport(app=site.app),
@@ -523,5 +525,7 @@ def test_undo_removes_inspector(site: Site) -> None:
 
 
 def test_page_is_missing_without_inspector() -> None:
-    client = TestClient(application(Alone(ScriptedEngine({}))), base_url="http://localhost")
+    client = TestClient(
+        application(SingleEngineHost(ScriptedEngine({}))), base_url="http://localhost"
+    )
     assert client.get("/harmony").status_code == 404

@@ -14,9 +14,9 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 from event_checker import check, from_wire
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
 from official_clients import clients
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
@@ -56,7 +56,7 @@ def _off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def wire(request: pytest.FixtureRequest) -> Iterator[TestClient]:
     engine = ScriptedEngine(SCRIPTS, **getattr(request, "param", {}))
-    with TestClient(application(Alone(engine)), base_url="http://localhost") as client:
+    with TestClient(application(SingleEngineHost(engine)), base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
         yield client
 
@@ -75,7 +75,7 @@ def test_chat_has_logprobs_of_content(at_once: int, most: int | None, n: int) ->
     entries = expected(PREAMBLE, most or 0) + expected(FINAL, most or 0)
 
     async def test() -> None:
-        client, _ = clients(Alone(ScriptedEngine(SCRIPTS, at_once)))
+        client, _ = clients(SingleEngineHost(ScriptedEngine(SCRIPTS, at_once)))
         whole = await client.chat.completions.create(**options)
         state = ChatCompletionStreamState()
         async for chunk in await client.chat.completions.create(**options, stream=True):

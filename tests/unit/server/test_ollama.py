@@ -13,8 +13,8 @@ pytest.importorskip("starlette")
 pytest.importorskip("ollama")
 
 import ollama
-from fakes import KEY, MODEL, Alone, ScriptedEngine
 from official_clients import ollama_client
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Steps
@@ -26,7 +26,7 @@ SCRIPTS = {
 }
 
 
-class HostWithContextLength(Alone):
+class HostWithContextLength(SingleEngineHost):
     """A host that knows the context length of its model."""
 
     async def models(self) -> dict[str, Any]:

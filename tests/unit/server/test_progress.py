@@ -21,10 +21,10 @@ pytest.importorskip("anthropic")
 pytest.importorskip("httpx_sse")
 
 import httpx
-from fakes import KEY, MODEL, Alone, ScriptedEngine
 from httpx_sse import aconnect_sse
 from official_clients import clients
 from openai.lib.streaming.chat import ChatCompletionStreamState
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
@@ -114,7 +114,7 @@ PATHS = {
 async def post(engine: Reporting, api: str, **fields: Any) -> str:
     """The body of an answer."""
     path, body = PATHS[api]
-    transport = httpx.ASGITransport(application(Alone(engine)))
+    transport = httpx.ASGITransport(application(SingleEngineHost(engine)))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         headers = {"authorization": f"Bearer {KEY}"}
         response = await client.post(path, json={"model": MODEL, **body, **fields}, headers=headers)
@@ -223,7 +223,7 @@ def test_no_progress_is_sent_after_first_token(api: str) -> None:
 @pytest.mark.parametrize("refused", [1, "yes", {}])
 def test_flag_must_be_boolean(refused: object) -> None:
     async def status() -> int:
-        transport = httpx.ASGITransport(application(Alone(Reporting())))
+        transport = httpx.ASGITransport(application(SingleEngineHost(Reporting())))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             path, body = PATHS["chat"]
             payload = {"model": MODEL, **body, "return_progress": refused}
@@ -275,7 +275,7 @@ def test_silence_is_filled_with_valid_events(api: str, monkeypatch: pytest.Monke
 
 
 async def by_chat(engine: Reporting) -> str | None:
-    client, _ = clients(Alone(engine))
+    client, _ = clients(SingleEngineHost(engine))
     state = ChatCompletionStreamState()
     messages: list[Any] = [{"role": "user", "content": "Hello!"}]
     async for chunk in await client.chat.completions.create(
@@ -288,7 +288,7 @@ async def by_chat(engine: Reporting) -> str | None:
 
 
 async def by_responses(engine: Reporting) -> str | None:
-    client, _ = clients(Alone(engine))
+    client, _ = clients(SingleEngineHost(engine))
     async with client.responses.stream(model=MODEL, input="Hello!", store=False) as events:
         numbers = [event.sequence_number async for event in events]
         assert numbers == sorted(numbers)
@@ -296,7 +296,7 @@ async def by_responses(engine: Reporting) -> str | None:
 
 
 async def by_messages(engine: Reporting) -> str | None:
-    _, client = clients(Alone(engine))
+    _, client = clients(SingleEngineHost(engine))
     messages: list[Any] = [{"role": "user", "content": "Hello!"}]
     async with client.messages.stream(model=MODEL, messages=messages, max_tokens=99) as events:
         async for _ in events:
@@ -315,7 +315,7 @@ def test_httpx_sse_skips_comments(api: str) -> None:
 
     async def events(engine: Reporting) -> list[str]:
         path, body = PATHS[api]
-        transport = httpx.ASGITransport(application(Alone(engine)))
+        transport = httpx.ASGITransport(application(SingleEngineHost(engine)))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             headers = {"authorization": f"Bearer {KEY}"}
             payload = {"model": MODEL, **body, "stream": True}

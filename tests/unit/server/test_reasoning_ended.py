@@ -15,8 +15,8 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 
-from fakes import KEY, MODEL, Alone, ObedientEngine, Tracker
 from official_clients import clients
+from scripted_host import KEY, MODEL, ObedientEngine, SingleEngineHost, Tracker
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import enforcement, generation
@@ -26,7 +26,7 @@ ANALYSIS = "<|channel|>analysis<|message|>"
 GRID = ("0 " * 10 + "\n") * 10
 
 
-class Counting(Alone):
+class Counting(SingleEngineHost):
     """A host that records why reasoning was ended."""
 
     def __init__(self, thoughts: str) -> None:
@@ -43,7 +43,7 @@ class Counting(Alone):
         return tracker
 
 
-async def by_chat(host: Alone, stream: bool, budget: int | None) -> tuple[str, Any]:
+async def by_chat(host: SingleEngineHost, stream: bool, budget: int | None) -> tuple[str, Any]:
     client, _ = clients(host)
     options: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hm?"}]}
     if budget is not None:
@@ -56,7 +56,7 @@ async def by_chat(host: Alone, stream: bool, budget: int | None) -> tuple[str, A
     return str(message.content), (message.model_extra or {}).get("reasoning_ended_by")
 
 
-async def by_responses(host: Alone, stream: bool, budget: int | None) -> tuple[str, Any]:
+async def by_responses(host: SingleEngineHost, stream: bool, budget: int | None) -> tuple[str, Any]:
     client, _ = clients(host)
     options: dict[str, Any] = {"model": MODEL, "input": "Hm?"}
     if budget is not None:
@@ -72,7 +72,7 @@ async def by_responses(host: Alone, stream: bool, budget: int | None) -> tuple[s
     return response.output_text, reason
 
 
-async def by_messages(host: Alone, stream: bool, budget: int | None) -> tuple[str, Any]:
+async def by_messages(host: SingleEngineHost, stream: bool, budget: int | None) -> tuple[str, Any]:
     _, client = clients(host)
     options: dict[str, Any] = {
         "model": MODEL,
@@ -219,7 +219,9 @@ BODIES: dict[str, dict[str, Any]] = {
 }
 
 
-async def end_reasoning(host: Alone, path: str, key: str = KEY) -> tuple[dict[str, Any], str]:
+async def end_reasoning(
+    host: SingleEngineHost, path: str, key: str = KEY
+) -> tuple[dict[str, Any], str]:
     """The response to a control request during the reasoning of a stream, and the stream."""
     headers = {"Authorization": f"Bearer {KEY}"}
     transport = httpx.ASGITransport(host.app)

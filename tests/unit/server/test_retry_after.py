@@ -17,8 +17,8 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 
-from fakes import KEY, MODEL, Alone, ScriptedEngine
 from official_clients import clients
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.exceptions import HTTPException
 from starlette.testclient import TestClient
 
@@ -28,7 +28,7 @@ from vllm_mlx_harmony.engine_api.engine import Steps
 USER = [{"role": "user", "content": "Hello!"}]
 
 
-class Refusing(Alone):
+class Refusing(SingleEngineHost):
     """A host that raises ``refusal`` for each request."""
 
     refusal: Exception
@@ -38,14 +38,14 @@ class Refusing(Alone):
 
 
 @asynccontextmanager
-async def refusing(refusal: Exception) -> AsyncIterator[Alone]:
+async def refusing(refusal: Exception) -> AsyncIterator[SingleEngineHost]:
     host = Refusing(ScriptedEngine({}))
     host.refusal = refusal
     yield host
 
 
 @asynccontextmanager
-async def full() -> AsyncIterator[Alone]:
+async def full() -> AsyncIterator[SingleEngineHost]:
     """A host whose engine has a full queue."""
 
     def generate(*_: Any) -> Steps:
@@ -53,13 +53,13 @@ async def full() -> AsyncIterator[Alone]:
 
     engine = ScriptedEngine({})
     engine.generate = generate  # type: ignore[method-assign]
-    yield Alone(engine)
+    yield SingleEngineHost(engine)
 
 
 @asynccontextmanager
-async def ending() -> AsyncIterator[Alone]:
+async def ending() -> AsyncIterator[SingleEngineHost]:
     """A host that is shutting down."""
-    host = Alone(ScriptedEngine({}))
+    host = SingleEngineHost(ScriptedEngine({}))
     host.answers.reject_new(True)
     yield host
 
@@ -125,7 +125,7 @@ def test_websocket_error_event_has_retry_after_header(
     asyncio.run(check_event())
 
 
-def _first_event(host: Alone) -> Any:
+def _first_event(host: SingleEngineHost) -> Any:
     bearer = {"Authorization": f"Bearer {KEY}", "host": "localhost"}
     create = {"type": "response.create", "model": MODEL, "input": "Hello!"}
     with TestClient(host.app).websocket_connect("/v1/responses", headers=bearer) as socket:

@@ -20,7 +20,6 @@ pytest.importorskip("ollama")
 
 from anthropic_checker import checked
 from event_checker import check, from_wire
-from fakes import KEY, MODEL, Alone, ScriptedEngine
 from official_clients import clients, ollama_client
 from openai.lib.streaming.chat import ChatCompletionStreamState
 from row_answers import (
@@ -35,6 +34,7 @@ from row_answers import (
     responses_request,
 )
 from rows import Row
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.server import enforcement
@@ -50,7 +50,7 @@ class Front:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        hosts = {size: Alone(ScriptedEngine(SCRIPTS, size)) for size in (*AT_ONCE, 1000)}
+        hosts = {size: SingleEngineHost(ScriptedEngine(SCRIPTS, size)) for size in (*AT_ONCE, 1000)}
         self.clients = {size: clients(host) for size, host in hosts.items()}
         self.ollama = {size: ollama_client(host) for size, host in hosts.items()}
         self.wire = {}

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import text_limits, vocab
@@ -18,7 +18,7 @@ from vllm_mlx_harmony.core.turn import VOCAB_SIZE
 LENGTH = 4096
 
 
-class HostWithContextLength(Alone):
+class HostWithContextLength(SingleEngineHost):
     """A host that knows the context length of its model."""
 
     async def models(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def test_models_have_context_length_where_clients_look(wire: TestClient) -> None
 
 
 def test_unknown_context_length_is_omitted() -> None:
-    client = TestClient(Alone(ScriptedEngine({})).app, base_url="http://localhost")
+    client = TestClient(SingleEngineHost(ScriptedEngine({})).app, base_url="http://localhost")
     client.headers["Authorization"] = f"Bearer {KEY}"
     (entry,) = client.get("/v1/models").json()["data"]
     assert {*entry} == {"id", "object", "created", "owned_by"}

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("starlette")
 
 import httpx
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.turn import Answer, User
@@ -44,24 +44,24 @@ class Gated(ScriptedEngine):
         yield Step(ids(" day.<|return|>"), "stop")
 
 
-def client(host: Alone) -> TestClient:
+def client(host: SingleEngineHost) -> TestClient:
     return TestClient(host.app, base_url="http://localhost", headers=HEADERS)
 
 
-def async_client(host: Alone) -> httpx.AsyncClient:
+def async_client(host: SingleEngineHost) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(host.app)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost", headers=HEADERS)
 
 
 def test_stored_responses_are_found_in_their_application() -> None:
-    first, second = (client(Alone(ScriptedEngine(SCRIPTS))) for _ in range(2))
+    first, second = (client(SingleEngineHost(ScriptedEngine(SCRIPTS))) for _ in range(2))
     path = f"/v1/responses/{first.post('/v1/responses', json=INPUT).json()['id']}"
     assert (first.get(path).status_code, second.get(path).status_code) == (200, 404)
     assert (second.delete(path).status_code, first.delete(path).status_code) == (404, 200)
 
 
 def test_conversations_are_found_in_their_application() -> None:
-    first, second = (client(Alone(ScriptedEngine(SCRIPTS))) for _ in range(2))
+    first, second = (client(SingleEngineHost(ScriptedEngine(SCRIPTS))) for _ in range(2))
     key = first.post("/v1/conversations", json={}).json()["id"]
     path = f"/v1/conversations/{key}"
     assert (first.get(path).status_code, second.get(path).status_code) == (200, 404)
@@ -72,7 +72,7 @@ def test_conversations_are_found_in_their_application() -> None:
 
 
 def test_generated_turns_are_reused_in_their_application() -> None:
-    hosts = [Alone(ScriptedEngine(SCRIPTS)) for _ in range(2)]
+    hosts = [SingleEngineHost(ScriptedEngine(SCRIPTS)) for _ in range(2)]
     client(hosts[0]).post("/v1/chat/completions", json=CHAT)
     tenant = sha256(KEY.encode()).hexdigest()
     reused = []
@@ -86,7 +86,7 @@ def test_generated_turns_are_reused_in_their_application() -> None:
 
 def test_background_responses_belong_to_their_application() -> None:
     async def test() -> None:
-        first, second = Alone(Gated()), Alone(Gated())
+        first, second = SingleEngineHost(Gated()), SingleEngineHost(Gated())
         async with async_client(first) as first_client, async_client(second) as second_client:
             created = await first_client.post("/v1/responses", json={**INPUT, "background": True})
             path = f"/v1/responses/{created.json()['id']}"
@@ -101,7 +101,7 @@ def test_background_responses_belong_to_their_application() -> None:
 
 def test_shutdown_ends_only_answers_of_its_application() -> None:
     async def test() -> None:
-        hosts = Alone(Gated()), Alone(Gated())
+        hosts = SingleEngineHost(Gated()), SingleEngineHost(Gated())
         stopped, running = hosts
         async with async_client(stopped) as stopped_client, async_client(running) as running_client:
             answers = [

@@ -12,8 +12,8 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 
-from fakes import MODEL, Alone, ObedientEngine
 from official_clients import clients
+from scripted_host import MODEL, ObedientEngine, SingleEngineHost
 
 NO_SEARCH = (
     "Not available on this server: web_search. "
@@ -36,7 +36,7 @@ class Idle(ObedientEngine):
 
 
 async def message(stream: bool, **fields: Any) -> Any:
-    _, client = clients(Alone(Idle()))
+    _, client = clients(SingleEngineHost(Idle()))
     options: Any = {
         "model": MODEL,
         "max_tokens": 50,
@@ -71,7 +71,7 @@ def test_messages_search_fails_without_running_model(fields: Any, stream: bool) 
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "web_search_preview"}])
 def test_responses_search_fails_without_running_model(mode: str, choice: Any) -> None:
     async def create() -> tuple[Any, Any]:
-        client, _ = clients(Alone(Idle()))
+        client, _ = clients(SingleEngineHost(Idle()))
         options: Any = {
             "model": MODEL,
             "input": QUESTION,
@@ -106,7 +106,7 @@ def test_responses_search_fails_without_running_model(mode: str, choice: Any) ->
 def test_model_answers_after_failed_search() -> None:
     async def check() -> None:
         engine = ObedientEngine({"From memory, then.": ObedientEngine.ANSWER})
-        client, _ = clients(Alone(engine))
+        client, _ = clients(SingleEngineHost(engine))
         tools: Any = [{"type": "web_search"}]
         refused = await client.responses.create(model=MODEL, input=QUESTION, tools=tools)
         assert refused.output_text == NO_SEARCH

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-from fake import BookEngine, Fault, Reply, serving
-from fakes import KEY
+from faulty_server import BookEngine, Fault, Reply, serving
+from scripted_host import KEY
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.measure import results

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake import TIMES, BookEngine, Deaf, Fault, Reply, Request, outcomes, serving, stream
+from faulty_server import TIMES, BookEngine, Deaf, Fault, Reply, Request, outcomes, serving, stream
 
 from vllm_mlx_harmony.verify import wire
 from vllm_mlx_harmony.verify.values import Ask

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake import Fault, Request, outcomes, serving
+from faulty_server import Fault, Request, outcomes, serving
 
 from vllm_mlx_harmony.verify import checks, loop
 from vllm_mlx_harmony.verify import format as formats

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("prometheus_client")
 
-from fake import TIMES, BookEngine, outcomes, serving
 from fake_engines import served
-from fakes import KEY, MODEL
+from faulty_server import TIMES, BookEngine, outcomes, serving
+from scripted_host import KEY, MODEL
 
 from vllm_mlx_harmony.gateway.app import gateway
 from vllm_mlx_harmony.gateway.engines.detection import Spec

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fake import Fault, Reply, serving
-from fakes import KEY
+from faulty_server import Fault, Reply, serving
+from scripted_host import KEY
 
 from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.verify import wire

@@ -11,8 +11,8 @@ pytest.importorskip("agents")
 
 import agents
 from agents import memory
-from fakes import MODEL
-from local import weather
+from local_tool_servers import weather
+from scripted_host import MODEL
 from test_responses_loop import LAST, _no_grammars, client, run_async, serving, text_of
 
 __all__ = ["_no_grammars"]

@@ -10,7 +10,7 @@ pytest.importorskip("agents")
 
 
 import agents
-from fakes import MODEL, Alone, ScriptedEngine
+from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
 from test_responses_loop import _no_grammars, client, run_async
 
 __all__ = ["_no_grammars"]
@@ -96,7 +96,7 @@ def test_sdk_runs_what_model_called(name: str, stream: bool) -> None:
             "<|channel|>final<|message|>Done.<|return|>"
         ),
     }
-    host = Alone(ScriptedEngine(scripts, 3, context_length=100_000))
+    host = SingleEngineHost(ScriptedEngine(scripts, 3, context_length=100_000))
     ran.clear()
 
     async def run_agent() -> Any:

@@ -16,8 +16,8 @@ pytest.importorskip("httpx2")
 pytest.importorskip("lxml")
 
 
-import web
-from web import Site
+import fake_web
+from fake_web import Site
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.core.pages import read_page
@@ -67,7 +67,7 @@ LINES = (
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with web.serving() as site:
+    with fake_web.serving() as site:
         site.add("/rome", ROME)
         site.add("/italy", "<title>Italy</title>" + "<p>Line of Italy.</p>" * 400)
         site.search(
@@ -90,7 +90,7 @@ def call_tools(site: Site, *calls: tuple[str, dict[str, Any]], **options: Any) -
     """The results of calls in one conversation."""
 
     async def results() -> list[str]:
-        session = web.browser(site).session({}, "", **options)
+        session = fake_web.browser(site).session({}, "", **options)
         return [(await session.call(tool, arguments)).text for tool, arguments in calls]
 
     texts: list[str] = run(results())
@@ -176,7 +176,7 @@ def test_continued_conversation_knows_earlier_pages(site: Site) -> None:
     earlier_pages = {page.cursor: page for page in map(read_page, earlier) if page}
 
     async def results() -> list[str]:
-        session = web.browser(site).session(earlier_pages, "")
+        session = fake_web.browser(site).session(earlier_pages, "")
         calls: list[dict[str, Any]] = [
             {"id": 0},
             {"id": 0, "cursor": 1},
@@ -256,7 +256,7 @@ def test_limits_of_request_are_enforced(site: Site) -> None:
 
 def test_pages_of_one_tenant_are_not_cached_for_another(site: Site) -> None:
     async def results() -> None:
-        shared_browser = web.browser(site)
+        shared_browser = fake_web.browser(site)
         for tenant in ("a", "a", "b"):
             session = shared_browser.session({}, tenant)
             await session.call("search", {"query": "x"})
@@ -275,7 +275,7 @@ def test_pages_of_one_host_are_fetched_one_at_a_time(site: Site) -> None:
         site.add(f"/slow{number}", slow)
 
     async def results() -> None:
-        shared_browser = web.browser(site)
+        shared_browser = fake_web.browser(site)
         calls = (
             shared_browser.call("open", {"id": f"{site.url}/slow{number}"}) for number in range(4)
         )
@@ -339,7 +339,7 @@ def test_private_address_needs_a_permitted_host(site: Site) -> None:
 
 def test_redirect_to_private_address_is_refused(site: Site) -> None:
     """Each hop is checked like a first request."""
-    with web.serving() as inner:
+    with fake_web.serving() as inner:
         inner.add("/secret", "secret")
         site.add("/away", status=302, Location=f"{inner.url}/secret")
         site.add("/file", status=302, Location="file:///etc/passwd")
@@ -397,7 +397,7 @@ def test_huge_page_is_cut(site: Site) -> None:
 
 def test_slow_page_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetching, "SECONDS", 0.5)
-    site.add("/drops", web.slowly)
+    site.add("/drops", fake_web.slowly)
     began = time.monotonic()
     assert error_of(site, ("open", {"id": f"{site.url}/drops"})) == (
         "the page was not sent in time",
@@ -531,7 +531,7 @@ def test_failing_search_engine_is_an_error(
 
 def test_silent_search_engine_times_out(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "SECONDS", 0.3)
-    site.add("/search", web.slowly)
+    site.add("/search", fake_web.slowly)
     assert error_of(site, ("search", {"query": "x"})) == (
         "the search engine does not respond",
         "unavailable",
@@ -539,7 +539,7 @@ def test_silent_search_engine_times_out(site: Site, monkeypatch: pytest.MonkeyPa
 
 
 def test_unreachable_search_engine_is_an_error() -> None:
-    with web.serving() as gone:
+    with fake_web.serving() as gone:
         pass
     text, code = error_of(gone, ("search", {"query": "x"}))
     assert "cannot be reached" in text and code == "unavailable"

@@ -12,9 +12,9 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 
-from fakes import MODEL, Alone, ObedientEngine, ScriptedEngine, Tracker, ids
-from local import browser, interpreter, weather
+from local_tool_servers import browser, interpreter, weather
 from official_clients import clients
+from scripted_host import MODEL, ObedientEngine, ScriptedEngine, SingleEngineHost, Tracker, ids
 from test_responses_loop import (
     CALLED,
     FIRST,
@@ -41,8 +41,12 @@ def _as_scripted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
-def serving(use: Use = Use.ALL, scripts: dict[str, str] | None = None, **limits: Any) -> Alone:
-    host = Alone(ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000))
+def serving(
+    use: Use = Use.ALL, scripts: dict[str, str] | None = None, **limits: Any
+) -> SingleEngineHost:
+    host = SingleEngineHost(
+        ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000)
+    )
     host.toolbox = Toolbox((weather(), interpreter(), browser()), ToolsConfig(**limits), use)
     return host
 
@@ -54,7 +58,9 @@ def replayed_loop() -> tuple[int, ...]:
     return ids(loop + "<|channel|>final<|message|>It is warm.<|end|>")
 
 
-async def chat(host: Alone, stream: bool, **request: Any) -> tuple[Any, list[dict[str, Any]]]:
+async def chat(
+    host: SingleEngineHost, stream: bool, **request: Any
+) -> tuple[Any, list[dict[str, Any]]]:
     """The choice, and the calls that the server ran."""
     client, _ = clients(host)
     request = {"model": MODEL, "messages": USER, **request}
@@ -98,7 +104,7 @@ def test_chat_runs_tools(stream: bool) -> None:
 def test_reasoning_ended_after_tool_result_is_counted(stream: bool) -> None:
     reasons: list[str] = []
 
-    class Counting(Alone):
+    class Counting(SingleEngineHost):
         def tracker(self, api: str, *, stream: bool) -> Tracker:
             tracker = super().tracker(api, stream=stream)
             tracker.reasoning_ended = reasons.append  # type: ignore[method-assign]
@@ -150,7 +156,7 @@ def test_client_tool_takes_precedence() -> None:
     assert choice.message.content == "It is warm."
 
 
-async def messages(host: Alone, stream: bool, **request: Any) -> Any:
+async def messages(host: SingleEngineHost, stream: bool, **request: Any) -> Any:
     _, client = clients(host)
     request = {"model": MODEL, "max_tokens": 900, "messages": USER, **request}
     if not stream:

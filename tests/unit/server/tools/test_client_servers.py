@@ -25,9 +25,9 @@ pytest.importorskip("anthropic")
 import anthropic
 import httpx2
 import openai
-from fakes import KEY, MODEL, Alone, ScriptedEngine
-from local import weather
+from local_tool_servers import weather
 from official_clients import clients
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 from test_responses_loop import CALLED, LAST, _no_grammars, client, create, outline, run_async
 from test_toolbox import serving as mcp_serving
@@ -62,8 +62,12 @@ SCRIPTS = {
 }
 
 
-def serving(*patterns: str, scripts: dict[str, str] | None = None, **limits: Any) -> Alone:
-    host = Alone(ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000))
+def serving(
+    *patterns: str, scripts: dict[str, str] | None = None, **limits: Any
+) -> SingleEngineHost:
+    host = SingleEngineHost(
+        ScriptedEngine({**SCRIPTS, **(scripts or {})}, 3, context_length=100_000)
+    )
     client_tools = ClientServers([UrlPattern.read(pattern) for pattern in patterns], 600.0)
     host.toolbox = Toolbox((weather(),), ToolsConfig(**limits), Use.ON, client_tools)
     return host
@@ -83,7 +87,7 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[tuple[int, str]]:
         yield port, "sse" if request.param == "sse" else "mcp"
 
 
-def run_cleanly(host: Alone, body: Callable[[], Any]) -> Any:
+def run_cleanly(host: SingleEngineHost, body: Callable[[], Any]) -> Any:
     """The result of ``body``, which must leave no task and no connection behind."""
 
     async def bounded() -> Any:

@@ -11,7 +11,7 @@ pytest.importorskip("anthropic")
 
 
 import anthropic
-from fakes import Alone, ids
+from scripted_host import SingleEngineHost, ids
 from test_chat_and_messages_loop import AGAIN, USER, _as_scripted, messages, serving
 from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND, run_async
 
@@ -32,7 +32,7 @@ def kinds(message: Any) -> list[str]:
     return [block.type for block in message.content]
 
 
-def prompts(host: Alone) -> list[tuple[int, ...]]:
+def prompts(host: SingleEngineHost) -> list[tuple[int, ...]]:
     token_ids: list[tuple[int, ...]] = host.engine.prompts  # type: ignore[attr-defined]
     return token_ids
 

@@ -14,9 +14,9 @@ pytest.importorskip("openai")
 
 
 import openai
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
-from local import Local, browser, interpreter, weather
+from local_tool_servers import Local, browser, interpreter, weather
 from official_clients import in_process
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.render import Rendered, render
@@ -88,14 +88,16 @@ def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def serving(
     *servers: Local, at_once: int = 3, scripts: dict[str, str] | None = None, **limits: Any
-) -> Alone:
-    host = Alone(ScriptedEngine({**SCRIPTS, **(scripts or {})}, at_once, context_length=100_000))
+) -> SingleEngineHost:
+    host = SingleEngineHost(
+        ScriptedEngine({**SCRIPTS, **(scripts or {})}, at_once, context_length=100_000)
+    )
     chosen = servers or (weather(), interpreter(), browser())
     host.toolbox = Toolbox(chosen, ToolsConfig(**limits), Use.ON)
     return host
 
 
-def client(host: Alone) -> openai.AsyncOpenAI:
+def client(host: SingleEngineHost) -> openai.AsyncOpenAI:
     http = in_process(openai.DefaultAsyncHttpxClient, host.app)
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key=KEY, max_retries=0, http_client=http
@@ -109,7 +111,9 @@ def run_async(run: Awaitable[Any]) -> Any:
     return asyncio.run(bounded())
 
 
-async def create(host: Alone, stream: bool = False, **request: Any) -> tuple[Any, list[Any]]:
+async def create(
+    host: SingleEngineHost, stream: bool = False, **request: Any
+) -> tuple[Any, list[Any]]:
     """The response, and the events if it was streamed."""
     request = {"model": MODEL, "tools": TOOLS, **request}
     if not stream:
@@ -728,7 +732,7 @@ def test_grammar_follows_tool_choice_and_limit(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_disabled_tools_are_omitted_and_named() -> None:
-    host = Alone(ScriptedEngine(SCRIPTS))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     response, _ = run_async(create(host, input="Say hello.", tools=[*TOOLS, MINE]))
     assert outline(response) == [("reasoning", "Done."), ("message", "It is warm.")]
     names = ["weather", "code_interpreter", "web_search"]
@@ -736,7 +740,7 @@ def test_disabled_tools_are_omitted_and_named() -> None:
 
 
 def test_disabled_tools_fail_without_running_model() -> None:
-    host = Alone(ScriptedEngine(SCRIPTS))
+    host = SingleEngineHost(ScriptedEngine(SCRIPTS))
     response, _ = run_async(create(host, input="Say hello."))
     assert [row[0] for row in outline(response)] == [
         *("mcp_list_tools", "code_interpreter_call", "web_search_call", "message")

@@ -19,7 +19,7 @@ import pytest
 pytest.importorskip("mcp")
 
 
-from local import Local
+from local_tool_servers import Local
 from mcp_types import methods
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -33,8 +33,8 @@ from vllm_mlx_harmony.server.tools.mcp_server import malformed_tools
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
 from vllm_mlx_harmony.server.tools.toolbox import NOTHING, Toolbox
 
-SERVERS = Path(__file__).parents[3] / "support" / "servers.py"
-RAW = SERVERS.with_name("raw_server.py")
+SERVERS = Path(__file__).parents[3] / "support" / "mcp_servers.py"
+RAW = SERVERS.with_name("malformed_mcp_server.py")
 
 
 def stdio(kind: str, **more: Any) -> dict[str, Any]:

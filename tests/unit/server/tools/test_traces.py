@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("starlette")
 pytest.importorskip("opentelemetry.sdk")
 
-from fakes import KEY, MODEL, Alone, ScriptedEngine
-from local import weather
+from local_tool_servers import weather
 from opentelemetry import trace
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 from starlette.types import ASGIApp
 
@@ -82,7 +82,7 @@ def post_chat(
     **headers: str,
 ) -> Any:
     """The response of an application that has the inspector, too."""
-    host = Alone(engine)
+    host = SingleEngineHost(engine)
     host.toolbox = Toolbox((weather(),), ToolsConfig(), Use.ALL)
     app = application(host)
     inspector.install(app, list)

@@ -16,11 +16,11 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 
-import web
-from fakes import MODEL, Alone, ScriptedEngine
-from local import browser as another_browser
+import fake_web
+from fake_web import Site
+from local_tool_servers import browser as another_browser
 from official_clients import clients, ollama_client
-from web import Site
+from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server import enforcement
@@ -55,15 +55,17 @@ def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with web.serving() as site:
+    with fake_web.serving() as site:
         site.add("/rome", PAGE)
         site.search(("Rome", f"{site.url}/rome", "A city."), ("More", f"{site.url}/more", ""))
         yield site
 
 
-def serving(site: Site | None, use: Use = Use.ON, at_once: int = 2, **limits: Any) -> Alone:
-    host = Alone(ScriptedEngine(dict(SCRIPTS), at_once, context_length=100_000))
-    servers = [another_browser() if site is None else web.browser(site)]
+def serving(
+    site: Site | None, use: Use = Use.ON, at_once: int = 2, **limits: Any
+) -> SingleEngineHost:
+    host = SingleEngineHost(ScriptedEngine(dict(SCRIPTS), at_once, context_length=100_000))
+    servers = [another_browser() if site is None else fake_web.browser(site)]
     host.toolbox = Toolbox(servers, ToolsConfig(**limits), use)
     return host
 
@@ -75,7 +77,7 @@ def run(coroutine: Any) -> Any:
     return asyncio.run(bounded())
 
 
-def last_prompt(host: Alone) -> str:
+def last_prompt(host: SingleEngineHost) -> str:
     prompts = host.engine.prompts  # type: ignore[attr-defined]
     return vocab.encoding().decode(list(prompts[-1]))
 
@@ -85,7 +87,9 @@ def last_prompt(host: Alone) -> str:
 WEB_SEARCH: dict[str, Any] = {"type": "web_search"}
 
 
-async def respond(host: Alone, stream: bool = False, **request: Any) -> tuple[Any, list[Any]]:
+async def respond(
+    host: SingleEngineHost, stream: bool = False, **request: Any
+) -> tuple[Any, list[Any]]:
     client, _ = clients(host)
     request = {"model": MODEL, "input": QUESTION, "tools": [WEB_SEARCH], **request}
     if not stream:
@@ -266,7 +270,9 @@ NATIVE: dict[str, Any] = {"type": "web_search_20250305", "name": "web_search", "
 USER: dict[str, Any] = {"role": "user", "content": QUESTION}
 
 
-async def message(host: Alone, stream: bool = False, **request: Any) -> tuple[Any, list[Any]]:
+async def message(
+    host: SingleEngineHost, stream: bool = False, **request: Any
+) -> tuple[Any, list[Any]]:
     _, client = clients(host)
     request = {"max_tokens": 2000, "model": MODEL, "messages": [USER], "tools": [NATIVE], **request}
     if not stream:
@@ -444,7 +450,9 @@ def test_undeclared_tools_are_shown_as_mcp_server(site: Site) -> None:
 # --- Chat Completions, and Ollama's API
 
 
-async def complete(host: Alone, stream: bool = False, **request: Any) -> tuple[Any, str, list[Any]]:
+async def complete(
+    host: SingleEngineHost, stream: bool = False, **request: Any
+) -> tuple[Any, str, list[Any]]:
     """The message or the last chunk, the content, and the annotations."""
     client, _ = clients(host)
     options: Any = {"model": MODEL, "messages": [USER], "web_search_options": {}, **request}
@@ -497,7 +505,7 @@ def test_chat_continued_turn_is_replayed(site: Site) -> None:
 
 
 def test_chat_refuses_unavailable_web_search() -> None:
-    host = Alone(ScriptedEngine(dict(SCRIPTS), 2))
+    host = SingleEngineHost(ScriptedEngine(dict(SCRIPTS), 2))
     with pytest.raises(Exception, match="web search is not available") as error:
         run(complete(host))
     assert error.value.status_code == 400  # type: ignore[attr-defined]
@@ -514,9 +522,9 @@ def test_ollama_answer_has_links(site: Site) -> None:
 
 
 def test_models_report_web_search(site: Site) -> None:
-    async def first_model(host: Alone) -> Any:
+    async def first_model(host: SingleEngineHost) -> Any:
         client, _ = clients(host)
         return (await client.models.list()).data[0].model_extra
 
     assert run(first_model(serving(site)))["web_search"] is True
-    assert "web_search" not in run(first_model(Alone(ScriptedEngine({}, 1))))
+    assert "web_search" not in run(first_model(SingleEngineHost(ScriptedEngine({}, 1))))

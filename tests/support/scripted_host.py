@@ -152,7 +152,7 @@ class Tracker:
         self.results.append(result)
 
 
-class Alone:
+class SingleEngineHost:
     """A host with one engine and one API key."""
 
     model_name: str | None = MODEL

@@ -1,6 +1,7 @@
-"""An MCP server with output that the official package never sends: ``raw_server.py [PORT]``.
+"""An MCP server with output that the official package never sends.
 
-Over stdio, or with a port over streamable HTTP. Some of its tools are valid.
+``malformed_mcp_server.py [PORT]``: over stdio, or with a port over streamable HTTP. Some of its
+tools are valid.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Real MCP servers for the tests, each in a process of its own: ``python servers.py KIND [PORT]``.
+"""Real MCP servers for the tests, each in a process of its own.
 
-Over stdio, or with a port over streamable HTTP (``--sse``: over server-sent events).
+``python mcp_servers.py KIND [PORT]``: over stdio, or with a port over streamable HTTP (``--sse``:
+over server-sent events).
 """
 
 from __future__ import annotations

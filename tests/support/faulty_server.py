@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fake_engines import served
-from fakes import KEY, MODEL, Alone, ScriptedEngine, ids
+from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.exceptions import HTTPException
 
 from vllm_mlx_harmony.core import vocab
@@ -83,7 +83,7 @@ def _common(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
 
 
-class Host(Alone):
+class Host(SingleEngineHost):
     """A host that lists the context length, and permits any number of tokens."""
 
     async def models(self) -> dict[str, Any]:
