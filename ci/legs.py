@@ -181,7 +181,7 @@ LEGS: tuple[Leg, ...] = (
         "the server without vllm-mlx and torch: official clients, a real process",
         LIGHT,
         (
-            (*PYTEST, "tests/system/light"),
+            (*PYTEST, "tests/system/light", *GATE),
             (*PYTEST, "tests/system/served", "-m", "not of_vllm_mlx and not nightly"),
         ),
         runners=BOTH_RUNNERS,
@@ -252,6 +252,16 @@ LEGS: tuple[Leg, ...] = (
         "the plugin in the real vllm-mlx: more rows, and all tests of both servers",
         HOSTED,
         ((*PYTEST, "tests/system/served"),),
+        runners=BOTH_RUNNERS,
+    ),
+    Leg(
+        "light-whole",
+        "the light server: more rows, and all tests of both servers",
+        LIGHT,
+        (
+            (*PYTEST, "tests/system/light"),
+            (*PYTEST, "tests/system/served", "-m", "not of_vllm_mlx"),
+        ),
         runners=BOTH_RUNNERS,
     ),
     Leg(

@@ -352,6 +352,7 @@ def test_model_with_other_tokenizer_is_rejected(
     assert "its tokenizer is not o200k_harmony" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_demo_runs_on_light_server() -> None:
     command = [sys.executable, "-m", "vllm_mlx_harmony", "demo"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

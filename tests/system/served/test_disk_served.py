@@ -259,6 +259,7 @@ def loops(start: Start, model: Path, tmp_path_factory: pytest.TempPathFactory) -
     return AgentLoops(start_server(), start_server, turns)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", AGENTS)
 def test_loops_continue_after_server_was_killed(loops: AgentLoops, name: str) -> None:
     agent, reasoning = AGENTS[name]
@@ -269,6 +270,7 @@ def test_loops_continue_after_server_was_killed(loops: AgentLoops, name: str) ->
     assert turn.prompt - turn.cached <= NEW * turn.prompt
 
 
+@pytest.mark.nightly
 def test_log_stats_and_metrics_report_disk_cache(loops: AgentLoops) -> None:
     line = re.search(
         r"up to 10 GiB on disk: (.*), (\d+) conversations, from (\S+)", loops.server.log

@@ -112,6 +112,7 @@ def by_messages(server: Server) -> tuple[str, Any]:
     return "".join(block.text for block in message.content if block.type == "text"), None
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("send", [by_chat, by_responses, by_messages])
 def test_copied_answer_takes_few_steps(
     server: Server, send: Callable[..., tuple[str, Any]]
@@ -181,6 +182,7 @@ def test_disconnect_ends_drafted_answer(server: Server) -> None:
     assert completion.choices[0].message.content == EDITED
 
 
+@pytest.mark.nightly
 def test_answers_are_right_after_kill_while_drafting(
     server: Server, start_server: Callable[[], Server]
 ) -> None:

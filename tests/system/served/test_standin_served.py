@@ -183,6 +183,7 @@ def assert_one_at_a_time(host: Server) -> None:
     assert (rejected.status_code, "busy" in rejected.text) == (503, True)
 
 
+@pytest.mark.nightly(sample=2)
 def test_tiny_gpt_oss_generates(start: Start, tiny_dir: Path, spelling: str) -> None:
     host = start(*SPELLINGS[spelling], model=tiny_dir)
     with host.client() as client:
