@@ -93,7 +93,7 @@ class Batch:
             masks = [request.sampler.processor for request in self.rows]
             mx.async_eval(self.pending, [mask.likeliest for mask in masks if mask is not None])
             rows = zip(self.rows, last.tolist(), strict=True)
-            found = [(request, token) for request, token in rows if request.joined]
+            found = [(request, token) for request, token in rows if request.stepped]
             for request, token in found:
                 mask = request.sampler.processor
                 request.origins += Origin.SAMPLED if mask is None else mask.origin
@@ -110,7 +110,7 @@ class Batch:
                 # step, and with them all rows.
                 mx.async_eval([self.rows[at].scores for at in asked])
         for request in self.rows:
-            request.joined = True
+            request.stepped = True
         return found
 
     def _knows_next(self, costs: Costs) -> bool:
@@ -122,7 +122,7 @@ class Batch:
         if request.top_logprobs is not None:
             return False
         mask, drafts = request.sampler.processor, request.drafts
-        if not request.joined:
+        if not request.stepped:
             self.known = request.ids[-1]
         elif self.known is None and mask is not None:
             self.known = mask.forced()
@@ -155,17 +155,17 @@ class Batch:
         mask = sampler.processor
         assert self.known is not None
         run = [self.known]
-        ends = request.joined and self.known in vocab.TURN_ENDS
+        ends = request.stepped and self.known in vocab.TURN_ENDS
         most = 0 if ends else min(WIDTHS[-1] - 1, request.remaining_ids)
         origins: str = Origin.SAMPLED
         if mask is not None:
-            if request.joined:
+            if request.stepped:
                 mask.advance(self.known)
             origins = mask.origin
             run += mask.follow(costs.max_known_ids(most))
         origins += Origin.FORCED * (len(run) - 1)
-        found = run if request.joined else run[1:]
-        request.origins += origins if request.joined else origins[1:]
+        found = run if request.stepped else run[1:]
+        request.origins += origins if request.stepped else origins[1:]
         if drafts is not None:
             drafts.extend(found)
         draft, is_copy = self._guess(costs, most + 1 - len(run))

@@ -2,7 +2,7 @@
 
 What a request passes through::
 
-    queued ─▶ admitted: memory, cached prefix ─▶ chunks ─▶ row of a batch ─▶ ended
+    waiting ─▶ computing: memory, cached prefix, chunks ─▶ generating: row of a batch ─▶ ended
 
 `scheduler` decides what is done next, `memory` whether a request fits. An error of the model ends
 the requests that were being computed together, and no others. An error in this file ends the
@@ -41,7 +41,7 @@ from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, drop_outside_windows, evaluate
 from vllm_mlx_harmony.engine.prefix_cache import STORE_EVERY, PrefixCache, boundaries
-from vllm_mlx_harmony.engine.request import Item, Request, hand_over
+from vllm_mlx_harmony.engine.request import Item, Phase, Request, hand_over
 from vllm_mlx_harmony.engine.scheduler import (
     BatchLimits,
     Begin,
@@ -49,7 +49,7 @@ from vllm_mlx_harmony.engine.scheduler import (
     ScheduledStep,
     Scheduler,
 )
-from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, State, Totals, Waiting
+from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, Totals, Waiting
 from vllm_mlx_harmony.engine.thread import POLL_SECONDS, EngineThread, Stopped
 from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
 
@@ -77,6 +77,13 @@ REPORT_SECONDS = 0.5
 
 PUBLISH_SECONDS = 0.1
 """Seconds between two statuses while nothing but steps is computed, which are short."""
+
+TRANSITIONS: dict[Phase, set[Phase]] = {
+    Phase.WAITING: {Phase.COMPUTING, Phase.ENDED},
+    Phase.COMPUTING: {Phase.GENERATING, Phase.ENDED},
+    Phase.GENERATING: {Phase.ENDED},
+    Phase.ENDED: set(),
+}
 
 Load: TypeAlias = "Callable[[], tuple[Module, PrefixCache]]"
 """Returns a model and the prefix cache for it."""
@@ -157,27 +164,27 @@ class EngineLoop:
         """Those that generate first, then the others in the order in which they will be served."""
         now, scheduler = time.perf_counter(), self.scheduler
         places = {key: place for place, key in enumerate(scheduler.order(), start=1)}
-        requests = [
-            (0 if request.ids else places.get(request.number, len(places) + 1), request)
-            for request in self.requests.values()
-        ]
+
+        def place_of(request: Request) -> int:
+            if request.phase is Phase.GENERATING:
+                return 0
+            return places.get(request.number, len(places) + 1)
+
         found = []
         expected: float | None = 0.0
-        for place, request in sorted(requests, key=lambda one: one[0]):
+        for request in sorted(self.requests.values(), key=place_of):
+            place = place_of(request)
             progress = request.progress()
             rest = scheduler.seconds(request.number) if place <= len(places) else None
             expected = None if expected is None or rest is None else expected + rest
             speed = 0.0
             if not place and now > request.first_token_time > 0:
                 speed = request.generated / (now - request.first_token_time)
-            elif request.prefill_start and rest:
+            elif request.phase is Phase.COMPUTING and rest:
                 speed = (progress.total - progress.processed) / rest
-            state: State = (
-                "waiting" if not request.prefill_start else "computing" if place else "generating"
-            )
             found.append(
                 RequestStatus(
-                    state=state,
+                    state=request.phase,
                     place=place,
                     total=len(request.prompt),
                     cached=progress.cached,
@@ -258,7 +265,7 @@ class EngineLoop:
             self._stopped = f"the engine stopped unexpectedly: {type(error).__name__}"
         for key in list(self.requests):
             request = self.requests.pop(key)
-            self.waiting.add(-(not request.prefill_start))
+            self._enter(request, Phase.ENDED)
             request.layers = request.match = None
             self._put(request, HostError(self._stopped))
         self.batches, self.scheduler = [], Scheduler(self.options.limits)
@@ -267,6 +274,12 @@ class EngineLoop:
         device.turns.rest(self)  # last: it fails with a device that has failed
 
     # --- On the thread: requests
+
+    def _enter(self, request: Request, phase: Phase) -> None:
+        assert phase in TRANSITIONS[request.phase]
+        if request.phase is Phase.WAITING:
+            self.waiting.add(-1)
+        request.phase = phase
 
     def arrive(self, request: Request) -> None:
         self.requests[request.number] = request
@@ -293,17 +306,17 @@ class EngineLoop:
         """Removes a request, wherever it is."""
         if self.requests.pop(request.number, None) is None:
             return
-        self.waiting.add(-(not request.prefill_start))
+        self._enter(request, Phase.ENDED)
         self.scheduler.remove(request.number)
         self._changed = True
         before = self.totals
-        self.totals = Totals(
-            before.steps,
-            before.requests + 1,
-            before.prompt_tokens + request.computed_ids,
-            before.completion_tokens + request.generated,
-            before.drafts_accepted + request.accepted,
-            before.drafts_rejected + request.rejected,
+        self.totals = replace(
+            before,
+            requests=before.requests + 1,
+            prompt_tokens=before.prompt_tokens + request.computed_ids,
+            completion_tokens=before.completion_tokens + request.generated,
+            drafts_accepted=before.drafts_accepted + request.accepted,
+            drafts_rejected=before.drafts_rejected + request.rejected,
         )
         request.layers = request.match = None
         for batch in self.batches:
@@ -339,9 +352,11 @@ class EngineLoop:
         When memory has run out, the prefix cache is emptied.
         """
         rows = {request for batch in self.batches for request in batch.rows}
-        lost = {request for request in self.requests.values() if request.ids} - rows
+        generating = {
+            request for request in self.requests.values() if request.phase is Phase.GENERATING
+        }
         failure = _failure_of(error)
-        for request in {*requests, *lost}:
+        for request in {*requests, *(generating - rows)}:
             self._put(request, failure)
             self._forget(request)
         if device.exhausted(error):
@@ -463,7 +478,7 @@ class EngineLoop:
 
     def _running(self) -> tuple[list[Request], int]:
         """The requests that have begun, and the bytes of their caches."""
-        running = [request for request in self.requests.values() if request.prefill_start]
+        running = [one for one in self.requests.values() if one.phase is not Phase.WAITING]
         holders: list[Request | Batch] = [*running, *self.batches]
         return running, sum(layer.nbytes for holder in holders for layer in holder.layers or ())
 
@@ -477,7 +492,7 @@ class EngineLoop:
         if self.cache.enabled:
             request.boundaries = deque(boundaries(request.prompt, known))
         request.prefill_start = started
-        self.waiting.add(-1)
+        self._enter(request, Phase.COMPUTING)
         request.computed_ids = request.cached = request.stored = known
         self._put(request, request.report())
         self.scheduler.begin(request.number, last - known, known, time.perf_counter() - started)
@@ -558,6 +573,7 @@ class EngineLoop:
             self._forget(requests[0])
             return
         for request in requests:
+            self._enter(request, Phase.GENERATING)
             request.computed_ids = len(request.prompt)
             request.layers, request.ids = None, list(request.prompt)
             self._put(request, request.report())

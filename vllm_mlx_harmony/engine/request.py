@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeAlias
 
 import mlx.core as mx
@@ -25,6 +26,18 @@ HEADROOM = 64
 """Ids of an answer for which its caches are allocated in advance."""
 
 
+class Phase(StrEnum):
+    """Where a request is (`loop`)."""
+
+    WAITING = "waiting"
+    """What is cached of its prompt is read, or the scheduler has not begun it."""
+    COMPUTING = "computing"
+    """Its prompt is computed, in caches of its own."""
+    GENERATING = "generating"
+    """It is a row of a batch."""
+    ENDED = "ended"
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """The second group of fields belongs to the engine's thread, the third to the event loop."""
@@ -41,15 +54,16 @@ class Request:
     the engine's thread when it begins. Nothing else refers to it, because it holds memory."""
 
     # On the engine's thread.
+    phase: Phase = Phase.WAITING
     prefill_start: float = 0.0
-    """When its caches were created; 0 while it waits."""
+    """When its caches were created."""
     other_bytes: int = -1
     """Bytes of everything else when it last found no memory; it fails if they are the same at
     ``admission_deadline``."""
     admission_deadline: float = 0.0
     layers: Layers | None = None
-    """Its caches, from ``prefill_start`` until it is a row of a batch. The first of those that are
-    computed together has the caches of all."""
+    """Its caches, while its prompt is computed. The first of those that are computed together has
+    the caches of all."""
     boundaries: deque[int] = field(default_factory=deque)
     """Remaining boundaries at which the prompt's prefix is stored."""
     computed_ids: int = 0
@@ -61,8 +75,8 @@ class Request:
     ids: list[int] = field(default_factory=list)
     """Prompt and answer, once it is a row of a batch; the batch's caches hold them, or will after
     the pending step."""
-    joined: bool = False
-    """Whether its row has made a step."""
+    stepped: bool = False
+    """Whether its row has made a step, which computes the last id of its prompt."""
     drafts: Drafts | None = None
     """``None`` if none are to be tried."""
     accepted: int = 0
@@ -96,7 +110,8 @@ class Request:
     @property
     def remaining_ids(self) -> int:
         """Maximum number of ids that may follow the next one, which is computed already."""
-        return self.max_length - len(self.ids) - self.joined
+        pending = 1 if self.stepped else 0
+        return self.max_length - len(self.ids) - pending
 
     def next_chunk(self, most: int) -> tuple[int, ...]:
         """The next ids of the prompt to compute: its last one is computed with the first step."""
@@ -121,7 +136,7 @@ class Request:
     def progress(self, place: int = 0) -> Progress:
         """How much of the prompt is computed. Before it begins: what is cached, and its place."""
         total = len(self.prompt)
-        if not self.prefill_start:
+        if self.phase is Phase.WAITING:
             known = 0 if self.match is None else min(self.match.cached, total - 1)
             return Progress(total, known, known, place=place)
         seconds = time.perf_counter() - self.prefill_start
@@ -136,7 +151,15 @@ class Request:
         self.unsent_ids.clear()
         self.origins = ""
         logprobs, self.logprobs = tuple(self.logprobs), []
-        return Step(ids, finish, self.cached, None, origins, self.accepted, self.rejected, logprobs)
+        return Step(
+            ids,
+            finish,
+            cached_tokens=self.cached,
+            origins=origins,
+            accepted=self.accepted,
+            rejected=self.rejected,
+            logprobs=logprobs,
+        )
 
     async def next(self) -> Step:
         """All ids since the last call as one step, or a report of progress.

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
-
-State: TypeAlias = Literal["waiting", "computing", "generating"]
+from vllm_mlx_harmony.engine.request import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +21,7 @@ class RequestStatus:
     arrives; ``None`` while no speed is known.
     """
 
-    state: State
+    state: Phase
     place: int
     total: int
     cached: int

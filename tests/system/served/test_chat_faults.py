@@ -305,7 +305,7 @@ def test_host_routes_and_plugin_routes_share_the_engine(
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(complete_on_host_route)
-        time.sleep(0.4)
+        server.wait_for_requests(running=1)
         assert post_chat(client, "Hi.").status_code == 200
         assert future.result() == 200
 

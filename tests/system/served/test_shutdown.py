@@ -200,7 +200,8 @@ def test_running_answers_end_with_message_before_exit(start: Start, standin_dir:
             future.add_done_callback(partial(note_end, name))
         signalled = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
+        while late.post(PATHS[0], json={"model": "any"}).status_code != 503:
+            time.sleep(0.05)
         refused_statuses = [refusal(late, path) for path in PATHS]
         with pytest.raises(InvalidStatus) as rejection:
             connect(server.base_url.replace("http", "ws") + "/v1/responses")

@@ -1302,18 +1302,18 @@ def test_requests_of_two_event_loops_reuse_disk(
     """Each looks its prompts up while the other's are read."""
     prompts = [words(seed, 500) for seed in range(4)]
 
-    def open_engine() -> MlxEngine:
+    def open_with_disk() -> MlxEngine:
         disk = open_disk()
         return open_engine(tiny, cache=lambda model: PrefixCache(model, tree(), disk, b"weights"))
 
     def tree() -> PrefixTree[Any]:
         return PrefixTree(1 << 30)
 
-    first = open_engine()
+    first = open_with_disk()
     expected = [run(answer(first, prompt, max_tokens=8)) for prompt in prompts]
     assert first.cache._disk is not None and flushed(first.cache._disk)
     first.close()
-    second, load = open_engine(), DiskCache._load
+    second, load = open_with_disk(), DiskCache._load
     barrier = threading.Barrier(2)
 
     async def answer_two(pair: list[tuple[int, ...]]) -> list[list[Step]]:

@@ -172,7 +172,7 @@ def ids_of(batch: Batch, settings: GenerationSettings) -> tuple[list[int], int]:
         for _, token in batch.step(MODEL):
             request.ids.append(token)
         steps += 1
-        held = len(request.ids) if request.joined else len(request.ids) - 1
+        held = len(request.ids) if request.stepped else len(request.ids) - 1
         assert [layer.offset for layer in batch.layers] == [held, held]
         assert batch.layers[0].keys.shape[2] <= 128 + 16
     return request.ids[len(request.prompt) :], steps

@@ -255,10 +255,9 @@ def test_killed_server_leaves_no_process(busy: bool) -> None:
     assert server.stdin is not None
     with server.stdout, server.stdin:
         assert server.stdout.readline() == b"\n"
-        if busy:
-            time.sleep(0.3)
-        started = psutil.Process(server.pid).children(recursive=True)
-        assert len(started) >= 1 + busy  # the helper process, and its child
+        children = partial(psutil.Process(server.pid).children, recursive=True)
+        assert wait_until(lambda: len(children()) > busy)  # the helper process, and its child
+        started = children()
         server.kill()
         server.wait()
     assert psutil.wait_procs(started, 60)[1] == []

@@ -188,7 +188,8 @@ def test_all_answers_of_tenant_are_running(host: SingleEngineHost) -> None:
     async def post(http: httpx.AsyncClient) -> None:
         body = {"prompt": PROMPT, "settings": SETTINGS}
         request = asyncio.ensure_future(http.post(PATH, json=body))
-        await asyncio.sleep(0.1)
+        while len(host.answers.running) < 3:
+            await asyncio.sleep(0.01)
         running.append(len(host.answers.running))
         await request
 
@@ -201,7 +202,7 @@ def test_all_answers_of_tenant_are_running(host: SingleEngineHost) -> None:
         ) as http:
             await asyncio.gather(*(post(http) for _ in range(3)))
 
-    asyncio.run(test())
+    asyncio.run(asyncio.wait_for(test(), 60))
     assert running == [3, 3, 3]
 
 

@@ -183,14 +183,11 @@ def test_tool_list_is_cached_for_equal_credentials() -> None:
     """Calls still go to the server."""
     port = free_port()
     host = serving(f"http://127.0.0.1:{port}")
-    lists: list[float] = []
 
     async def body() -> None:
         with mcp_serving(port, "streamable-http", "caller"):
             for _ in range(2):
-                began = time.monotonic()
                 await create(host, input="Say hello.", tools=[mcp_tool(port)])
-                lists.append(time.monotonic() - began)
         # The server is gone. The cached list is still used; a call fails.
         response, _ = await create(host, input="Who am I?", tools=[mcp_tool(port)])
         (call,) = [item for item in response.output if item.type == "mcp_call"]
@@ -414,7 +411,7 @@ def test_unreachable_server_is_an_error(
             assert "Connection error while communicating with MCP server" in str(refused.value)
 
         run_cleanly(host, body)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 45
     assert _Strange.seen
     assert "/stolen" not in [path for path, _ in _Strange.seen]
     assert SECRET not in caplog.text

@@ -199,15 +199,24 @@ def test_cancellation_cancels_tool(tmp_path: Path) -> None:
 
 def test_concurrent_calls_are_limited() -> None:
     box = toolbox({"slow": stdio("slow")}, max_concurrent_calls=2)
+    call, running, counts = box.servers[0].call, set[object](), list[int]()
 
-    async def many() -> float:
-        began = time.monotonic()
-        calls = [call_tool(box, "slow.sleep", '{"seconds": 0.5}') for _ in range(6)]
+    async def counted(*arguments: Any, **options: Any) -> Any:
+        running.add(this := object())
+        counts.append(len(running))
+        try:
+            return await call(*arguments, **options)
+        finally:
+            running.remove(this)
+
+    async def many() -> None:
+        box.servers[0].call = counted  # type: ignore[method-assign]
+        calls = [call_tool(box, "slow.sleep", '{"seconds": 0.1}') for _ in range(6)]
         results = await asyncio.gather(*calls)
-        assert {result.text for result in results} == {"slept 0.5"}
-        return time.monotonic() - began
+        assert {result.text for result in results} == {"slept 0.1"}
 
-    assert within(box, many) >= 1.4
+    within(box, many)
+    assert len(counts) == 6 and max(counts) == 2
 
 
 @pytest.mark.parametrize("transport", ["streamable-http", "sse"])
