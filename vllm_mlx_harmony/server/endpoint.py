@@ -115,24 +115,24 @@ def failure_of(error: Exception, what: str = "a request failed") -> HarmonyFailu
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """An HTTP endpoint, served in place of any route that the host itself has at ``path``.
-
-    ``handler`` is called with the request and the path parameters, after the dependencies (API key,
-    rate limit) of the host's own route for the same path and methods, or else of the route that
-    ``like`` names by path and method. ``error`` turns every exception into a response, including
-    those of the dependencies and 405 for other methods; without it, the host handles them.
-    ``before`` is called first with every request, if there is an ``error``. ``open``: no key is
-    required. ``why`` is a short reason, for the log and ``doctor``.
-    """
+    """An HTTP endpoint, served in place of any route that the host itself has at ``path``."""
 
     path: str
     methods: Collection[str]
     handler: Callable[..., Any]
+    """Called with the request and the path parameters, after the checks of API key and rate limit.
+    In vllm-mlx, these are the dependencies of the host's own route at this path, if it has one."""
     why: str = ""
+    """A short reason, for the log and ``doctor``."""
     like: tuple[str, str] | None = None
+    """Path and method of the host's route whose dependencies apply if it has none at ``path``."""
     error: ErrorResponse | None = None
+    """Turns every exception into a response, those of the checks and 405 for other methods
+    included. Without it, the host handles them."""
     before: Callable[[Request], Awaitable[None]] | None = None
+    """Called before the checks, if there is an ``error``."""
     open: bool = False
+    """Whether no key is required."""
 
     def with_errors(self, guarded: Handler) -> Handler:
         """``guarded``, the handler behind its dependencies, with ``error`` for its exceptions.

@@ -352,7 +352,7 @@ async def prepare(received: Received) -> Job:
             context=other,
             settings=sampling.reseeded(job.settings, choice),
             constraint=None if constraint is None else Constraint(constraint.spec),
-            tools=None if tools is None else replace(tools),
+            tools=None if tools is None else tools.fresh(),
         )
         for choice, other in enumerate(other_contexts, start=1)
     )

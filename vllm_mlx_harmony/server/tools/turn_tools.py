@@ -41,13 +41,18 @@ class TurnTools:
     seconds: float
     request_servers: Sequence[ToolServer] = ()
     pages: Mapping[int, Page] = field(default_factory=dict)
-    _calls: int = 0
-    _refused: int = 0
-    _until: float | None = None
+    _calls: int = field(default=0, init=False)
+    _rejected: int = field(default=0, init=False)
+    _until: float | None = field(default=None, init=False)
     _sessions: Mapping[str, ToolServer] = field(init=False)
 
     def __post_init__(self) -> None:
         self._sessions = self.toolbox.sessions(self.turn, self.pages)
+
+    def fresh(self) -> TurnTools:
+        """The same tools for another choice, with a count of calls and a browser session of its
+        own."""
+        return replace(self)
 
     @property
     def exhausted(self) -> bool:
@@ -63,7 +68,7 @@ class TurnTools:
     @property
     def keeps_calling(self) -> bool:
         """Whether the model keeps calling although no more calls are run."""
-        return self._refused >= MAX_REJECTED
+        return self._rejected >= MAX_REJECTED
 
     @property
     def pauses(self) -> bool:
@@ -78,7 +83,7 @@ class TurnTools:
         if self._until is None:
             self._until = now + self.toolbox.config.max_seconds
         if self.exhausted:
-            self._refused += 1
+            self._rejected += 1
             return ToolFinished(f"Error: {_NO_MORE}", ToolFailure(_NO_MORE))
         self._calls += 1
         room = self.toolbox.config.max_output_tokens
