@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
 from vllm_mlx_harmony.server.endpoint import CLIENT_CLOSED
 
-SHUTTING_DOWN = "shutdown_error"
+SHUTTING_DOWN = "shutting_down"
 
 
 class AnswerKey(NamedTuple):

@@ -77,7 +77,7 @@ def anthropic_of(server: Server) -> Iterator[anthropic.Anthropic]:
 def chat(server: Server, model: str, _: StartedCallback) -> str:
     with openai_of(server) as client, pytest.raises(openai.APIStatusError) as caught:
         client.chat.completions.create(model=model, **SLOWLY, extra_body=LONGER)
-    assert (caught.value.status_code, caught.value.code) == (503, "shutdown_error")
+    assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
     return caught.value.message
 
 
@@ -97,14 +97,14 @@ def chat_streamed(server: Server, model: str, on_start: StartedCallback) -> str:
         )
         with pytest.raises(openai.APIError) as caught:
             read(chunks, on_start)
-    assert caught.value.code == "shutdown_error"
+    assert caught.value.code == "shutting_down"
     return caught.value.message
 
 
 def responses(server: Server, model: str, _: StartedCallback) -> str:
     with openai_of(server) as client, pytest.raises(openai.APIStatusError) as caught:
         client.responses.create(model=model, input="Slowly.", extra_body=LONGER)
-    assert (caught.value.status_code, caught.value.code) == (503, "shutdown_error")
+    assert (caught.value.status_code, caught.value.code) == (503, "shutting_down")
     return caught.value.message
 
 

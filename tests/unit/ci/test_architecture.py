@@ -1,4 +1,4 @@
-"""docs/architecture.md names what there is."""
+"""Every name in docs/architecture.md exists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOREIGN = {
 
 
 def code_names() -> set[str]:
-    """Everything that is named in the package: modules, functions, classes, variables."""
+    """All names in the package: of modules, functions, classes and variables."""
     names: set[str] = set()
     for path in PACKAGE.rglob("*.py"):
         names |= {path.stem, path.parent.name}

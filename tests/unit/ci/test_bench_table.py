@@ -1,4 +1,4 @@
-"""What a benchmark shows of several servers: our value in units of each of theirs."""
+"""The table of a benchmark of several servers: our value relative to each of theirs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import pytest
         ({}, {"ms": 10.0}, ["–", "10.00"]),
     ],
 )
-def test_a_server_beside_ours(
+def test_value_of_another_server_is_compared_with_ours(
     ours: dict[str, float], theirs: dict[str, float], cells: list[str]
 ) -> None:
     shown = bench_table.compared({"we": ours, "they": theirs}, ("ms",)).splitlines()

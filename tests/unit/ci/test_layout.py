@@ -1,4 +1,4 @@
-"""What the design says of every file: how it opens, its name, and that its imports are declared."""
+"""Rules for every file: its docstring, its name, and that its imports are declared."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ THROUGH_THE_HOST = {
     "transformers",
     "yaml",
 }
-"""What `vllm-mlx` or `mlx-lm` itself depends on: whichever version it wants is the right one."""
+"""What `vllm-mlx` or `mlx-lm` itself depends on: the version that it requires is the right one."""
 
 DISTRIBUTIONS = {
     "openai_harmony": "openai-harmony",
@@ -38,18 +38,18 @@ DISTRIBUTIONS = {
     "mlx_lm": "mlx-lm",
     "vllm_mlx": "vllm-mlx",
 }
-"""By import name, where it is not the distribution's."""
+"""By import name, where the distribution has another name."""
 
 
 @pytest.mark.parametrize("path", MODULES, ids=NAMES)
-def test_a_file_opens_with_what_it_is_for(path: Path) -> None:
-    """In a sentence; the theory that it needs, if there is one, stands below."""
+def test_file_starts_with_its_purpose(path: Path) -> None:
+    """It is one sentence; theory, if there is any, comes below."""
     docstring = ast.get_docstring(ast.parse(path.read_text("utf-8")))
     assert docstring, "no docstring"
     assert len(docstring.partition("\n\n")[0].splitlines()) <= 2
 
 
-def test_names_say_something() -> None:
+def test_names_are_not_empty_words() -> None:
     assert {path.stem for path in MODULES} & EMPTY_NAMES == set()
 
 
@@ -68,13 +68,13 @@ EXTRAS = {
     "opentelemetry",
     "redis",
 }
-"""What an extra brings: imported where it is asked for."""
+"""Packages of extras: they are imported where they are needed."""
 
 OF_VLLM = {"torch", "vllm"}
-"""What is there when vLLM imports `standin.vllm`."""
+"""Packages that are there when vLLM imports `standin.vllm`."""
 
 LOADED_BY_OTHERS = {"websockets"}
-"""uvicorn uses it where it finds it."""
+"""uvicorn uses it if it is installed."""
 
 WITH_A_MODEL = {"mlx-lm", "tqdm"}
 """What runs a model in this process: the server's extra `mlx`, and the plugin."""
@@ -113,17 +113,17 @@ def _imports(path: Path) -> set[str]:
     return found
 
 
-def test_no_imports_in_a_circle() -> None:
-    """Those inside of functions count: a circle that is hidden is a circle."""
+def test_imports_have_no_cycle() -> None:
+    """Imports inside of functions count: they would only hide a cycle."""
     imports = {_dotted(path): _within(path) for path in MODULES}
-    done: set[str] = set()
+    finished: set[str] = set()
 
-    def walk(name: str, way: tuple[str, ...]) -> None:
-        assert name not in way, " -> ".join((*way[way.index(name) :], name))
-        if name not in done:
+    def walk(name: str, importers: tuple[str, ...]) -> None:
+        assert name not in importers, " -> ".join((*importers[importers.index(name) :], name))
+        if name not in finished:
             for other in sorted(imports[name]):
-                walk(other, (*way, name))
-            done.add(name)
+                walk(other, (*importers, name))
+            finished.add(name)
 
     for name in imports:
         walk(name, ())
@@ -136,9 +136,11 @@ def test_public_names_are_imported_when_they_are_used() -> None:
         "assert before == len(sys.modules)\n"
         "print(*public, *(getattr(package, name).__name__ for name in public))"
     )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     names = ["Parser", "StreamingHarmonyContext", "install", "render"]
-    assert ran.stdout.split() == names * 2
+    assert result.stdout.split() == names * 2
 
 
 def _dotted(path: Path) -> str:
@@ -147,9 +149,9 @@ def _dotted(path: Path) -> str:
 
 
 def _within(path: Path) -> set[str]:
-    """The modules of the package that a file imports; of a package, whatever its name brings."""
+    """The modules of the package that a file imports; for a package, its `__init__`."""
     own = _dotted(path)
-    known = {_dotted(each) for each in MODULES}
+    modules = {_dotted(module) for module in MODULES}
     package = own.split(".") if path.stem == "__init__" else own.split(".")[:-1]
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
@@ -160,16 +162,16 @@ def _within(path: Path) -> set[str]:
             base = ".".join([*above, *([node.module] if node.module else [])])
             for alias in node.names:
                 inner = f"{base}.{alias.name}"
-                found.add(inner if inner in known else base)
+                found.add(inner if inner in modules else base)
     # The package's own name is there before any of its modules, and imports nothing by itself.
-    return (found & known) - {own, PACKAGE.name}
+    return (found & modules) - {own, PACKAGE.name}
 
 
 PAGES = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")]
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_no_row_of_a_table_loses_cells(path: Path) -> None:
+def test_table_rows_lose_no_cells(path: Path) -> None:
     """GitHub and mdformat drop what follows a ``|`` that is not escaped, even in code."""
     columns = 0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):

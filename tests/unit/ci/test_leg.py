@@ -1,4 +1,4 @@
-"""The script that runs the legs: what it lets pass, and that it can fail."""
+"""The script that runs the legs: what passes, what fails, and what is selected."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ TESTS = {
 
 @pytest.fixture
 def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Environments and reports somewhere else."""
+    """A directory of its own for environments and reports."""
     monkeypatch.setattr(leg, "BUILD", tmp_path / "legs")
     (tmp_path / "legs").mkdir()
     return tmp_path
 
 
 @pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the environments that were made: each is this one."""
-    made: list[str] = []
+def installed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the environments that were installed: all are links to this one."""
+    installed: list[str] = []
 
     def install(environment: Any, directory: Path) -> None:
-        made.append(environment.name)
+        installed.append(environment.name)
         if not directory.exists():
             directory.symlink_to(HERE)
 
@@ -60,11 +60,11 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(leg, "find_uv", lambda: "uv")  # it would be installed
     monkeypatch.setattr(leg, "install", install)
     monkeypatch.setattr(leg.shutil, "rmtree", remove)
-    return made
+    return installed
 
 
-def run(one: Any) -> Any:
-    return leg.run(one, leg.Environments([one], keep=False))
+def run(entry: Any) -> Any:
+    return leg.run(entry, leg.Environments([entry], keep=False))
 
 
 @pytest.mark.nightly(sample=2)
@@ -80,16 +80,16 @@ def run(one: Any) -> Any:
         ("has no tests", "exit code 5"),
     ],
 )
-def test_a_leg_fails_for_what_it_did_not_test(
-    build: Path, made: list[str], what: str, why: str, capsys: pytest.CaptureFixture[str]
+def test_leg_with_skipped_or_missing_tests_fails(
+    build: Path, installed: list[str], what: str, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (build / "test_it.py").write_text(TESTS[what])
     (build / "test_beside.py").write_text(TESTS["passes"] if TESTS[what] else "")
     command = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull)
     bare = (("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1"),)  # half of its start
     pytest_command = (*command, "--rootdir", str(build), str(build))
-    one = legs.Leg("x", "a leg", THIS, (pytest_command,), variables=bare)
-    outcome = run(one)
+    entry = legs.Leg("x", "a leg", THIS, (pytest_command,), variables=bare)
+    outcome = run(entry)
     assert outcome.result == ("failed" if why else "passed"), outcome
     assert why in outcome.why
     capsys.readouterr()
@@ -100,9 +100,9 @@ def test_a_leg_fails_for_what_it_did_not_test(
 
 @pytest.mark.once
 def test_failed_command_is_not_repeated(
-    build: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+    build: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor beside other legs: a race is a failure."""
+    """Not even beside other legs: a race is a failure."""
     script = "import pathlib; p = pathlib.Path('seen'); p.write_text(p.read_text() + 'x'); 1 / 0"
     (build / "seen").write_text("")
     monkeypatch.setattr(leg, "REPOSITORY", build)
@@ -117,7 +117,7 @@ def test_failed_command_is_not_repeated(
 
 
 class Row:
-    """A test, as far as the marks of `tests/conftest.py` go."""
+    """A test, as far as `tests/conftest.py` uses it for its marks."""
 
     def __init__(self, nodeid: str, mark: pytest.Mark) -> None:
         self.nodeid = nodeid
@@ -141,20 +141,22 @@ def test_gate_has_every_nth_row(
     request: pytest.FixtureRequest, mark: pytest.MarkDecorator, gate: list[int]
 ) -> None:
     (conftest,) = (
-        each
-        for each in request.config.pluginmanager.get_plugins()
-        if getattr(each, "__file__", None) == str(REPOSITORY / "tests" / "conftest.py")
+        plugin
+        for plugin in request.config.pluginmanager.get_plugins()
+        if getattr(plugin, "__file__", None) == str(REPOSITORY / "tests" / "conftest.py")
     )
     for name in "ab":
         rows = [Row(f"test_it.py::test_{name}[{number}]", mark.mark) for number in range(5)]
         conftest.pytest_collection_modifyitems(rows)
-        left = [number for number, row in enumerate(rows) if not row.get_closest_marker("nightly")]
-        assert left == gate
+        gate_rows = [
+            number for number, row in enumerate(rows) if not row.get_closest_marker("nightly")
+        ]
+        assert gate_rows == gate
 
 
-def test_legs_side_by_side_say_whose_line_it_is(
+def test_parallel_legs_prefix_their_lines(
     build: Path,
-    made: list[str],
+    installed: list[str],
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -176,32 +178,34 @@ def test_legs_side_by_side_say_whose_line_it_is(
 
 
 def test_legs_share_environments(
-    build: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+    build: Path, installed: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is made once, there as long as any leg uses it, and gone at the end unless it is kept."""
-    there = ("python", "-c", "import os; assert os.path.exists(os.environ['VIRTUAL_ENV'])")
+    """Each is installed once, and removed after the last leg that uses it, unless it is kept."""
+    check = ("python", "-c", "import os; assert os.path.exists(os.environ['VIRTUAL_ENV'])")
     x, y = legs.Environment("x"), legs.Environment("y")
-    of = {"a": x, "b": y, "c": x, "d": x}
-    several = [legs.Leg(name, "a leg", environment, (there,)) for name, environment in of.items()]
-    monkeypatch.setattr(leg, "LEGS", several)
+    environments = {"a": x, "b": y, "c": x, "d": x}
+    entries = [
+        legs.Leg(name, "a leg", environment, (check,)) for name, environment in environments.items()
+    ]
+    monkeypatch.setattr(leg, "LEGS", entries)
     assert leg.main(["all"]) == 0
-    assert sorted(made) == ["x", "y"]
+    assert sorted(installed) == ["x", "y"]
     assert not (leg.BUILD / "x").exists()
     assert leg.main(["c", "--keep"]) == 0
     assert (leg.BUILD / "x").exists()
 
 
-def test_bytecode_is_cached(build: Path, made: list[str]) -> None:
+def test_bytecode_is_cached(build: Path, installed: list[str]) -> None:
     code = "import sys; assert not sys.dont_write_bytecode and sys.pycache_prefix"
-    one = leg.Leg("x", "a leg", THIS, (("python", "-c", code),))
-    assert run(one).result == "passed"
+    entry = leg.Leg("x", "a leg", THIS, (("python", "-c", code),))
+    assert run(entry).result == "passed"
 
 
 @pytest.mark.parametrize(("make", "shared"), [(os.link, True), (shutil.copy, False)])
-def test_environments_of_a_python_share_what_they_compile(
+def test_environments_of_one_python_share_bytecode(
     build: Path, monkeypatch: pytest.MonkeyPatch, make: Any, shared: bool
 ) -> None:
-    """Where their files are links to the same ones."""
+    """If their files are links to the same files."""
     (build / "cache.py").write_text("x = 1")
     monkeypatch.setattr(sys, "pycache_prefix", str(leg.BUILD / "bytecode"))
     files = []
@@ -213,23 +217,25 @@ def test_environments_of_a_python_share_what_they_compile(
         leg.share_bytecode(leg.BUILD / name)
     py_compile.compile(str(files[0]))
     compiled = [importlib.util.cache_from_source(str(file)) for file in files]
-    assert [os.path.exists(each) for each in compiled] == [True, shared]
+    assert [os.path.exists(path) for path in compiled] == [True, shared]
 
 
 def leg_called(name: str) -> Any:
-    (found,) = (one for one in legs.LEGS if one.name == name)
-    return found
+    (entry,) = (row for row in legs.LEGS if row.name == name)
+    return entry
 
 
 @pytest.mark.parametrize("field", ["absent", "without"])
-def test_environment_with_what_it_is_to_lack_fails(field: str) -> None:
+def test_environment_with_an_excluded_package_fails(field: str) -> None:
     leg.check(legs.Environment("x", **{field: ("no-such-thing",)}), HERE)
     with pytest.raises(leg.LegFailed, match="pytest"):
         leg.check(legs.Environment("x", **{field: ("pytest", "no-such-thing")}), HERE)
 
 
-def test_environment_is_what_the_lock_says(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `uv sync` is told, and where."""
+def test_environment_is_installed_from_the_lock(
+    build: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The arguments of `uv sync`, and its directory."""
     uv = build / "uv"
     uv.write_text('#!/bin/sh\necho "$UV_PROJECT_ENVIRONMENT $@" > "$0.log"; exit ${FAILS:-0}')
     uv.chmod(0o755)
@@ -249,7 +255,7 @@ def test_environment_is_what_the_lock_says(build: Path, monkeypatch: pytest.Monk
         leg.install(environment, build / "x")
 
 
-def test_lock_is_of_this_project() -> None:
+def test_lock_matches_the_project() -> None:
     """What pyproject.toml requires is what uv.lock was made for."""
     lock = tomllib.loads((REPOSITORY / "uv.lock").read_text("utf-8"))
     name = pyproject()["project"]["name"]
@@ -269,8 +275,8 @@ def test_missing_requirement_fails_in_ci(
 ) -> None:
     monkeypatch.setenv("CI", ci)
     monkeypatch.setattr(leg, "find_uv", lambda: "false")  # it installs no Python
-    one = legs.Leg("x", "a leg", THIS, ())
-    assert run(dataclasses.replace(one, **missing)).result == result
+    entry = legs.Leg("x", "a leg", THIS, ())
+    assert run(dataclasses.replace(entry, **missing)).result == result
 
 
 def test_missing_python_is_installed(build: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +293,7 @@ def test_missing_python_is_installed(build: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_ci_hides_what_a_fresh_machine_lacks(tmp_path: Path) -> None:
-    """The first program of a name counts, as on any path; those that are hidden are not there."""
+    """The first program of a name counts, as on any path; hidden programs are not found."""
     script = "import shutil, sys; print(*map(shutil.which, ['uv', 'uvx', 'node', 'redis-server']))"
     for directory, names in {"a": ["uv", "mine"], "b": ["mine", "redis-server", "node"]}.items():
         (tmp_path / directory).mkdir()
@@ -302,14 +308,14 @@ def test_ci_hides_what_a_fresh_machine_lacks(tmp_path: Path) -> None:
     (tmp_path / ".ci").mkdir()
     shutil.copy(REPOSITORY / ".ci" / "run", tmp_path / ".ci")
     path = f"{tmp_path / 'a'}:{tmp_path / 'b'}:{os.environ['PATH']}"
-    ended = subprocess.run(
+    result = subprocess.run(
         ["bash", str(tmp_path / ".ci" / "run")],
         env={**os.environ, "PATH": path},
         capture_output=True,
         text=True,
         check=True,
     )
-    assert ended.stdout.split() == ["None"] * 4 + ["a"]
+    assert result.stdout.split() == ["None"] * 4 + ["a"]
 
 
 @pytest.mark.parametrize(
@@ -320,7 +326,7 @@ def test_ci_hides_what_a_fresh_machine_lacks(tmp_path: Path) -> None:
         (["passed", "failed"], 1, "legs: 1 passed, 1 failed; 6 tests in 3 s, 1 s CPU"),
     ],
 )
-def test_closing_line(
+def test_closing_line_counts_results(
     results: list[str], code: int, line: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     outcomes = [leg.Outcome(f"leg{n}", result, 1.5, 0.5, 3) for n, result in enumerate(results)]
@@ -331,11 +337,11 @@ def test_closing_line(
 # --- The matrix
 
 
-def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
-    names = [one.name for one in legs.LEGS]
+def test_names_are_unique_and_all_excludes_long_legs() -> None:
+    names = [entry.name for entry in legs.LEGS]
     assert len(names) == len(set(names))
-    everything = {one.name for one in leg.chosen(["everything"])}
-    pythons = {one.environment.python for one in leg.chosen(["everything"])}
+    everything = {entry.name for entry in leg.chosen(["everything"])}
+    pythons = {entry.environment.python for entry in leg.chosen(["everything"])}
     assert pythons == {"3.11", "3.12", "3.13", "3.14"}
     long = {
         "agents",
@@ -352,12 +358,12 @@ def test_the_names_are_unique_and_all_leaves_out_the_long_ones() -> None:
         "yardstick",
     }
     long |= everything
-    assert {one.name for one in leg.chosen(["all"])} == set(names) - long
-    assert sorted(one.name for one in leg.chosen(["gate"])) == sorted(GATE)
-    assert [one.name for one in leg.chosen(["host", "lint"])] == ["host", "lint"]
+    assert {entry.name for entry in leg.chosen(["all"])} == set(names) - long
+    assert sorted(entry.name for entry in leg.chosen(["gate"])) == sorted(GATE)
+    assert [entry.name for entry in leg.chosen(["host", "lint"])] == ["host", "lint"]
 
 
-def test_an_unknown_leg_is_an_error() -> None:
+def test_unknown_leg_is_an_error() -> None:
     with pytest.raises(SystemExit) as ended:
         leg.chosen(["no-such-leg"])
     assert ended.value.code == 2
@@ -366,7 +372,7 @@ def test_an_unknown_leg_is_an_error() -> None:
 @pytest.mark.parametrize("group", ["gate", "nightly"])
 def test_matrix_has_every_leg_of_its_group(group: str) -> None:
     jobs = {job["leg"] for job in leg.matrix(group)}
-    assert jobs == {one.name for one in legs.LEGS if one.group == group}
+    assert jobs == {entry.name for entry in legs.LEGS if entry.group == group}
 
 
 def test_matrix_has_every_runner() -> None:
@@ -395,19 +401,19 @@ GATE = ["light", "served", "core", "engine", "host", "front-end", "lint"]
     ],
 )
 def test_changed_files_choose_their_legs(paths: list[str], expected: list[str]) -> None:
-    assert sorted(one.name for one in leg.needed(paths)) == sorted(expected)
+    assert sorted(entry.name for entry in leg.needed(paths)) == sorted(expected)
 
 
 def test_every_file_of_a_test_folder_needs_the_leg_that_runs_it() -> None:
-    for one in leg.chosen(["gate"]):
+    for entry in leg.chosen(["gate"]):
         folders = {
-            part for command in one.commands for part in command if part.startswith("tests/")
+            part for command in entry.commands for part in command if part.startswith("tests/")
         }
         for folder in folders:
-            assert one in leg.needed([f"{folder}/test_x.py"]), folder
+            assert entry in leg.needed([f"{folder}/test_x.py"]), folder
 
 
-def test_without_arguments_the_gate_runs() -> None:
+def test_gate_runs_without_arguments() -> None:
     assert leg.chosen(leg._arguments([]).legs) == leg.chosen(["gate"])
 
 
@@ -418,30 +424,30 @@ def pyproject() -> dict[str, Any]:
 
 def test_every_extra_has_a_leg_with_it_and_one_without() -> None:
     for extra in pyproject()["project"]["optional-dependencies"]:
-        assert {extra in one.environment.extras for one in legs.LEGS} == {True, False}, extra
+        assert {extra in entry.environment.extras for entry in legs.LEGS} == {True, False}, extra
 
 
 def test_every_test_directory_is_in_a_leg() -> None:
-    run = {part for one in legs.LEGS for command in one.commands for part in command}
-    found = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").glob("*/**/test_*.py")]
-    assert [path for path in found if not {str(path), str(path.parent)} & run] == []
+    parts = {part for entry in legs.LEGS for command in entry.commands for part in command}
+    paths = [path.relative_to(REPOSITORY) for path in (REPOSITORY / "tests").glob("*/**/test_*.py")]
+    assert [path for path in paths if not {str(path), str(path.parent)} & parts] == []
 
 
 def test_paths_of_legs_exist() -> None:
-    run = {part for one in legs.LEGS for command in one.commands for part in command}
-    paths = {part for part in run if part.startswith(("tests/", "benchmarks/", "ci/"))}
+    parts = {part for entry in legs.LEGS for command in entry.commands for part in command}
+    paths = {part for part in parts if part.startswith(("tests/", "benchmarks/", "ci/"))}
     assert paths
     assert sorted(path for path in paths if not (REPOSITORY / path).exists()) == []
 
 
-def test_the_script_says_which_python_it_wants() -> None:
-    """It is read by whatever `python3` is; the message must not need a newer one to be parsed."""
+def test_script_is_parsed_by_old_pythons() -> None:
+    """Any `python3` may read it: its message about the version must not need a newer one."""
     for name in ("leg.py", "legs.py"):
         ast.parse((REPOSITORY / "ci" / name).read_text("utf-8"), feature_version=(3, 8))
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(REPOSITORY / "ci" / "leg.py"), "no-such-leg"],
         capture_output=True,
         text=True,
         check=False,
     )
-    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)

@@ -44,7 +44,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("", ""),
     ],
 )
-def test_the_web_address_of_a_remote(hook: Any, remote: str, expected: str) -> None:
+def test_web_address_of_a_remote_is_found(hook: Any, remote: str, expected: str) -> None:
     assert hook.web_address(remote) == expected
 
 
@@ -56,7 +56,7 @@ def test_the_web_address_of_a_remote(hook: Any, remote: str, expected: str) -> N
         ("[a](https://b/c) [d](#e)", "[a](https://b/c) [d](#e)"),
     ],
 )
-def test_links_of_a_page(hook: Any, text: str, expected: str) -> None:
+def test_relative_links_become_absolute(hook: Any, text: str, expected: str) -> None:
     assert hook.linked(text, "https://h/o/n", "1.0") == expected
 
 
@@ -75,7 +75,7 @@ def release(monkeypatch: pytest.MonkeyPatch) -> Any:
         ("[Unreleased]\n\n## [1.2.0] - 2026-11-23", False),
     ],
 )
-def test_the_changelog_is_ready(release: Any, heading: str, expected: bool) -> None:
+def test_release_needs_a_dated_heading(release: Any, heading: str, expected: bool) -> None:
     changelog = f"# Changelog\n\n## {heading}\n\n## [1.0.0] - 2026-01-01\n"
     assert release.is_dated(changelog, "1.2.0") is expected
 
@@ -107,9 +107,7 @@ def wheel(name: str) -> dict[str, Any]:
         ),
     ],
 )
-def test_the_wheel_of_a_resource(
-    release: Any, names: tuple[str, ...], expected: int | None
-) -> None:
+def test_best_wheel_is_chosen(release: Any, names: tuple[str, ...], expected: int | None) -> None:
     wheels = [wheel(name) for name in names]
     if expected is None:
         with pytest.raises(ValueError, match=r"no wheel for macOS 14\.0"):
@@ -118,7 +116,7 @@ def test_the_wheel_of_a_resource(
         assert release.best(wheels) == wheels[expected]
 
 
-def test_the_formula(release: Any, tmp_path: Path) -> None:
+def test_formula_has_urls_and_digests(release: Any, tmp_path: Path) -> None:
     built = tmp_path / "a_b-1.0-py3-none-any.whl"
     with zipfile.ZipFile(built, "w") as opened:
         opened.writestr("a_b-1.0.dist-info/METADATA", "Name: a-b\nVersion: 1.0\n\nReadme")

@@ -1,4 +1,4 @@
-"""A server for tests of commands that start one: forked, where what is tested is not its start."""
+"""A server for tests of commands that start one: it is forked, unless its start is tested."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Serving = Callable[..., AbstractContextManager[process.Running]]
 
 @pytest.fixture
 def forked() -> Serving:
-    """What `process.serving` is, without the start of Python: see `tests/support/preloaded.py`."""
+    """Like `process.serving`, without the start of Python: see `tests/support/preloaded.py`."""
     import server_process as served
 
     @contextmanager
     def serving(
         model: Path, home: Path, flags: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> Iterator[process.Running]:
-        started = served.start(
+        server = served.start(
             model, *served.FLAG, *flags, home=home, command=served.HARMONY, env=env
         )
-        port = int(started.base_url.rpartition(":")[2])
+        port = int(server.base_url.rpartition(":")[2])
         command = tuple(process.command(model, port, flags))
         try:
-            yield process.Running(started.pid, port, command, started.log_path)
+            yield process.Running(server.pid, port, command, server.log_path)
         finally:
-            started.stop()
+            server.stop()
 
     return serving

@@ -1,4 +1,4 @@
-"""The demo's client: events in, an answer out, and no silent end."""
+"""The demo's client: events in, an answer out, and an error if the stream ends early."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def chunk(delta: dict[str, Any], finish: str | None = None) -> dict[str, Any]:
 
 
 def call(index: int, arguments: str, **first: Any) -> dict[str, Any]:
-    """A delta of a call; ``first`` is what only its first one has."""
+    """A delta of a call; ``first`` are the fields that only its first delta has."""
     function = {"arguments": arguments, **({"name": first["name"]} if first else {})}
     own = {"id": first["id"], "type": "function"} if first else {}
     return {"tool_calls": [{"index": index, **own, "function": function}]}
@@ -37,10 +37,10 @@ CHUNKS = [
 ]
 
 
-def test_answer() -> None:
+def test_chunks_make_an_answer() -> None:
     answer = Completion()
-    for one in CHUNKS:
-        answer.add(one)
+    for chunk in CHUNKS:
+        answer.add(chunk)
     parts = [(part.key, part.name, part.deltas) for part in answer.parts]
     assert parts == [
         ("reasoning", "", ["I ", "think."]),
@@ -55,7 +55,7 @@ def test_answer() -> None:
     assert answer.message()["reasoning_content"] == "I think."
 
 
-def test_a_plain_answer_has_no_calls() -> None:
+def test_plain_answer_has_no_calls() -> None:
     answer = Completion()
     answer.add(chunk({"content": "Hi"}, "stop"))
     assert "tool_calls" not in answer.message()
@@ -67,12 +67,12 @@ def test_events_end_at_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "says"),
+    ("lines", "expected"),
     [
         ([b'data: {"a": 1}\n'], "without [DONE]"),
         ([b"data: " + json.dumps({"error": {"message": "boom"}}).encode()], "boom"),
     ],
 )
-def test_no_silent_end(lines: list[bytes], says: str) -> None:
-    with pytest.raises(UsageError, match=says.replace("[", r"\[")):
+def test_incomplete_stream_is_an_error(lines: list[bytes], expected: str) -> None:
+    with pytest.raises(UsageError, match=expected.replace("[", r"\[")):
         list(events(lines))

@@ -1,4 +1,4 @@
-"""connect: what each agent is given, where the facts come from, and what is written over."""
+"""connect: the configuration of each agent, where its values come from, and what is overwritten."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from vllm_mlx_harmony.cli import agents, connect, process
 from vllm_mlx_harmony.cli.connect import Served
 
 KEY = "secret-key"
-ONE = [{"id": "gpt-oss-20b", "max_model_len": 4096}]
+ONE_MODEL = [{"id": "gpt-oss-20b", "max_model_len": 4096}]
 
 
 class Models(ThreadingHTTPServer):
-    """A server that lists ``models``, to those who have the key if there is one."""
+    """A server that lists ``models``, to clients with the key if there is one."""
 
-    models: Any = ONE
+    models: Any = ONE_MODEL
     key: str | None = None
     answers: int = 200
-    """The status of its answers to questions."""
+    """The status of its responses to test requests."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.requests: list[tuple[str, dict[str, Any]]] = []
 
     @property
     def url(self) -> str:
@@ -52,7 +52,7 @@ class Listing(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         length = int(self.headers["Content-Length"])
-        self.server.asked.append((self.path, json.loads(self.rfile.read(length))))
+        self.server.requests.append((self.path, json.loads(self.rfile.read(length))))
         answer = {"usage": {}} if self.server.answers == 200 else {"error": {"message": "because"}}
         self.reply(self.server.answers, answer)
 
@@ -65,7 +65,7 @@ class Listing(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Nothing on standard error."""
+        """Logs nothing."""
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_every_agent_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("agent", FILES)
-def test_printed_or_written(
+def test_configuration_is_printed_or_written(
     agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["connect", agent, "--url", server.url]) == 0
@@ -143,36 +143,36 @@ def test_printed_or_written(
     ("agent", "existing"),
     [*((agent, []) for agent in FILES), ("codex", [".codex/config.toml"])],
 )
-def test_undone_it_is_as_it_was(
+def test_undo_restores_what_was_there(
     agent: str, existing: list[str], server: Models, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """However often it is written, there is one backup, of what was there first."""
+    """However often it is written, there is only one backup, that of the original."""
     paths = [home / name for name in existing]
     for path in paths:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text('mine = "✓"\n', "utf-8")
-    connected = ["connect", agent, "--url", server.url, "--write"]
-    assert main(connected) == 0
+    command = ["connect", agent, "--url", server.url, "--write"]
+    assert main(command) == 0
     for path in paths:
         backup = Path(f"{path}.before-vllm-mlx")
         assert backup.read_text("utf-8") == 'mine = "✓"\n'
         assert server.url in path.read_text("utf-8")
     before = {path: path.read_bytes() for path in home.rglob("*") if path.is_file()}
-    assert main(connected) == 0
+    assert main(command) == 0
     assert "is up to date" in capsys.readouterr().out
     assert {path: path.read_bytes() for path in home.rglob("*") if path.is_file()} == before
     server.models = [{"id": "gpt-oss-120b", "max_model_len": 9999}]
-    assert main(connected) == 0
+    assert main(command) == 0
     assert main(["connect", agent, "--undo"]) == 0
-    left = {path for path in home.rglob("*") if path.is_file() and path.suffix != ".undone"}
-    assert {path for path in left if "locks" not in path.parts} == set(paths)
+    remaining = {path for path in home.rglob("*") if path.is_file() and path.suffix != ".undone"}
+    assert {path for path in remaining if "locks" not in path.parts} == set(paths)
     assert {path.read_text("utf-8") for path in paths} <= {'mine = "✓"\n'}
     capsys.readouterr()
     assert main(["connect", agent, "--undo"]) == 0
     assert "nothing to undo" in capsys.readouterr().out
 
 
-def test_undone_what_was_added_since_is_beside_it(server: Models, home: Path) -> None:
+def test_undo_keeps_later_changes_beside_the_file(server: Models, home: Path) -> None:
     path = home / ".codex" / "config.toml"
     path.parent.mkdir()
     path.write_text("a = 1\n")
@@ -196,16 +196,16 @@ QUESTIONS = {"codex": "/v1/responses", "claude": "/v1/messages"}
 
 
 @pytest.mark.parametrize("agent", FILES)
-def test_a_question_comes_first(
+def test_server_is_tried_before_anything_is_written(
     agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    connected = ["connect", agent, "--url", server.url]
-    assert main(connected) == 0
-    assert server.asked == [], "nothing is written, nothing is tried"
-    assert main([*connected, "--write", "--no-check"]) == 0
-    assert server.asked == []
-    assert main([*connected, "--write"]) == 0
-    ((path, body),) = server.asked
+    command = ["connect", agent, "--url", server.url]
+    assert main(command) == 0
+    assert server.requests == [], "nothing is written, nothing is tried"
+    assert main([*command, "--write", "--no-check"]) == 0
+    assert server.requests == []
+    assert main([*command, "--write"]) == 0
+    ((path, body),) = server.requests
     question = QUESTIONS.get(agent, "/v1/chat/completions")
     assert (path, body["model"]) == (question, "gpt-oss-20b")
     assert "✓ gpt-oss-20b has answered a test request" in capsys.readouterr().out
@@ -230,7 +230,7 @@ def test_without_an_answer_nothing_is_written(
 
 
 @pytest.mark.parametrize("agent", FILES)
-def test_the_key_is_not_written(
+def test_key_is_not_written(
     agent: str, server: Models, home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.key = KEY
@@ -242,7 +242,7 @@ def test_the_key_is_not_written(
         assert KEY not in (home / name).read_text("utf-8")
 
 
-def test_the_script_of_the_page() -> None:
+def test_documented_script_is_the_real_one() -> None:
     page = (Path(__file__).parents[3] / "docs" / "agents.md").read_text("utf-8")
     shown = page.partition("start.sh\n# Starts ")[2].partition("…")[0]
     *_, text = connect.AGENTS["grok"](Served("http://127.0.0.1:8000", "gpt-oss-20b")).files.values()
@@ -258,10 +258,10 @@ print(json.dumps([sys.argv[1:], dict(os.environ)]))
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["no key", "a key"])
 @pytest.mark.parametrize("agent", SCRIPTED)
-def test_a_script_starts_the_agent_as_launch_does(
+def test_script_starts_the_agent_as_launch_does(
     agent: str, key: str | None, server: Models, home: Path
 ) -> None:
-    """With the user's arguments behind."""
+    """Followed by the user's arguments."""
     server.key = key
     programs = home / "bin"
     programs.mkdir()
@@ -286,7 +286,7 @@ def test_a_script_starts_the_agent_as_launch_does(
         assert (directory / name).read_text("utf-8") == content
 
 
-def test_a_model_name_cannot_add_a_command_to_a_script(home: Path) -> None:
+def test_model_name_cannot_add_a_command_to_a_script(home: Path) -> None:
     served = Served("http://127.0.0.1:8000", "gpt-oss\necho added >&2 #'\"$(y)")
     *_, text = connect.AGENTS["grok"](served).files.values()
     read = subprocess.run(
@@ -299,7 +299,7 @@ def test_a_model_name_cannot_add_a_command_to_a_script(home: Path) -> None:
     assert f"GROK_DEFAULT_MODEL={served.model}\n" in read.stdout
 
 
-def test_the_key_is_read_from_the_environment(
+def test_key_is_read_from_the_environment(
     server: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_API_KEY", KEY)
@@ -313,16 +313,16 @@ def test_the_key_is_read_from_the_environment(
     assert "does not accept the key in VLLM_API_KEY" in capsys.readouterr().err
 
 
-TWO = [{"id": "a", "max_model_len": 1}, {"id": "b"}]
+TWO_MODELS = [{"id": "a", "max_model_len": 1}, {"id": "b"}]
 
 LOOKS: list[tuple[Any, dict[str, Any], tuple[str, int] | str]] = [
-    (ONE, {}, ("gpt-oss-20b", 4096)),
-    (ONE, {"context": 9}, ("gpt-oss-20b", 9)),
-    (ONE, {"model": "gpt-oss-20b"}, ("gpt-oss-20b", 4096)),
-    (ONE, {"model": "other"}, "serves gpt-oss-20b, not other"),
-    (ONE, {"model": "other", "context": 5}, ("other", 5)),
-    (TWO, {"model": "b"}, ("b", 131_072)),
-    (TWO, {}, "serves a, b: choose one with --model"),
+    (ONE_MODEL, {}, ("gpt-oss-20b", 4096)),
+    (ONE_MODEL, {"context": 9}, ("gpt-oss-20b", 9)),
+    (ONE_MODEL, {"model": "gpt-oss-20b"}, ("gpt-oss-20b", 4096)),
+    (ONE_MODEL, {"model": "other"}, "serves gpt-oss-20b, not other"),
+    (ONE_MODEL, {"model": "other", "context": 5}, ("other", 5)),
+    (TWO_MODELS, {"model": "b"}, ("b", 131_072)),
+    (TWO_MODELS, {}, "serves a, b: choose one with --model"),
     ([], {}, "serves nothing: choose one with --model"),
     ("what", {}, "it does not list its models"),
 ]
@@ -333,16 +333,16 @@ def test_model_and_context_come_from_the_server(
     server: Models, models: Any, given: dict[str, Any], expected: tuple[str, int] | str
 ) -> None:
     server.models = models
-    asked = {"model": None, "context": None, "key": None, **given}
+    options = {"model": None, "context": None, "key": None, **given}
     if isinstance(expected, str):
         with pytest.raises(connect.UsageError, match=expected):
-            connect.look(server.url, **asked)
+            connect.look(server.url, **options)
         return
-    served = connect.look(server.url, **asked)
+    served = connect.look(server.url, **options)
     assert (served.model, served.context) == expected
 
 
-def test_no_server(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_server_is_an_error_without_model(capsys: pytest.CaptureFixture[str]) -> None:
     nowhere = "http://127.0.0.1:1"
     assert main(["connect", "codex", "--url", nowhere]) == 2
     assert "no server answers at http://127.0.0.1:1" in capsys.readouterr().err
@@ -356,8 +356,8 @@ def test_wrong_key_is_reported(server: Models, capsys: pytest.CaptureFixture[str
     assert "answered 401: it requires a key: set VLLM_API_KEY or --key" in capsys.readouterr().err
 
 
-def test_codex_has_a_whole_catalog(home: Path) -> None:
-    """The fields without which Codex 0.169.0 does not read it, and what the model can do."""
+def test_catalog_of_codex_is_complete(home: Path) -> None:
+    """It has the fields that Codex 0.169.0 requires, and the abilities of the model."""
     catalog, _ = connect.codex(Served("http://h:1", "gpt-oss-20b", 5000)).files.values()
     (model,) = json.loads(catalog)["models"]
     needed = {
@@ -373,7 +373,7 @@ def test_codex_has_a_whole_catalog(home: Path) -> None:
     ]
 
 
-def test_claude_has_one_model_by_every_name() -> None:
+def test_claude_has_one_model_under_every_name() -> None:
     (settings,) = connect.claude(Served("http://h:1", "m", 100_000)).files.values()
     environment = json.loads(settings)["env"]
     models = {name for name in environment if "MODEL" in name}
@@ -385,7 +385,7 @@ def test_claude_has_one_model_by_every_name() -> None:
 
 def test_agents_search_the_web_where_the_server_does(server: Models) -> None:
     assert not connect.look(server.url, None, None, None).searches
-    server.models = [{**ONE[0], "web_search": True}]
+    server.models = [{**ONE_MODEL[0], "web_search": True}]
     assert connect.look(server.url, None, None, None).searches
     served = Served("http://h:1", "m", searches=True)
     (settings,) = connect.claude(served).files.values()
@@ -473,13 +473,13 @@ def test_codex_keeps_what_the_user_wrote(home: Path) -> None:
         "a = [\n[1], # one\n]\n[[servers]]\nx = 1\n[[servers]]\nx = 2\n",
     ],
 )
-def test_codex_no_comment_and_no_value_is_lost(home: Path, before: str) -> None:
+def test_codex_loses_no_comment_and_no_value(home: Path, before: str) -> None:
     ours, _ = _ours(home)
     once = connect.merged(before, ours)
     assert connect.merged(once, ours) == once
     comments = [line.partition("#")[2] for line in before.splitlines() if "#" in line]
-    assert [each for each in comments if each not in once] == []
-    merged, mine, added = (tomlkit.parse(each).unwrap() for each in (once, before, ours))
+    assert [comment for comment in comments if comment not in once] == []
+    merged, mine, added = (tomlkit.parse(text).unwrap() for text in (once, before, ours))
     providers = {**mine.get("model_providers", {}), **added["model_providers"]}
     assert merged == {**mine, **added, "model_providers": providers}
 
@@ -494,7 +494,7 @@ def test_codex_no_comment_and_no_value_is_lost(home: Path, before: str) -> None:
         "[model_providers]\nvllm-mlx = 3\n",
     ],
 )
-def test_codex_a_file_that_cannot_be_merged_is_left_alone(
+def test_unmergeable_file_of_codex_is_left_alone(
     home: Path, before: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = home / ".codex" / "config.toml"
@@ -509,7 +509,7 @@ def test_codex_a_file_that_cannot_be_merged_is_left_alone(
 WRITE = ["connect", "codex", "--model", "m", "--context", "5000", "--write"]
 
 
-def test_lines_of_a_file_keep_their_ends(home: Path) -> None:
+def test_line_endings_are_kept(home: Path) -> None:
     path = home / ".codex" / "config.toml"
     path.parent.mkdir()
     path.write_bytes(b'# mine\r\nother = "a"\r\n\r\n[tui]\r\ntheme = "x"\r\n')
@@ -539,7 +539,7 @@ def test_original_survives_several_commands_at_once(home: Path) -> None:
     path.write_text(original)
     command = process.python("vllm_mlx_harmony", *WRITE)
     running = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(4)]
-    assert [each.wait(60) for each in running] == [0] * 4
+    assert [child.wait(60) for child in running] == [0] * 4
     assert "key1999 = 1999" in path.read_text() and "[model_providers.vllm-mlx]" in path.read_text()
     assert main(["connect", "codex", "--undo"]) == 0
     assert path.read_text() == original
@@ -550,23 +550,23 @@ def test_undo_without_a_directory_changes_nothing(home: Path) -> None:
     assert not (home / ".codex").exists()
 
 
-def test_codex_the_catalog_is_there_before_it_is_named(home: Path) -> None:
+def test_catalog_of_codex_is_written_before_it_is_named(home: Path) -> None:
     directory = home / ".codex"
     (directory / "vllm-mlx-models.json").mkdir(parents=True)
     assert main(["connect", "codex", "--model", "m", "--context", "5000", "--write"]) == 2
     assert not (directory / "config.toml").exists()
 
 
-def test_a_link_stays_one_and_a_file_keeps_its_mode(home: Path) -> None:
-    there = home / "dotfiles.toml"
-    there.write_text("a = 1\n")
-    there.chmod(0o640)
+def test_symlink_and_mode_are_kept(home: Path) -> None:
+    target = home / "dotfiles.toml"
+    target.write_text("a = 1\n")
+    target.chmod(0o640)
     path = home / ".codex" / "config.toml"
     path.parent.mkdir()
-    path.symlink_to(there)
+    path.symlink_to(target)
     assert main(["connect", "codex", "--model", "m", "--context", "5000", "--write"]) == 0
-    assert path.is_symlink() and "vllm-mlx" in there.read_text()
-    assert there.stat().st_mode & 0o777 == 0o640
+    assert path.is_symlink() and "vllm-mlx" in target.read_text()
+    assert target.stat().st_mode & 0o777 == 0o640
 
 
 @pytest.mark.parametrize("given", [{}, {"model": "gpt-oss-20b"}])

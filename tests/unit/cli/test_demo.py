@@ -1,4 +1,4 @@
-"""The demo, run: with both spellings of the flags, not on a terminal; interrupted, it is gone."""
+"""The demo: run with and without batching, not on a terminal, and interrupted."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> subprocess.Popen[str]:
     paths = filter(None, (str(REPOSITORY), os.environ.get("PYTHONPATH")))
     own = {
         "HOME": str(tmp_path),
-        "XDG_CACHE_HOME": str(tmp_path / ".cache"),  # the stand-in is written there
+        "XDG_CACHE_HOME": str(tmp_path / ".cache"),  # where the stand-in is written
         "PYTHONPATH": os.pathsep.join(paths),
     }
     return subprocess.Popen(
@@ -59,15 +59,15 @@ def servers(home: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("flags", "columns"), [((), 80), (("--continuous-batching",), 100)], ids=["simple", "batched"]
 )
-def test_demo(
+def test_demo_shows_what_the_model_generates(
     forked: Serving,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     flags: tuple[str, ...],
     columns: int,
 ) -> None:
-    """Its server is forked. By its own command it runs in the leg `demo`, which fails unless the
-    client saw what the model said."""
+    """Its server is forked. The leg `demo` runs it by its own command, and fails unless
+    the client saw what the model generated."""
     monkeypatch.setattr(demo, "serving", forked)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", DATE)
@@ -84,20 +84,20 @@ def test_demo(
         for message in parse(demo.ids_of(script))[0]:
             assert re.sub(r"[\s|]+", "", message.text) in shown
     if columns == COLUMNS:
-        texts = (each.text or "" for each in ElementTree.parse(PICTURE).iter(f"{SVG}text"))
+        texts = (element.text or "" for element in ElementTree.parse(PICTURE).iter(f"{SVG}text"))
         assert characters("".join(texts)) == characters(out), "run ci/make_picture.py"
 
 
 def characters(printed: str) -> list[str]:
-    """Those of the turns, but for what differs from run to run: how many tokens a delta has, and so
-    where a line ends."""
+    """The characters of the turns, sorted: how many tokens a delta has, and so where a line ends,
+    differs from run to run."""
     turns = printed[printed.index("asks") :]
     return sorted(re.sub(r"[\s|─│╭╮╰╯]", "", turns))
 
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Whoever runs these tests in the background may have SIGINT ignored, which is inherited."""
+    """SIGINT may be ignored where tests run in the background, and children would inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -105,7 +105,7 @@ def interruptible() -> Iterator[None]:
 
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "kill"])
-def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
+def test_interrupted_demo_ends_its_server(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path)
     until = time.monotonic() + 120
     while not servers(tmp_path) and process.poll() is None and time.monotonic() < until:
@@ -118,7 +118,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_unwritable_cache_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A home that is read-only: the stand-in is in the server's own."""
+    """If the home is read-only, the stand-in is written to that of the server."""
     occupied = tmp_path / "taken"
     occupied.touch()
     monkeypatch.setattr(vocab, "cache_dir", lambda: occupied / "cache")

@@ -1,4 +1,4 @@
-"""``demo --tools``, run: the real host, a real MCP server, and nothing left of either."""
+"""``demo --tools`` with the real host and a real MCP server: neither is left running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_mlx_harmony.cli.process import Running
 
 
 @pytest.mark.served
-def test_demo_tools(
+def test_demo_with_tools_ends_its_servers(
     forked: Callable[..., AbstractContextManager[Running]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -24,8 +24,8 @@ def test_demo_tools(
     started: list[psutil.Process] = []
 
     @contextmanager
-    def serving(*given: Any) -> Iterator[Running]:
-        with forked(*given) as server:
+    def serving(*arguments: Any) -> Iterator[Running]:
+        with forked(*arguments) as server:
             yield server
             started.extend(psutil.Process(server.pid).children(recursive=True))
 

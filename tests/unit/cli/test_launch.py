@@ -1,4 +1,4 @@
-"""launch: what each agent is given, which server it gets, and how that one is started and ended."""
+"""launch: the configuration of each agent, its server, and how servers are started and stopped."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def fake(source: str, port: int, flags: Sequence[str]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A home with an agent of every name; its server is a fake one, on a port of its own."""
+    """A home with an agent of every name; servers are fake ones, each on a port of its own."""
     programs = tmp_path / "programs"
     programs.mkdir()
     for agent in AGENTS.values():
@@ -78,18 +78,18 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.fixture
 def became(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The command and environment that the process would have become."""
-    seen: list[Any] = []
+    """The commands that would have replaced the process, with their environments."""
+    executed: list[Any] = []
 
     def execute(program: str, command: list[str], environment: dict[str, str]) -> None:
-        seen.append((command, environment))
+        executed.append((command, environment))
         raise SystemExit(7)
 
     monkeypatch.setattr(os, "execvpe", execute)
-    return seen
+    return executed
 
 
-def launched(*arguments: str) -> None:
+def run_launch(*arguments: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["launch", *arguments])
     assert ended.value.code == 7
@@ -97,22 +97,23 @@ def launched(*arguments: str) -> None:
 
 @pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("name", AGENTS)
-def test_an_agent_is_set_up_for_this_run_alone(
+def test_agent_is_set_up_for_this_run_only(
     name: str, home: Path, became: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = background.start("m", "gpt-oss-20b")
     background.wait(server)
     before = {path for path in home.rglob("*") if path.is_file()}
     monkeypatch.setenv("VLLM_API_KEY", KEY)
-    launched(name, "--url", f"{server.url}/v1", "--", "--help", "a b", "--", "--url")
+    run_launch(name, "--url", f"{server.url}/v1", "--", "--help", "a b", "--", "--url")
     ((command, environment),) = became
     assert command[0] == str(home / "programs" / AGENTS[name].command)
     assert command[-4:] == ["--help", "a b", "--", "--url"]
     written = {path for path in home.rglob("*") if path.is_file()} - before
     texts = [path.read_text("utf-8") for path in written]
-    given = "\n".join([*command, *environment.values(), *texts])
+    configuration = "\n".join([*command, *environment.values(), *texts])
     assert (
-        all(fact in given for fact in (server.url, "gpt-oss-20b", "8192", KEY)) or name in NO_WINDOW
+        all(fact in configuration for fact in (server.url, "gpt-oss-20b", "8192", KEY))
+        or name in NO_WINDOW
     )
     assert KEY not in "".join(texts)
     assert (KEY in "".join(command)) == (name == "cline"), "others read it from the environment"
@@ -151,7 +152,7 @@ def test_agent_is_installed_in_a_directory_of_ours(
     capsys: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In the version that was tested, once; nothing is looked for where the user is."""
+    """Once, in the version that was tested; nothing is looked for in the working directory."""
     server = background.start("m", "gpt-oss-20b")
     background.wait(server)
     programs, repository = home / "programs", home / "repository"
@@ -167,20 +168,20 @@ def test_agent_is_installed_in_a_directory_of_ours(
     (programs / installer).write_text(INSTALLER)
     (programs / installer).chmod(0o755)
     for _ in range(2):
-        launched(agent, "--url", server.url, "--", "exec")
+        run_launch(agent, "--url", server.url, "--", "exec")
     version = AGENTS[agent].version
     directory = background.directory().parent / "agents" / "installed" / f"{agent}-{version}"
     assert {command[0] for command, _ in became} == {str(directory / program)}
     calls = (home / "installed").read_text().splitlines()
     assert {call.partition(": ")[0] for call in calls} == {str(directory)}
     assert calls[-1].endswith(expected.format(version))
-    launched(agent, "--url", server.url, "--latest")
+    run_launch(agent, "--url", server.url, "--latest")
     newest = (home / "installed").read_text().splitlines()[len(calls) :]
     assert len(newest) == len(calls)
     assert newest[-1].endswith(("@openai/codex@latest", " hermes-agent"))
 
 
-def test_agent_that_cannot_be_installed(home: Path, capsys: Any) -> None:
+def test_failed_installation_of_an_agent_is_reported(home: Path, capsys: Any) -> None:
     server = background.start("m", "gpt-oss-20b")
     background.wait(server)
     (home / "programs" / "codex").unlink()
@@ -201,8 +202,8 @@ def test_print_runs_nothing(home: Path, capsys: Any, monkeypatch: pytest.MonkeyP
     assert main(["launch", "codex", "./programs", "--print", "--", "exec", "a b"]) == 0
     serve, move, install, run = capsys.readouterr().out.splitlines()
     assert str(home / "programs") in serve and "--port 8000" in serve
-    kept = f"--ssd-cache-dir {background.directory().parent / 'prefix-cache'}"
-    assert serve.endswith(f" {kept}")
+    cache_flag = f"--ssd-cache-dir {background.directory().parent / 'prefix-cache'}"
+    assert serve.endswith(f" {cache_flag}")
     assert move.startswith("cd ") and install.startswith("npm install --prefix")
     assert run.startswith("VLLM_API_KEY='$VLLM_API_KEY' ") and run.endswith("exec 'a b'")
     assert main(["launch", "codex", "./programs", "--print", "--no-disk-cache"]) == 0
@@ -219,15 +220,15 @@ def test_module_is_not_imported_from_the_working_directory(module: str, tmp_path
     for name in ("argparse", "uvicorn", "runpy", "vllm_mlx_harmony/__init__"):
         (repository / f"{name}.py").write_text("raise SystemExit('imported from here')")
     command = process.python(module, "parse", "--help")
-    ended = subprocess.run(
+    result = subprocess.run(
         command, cwd=repository, capture_output=True, text=True, check=False, timeout=60
     )
-    assert ended.returncode == 0, ended.stderr
-    assert "vllm-mlx-harmony parse" in ended.stdout
+    assert result.returncode == 0, result.stderr
+    assert "vllm-mlx-harmony parse" in result.stdout
 
 
 @pytest.mark.parametrize("wanted", ["openai/gpt-oss-20b", "my-model"])
-def test_name_is_no_directory_here(
+def test_name_is_not_taken_for_a_directory(
     wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A repository that the user has cloned may contain such a directory, with code in it."""
@@ -238,15 +239,15 @@ def test_name_is_no_directory_here(
     assert launch._model(f"./{wanted}")[0] == str(tmp_path / wanted)
 
 
-@pytest.mark.served  # the memory of the device is asked of mlx
-def test_one_server_for_all(home: Path, became: list[Any], capsys: Any) -> None:
+@pytest.mark.served  # mlx knows the memory of the device
+def test_all_agents_use_one_server(home: Path, became: list[Any], capsys: Any) -> None:
     model = home / "my-gpt-oss"
     model.mkdir()
     launch_in_background(model, became)
     server = background.running()
     assert server is not None and server.model == "my-gpt-oss"
-    launched("codex")
-    launched("claude", "my-gpt-oss")
+    run_launch("codex")
+    run_launch("claude", "my-gpt-oss")
     assert background.running() == server
     assert "my-gpt-oss (8,192 tokens)" in capsys.readouterr().err
     assert main(["launch", "codex", "120b"]) == 2
@@ -259,14 +260,14 @@ def test_one_server_for_all(home: Path, became: list[Any], capsys: Any) -> None:
 
 
 def launch_in_background(model: Path, became: list[Any]) -> None:
-    """Without the check for the host, which is not everywhere."""
+    """Without the check for the host, which is not installed everywhere."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vllm_mlx_harmony.cli.stand_in.require_host", lambda what: None)
-        launched("codex", str(model))
+        run_launch("codex", str(model))
 
 
 def test_server_outlives_its_starter_and_is_recognized(home: Path) -> None:
-    """The lock says whether it lives; the number of a process may be another one's by now."""
+    """Its lock says whether it lives; its process id may belong to another process by now."""
     code = (
         "from pathlib import Path; import sys; sys.path.insert(0, sys.argv[1])\n"
         "from test_launch import fake\n"
@@ -278,9 +279,9 @@ def test_server_outlives_its_starter_and_is_recognized(home: Path) -> None:
     started = subprocess.run(command, capture_output=True, text=True, check=True)
     server = background.running()
     assert server is not None and server.pid == int(started.stdout)
-    seen: list[int] = []
-    background.wait(server, seen.append)
-    assert set(seen) == {40}, "the server prints it before it listens"
+    percentages: list[int] = []
+    background.wait(server, percentages.append)
+    assert set(percentages) == {40}, "the server prints it before it listens"
     assert background.start("m", "other") == server
     os.killpg(server.pid, 9)
     until = time.monotonic() + 20
@@ -344,7 +345,7 @@ def test_stop_ends_the_server_and_its_parent(home: Path) -> None:
         os.killpg(server.pid, 0)
 
 
-def test_stop_between_two_runs_starts_none(home: Path) -> None:
+def test_stop_between_two_runs_prevents_the_next(home: Path) -> None:
     server = background.start("m", "crashes")
     until = time.monotonic() + 20
     while not (home / "runs").exists():
@@ -366,7 +367,7 @@ FITS: list[tuple[str | None, int, str]] = [
 
 
 @pytest.mark.parametrize(("wanted", "memory", "expected"), FITS)
-def test_the_largest_model_that_fits(wanted: str | None, memory: int, expected: str) -> None:
+def test_largest_model_that_fits_is_chosen(wanted: str | None, memory: int, expected: str) -> None:
     if "needs" in expected:
         with pytest.raises(UsageError, match=expected):
             launch._weights(wanted, memory)
@@ -383,7 +384,9 @@ def test_the_largest_model_that_fits(wanted: str | None, memory: int, expected: 
         (("codex", "20b", "exec"), "unrecognized arguments: exec"),
     ],
 )
-def test_a_wrong_command_line(arguments: tuple[str, ...], message: str, capsys: Any) -> None:
+def test_wrong_command_line_is_an_error(
+    arguments: tuple[str, ...], message: str, capsys: Any
+) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["launch", *arguments])
     assert message in capsys.readouterr().err
@@ -397,14 +400,14 @@ def test_help_has_every_agent(capsys: Any) -> None:
 
 
 @pytest.mark.served
-def test_the_stand_in_uses_the_shell_of_any_agent(
+def test_stand_in_uses_the_shell_of_any_agent(
     home: Path, became: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real server, started by `launch`: every tool of `SHELLS` is called and answered."""
     from vllm_mlx_harmony.cli import client
 
     monkeypatch.setattr(background, "command", REAL)
-    launched("codex", "--stand-in")
+    run_launch("codex", "--stand-in")
     server = background.running()
     assert server is not None and server.standin
     for tool, arguments in launch.SHELLS.items():

@@ -1,4 +1,4 @@
-"""serve --log-file: all output is in the file and the older ones, and they do not grow."""
+"""serve --log-file: all output is in the file and older ones, whose size is limited."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_output_is_in_the_files_once(tmp_path: Path) -> None:
     log.parent.mkdir()
     log.write_text("what was there before\n")
     command = [sys.executable, "-c", PRINTS, str(log)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert (ended.stdout, ended.stderr) == ("", "")
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == ("", "")
     files = sorted(log.parent.iterdir(), reverse=True)
     assert 1 < len(files) <= 4, "a file and at most three older ones"
     lines = "".join(path.read_text("utf-8") for path in files).splitlines()

@@ -1,4 +1,4 @@
-"""The command line as a program: help, version, failures, pipes, what it hands on to the host."""
+"""The command line as a program: help, version, failures, pipes, what it passes to the host."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ PROGRAM = (sys.executable, "-m", "vllm_mlx_harmony")
 REPOSITORY = Path(__file__).resolve().parents[3]
 
 
-Ended = Callable[..., tuple[int, str, str]]
+RunMain = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def ended(capsys: pytest.CaptureFixture[str]) -> Ended:
-    """The exit code of a command line, and what is on standard output and standard error."""
+def run_main(capsys: pytest.CaptureFixture[str]) -> RunMain:
+    """Runs a command line; returns its exit code, standard output and standard error."""
 
     def run(*arguments: str) -> tuple[int, str, str]:
         try:
@@ -38,22 +38,22 @@ def ended(capsys: pytest.CaptureFixture[str]) -> Ended:
     return run
 
 
-def test_help_names_every_command(ended: Ended) -> None:
-    code, shown, _ = ended("--help")
+def test_help_names_every_command(run_main: RunMain) -> None:
+    code, shown, _ = run_main("--help")
     assert code == 0
     for command in ("serve", "connect", "demo", "doctor", "verify", "bench", "render", "parse"):
         assert re.search(rf"^    {command} ", shown, re.MULTILINE)
 
 
-def test_version() -> None:
-    """As a program, in a process of its own."""
+def test_version_is_printed() -> None:
+    """In a process of its own."""
     shown = subprocess.run([*PROGRAM, "--version"], capture_output=True, text=True, check=True)
     assert shown.stdout == f"vllm-mlx-harmony {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [(), ("nonsense",), ("render",), ("parse", "--what")])
-def test_a_wrong_command_line_is_a_2(ended: Ended, arguments: tuple[str, ...]) -> None:
-    code, _, errors = ended(*arguments)
+def test_wrong_command_line_exits_with_2(run_main: RunMain, arguments: tuple[str, ...]) -> None:
+    code, _, errors = run_main(*arguments)
     assert code == 2
     assert "usage: vllm-mlx-harmony" in errors
 
@@ -76,12 +76,12 @@ WRONG: dict[str, tuple[str, str]] = {
     "the stand-in's port": ("gateway stand-in --port 99999", "'99999' is not a port"),
     "the stand-in's key": ("gateway stand-in --key ''", "--key is empty"),
 }
-"""What is typed, and what standard error says."""
+"""What is typed, and what is on standard error."""
 
 
 @pytest.mark.parametrize(("typed", "expected"), WRONG.values(), ids=WRONG)
-def test_impossible_command_is_one_line(ended: Ended, typed: str, expected: str) -> None:
-    code, _, errors = ended(*shlex.split(typed))
+def test_impossible_command_is_one_line(run_main: RunMain, typed: str, expected: str) -> None:
+    code, _, errors = run_main(*shlex.split(typed))
     assert code == 2
     assert expected in errors and "Traceback" not in errors
 
@@ -92,21 +92,23 @@ ODD: dict[str, tuple[str, int, str]] = {
     "no errors": ("parse nowhere 2>&-", 2, ""),
     "a full disk": ("parse FILE >/dev/full", 2, "No space left"),
 }
-"""What is typed in a shell, the exit code, and what standard error says."""
+"""What is typed in a shell, the exit code, and what is on standard error."""
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has such a device")
 @pytest.mark.parametrize(("typed", "code", "expected"), ODD.values(), ids=ODD)
-def test_odd_streams_are_no_traceback(typed: str, code: int, expected: str, tmp_path: Path) -> None:
+def test_odd_streams_cause_no_traceback(
+    typed: str, code: int, expected: str, tmp_path: Path
+) -> None:
     file = tmp_path / "completion"
     file.write_text("<|channel|>final<|message|>Good day.<|return|>")
     program = " ".join(map(shlex.quote, PROGRAM))
     line = f"{program} {typed.replace('FILE', shlex.quote(str(file)))}"
-    ended = subprocess.run(
+    result = subprocess.run(
         line, shell=True, capture_output=True, text=True, check=False, cwd=REPOSITORY
     )
-    assert ended.returncode == code, ended.stderr
-    assert "Traceback" not in ended.stderr and expected in ended.stderr
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr and expected in result.stderr
 
 
 def test_closed_output_is_no_error(tmp_path: Path) -> None:
@@ -126,26 +128,26 @@ def test_closed_output_is_no_error(tmp_path: Path) -> None:
     assert command.wait(30) == 1
 
 
-def test_without_the_library_the_fix_is_named(tmp_path: Path) -> None:
+def test_missing_library_is_an_error_with_a_fix(tmp_path: Path) -> None:
     script = (
         "import sys; sys.modules['openai_harmony'] = None; from vllm_mlx_harmony import __main__;"
         f"sys.exit(__main__.main(['parse', {str(tmp_path / 'c')!r}]))"
     )
     (tmp_path / "c").write_text("<|return|>")
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, cwd=REPOSITORY
     )
-    assert ended.returncode == 2
-    assert ended.stderr.count("\n") == 1
-    assert "pip install openai-harmony" in ended.stderr
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "pip install openai-harmony" in result.stderr
 
 
-# --- serve hands on to the host
+# --- serve calls the host
 
 
 @pytest.fixture
 def command_line(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """A host whose command line notes what it was started with."""
+    """The command lines with which the host was started."""
     started: list[list[str]] = []
     module = types.ModuleType("vllm_mlx.cli")
     monkeypatch.setattr(module, "main", lambda: started.append(sys.argv), raising=False)
@@ -166,7 +168,7 @@ def command_line(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         ["--models-config", "models.yaml", "--", "x"],
     ],
 )
-def test_serve_puts_the_flag_before_what_is_given(
+def test_serve_puts_the_flag_before_the_arguments(
     given: list[str], command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed: list[bool] = []
@@ -195,7 +197,7 @@ def test_serve_knows_the_models_of_launch(
         ["--tool-urls=https://a,https://b=c", "m", "--port", "1"],
     ],
 )
-def test_serve_takes_the_patterns_of_urls(
+def test_serve_puts_patterns_of_urls_in_the_environment(
     given: list[str], command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "install", lambda: None)
@@ -211,25 +213,25 @@ def test_serve_takes_the_patterns_of_urls(
 TOOL_URLS = "VLLM_MLX_HARMONY_TOOL_URLS"
 
 
-@pytest.mark.parametrize(("given", "code"), [("--help", 0), ("-h", 0), ("--what", 2)])
+@pytest.mark.parametrize(("argument", "code"), [("--help", 0), ("-h", 0), ("--what", 2)])
 def test_serve_help_has_our_flags(
-    given: str,
+    argument: str,
     code: int,
     command_line: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def of_the_host() -> None:
+    def parse_for_host() -> None:
         parser = argparse.ArgumentParser("vllm-mlx")
         serve = parser.add_subparsers().add_parser("serve")
         serve.add_argument("--tool-call-parser")
         parser.parse_args(sys.argv[1:])
 
     monkeypatch.setattr(host, "install", lambda: None)
-    monkeypatch.setattr(sys.modules["vllm_mlx.cli"], "main", of_the_host)
-    with pytest.raises(SystemExit) as ended:
-        main(["serve", given])
-    assert ended.value.code == code
+    monkeypatch.setattr(sys.modules["vllm_mlx.cli"], "main", parse_for_host)
+    with pytest.raises(SystemExit) as exited:
+        main(["serve", argument])
+    assert exited.value.code == code
     shown = capsys.readouterr().out
     assert ("--tool-call-parser" in shown) is (code == 0)
     for flag in (
@@ -242,23 +244,23 @@ def test_serve_help_has_our_flags(
 def test_serve_installs_before_it_runs(
     command_line: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[bool] = []
+    installed: list[bool] = []
     served = sys.modules["vllm_mlx.cli"]
 
     def original(args: object) -> None:
         """The host's own."""
 
     served.serve_command = original  # type: ignore[attr-defined]
-    served.main = lambda: seen.append(served.serve_command is not original)  # type: ignore[attr-defined]
+    served.main = lambda: installed.append(served.serve_command is not original)  # type: ignore[attr-defined]
     try:
         assert main(["serve", "m"]) == 0
     finally:
         host.uninstall()
-    assert seen == [True]
+    assert installed == [True]
     assert served.serve_command is original  # type: ignore[attr-defined]
 
 
-def test_serve_switched_off(
+def test_serve_fails_if_switched_off(
     command_line: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -269,7 +271,7 @@ def test_serve_switched_off(
     assert command_line == []
 
 
-def test_serve_without_a_host(
+def test_serve_without_a_host_is_an_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv(_startup.SWITCH, raising=False)

@@ -25,7 +25,7 @@ FRAGMENTS = [
     "functions.f", "One two.", " three", '{"a":1}', " four" * 40, "\n", "é", "🧑🏽‍🚀",
 ]  # fmt: skip
 RESERVED = 200_010
-# Of random ids, some in the middle of a character.
+# Random ids, some in the middle of a character.
 OUTPUTS = st.lists(
     st.sampled_from(FRAGMENTS).map(ids_of)
     | st.just([RESERVED])
@@ -36,7 +36,7 @@ OUTPUTS = st.lists(
 
 
 def kinds_of(deltas: list[Delta]) -> list[Kind]:
-    """The kinds of messages with a text, equal ones in a row as one."""
+    """The kinds of messages with a text; equal neighbours count once."""
     kinds: list[Kind] = []
     for delta in deltas:
         if isinstance(delta, Opened):
@@ -65,11 +65,11 @@ def painted_kinds(ids: list[int]) -> list[Kind]:
 @example(ids_of("to=functions.f<|end|>"))
 @example([4103, 100, RESERVED, 100])
 @settings(max_examples=examples(1_000), deadline=None)
-def test_one_reader(ids: list[int]) -> None:
-    """Parser, painter and what watches reasoning agree on every output."""
-    ended = Parser()
-    ended.feed(ids)
-    turn = ids[: ended.done_at]
+def test_all_readers_agree(ids: list[int]) -> None:
+    """The parser, the painter and the reasoning watch, on every output."""
+    whole = Parser()
+    whole.feed(ids)
+    turn = ids[: whole.done_at]
     parser, watch = Parser(), ReasoningWatch()
     deltas, closing = parser.feed(turn), parser.close("stop")
     assert painted_kinds(turn) == kinds_of([*deltas, *closing])
@@ -77,7 +77,9 @@ def test_one_reader(ids: list[int]) -> None:
         watch.consume(token)
     finished = closing[-1]
     assert isinstance(finished, Finished)
-    late = any(isinstance(each, Opened) for each in closing)  # text that turns out to be reasoning
+    late = any(
+        isinstance(delta, Opened) for delta in closing
+    )  # text that turns out to be reasoning
     assert late or watch.tokens == finished.usage.reasoning_tokens
 
 
@@ -110,8 +112,8 @@ ROWS: dict[str, tuple[str, list[tuple[str, str]]]] = {
 
 
 @pytest.mark.parametrize(("text", "shown"), ROWS.values(), ids=ROWS)
-def test_row(text: str, shown: list[tuple[str, str]]) -> None:
+def test_text_is_painted(text: str, shown: list[tuple[str, str]]) -> None:
     painting = colorize(ids_of(text))
     spans = [(painting.plain[span.start : span.end], str(span.style)) for span in painting.spans]
-    assert [each for each in spans if each[1] != CONTROL_STYLE] == shown
+    assert [span for span in spans if span[1] != CONTROL_STYLE] == shown
     assert painting.plain == text

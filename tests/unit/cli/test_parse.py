@@ -1,4 +1,4 @@
-"""parse: the messages of a completion, however it is written down."""
+"""parse: the messages of a completion, in whatever form it is written."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def parse(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     [TURN, f"{TURN}\n", f"<|start|>assistant{TURN}", json.dumps(ids_of(TURN))],
     ids=["text", "text and a line break", "from its start", "ids"],
 )
-def test_json(parse: Any, content: str) -> None:
+def test_json_has_messages_and_usage(parse: Any, content: str) -> None:
     code, out, _ = parse(content, "--json")
     document = json.loads(out)
     assert (code, document["messages"]) == (0, MESSAGES)
@@ -56,7 +56,7 @@ def test_json(parse: Any, content: str) -> None:
     assert document["usage"]["reasoning_tokens"] == len(ids_of("Need it."))
 
 
-def test_every_message_stands_under_what_it_is(parse: Any) -> None:
+def test_every_message_stands_under_its_kind(parse: Any) -> None:
     code, out, _ = parse(TURN)
     assert code == 0
     assert [line for line in out.splitlines() if line][:-1] == [
@@ -73,7 +73,7 @@ def test_every_message_stands_under_what_it_is(parse: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "complete", "reason"), [((), True, "stop"), (("--cut",), False, "length")]
 )
-def test_output_without_an_end(
+def test_output_without_an_end_is_complete_unless_cut(
     parse: Any, flags: tuple[str, ...], complete: bool, reason: str
 ) -> None:
     _, out, _ = parse("<|channel|>final<|message|>Half of", "--json", *flags)
@@ -90,7 +90,7 @@ def test_empty_output_has_no_messages(parse: Any, content: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected"),
     [
         ("[1, 2", "not a JSON list"),
         ('[1, "a"]', '"a"'),
@@ -100,11 +100,11 @@ def test_empty_output_has_no_messages(parse: Any, content: str) -> None:
         ("[1] 2", "not a JSON list"),
     ],
 )
-def test_bad_ids_are_one_line(parse: Any, content: str, says: str) -> None:
+def test_invalid_ids_are_one_line(parse: Any, content: str, expected: str) -> None:
     code, out, error = parse(content)
     assert (code, out) == (2, "")
     assert error.startswith("vllm-mlx-harmony: error: ")
-    assert says in error
+    assert expected in error
     assert error.count("\n") == 1
 
 

@@ -1,4 +1,4 @@
-"""Ports of servers that are started."""
+"""Free ports for servers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_mlx_harmony.cli.errors import UsageError
 from vllm_mlx_harmony.cli.process import ADDRESS, free_port
 
 
-def test_a_free_port_is_none_of_an_outgoing_connection() -> None:
+def test_free_port_is_below_those_of_outgoing_connections() -> None:
     with socket.socket() as picked, socket.socket() as free:
         picked.bind((ADDRESS, 0))
         port = free_port()
@@ -20,9 +20,9 @@ def test_a_free_port_is_none_of_an_outgoing_connection() -> None:
 
 
 def test_no_free_port_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> None:
+    def refuse(*_: Any) -> None:
         raise PermissionError
 
-    monkeypatch.setattr(socket.socket, "bind", refused)
+    monkeypatch.setattr(socket.socket, "bind", refuse)
     with pytest.raises(UsageError, match="no free port"):
         free_port()

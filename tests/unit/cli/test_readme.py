@@ -1,4 +1,4 @@
-"""The README and the pages behind it: examples print what is shown, what is named exists."""
+"""The README and other pages: examples print what is shown, and what is named exists."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ OUTPUTS = dict(zip(EXAMPLES, blocks("text"), strict=True))
 
 @pytest.mark.served
 @pytest.mark.parametrize("flags", [(), ("--continuous-batching",)], ids=["simple", "batched"])
-def test_the_examples_print_what_they_say(
+def test_examples_print_what_is_shown(
     tmp_path: Path, forked: Serving, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
 ) -> None:
     model = standin.write(tmp_path / "model", SCRIPTS)
@@ -96,11 +96,11 @@ TIME = ("uvx", "mcp-server-time")
 """The tool server of the README, as it is published."""
 
 
-def _is_there(command: tuple[str, ...]) -> bool:
+def _is_available(command: tuple[str, ...]) -> bool:
     if shutil.which(command[0]) is None:
         return False
     try:
-        asked = subprocess.run(
+        result = subprocess.run(
             [*command, "--help"],
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -109,16 +109,14 @@ def _is_there(command: tuple[str, ...]) -> bool:
         )
     except subprocess.TimeoutExpired:
         return False
-    return asked.returncode == 0
+    return result.returncode == 0
 
 
 @pytest.mark.served
-def test_the_session_with_a_tool_server_prints_what_it_says(
-    tmp_path: Path, forked: Serving
-) -> None:
-    """All but the date, which is that of the day."""
+def test_example_with_tool_server_prints_what_is_shown(tmp_path: Path, forked: Serving) -> None:
+    """Except for the date, which changes."""
     pytest.importorskip("mcp")
-    if not _is_there(TIME):
+    if not _is_available(TIME):
         pytest.skip(f"{' '.join(TIME)} cannot be had here")
     (home := tmp_path / "home").mkdir()
     # What uv needs to find and trust its index; a tool server gets nothing of the environment.
@@ -137,27 +135,27 @@ def test_the_session_with_a_tool_server_prints_what_it_says(
 
 
 def run(code: str) -> str:
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "PYTHONIOENCODING": "utf-8"},
     )
-    assert ended.stderr == ""
-    return ended.stdout
+    assert result.stderr == ""
+    return result.stdout
 
 
-def test_every_variable_is_one() -> None:
+def test_documented_variables_exist() -> None:
     sources = (REPOSITORY / "vllm_mlx_harmony").rglob("*.py")
     code = "".join(path.read_text("utf-8") for path in sources)
-    code += "".join(f'"VLLM_MLX_HARMONY_{each.name.upper()}"' for each in fields(ServerSettings))
+    code += "".join(f'"VLLM_MLX_HARMONY_{field.name.upper()}"' for field in fields(ServerSettings))
     named = set(re.findall(r"^\| `([A-Z_]+)` \|", SETTINGS, re.MULTILINE))
     assert named
     assert {name for name in named if f'"{name}"' not in code} == set()
 
 
-def test_every_command_is_one() -> None:
+def test_documented_commands_exist() -> None:
     named = set(re.findall(r"^\| `vllm-mlx-harmony (\w+)", SETTINGS, re.MULTILINE))
     assert named == set(COMMANDS)
 
@@ -172,17 +170,17 @@ PAGES = ("README.md", *(f"docs/{name}.md" for name in ("README", "agents", "conf
 
 
 @pytest.mark.parametrize("page", [*PAGES, "docs/examples.md"])
-def test_links_lead_somewhere(page: str) -> None:
+def test_targets_of_links_exist(page: str) -> None:
     place = REPOSITORY / page
     links = re.findall(r"\]\(([^)]+)\)", place.read_text("utf-8"))
-    for link in (each for each in links if "://" not in each):
+    for link in (href for href in links if "://" not in href):
         path, _, anchor = link.partition("#")
         target = place.parent / path if path else place
         assert target.exists(), link
         if anchor:
             headings = re.findall(r"^#+ (.*)$", target.read_text("utf-8"), re.MULTILINE)
-            assert anchor in {each.lower().replace(" ", "-") for each in headings}, link
+            assert anchor in {heading.lower().replace(" ", "-") for heading in headings}, link
 
 
-def test_the_readme_is_short() -> None:
+def test_readme_is_short() -> None:
     assert len(README.split()) <= 1_300

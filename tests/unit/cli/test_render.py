@@ -1,4 +1,4 @@
-"""render: what is printed is the prompt, to the byte; what has none is one line and a 2."""
+"""render: it prints the exact prompt; invalid input is one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from vllm_mlx_harmony.__main__ import main
 from vllm_mlx_harmony.cli.render import _document
 from vllm_mlx_harmony.core import vocab
 
-ASKED = {"model": "m", "messages": [{"role": "user", "content": "Tab\there, <|end|> and é 🙂\r\n"}]}
+REQUEST = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "Tab\there, <|end|> and é 🙂\r\n"}],
+}
 PROMPT = (
     "<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\n"
     "Knowledge cutoff: 2024-06\nCurrent date: 2026-01-02\n\nReasoning: medium\n\n"
@@ -42,8 +45,8 @@ def render(
     return run
 
 
-def test_piped_is_the_prompt_to_the_byte(render: Any) -> None:
-    assert render(json.dumps(ASKED)) == (0, PROMPT.encode(), "")
+def test_piped_output_is_the_exact_prompt(render: Any) -> None:
+    assert render(json.dumps(REQUEST)) == (0, PROMPT.encode(), "")
 
 
 def test_coloured_prompt_has_the_same_text_without_escapes(
@@ -51,7 +54,7 @@ def test_coloured_prompt_has_the_same_text_without_escapes(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
-    code, out, _ = render(json.dumps(ASKED))
+    code, out, _ = render(json.dumps(REQUEST))
     text = out.decode()
     plain = re.sub(r"\x1b\[[0-9;]*m", "", text)
     shown = PROMPT.replace("\r", "").expandtabs()
@@ -62,7 +65,7 @@ def test_coloured_prompt_has_the_same_text_without_escapes(
 
 
 def test_json_has_ids_count_and_pieces(render: Any) -> None:
-    code, out, _ = render(json.dumps(ASKED), "--json")
+    code, out, _ = render(json.dumps(REQUEST), "--json")
     document = json.loads(out)
     assert code == 0
     assert vocab.encoding().decode(document["ids"]) == PROMPT
@@ -72,15 +75,17 @@ def test_json_has_ids_count_and_pieces(render: Any) -> None:
     assert control == re.findall(r"<\|\w+\|>", PROMPT.replace("<|end|> and", "and"))
 
 
-def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    content = io.TextIOWrapper(io.BytesIO(json.dumps(ASKED).encode()))
+def test_request_is_read_from_standard_input(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content = io.TextIOWrapper(io.BytesIO(json.dumps(REQUEST).encode()))
     monkeypatch.setattr(sys, "stdin", content)
     assert main(["render", "-"]) == 0
     assert capsys.readouterr().out.endswith("<|start|>assistant")
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "expected"),
     [
         ("", "is not JSON"),
         ("{", "is not JSON"),
@@ -93,24 +98,24 @@ def test_stdin(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         ('{"model":"m","messages":[{"role":"user","content":"x"}],"n":9}', "n must be"),
     ],
 )
-def test_bad_input_is_one_line(render: Any, content: str | bytes, says: str) -> None:
+def test_invalid_input_is_one_line(render: Any, content: str | bytes, expected: str) -> None:
     code, out, error = render(content)
     assert (code, out) == (2, b"")
     assert error.startswith("vllm-mlx-harmony: error: ")
-    assert says in error
+    assert expected in error
     assert error.count("\n") == 1
 
 
-def test_missing_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_unreadable_file_is_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["render", str(tmp_path / "none.json")]) == 2
     assert "No such file" in capsys.readouterr().err
     assert main(["render", str(tmp_path)]) == 2
     assert "directory" in capsys.readouterr().err
 
 
-def test_a_byte_order_mark_is_none_of_the_request(tmp_path: Path) -> None:
+def test_byte_order_mark_is_ignored(tmp_path: Path) -> None:
     plain, marked = tmp_path / "plain.json", tmp_path / "marked.json"
-    body = json.dumps(ASKED)
+    body = json.dumps(REQUEST)
     plain.write_text(body, "utf-8")
     marked.write_text(body, "utf-8-sig")
-    assert _document(str(marked)) == _document(str(plain)) == ASKED
+    assert _document(str(marked)) == _document(str(plain)) == REQUEST

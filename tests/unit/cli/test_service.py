@@ -21,27 +21,27 @@ ODD = ["/usr/bin/env", "serve", "a b", "50%", "$HOME", 'say "hi"', "back\\slash"
 @pytest.fixture(autouse=True)
 def called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     """The commands of the service manager, which are not run."""
-    seen: list[list[str]] = []
+    commands: list[list[str]] = []
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[bytes]:
-        seen.append(command)
+        commands.append(command)
         return subprocess.CompletedProcess(command, 0)
 
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(service, "subprocess", type("fake", (), {"run": staticmethod(run)}))
-    return seen
+    return commands
 
 
-def test_a_plist_has_the_command_as_it_is() -> None:
+def test_plist_has_the_unchanged_command() -> None:
     document = plistlib.loads(service.plist(ODD, Path("/tmp/log")))
     assert document["ProgramArguments"] == ODD
     assert document["KeepAlive"] == {"SuccessfulExit": False}
     assert document["ExitTimeOut"] == STOPPED_WITHIN
 
 
-def test_a_unit_is_one(tmp_path: Path) -> None:
+def test_unit_is_valid(tmp_path: Path) -> None:
     file = tmp_path / "vllm-mlx-harmony.service"
     file.write_bytes(service.unit(ODD))
     assert f"TimeoutStopSec={STOPPED_WITHIN:.0f}" in file.read_text("utf-8")
@@ -54,7 +54,7 @@ def test_a_unit_is_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("platform", ["darwin", "linux"])
-def test_from_installing_to_uninstalling(
+def test_service_is_installed_controlled_and_uninstalled(
     platform: str, called: list[list[str]], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)

@@ -1,4 +1,4 @@
-"""verify --stand-in: our own server passes every check that is made of any server."""
+"""verify --stand-in: our own server passes every check that other servers get."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm_mlx_harmony.cli import process
 
 
 @pytest.mark.served
-def test_the_stand_in_passes_everything(
+def test_stand_in_passes_every_check(
     forked: Callable[..., AbstractContextManager[process.Running]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -28,4 +28,4 @@ def test_the_stand_in_passes_everything(
     assert code == 0, out
     assert "\x1b" not in out and max(map(len, out.splitlines())) <= 60
     checks = json.loads(file.read_text("utf-8"))["checks"]
-    assert len(checks) > 50 and {each["state"] for each in checks} == {"passed"}
+    assert len(checks) > 50 and {check["state"] for check in checks} == {"passed"}

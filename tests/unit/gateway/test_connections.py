@@ -1,4 +1,4 @@
-"""Connections without a request: they cannot keep others away, whoever opens them."""
+"""Connections without a request: they must not keep others out, whoever opens them."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def url(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
         yield url
 
 
-def opened(url: str) -> socket.socket:
+def open_connection(url: str) -> socket.socket:
     parts = urlsplit(url)
     return socket.create_connection((parts.hostname or "", parts.port or 0), timeout=20)
 
@@ -77,15 +77,15 @@ def is_closed(connection: socket.socket) -> bool:
         return True
 
 
-@pytest.mark.parametrize("begun", [b"", b"P", HEAD], ids=["nothing", "a byte", "half"])
-def test_head_that_does_not_end_closes_its_connection(url: str, begun: bytes) -> None:
-    with opened(url) as connection:
-        connection.sendall(begun)
+@pytest.mark.parametrize("head", [b"", b"P", HEAD], ids=["nothing", "a byte", "half"])
+def test_head_that_does_not_end_closes_its_connection(url: str, head: bytes) -> None:
+    with open_connection(url) as connection:
+        connection.sendall(head)
         assert is_closed(connection)
 
 
 def test_second_head_that_does_not_end_closes_its_connection(url: str) -> None:
-    with opened(url) as connection:
+    with open_connection(url) as connection:
         connection.sendall(HEAD + b"\r\nok")
         time.sleep(0.1)
         assert connection.recv(1000).endswith(b"ok")
@@ -94,7 +94,7 @@ def test_second_head_that_does_not_end_closes_its_connection(url: str) -> None:
 
 
 def test_slow_bodies_and_answers_are_not_cut(url: str) -> None:
-    with opened(url) as connection:
+    with open_connection(url) as connection:
         connection.sendall(HEAD[:20])
         time.sleep(SECONDS / 2)
         connection.sendall(HEAD[20:] + b"\r\no")
@@ -121,10 +121,10 @@ def test_connections_above_the_limit_are_closed(
     monkeypatch.setattr(connections, "_raise_descriptors", lambda: connections.RESERVED + 10)
     monkeypatch.setattr(connections, "HEAD_SECONDS", 3.0)
     with served(APP, server=limited(uvicorn.Server)) as few:
-        held = [opened(few) for _ in range(30)]
+        held = [open_connection(few) for _ in range(30)]
         for connection in held[5:]:
             assert is_closed(connection)
-        assert sum("closing new connections" in each for each in caplog.messages) <= 3
+        assert sum("closing new connections" in message for message in caplog.messages) <= 3
         with pytest.raises(httpx.HTTPError):
             httpx.post(few, content=b"ok")
         for connection in held[:5]:
@@ -155,14 +155,14 @@ def test_macos_allows_fewer_descriptors(monkeypatch: pytest.MonkeyPatch) -> None
     assert connections._raise_descriptors() == 10_240
 
 
-def test_failures_to_accept_are_one_line_a_second() -> None:
+def test_failures_to_accept_are_logged_once_a_second() -> None:
     def record(error: BaseException) -> logging.LogRecord:
-        about: Any = (type(error), error, None)
-        return logging.LogRecord("asyncio", logging.ERROR, "", 1, "accept", (), about)
+        exc_info: Any = (type(error), error, None)
+        return logging.LogRecord("asyncio", logging.ERROR, "", 1, "accept", (), exc_info)
 
     shortened = OncePerSecond()
     full = [record(OSError(errno.EMFILE, "too many")) for _ in range(1000)]
-    passed = [each for each in full if shortened.filter(each)]
+    passed = [failure for failure in full if shortened.filter(failure)]
     assert len(passed) <= 2 and passed[0].exc_info is None
     other = record(ValueError("a fault"))
     assert shortened.filter(other) and other.exc_info is not None

@@ -40,16 +40,18 @@ DASHBOARD = json.loads((EXAMPLES / "monitoring/dashboard.json").read_text())
 
 
 def of_kind(kind: str, name: str = "gateway") -> dict[str, Any]:
-    (found,) = [
-        each for each in KUBERNETES if each["kind"] == kind and each["metadata"]["name"] == name
+    (manifest,) = [
+        document
+        for document in KUBERNETES
+        if document["kind"] == kind and document["metadata"]["name"] == name
     ]
-    return dict(found)
+    return dict(manifest)
 
 
 # --- Image and Compose
 
 
-def test_the_dockerfile_is_clean() -> None:
+def test_dockerfile_passes_the_linter() -> None:
     linter = Path(sys.executable).with_name("hadolint")
     linted = subprocess.run([linter, DOCKERFILE], capture_output=True, text=True, check=False)
     assert (linted.returncode, linted.stdout) == (0, "")
@@ -61,7 +63,7 @@ def test_the_dockerfile_is_clean() -> None:
 def test_compose_is_valid_and_pinned() -> None:
     text = (EXAMPLES / "compose/compose.yaml").read_text()
     compose_spec.PyCompose(re.sub(r"\$\{\w+:\?\}", "x", text))
-    images = {name: each["image"] for name, each in COMPOSE["services"].items()}
+    images = {name: definition["image"] for name, definition in COMPOSE["services"].items()}
     for name, image in images.items():
         assert re.search(r":v?\d+\.\d+", image), f"{name} is not pinned: {image}"
     assert images["gateway"] == f"vllm-mlx-harmony-server:{__version__}"
@@ -73,7 +75,7 @@ def test_compose_is_valid_and_pinned() -> None:
             assert there, mount
 
 
-def test_the_gateway_of_compose_starts_with_its_file() -> None:
+def test_gateway_of_compose_can_read_its_file() -> None:
     service = COMPOSE["services"]["gateway"]
     environment = {
         name: value.replace("${ENGINE_KEY:?}", "key-of-engine")
@@ -85,15 +87,15 @@ def test_the_gateway_of_compose_starts_with_its_file() -> None:
     file = EXAMPLES / "compose" / source / Path(inside).relative_to(target)
     settings = load({}, environment, str(file))
     engines = [name for name in COMPOSE["services"] if name.startswith("engine")]
-    assert [each.url for each in settings.engines] == [f"http://{name}:8000" for name in engines]
-    assert {each.key for each in settings.engines} == {"key-of-engine"}
+    assert [spec.url for spec in settings.engines] == [f"http://{name}:8000" for name in engines]
+    assert {spec.key for spec in settings.engines} == {"key-of-engine"}
     assert "--api-key=${ENGINE_KEY:?}" in COMPOSE["services"]["engine-1"]["command"]
     assert int(service["stop_grace_period"].rstrip("s")) > settings.shutdown_grace
     assert settings.limits().tokens_per_minute and settings.metrics_by_key
 
 
 def test_nginx_follows_recreated_gateways() -> None:
-    """And asks another one where nothing has run yet."""
+    """And retries with another one where nothing has run yet."""
     text = (EXAMPLES / "compose/nginx.conf").read_text()
     assert re.search(r"^\s*resolver 127\.0\.0\.11 valid=\d+s", text, re.MULTILINE)
     upstream = re.search(r"upstream gateways \{(.*?)\}", text, re.DOTALL)
@@ -119,7 +121,7 @@ def test_wrong_manifest_is_found() -> None:
         kubernetes_validate.validate(wrong, "1.34", strict=True)
 
 
-def test_a_pod_ends_after_its_answers(tmp_path: Path) -> None:
+def test_pod_ends_after_its_answers(tmp_path: Path) -> None:
     pod = of_kind("Deployment")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     file = tmp_path / "gateway.toml"
@@ -154,7 +156,7 @@ def test_labels_and_ports_match() -> None:
 
 @pytest.fixture(scope="module")
 def scraped() -> dict[str, dict[str, set[str]]]:
-    """The samples of a gateway that has served a request and rejected one: labels and values."""
+    """The samples of a gateway that has served one request and rejected another: labels, values."""
     scripts = {"Hello": "<|channel|>final<|message|>Hi.<|return|>"}
     with ExitStack() as stack:
         url = stack.enter_context(served(FakeEngine("vllm", scripts).app))
@@ -170,17 +172,17 @@ def scraped() -> dict[str, dict[str, set[str]]]:
             header = {"Authorization": f"Bearer {key}"}
             httpx.post(f"{base}/v1/chat/completions", json=body, headers=header, timeout=180)
         text = httpx.get(f"{base}/metrics", timeout=180).text
-    found: dict[str, dict[str, set[str]]] = {"up": {"job": {"gateway"}}}
+    samples: dict[str, dict[str, set[str]]] = {"up": {"job": {"gateway"}}}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            labels = found.setdefault(sample.name, {})
+            labels = samples.setdefault(sample.name, {})
             for name, value in {**sample.labels, "job": "gateway"}.items():
                 labels.setdefault(name, set()).add(value)
-    return found
+    return samples
 
 
 RESULTS = {"success", "error", "timeout", "client_closed"}
-"""Of `server.host.Tracker`."""
+"""The results of `server.host.Tracker`."""
 
 GENERIC = {"$__rate_interval": "5m"}
 
@@ -205,31 +207,29 @@ def nodes(node: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
-def test_an_expression_finds_something(
-    expression: str, scraped: dict[str, dict[str, set[str]]]
-) -> None:
+def test_expression_finds_series(expression: str, scraped: dict[str, dict[str, set[str]]]) -> None:
     for variable, value in GENERIC.items():
         expression = expression.replace(variable, value)
     parts = list(nodes(promql_parser.parse(expression)))
-    selectors = [each for each in parts if isinstance(each, promql_parser.VectorSelector)]
-    assert len({each.name for each in selectors}) == len(
+    selectors = [node for node in parts if isinstance(node, promql_parser.VectorSelector)]
+    assert len({vector.name for vector in selectors}) == len(
         set(re.findall(r"\b(?:up|vllm_mlx_harmony_\w+)\b", expression))
     )
-    known: set[str] = set()
+    known_labels: set[str] = set()
     for selector in selectors:
         assert selector.name in scraped, f"no metric {selector.name}"
         labels = scraped[selector.name]
-        known |= labels.keys()
+        known_labels |= labels.keys()
         for matcher in selector.matchers.matchers:
             values = RESULTS if matcher.name == "result" else labels[matcher.name]
             wanted = set(matcher.value.split("|"))
             assert wanted <= values, f"{selector.name} has no {matcher.name} of {wanted}"
     for part in parts:
         if isinstance(part, promql_parser.Call) and part.func.name in ("rate", "increase"):
-            (counter,) = [each for each in nodes(part.args[0]) if hasattr(each, "matchers")]
+            (counter,) = [node for node in nodes(part.args[0]) if hasattr(node, "matchers")]
             assert counter.name.endswith(("_total", "_bucket"))
         if isinstance(part, promql_parser.AggregateExpr) and part.modifier is not None:
-            assert set(part.modifier.labels) <= known, f"no label of {part.modifier.labels}"
+            assert set(part.modifier.labels) <= known_labels, f"no label of {part.modifier.labels}"
 
 
 @pytest.mark.parametrize(
@@ -239,10 +239,10 @@ def test_expression_without_series_is_found(
     wrong: str, scraped: dict[str, dict[str, set[str]]]
 ) -> None:
     with pytest.raises(AssertionError):
-        test_an_expression_finds_something(wrong, scraped)
+        test_expression_finds_series(wrong, scraped)
 
 
-def test_rules_say_what_to_do() -> None:
+def test_rules_have_severity_and_action() -> None:
     assert {rule["labels"]["severity"] for rule in RULES} == {"page", "ticket"}
     for rule in RULES:
         assert rule["annotations"].keys() == {"summary", "action"}, rule["alert"]
@@ -256,7 +256,7 @@ def test_rules_say_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("name", ["dashboard", "server"])
-def test_a_dashboard_fits_together(name: str) -> None:
+def test_panels_of_dashboard_fit_together(name: str) -> None:
     dashboard = json.loads((EXAMPLES / f"monitoring/{name}.json").read_text())
     panels = dashboard["panels"]
     occupied: set[tuple[int, int]] = set()
@@ -274,6 +274,6 @@ def test_a_dashboard_fits_together(name: str) -> None:
     (variable,) = dashboard["templating"]["list"]  # its Prometheus has any name in other Grafanas
     assert (variable["type"], variable["query"]) == ("datasource", sources[0]["type"])
     for panel in panels:
-        for each in (panel, *panel["targets"]):
-            assert each["datasource"]["uid"] == f"${{{variable['name']}}}"
+        for element in (panel, *panel["targets"]):
+            assert element["datasource"]["uid"] == f"${{{variable['name']}}}"
     assert sources[0]["url"].removeprefix("http://").partition(":")[0] in COMPOSE["services"]

@@ -20,7 +20,7 @@ from vllm_mlx_harmony.engine_api.engine import GenerationSettings, Step
 from vllm_mlx_harmony.gateway.engines.detection import KINDS as DIALECTS
 from vllm_mlx_harmony.gateway.engines.dialect import Dialect, EngineRequest
 
-SAID = ids("<|channel|>final<|message|>☀ été 👩‍🚀 你好\n<|return|>")
+OUTPUT_IDS = ids("<|channel|>final<|message|>☀ été 👩‍🚀 你好\n<|return|>")
 SETTINGS = GenerationSettings(
     max_tokens=50,
     temperature=0.7,
@@ -44,14 +44,14 @@ def read(kind: str, events: Iterable[str]) -> list[Step]:
     """The steps of a stream."""
     steps: list[Step] = []
     for event in events:
-        steps.append(dialect(kind).read(event.encode(), sum(len(each.ids) for each in steps)))
+        steps.append(dialect(kind).read(event.encode(), sum(len(step.ids) for step in steps)))
     return steps
 
 
 @pytest.mark.parametrize("finish", ["stop", "length"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_id_comes_once(kind: str, finish: str) -> None:
-    output = SAID if finish == "stop" else SAID[:-1]
+def test_every_id_is_read_once(kind: str, finish: str) -> None:
+    output = OUTPUT_IDS if finish == "stop" else OUTPUT_IDS[:-1]
     chunks = read(kind, EXCHANGES[kind].events([1, 2, 3], output, finish))
     assert [token for chunk in chunks for token in chunk.ids] == output
     assert [chunk.finish for chunk in chunks if chunk.finish] == [finish]
@@ -82,7 +82,7 @@ def test_progress_is_read(kind: str, reported: object, expected: Progress | None
     assert (chunk.ids, chunk.finish, chunk.progress) == ((), None, expected)
 
 
-def test_the_recorded_stream_of_vllm() -> None:
+def test_recorded_stream_of_vllm_is_read() -> None:
     recorded = (Path(__file__).parent / "data" / "vllm.sse").read_text("utf-8")
     events = [line.removeprefix("data: ") for line in recorded.split("\n") if line]
     chunks = read("vllm", events)
@@ -91,7 +91,7 @@ def test_the_recorded_stream_of_vllm() -> None:
 
 
 def test_ids_missing_from_llamacpp_are_read_from_the_text() -> None:
-    """Bytes of a character in three ids: one event for all of them."""
+    """A character whose bytes are three ids comes in one event."""
     output = ids("👩‍🚀")
     pieces = [vocab.token_bytes(token) for token in output]
     assert any(not _is_text(piece) for piece in pieces), "these ids do not cut a character"
@@ -122,7 +122,7 @@ GARBAGE = ["", "null", "[]", "7", "{", '{"choices": 1}', '{"choices": [7]}', '{"
 
 @pytest.mark.parametrize("data", GARBAGE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_garbage_is_the_engines_failure(kind: str, data: str) -> None:
+def test_garbage_is_an_output_error(kind: str, data: str) -> None:
     if kind == "vllm-mlx" and data.startswith("{") and len(data) > 1:
         assert dialect(kind).read(data.encode(), 0).ids == ()
         return
@@ -140,7 +140,7 @@ def test_garbage_is_the_engines_failure(kind: str, data: str) -> None:
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_error_in_a_stream(kind: str, error: Any, kind_of: type[HarmonyFailure]) -> None:
+def test_error_in_a_stream_is_raised(kind: str, error: Any, kind_of: type[HarmonyFailure]) -> None:
     with pytest.raises(kind_of, match=r"no such grammar|CUDA error"):
         dialect(kind).read(json.dumps({"error": error}).encode(), 0)
 
@@ -155,7 +155,7 @@ def test_aborted_generation_is_an_error() -> None:
         read("sglang", [json.dumps(event)])
 
 
-def test_the_body_for_vllm() -> None:
+def test_request_is_translated_for_vllm() -> None:
     body = DIALECTS["vllm"].body(REQUEST)
     assert body == {
         "model": "m",
@@ -182,7 +182,7 @@ def test_the_body_for_vllm() -> None:
     }
 
 
-def test_the_body_for_vllms_endpoint_of_ids() -> None:
+def test_request_is_translated_for_the_id_endpoint_of_vllm() -> None:
     body = DIALECTS["vllm-tokens"].body(REQUEST)
     sampling = body.pop("sampling_params")
     assert body == {
@@ -197,7 +197,7 @@ def test_the_body_for_vllms_endpoint_of_ids() -> None:
     assert (sampling["detokenize"], sampling["max_tokens"], sampling["seed"]) == (False, 50, 7)
 
 
-def test_the_body_for_sglang() -> None:
+def test_request_is_translated_for_sglang() -> None:
     body = DIALECTS["sglang"].body(REQUEST)
     sampling = body.pop("sampling_params")
     assert body == {"input_ids": (1, 2, 3), "stream": True, "extra_key": "salt"}
@@ -220,7 +220,7 @@ def test_the_body_for_sglang() -> None:
     }
 
 
-def test_the_body_for_llamacpp() -> None:
+def test_request_is_translated_for_llamacpp() -> None:
     body = DIALECTS["llamacpp-llguidance"].body(REQUEST)
     assert body == {
         "prompt": (1, 2, 3),

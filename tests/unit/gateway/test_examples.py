@@ -29,7 +29,7 @@ CLASSIFIED = (
 )
 
 
-def test_a_policy_is_applied_by_gpt_oss_safeguard(
+def test_safeguard_example_applies_its_policy(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")

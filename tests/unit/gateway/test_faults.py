@@ -1,4 +1,4 @@
-"""Engines that fail in every way, slow and vanished clients: each ends as the API says, or is
+"""Engines that fail in every way, slow and vanished clients: requests end as their API says, or are
 answered by another engine."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BODIES: dict[str, dict[str, Any]] = {
 CHAT = "/v1/chat/completions"
 
 
-class Setting:
+class Deployment:
     """A gateway on a socket, and the engines behind it."""
 
     def __init__(self, stack: ExitStack, *engines: FakeEngine, **settings: Any) -> None:
@@ -70,7 +70,7 @@ class Setting:
             yield response
 
 
-def spoken(response: httpx.Response) -> str:
+def content_of(response: httpx.Response) -> str:
     """The content of an answer, streamed or not."""
     if not response.headers["content-type"].startswith("text/event-stream"):
         return str(response.json()["choices"][0]["message"]["content"])
@@ -92,7 +92,7 @@ BEFORE: dict[str, tuple[Fault, int, str | None]] = {
     "429": (Fault(status=429, headers=(("Retry-After", "7"),)), 429, "7"),
     "dies before a status": (Fault(then="die", after=None), 503, "5"),
 }
-"""Faults before anything came: the status that a client gets, and its ``Retry-After``."""
+"""Faults before any output: the status that a client gets, and its ``Retry-After``."""
 
 AT_ONCE = [Fault(then=then, after=0) for then in ("die", "close", "garbage", "error")]
 
@@ -103,48 +103,48 @@ def test_failure_before_the_stream_has_a_status(
     fault: Fault, status: int, retry_after: str | None, stream: bool
 ) -> None:
     with ExitStack() as stack:
-        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]))
+        deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]))
         for path in BODIES:
-            setting.engines[0].faults[:] = [fault]
-            setting.host.fleet.backends[0].succeeded()
-            answer = setting.ask(path, stream=stream)
+            deployment.engines[0].faults[:] = [fault]
+            deployment.host.fleet.backends[0].succeeded()
+            answer = deployment.ask(path, stream=stream)
             assert answer.status_code == status
             assert answer.headers.get("retry-after") == retry_after
             assert answer.json()["error"]["message"]
-        assert setting.host.lent == 0
+        assert deployment.host.lent == 0
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("fault", [*(each for each, *_ in BEFORE.values()), *AT_ONCE], ids=str)
+@pytest.mark.parametrize("fault", [*(fault for fault, *_ in BEFORE.values()), *AT_ONCE], ids=str)
 def test_failed_request_without_output_is_retried(fault: Fault, stream: bool) -> None:
     with ExitStack() as stack:
         failing = FakeEngine("vllm", SCRIPTS, faults=[fault])
-        setting = Setting(stack, failing, FakeEngine("sglang", SCRIPTS))
-        answer = setting.ask(stream=stream)
-        assert (answer.status_code, spoken(answer)) == (200, TEXT)
-        assert [len(engine.bodies) for engine in setting.engines] == [1, 1]
+        deployment = Deployment(stack, failing, FakeEngine("sglang", SCRIPTS))
+        answer = deployment.ask(stream=stream)
+        assert (answer.status_code, content_of(answer)) == (200, TEXT)
+        assert [len(engine.bodies) for engine in deployment.engines] == [1, 1]
 
 
 @pytest.mark.parametrize("then", ["die", "close", "garbage", "error"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> None:
-    """In each API's own words, and no other engine is asked."""
+    """In the shape of each API; no other engine is tried."""
     with ExitStack() as stack:
         failing, other = FakeEngine(kind, SCRIPTS), FakeEngine("sglang", SCRIPTS)
-        setting = Setting(stack, failing, other)
+        deployment = Deployment(stack, failing, other)
         for path in BODIES:
             failing.faults[:] = [Fault(then=then, after=8)]
-            answer = setting.ask(path, stream=True)
+            answer = deployment.ask(path, stream=True)
             last = events(answer.text)[-1]
             assert answer.status_code == 200
             error = last.get("error") or last.get("response", last).get("error")
             assert error["message"], last
             if path == CHAT:
-                assert TEXT.startswith(spoken(answer))
+                assert TEXT.startswith(content_of(answer))
             failing.faults[:] = [Fault(then=then, after=8)]
-            assert setting.ask(path).status_code == 500
+            assert deployment.ask(path).status_code == 500
         assert other.bodies == []
-        assert setting.host.lent == 0
+        assert deployment.host.lent == 0
 
 
 @pytest.mark.parametrize("after", [None, 5], ids=["before a status", "in the middle"])
@@ -152,15 +152,15 @@ def test_failure_after_the_first_output_is_an_error(kind: str, then: str) -> Non
 def test_hanging_engine_times_out(after: int | None, stream: bool) -> None:
     with ExitStack() as stack:
         fault = Fault(then="hang", after=after)
-        timeout = 5.0 if stream and after else 1.0  # in which the first ids come
-        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]), timeout=timeout)
-        answer = setting.ask(stream=stream)
+        timeout = 5.0 if stream and after else 1.0  # enough for the first ids
+        deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, faults=[fault]), timeout=timeout)
+        answer = deployment.ask(stream=stream)
         if stream and after is not None:
             assert events(answer.text)[-1]["error"]["code"] == "timeout"
         else:
             assert answer.status_code == 504
-        until(lambda: setting.host.lent == 0, "the lease")
-        until(lambda: setting.engines[0].running == 0, "the engine's request to be closed")
+        until(lambda: deployment.host.lent == 0, "the lease")
+        until(lambda: deployment.engines[0].running == 0, "the engine's request to be closed")
 
 
 def test_restarted_engine_is_used_again() -> None:
@@ -187,25 +187,25 @@ def test_restarted_engine_is_used_again() -> None:
 
 def test_client_disconnect_frees_the_engine() -> None:
     with ExitStack() as stack:
-        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
-        engine = setting.engines[0]
+        deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
+        engine = deployment.engines[0]
 
-        async def going() -> None:
+        async def read_some() -> None:
             async with (
                 httpx.AsyncClient(timeout=180) as client,
-                setting.streaming(client) as answer,
+                deployment.streaming(client) as answer,
             ):
                 async for _ in answer.aiter_text():
                     if engine.sent > 500:
                         return
 
-        asyncio.run(asyncio.wait_for(going(), 180))
-        until(lambda: engine.aborted == 1 and setting.host.lent == 0, "the engine to be freed")
-        assert [each.results for each in setting.host.trackers] == [["client_closed"]]
+        asyncio.run(asyncio.wait_for(read_some(), 180))
+        until(lambda: engine.aborted == 1 and deployment.host.lent == 0, "the engine to be freed")
+        assert [tracker.results for tracker in deployment.host.trackers] == [["client_closed"]]
 
 
 class Late(FakeEngine):
-    """Sends its status after half a second, where a fault says so."""
+    """An engine whose faults delay the status by half a second."""
 
     async def _before(self, request: Request, fault: Fault) -> None:
         await asyncio.sleep(0.5)
@@ -214,11 +214,11 @@ class Late(FakeEngine):
 def test_response_without_a_reader_is_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The engine is slow to send a status, the reader is slow, and then goes."""
+    """The engine sends its status late; the reader is slow, and then leaves."""
     monkeypatch.setattr(http, "PATIENCE_SECONDS", 0.1)
     engine = Late("vllm", SCRIPTS, held=True, faults=[Fault(after=None)])
 
-    async def going(url: str) -> None:
+    async def read_status(url: str) -> None:
         steps = engine_at(url, "vllm").stream(REQUEST)
         assert await anext(steps) is http.ACCEPTED
         while not engine.running:
@@ -229,7 +229,7 @@ def test_response_without_a_reader_is_closed(
             await asyncio.sleep(0.02)
 
     with served(engine.app) as url:
-        asyncio.run(asyncio.wait_for(going(url), 180))
+        asyncio.run(asyncio.wait_for(read_status(url), 180))
     assert (engine.running, engine.aborted) == (0, 1)
 
 
@@ -244,7 +244,7 @@ def test_response_during_cancellation_is_closed() -> None:
 
     answer = Answer()
 
-    async def cancelled() -> None:
+    async def cancel_request() -> None:
         class Client:
             async def post(self, *_: Any, **__: Any) -> Answer:
                 await asyncio.sleep(0.05)
@@ -257,31 +257,31 @@ def test_response_during_cancellation_is_closed() -> None:
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(cancelled())
+    asyncio.run(cancel_request())
     assert answer.closed
 
 
-def test_500_streams_at_once() -> None:
+def test_500_streams_run_at_once() -> None:
     with ExitStack() as stack:
-        setting = Setting(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
+        deployment = Deployment(stack, FakeEngine("vllm", SCRIPTS, pause=0.05))
 
-        async def one(client: httpx.AsyncClient) -> str:
-            async with setting.streaming(client) as answer:
+        async def read_stream(client: httpx.AsyncClient) -> str:
+            async with deployment.streaming(client) as answer:
                 await answer.aread()
-                return spoken(answer)
+                return content_of(answer)
 
-        async def all_of_them() -> list[str]:
+        async def read_all() -> list[str]:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(limits=limits, timeout=120) as client:
-                return await asyncio.gather(*(one(client) for _ in range(500)))
+                return await asyncio.gather(*(read_stream(client) for _ in range(500)))
 
-        output = asyncio.run(asyncio.wait_for(all_of_them(), 200))
+        output = asyncio.run(asyncio.wait_for(read_all(), 200))
         assert output == [TEXT] * 500
-        assert setting.engines[0].most_running > 100
-        until(lambda: setting.engines[0].running == 0 and setting.host.lent == 0, "the end")
+        assert deployment.engines[0].most_running > 100
+        until(lambda: deployment.engines[0].running == 0 and deployment.host.lent == 0, "the end")
 
 
-def test_a_slow_reader_slows_its_engine_and_gets_everything(
+def test_slow_reader_slows_its_engine_and_gets_everything(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """3.5 MB of ids for one answer: what is not read is neither lost nor held in memory."""
@@ -302,7 +302,7 @@ def test_a_slow_reader_slows_its_engine_and_gets_everything(
         remote = host.fleet.backends[0].engine = engine_at(url, "vllm-mlx", 65_536)
         remote.context_length = None
         gateway = stack.enter_context(served(application(host), buffer=65_536))
-        client = stack.enter_context(asking(gateway))
+        client = stack.enter_context(unread_stream(gateway))
         until(lambda: engine.sent > 0, "the engine to begin")
         sent = 0
         while engine.sent != sent:
@@ -315,17 +315,17 @@ def test_a_slow_reader_slows_its_engine_and_gets_everything(
             read += client.recv(1 << 20)
         text = b"".join(_unchunked(read.partition(b"\r\n\r\n")[2])).decode()
         output = "".join(
-            each["choices"][0]["delta"].get("content") or ""
-            for each in events(text)
-            if each["choices"]
+            event["choices"][0]["delta"].get("content") or ""
+            for event in events(text)
+            if event["choices"]
         )
         assert output == long
         assert engine.sent > 3_500_000
 
 
 @contextmanager
-def asking(url: str) -> Iterator[socket.socket]:
-    """A connection on which a stream was asked for, and nothing of it read."""
+def unread_stream(url: str) -> Iterator[socket.socket]:
+    """A connection on which a stream was requested, and nothing of it read."""
     body = json.dumps({"model": MODEL, "stream": True, **BODIES[CHAT]}).encode()
     host, port = url.removeprefix("http://").split(":")
     with socket.socket() as client:

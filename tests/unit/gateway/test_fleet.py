@@ -1,4 +1,4 @@
-"""Engines that come and go while a gateway serves: SIGHUP, and what it makes of a list."""
+"""Engines that come and go while a gateway serves: updates of the list, and SIGHUP."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ A, B, C = (Spec(f"http://{name}:1") for name in "abc")
 
 
 def names(fleet: Fleet) -> dict[str, str]:
-    return {each.name: each.health for each in fleet.backends}
+    return {backend.name: backend.health for backend in fleet.backends}
 
 
-def test_a_list_of_engines() -> None:
+def test_update_adds_drains_and_removes_engines() -> None:
     fleet = Fleet("m", [A, B])
-    assert names(fleet) == {A.url: "down", B.url: "down"}  # not found yet
+    assert names(fleet) == {A.url: "down", B.url: "down"}  # not detected yet
     for backend in fleet.backends:
         backend.probed("")
     fleet.update([B, C])
@@ -62,12 +62,12 @@ def test_a_list_of_engines() -> None:
     other = Spec(C.url, key="another key")
     fleet.backends[0].probed("")
     fleet.update([other])
-    assert [each.spec for each in fleet.backends] == [other]
-    assert names(fleet) == {C.url: "down"}  # it is found anew
+    assert [engine.spec for engine in fleet.backends] == [other]
+    assert names(fleet) == {C.url: "down"}  # it must be detected again
 
 
 def test_engine_with_changed_key_stays() -> None:
-    """What the one with the old key runs ends by itself, and takes nothing of the new one along."""
+    """Requests under the old key end by themselves, and leave the engine with the new key alone."""
     fleet = Fleet("m", [A, B])
     first = fleet.backends[0]
     first.probed("")
@@ -75,7 +75,7 @@ def test_engine_with_changed_key_stays() -> None:
     other = Spec(A.url, key="another key")
     for specs in ([B], [other, B], [B], [other, B], [A, B], [other, B]):
         fleet.update(specs)
-    assert [(each.spec, each.health) for each in fleet.backends] == [
+    assert [(backend.spec, backend.health) for backend in fleet.backends] == [
         (A, "draining"),
         (B, "down"),
         (other, "down"),
@@ -84,35 +84,38 @@ def test_engine_with_changed_key_stays() -> None:
     assert text.count(f'engine_up{{engine="{A.url}"}} 0.0') == 1
     first.in_flight = 0
     fleet.drained()
-    assert [(each.spec, each.health) for each in fleet.backends] == [(B, "down"), (other, "down")]
+    assert [(backend.spec, backend.health) for backend in fleet.backends] == [
+        (B, "down"),
+        (other, "down"),
+    ]
     fleet.update([other])
-    assert [each.spec for each in fleet.backends] == [other]
+    assert [backend.spec for backend in fleet.backends] == [other]
 
 
 def test_probe_does_not_count_for_a_later_engine(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SIGHUP while it is on its way: the engine with the new key is found all the same."""
+    """SIGHUP comes during the probe: the engine with the new key is detected all the same."""
     http: Any = None
 
-    async def reloaded() -> None:
-        there = asyncio.Event()
+    async def reload_during_probe() -> None:
+        answered = asyncio.Event()
 
         async def slow(_: Any, spec: Spec, __: str) -> HttpEngine:
-            await there.wait()
+            await answered.wait()
             return engine_at(spec.url, "vllm")
 
-        async def well(*_: Any) -> None:
+        async def answer(*_: Any) -> None:
             """The server is the same."""
 
         monkeypatch.setattr(probes, "detect", slow)
-        monkeypatch.setattr(probes, "get", well)
+        monkeypatch.setattr(probes, "get", answer)
         fleet = Fleet("m", [A])
         (old,) = fleet.backends
         probing = asyncio.ensure_future(probes.probe(http, old, "m"))
         await asyncio.sleep(0)
         fleet.update([Spec(A.url, key="another key")])
-        there.set()
+        answered.set()
         await probing
         (new,) = fleet.backends
         assert (new.up, new.health) == (False, "down")
@@ -120,7 +123,7 @@ def test_probe_does_not_count_for_a_later_engine(
         await probes.probe(http, new, "m")
         assert new.up
 
-    asyncio.run(asyncio.wait_for(reloaded(), 60))
+    asyncio.run(asyncio.wait_for(reload_during_probe(), 60))
     assert "could not be probed" not in caplog.text
 
 
@@ -137,43 +140,42 @@ def test_probe_does_not_count_for_a_later_engine(
 def test_retry_after_is_when_the_first_engine_may_be_there(
     busy: tuple[int, ...], down: tuple[float, ...], expected: int, problem: str
 ) -> None:
-    """``busy``: for how long engines are; ``down``: when those are probed."""
+    """``busy``: seconds for which engines are; ``down``: seconds until the others are probed."""
     specs = [Spec(f"http://{number}") for number in range(len(busy) + len(down))]
     fleet = Fleet("m", specs)
     for backend, seconds in zip(fleet.backends, busy):  # noqa: B905 - the others are down
         backend.found(engine_at(backend.name, "vllm"))
         backend.busy(seconds)
     now = time.monotonic()
-    for backend, left in zip(fleet.backends[len(busy) :], down, strict=True):
-        fleet.routing._engines[backend].probe_at = now + left
+    for backend, delay in zip(fleet.backends[len(busy) :], down, strict=True):
+        fleet.routing._engines[backend].probe_at = now + delay
 
-    async def asked() -> None:
+    async def generate() -> None:
         settings = GenerationSettings(max_tokens=1, temperature=1.0, top_p=1.0)
         engine = FleetEngine(fleet, Deadline(600.0, now + 600.0))
         await anext(engine.generate(GenerationRequest((1,), settings, "")))
 
     with pytest.raises(EngineUnavailable, match=problem) as caught:
-        asyncio.run(asked())
+        asyncio.run(generate())
     assert caught.value.retry_after == expected
 
 
-def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
-    """What runs on an engine that goes is answered to its end; a file that is wrong changes
-    nothing."""
+def test_sighup_reads_the_engines_of_the_file(tmp_path: Path) -> None:
+    """Requests on a removed engine are answered to their end; an invalid file changes nothing."""
     file = tmp_path / "gateway.toml"
     with ExitStack() as stack:
         port = free_port()
         first, second = FakeEngine("sglang", SCRIPTS, held=True), FakeEngine("sglang", SCRIPTS)
-        urls = [stack.enter_context(served(each.app)) for each in (first, second)]
+        urls = [stack.enter_context(served(engine.app)) for engine in (first, second)]
 
-        def engines(*urls: str) -> None:
+        def write_engines(*urls: str) -> None:
             tables = "".join(f'[[engines]]\nurl = "{url}"\nkind = "sglang"\n' for url in urls)
             file.write_text(f'model = "{MODEL}"\nport = {port}\n{tables}')
 
-        engines(urls[0])
-        process = started(stack, file)
+        write_engines(urls[0])
+        process = start_gateway(stack, file)
         gateway = f"http://127.0.0.1:{port}"
-        health = partial(known, process, port)
+        health = partial(engine_health, process, port)
 
         def ask(stream: bool = False) -> httpx.Response:
             messages = [{"role": "user", "content": "Hello"}]
@@ -185,7 +187,7 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
         asking = threading.Thread(target=lambda: answers.append(ask(stream=True)))
         asking.start()
         until(lambda: first.running == 1, "a request to run")
-        engines(urls[1])
+        write_engines(urls[1])
         process.send_signal(signal.SIGHUP)
         until(lambda: health().get(urls[1]) == "up", "the other engine")
         assert health()[urls[0]] == "draining"
@@ -196,15 +198,15 @@ def test_sighup_has_the_engines_of_the_file(tmp_path: Path) -> None:
         lines = [line for line in answers[0].text.splitlines() if line.startswith("data: {")]
         events = [json.loads(line.removeprefix("data: ")) for line in lines]
         choices = [choice for event in events for choice in event["choices"]]
-        assert "".join(each["delta"].get("content") or "" for each in choices) == LONG
+        assert "".join(choice["delta"].get("content") or "" for choice in choices) == LONG
         until(lambda: health() == {urls[1]: "up"}, "the first engine to be taken away")
         file.write_text("engines = 1")
         process.send_signal(signal.SIGHUP)
         assert ask().status_code == 200 and health() == {urls[1]: "up"}
 
 
-def test_sighup_before_an_engine_has_answered(tmp_path: Path) -> None:
-    """While a gateway starts, and waits for an engine that takes connections and says nothing."""
+def test_sighup_is_handled_before_an_engine_answers(tmp_path: Path) -> None:
+    """A gateway that is starting waits for an engine that accepts connections and sends nothing."""
     file = tmp_path / "gateway.toml"
     with ExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
@@ -212,19 +214,19 @@ def test_sighup_before_an_engine_has_answered(tmp_path: Path) -> None:
         url = stack.enter_context(served(FakeEngine("sglang", SCRIPTS).app))
         port = free_port()
 
-        def engine(url: str) -> None:
+        def write_engine(url: str) -> None:
             table = f'[[engines]]\nurl = "{url}"\nkind = "sglang"\n'
             file.write_text(f'model = "{MODEL}"\nport = {port}\n{table}')
 
-        engine(f"http://127.0.0.1:{silent.getsockname()[1]}")
-        process = started(stack, file)
+        write_engine(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        process = start_gateway(stack, file)
         silent.accept()
-        engine(url)
+        write_engine(url)
         process.send_signal(signal.SIGHUP)
-        until(lambda: known(process, port) == {url: "up"}, "the other engine", 180)
+        until(lambda: engine_health(process, port) == {url: "up"}, "the other engine", 180)
 
 
-def started(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:
+def start_gateway(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:
     """A gateway with the settings of a file."""
     command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--config", str(file)]
     process = subprocess.Popen(command, env={**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"})
@@ -233,11 +235,11 @@ def started(stack: ExitStack, file: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def known(process: subprocess.Popen[bytes], port: int) -> dict[str, str]:
-    """Its engines and their health; nothing before it listens."""
+def engine_health(process: subprocess.Popen[bytes], port: int) -> dict[str, str]:
+    """The engines and their health; none before the gateway listens."""
     try:
         listed = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=180).json()["engines"]
     except httpx.HTTPError:
         assert process.poll() is None
         return {}
-    return {each["url"]: each["health"] for each in listed}
+    return {engine["url"]: engine["health"] for engine in listed}

@@ -1,6 +1,6 @@
 """The rows of the front end, through a gateway and every kind of engine, over real sockets.
 
-The tests are those of `tests/unit/server/test_front_end.py`; only what they ask is another host.
+The tests are those of `tests/unit/server/test_front_end.py`, with another host.
 """
 
 from __future__ import annotations
@@ -41,14 +41,16 @@ def host(request: pytest.FixtureRequest) -> Iterator[Watched]:
         yield Watched(KEY, (engine, url))
 
 
-def test_decisions(host: Watched) -> None:
-    """The label that the engine writes is among its likeliest tokens, the other one is not."""
+def test_decision_has_its_probability(host: Watched) -> None:
+    """Of the two labels, only the one that the engine writes is among its likeliest tokens."""
     question = {"type": "predicate", "instructions": URGENT}
     body = {"model": MODEL, "input": "The checkout fails.", "questions": [question] * 3}
     with TestClient(host.app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"
-        found = client.post("/v1/decisions", json=body)
+        response = client.post("/v1/decisions", json=body)
     if host.engine.kind in WITHOUT_LOGPROBS:
-        assert found.status_code == 400 and "log probabilities" in found.text
+        assert response.status_code == 400 and "log probabilities" in response.text
         return
-    assert [each.get("probability") for each in found.json()["answers"]] == [1.0] * 3, found.text
+    assert [answer.get("probability") for answer in response.json()["answers"]] == [1.0] * 3, (
+        response.text
+    )

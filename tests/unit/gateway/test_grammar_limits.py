@@ -1,4 +1,4 @@
-"""What would end a server, through a gateway: it compiles grammars as the front end does.
+"""Dangerous grammars through a gateway, which compiles them as the front end does.
 
 All schemas and syntaxes are in `tests/unit/server/test_grammar_limits.py`.
 """
@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("prometheus_client")
 
 
-import test_grammar_limits as of_the_front_end
+import test_grammar_limits as front_end_tests
 from fake_engines import FakeEngine, served
 from gateway_in_process import Watched
 from grammar_texts import LARK, SCHEMAS
@@ -29,11 +29,11 @@ def client() -> Iterator[TestClient]:
     # Formats are shown to the model: the largest of these schemas has 133,000 tokens.
     engine = FakeEngine("vllm", {"Hello!": FINAL}, length=200_000)
     with served(engine.app) as url:
-        one = TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost")
-        one.headers["Authorization"] = f"Bearer {KEY}"
-        yield one
+        web = TestClient(application(Watched(KEY, (engine, url))), base_url="http://localhost")
+        web.headers["Authorization"] = f"Bearer {KEY}"
+        yield web
 
 
 def test_dangerous_schema_and_syntax_are_refused(client: TestClient) -> None:
-    of_the_front_end.test_dangerous_schema_is_refused(client, "chat", next(iter(SCHEMAS)))
-    of_the_front_end.test_dangerous_syntax_is_refused(client, next(iter(LARK)))
+    front_end_tests.test_dangerous_schema_is_refused(client, "chat", next(iter(SCHEMAS)))
+    front_end_tests.test_dangerous_syntax_is_refused(client, next(iter(LARK)))

@@ -1,4 +1,4 @@
-"""The inspector of a gateway: each key sees what it sent, and the engines."""
+"""The inspector of a gateway: each key sees its own requests, and the engines."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ def _get(base: str, name: str, path: str) -> Any:
 
 
 @pytest.mark.parametrize("inspect", [True, False])
-def test_through_a_gateway(inspect: bool) -> None:
+def test_key_sees_only_its_own_requests(inspect: bool) -> None:
     with ExitStack() as stack:
         url = stack.enter_context(served(FakeEngine("sglang", {"Hello": SCRIPT}).app))
         settings = load({"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}, {})
         base = stack.enter_context(served(gateway(settings)))
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"Authorization": f"Bearer {KEYS['alice']}"}
-        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=180)
-        assert sent.status_code == 200
+        response = httpx.post(
+            f"{base}/v1/chat/completions", json=body, headers=headers, timeout=180
+        )
+        assert response.status_code == 200
         page = httpx.get(f"{base}/harmony", timeout=180)
         assert page.status_code == (200 if inspect else 404)
         if not inspect:
@@ -42,7 +44,7 @@ def test_through_a_gateway(inspect: bool) -> None:
         (row,) = _get(base, "alice", "requests")["requests"]
         assert (row["state"], row["generated"]) == (
             "success",
-            sent.json()["usage"]["completion_tokens"],
+            response.json()["usage"]["completion_tokens"],
         )
         assert "".join(_get(base, "alice", f"requests/{row['id']}/output")["texts"]) == SCRIPT
         assert _get(base, "bob", "requests")["requests"] == []
@@ -51,7 +53,7 @@ def test_through_a_gateway(inspect: bool) -> None:
 
 
 class Thinking(FakeEngine):
-    """Thinks until its prompt ends behind another ``<|start|>assistant``. Reports what is asked."""
+    """Thinks until its prompt ends with a second ``<|start|>assistant``."""
 
     def output_ids(self, prompt: Any) -> list[int]:
         opened = ids("<|end|><|start|>assistant")
@@ -65,27 +67,25 @@ def test_ids_forced_by_a_budget_are_marked(kind: str, inspect: bool) -> None:
     with ExitStack() as stack:
         engine = Thinking(kind, {})
         url = stack.enter_context(served(engine.app))
-        given = {"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}
-        base = stack.enter_context(served(gateway(load(given, {}))))
+        flags = {"engines": [url], "model": MODEL, "keys": KEYS, "inspect": inspect}
+        base = stack.enter_context(served(gateway(load(flags, {}))))
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
         headers = {"Authorization": f"Bearer {KEYS['alice']}"}
         body |= {"thinking_token_budget": 10}
-        sent = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=60)
-        assert sent.json()["choices"][0]["message"]["content"] == "Good day."
+        response = httpx.post(f"{base}/v1/chat/completions", json=body, headers=headers, timeout=60)
+        assert response.json()["choices"][0]["message"]["content"] == "Good day."
         if kind == "vllm-mlx":
-            asked = {each["settings"].get("origins") for each in engine.bodies}
-            asked_for = (
-                {True} if inspect else {None}
-            )  # older servers reject fields they do not know
-            assert asked == asked_for
+            requested = {sent["settings"].get("origins") for sent in engine.bodies}
+            expected = {True} if inspect else {None}  # older servers reject unknown fields
+            assert requested == expected
         if inspect:
             (row,) = _get(base, "alice", "requests")["requests"]
-            found = _get(base, "alice", f"requests/{row['id']}/output")
-            forced = [at for at, letter in enumerate(found["origins"]) if letter == "f"]
-            assert set(found["origins"]) == {"f", "?"} and len(found["origins"]) == len(
-                found["ids"]
+            output = _get(base, "alice", f"requests/{row['id']}/output")
+            forced = [at for at, letter in enumerate(output["origins"]) if letter == "f"]
+            assert set(output["origins"]) == {"f", "?"} and len(output["origins"]) == len(
+                output["ids"]
             )
-            ended = "".join(found["texts"][at] for at in forced)
+            ended = "".join(output["texts"][at] for at in forced)
             assert ended == "<|end|><|start|>assistant" and forced[-1] - forced[0] == 2
 
 
@@ -98,6 +98,8 @@ def test_ids_forced_by_a_budget_are_marked(kind: str, inspect: bool) -> None:
         ({}, {"VLLM_MLX_HARMONY_GATEWAY_INSPECT": "0"}, False),
     ],
 )
-def test_the_setting(flags: dict[str, Any], environment: dict[str, str], expected: bool) -> None:
-    given = {"engines": ["http://127.0.0.1:9"], "model": MODEL, **flags}
-    assert load(given, environment).inspect is expected
+def test_inspect_is_read_from_flag_or_environment(
+    flags: dict[str, Any], environment: dict[str, str], expected: bool
+) -> None:
+    settings = {"engines": ["http://127.0.0.1:9"], "model": MODEL, **flags}
+    assert load(settings, environment).inspect is expected

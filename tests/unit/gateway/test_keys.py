@@ -26,16 +26,16 @@ FILES = {
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where locks are."""
+    """A home of its own, where locks are."""
     monkeypatch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
 
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    made = tmp_path / "gateway.toml"
-    made.write_text(FILES["a table"])
-    return made
+    path = tmp_path / "gateway.toml"
+    path.write_text(FILES["a table"])
+    return path
 
 
 def keys(file: Path, *arguments: str) -> int:
@@ -75,16 +75,16 @@ def test_keys_added_concurrently_are_all_kept(file: Path) -> None:
         )
         for name in names
     ]
-    assert [each.wait(60) for each in running] == [0] * 4
+    assert [command.wait(60) for command in running] == [0] * 4
     assert {key.name for key in load({}, {}, str(file)).keys} == {"old", *names}
 
 
-def test_a_missing_file_is_not_created(tmp_path: Path) -> None:
+def test_missing_file_is_not_created(tmp_path: Path) -> None:
     assert keys(tmp_path / "typo" / "gateway.toml", "add", "alice") == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_shows_limits_and_no_key(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = f'ci = {{ key = "sha256:{digest("key-of-ci").hex()}", tokens_per_day = 5_000 }}\n'
     file.write_text(FILES["a table"] + table)
     assert keys(file, "list") == 0
@@ -131,7 +131,7 @@ def test_unusable_file_is_an_error(
         ("--key", "", "--key: key 1 is not printable ASCII"),
     ],
 )
-def test_settings_that_cannot_be_used(
+def test_invalid_setting_of_the_gateway_is_an_error(
     flag: str, value: str, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gateway = ["gateway", "--engine", "http://127.0.0.1:9", "--model", "m"]

@@ -1,4 +1,4 @@
-"""The limits of API keys: what counts, what is rejected, and what clients are told."""
+"""The limits of API keys: what counts, what is rejected, and what clients get to know."""
 
 from __future__ import annotations
 
@@ -56,13 +56,18 @@ PER_MINUTE, PER_DAY = Quota("requests", 60, 4, 1), Quota("requests", DAY, 4, 1)
     ],
     ids=["full", "sliding", "day", "no tokens", "tokens", "tokens of a day"],
 )
-def test_remaining_quota(counter: Quota, rows: list[tuple[float, int | None, float]]) -> None:
-    """Each row: the second, what is left after it, and how long to wait. Requests that have to wait
+def test_quota_limits_requests_and_tokens(
+    counter: Quota, rows: list[tuple[float, int | None, float]]
+) -> None:
+    """Each row: the second, what remains after it, and how long to wait. Requests that have to wait
     are not counted, as in the gateway."""
     counts, back = Counts(), Quota(counter.unit, counter.seconds, counter.limit, -counter.amount)
-    for second, left, wait in rows:
+    for second, remaining, wait in rows:
         (budget,) = counts.add("a", [counter], MIDNIGHT + second)
-        assert left is None or (budget.remaining, pytest.approx(budget.wait)) == (left, wait)
+        assert remaining is None or (budget.remaining, pytest.approx(budget.wait)) == (
+            remaining,
+            wait,
+        )
         if budget.wait and counter.unit == "requests":
             counts.add("a", [back], MIDNIGHT + second)
     assert counts.add("b", [PER_MINUTE], MIDNIGHT)[0].remaining == 3
@@ -72,7 +77,7 @@ def test_remaining_quota(counter: Quota, rows: list[tuple[float, int | None, flo
 @pytest.mark.parametrize("unit", ["requests", "tokens"])
 @pytest.mark.parametrize("seconds", [60, DAY])
 def test_waiting_as_long_as_retry_after_is_enough(limit: int, unit: Any, seconds: int) -> None:
-    """At once by the day; by the minute after a second wait at most, since SDKs wait no longer."""
+    """Limits per day need one wait, those per minute at most two: SDKs retry no more often."""
     now, counts = MIDNIGHT + 0.37 * seconds, Counts()
 
     def wait(amount: int) -> float:
@@ -80,10 +85,10 @@ def test_waiting_as_long_as_retry_after_is_enough(limit: int, unit: Any, seconds
 
     for _ in range(3 * limit):
         waits = 0
-        while left := wait(1 if unit == "requests" else 0):
+        while delay := wait(1 if unit == "requests" else 0):
             wait(-1 if unit == "requests" else 0)
-            now, waits = now + left + 1e-6, waits + 1
-            assert left <= seconds
+            now, waits = now + delay + 1e-6, waits + 1
+            assert delay <= seconds
         assert waits <= (2 if seconds == 60 else 1)
         now += 0.001
         if unit == "tokens":
@@ -100,7 +105,7 @@ def test_waiting_as_long_as_retry_after_is_enough(limit: int, unit: Any, seconds
             15,
             {"limit-requests": "60", "remaining-requests": "59", "reset-requests": "45s"},
         ),
-        (  # of the two, what ends first
+        (  # the smaller of the two
             {"requests_per_minute": 60, "requests_per_day": 10, "tokens_per_day": 1000},
             15,
             {
@@ -119,17 +124,19 @@ def test_waiting_as_long_as_retry_after_is_enough(limit: int, unit: Any, seconds
         ),
     ],
 )
-def test_headers(limits: dict[str, int], now: float, expected: dict[str, str]) -> None:
+def test_headers_have_the_limit_that_is_reached_first(
+    limits: dict[str, int], now: float, expected: dict[str, str]
+) -> None:
     budgets = Counts().add("a", KeyLimits(**limits).quotas(requests=1), MIDNIGHT + now)
-    found = {name.decode(): value.decode() for name, value in headers(budgets)}
-    assert found == {f"x-ratelimit-{name}": value for name, value in expected.items()}
+    sent = {name.decode(): value.decode() for name, value in headers(budgets)}
+    assert sent == {f"x-ratelimit-{name}": value for name, value in expected.items()}
 
 
 # --- A gateway
 
 
 @contextmanager
-def limited(engine: FakeEngine, log: Any = "off", **limits: int) -> Iterator[str]:
+def limited_gateway(engine: FakeEngine, log: Any = "off", **limits: int) -> Iterator[str]:
     """A gateway with the ``limits`` for the key ``key-of-alice`` and none for ``key-of-bob``."""
     keys = (Key("alice", digest("key-of-alice"), limits), Key("bob", digest("key-of-bob")))
     with ExitStack() as stack:
@@ -156,12 +163,12 @@ def ask(base: str, path: str = CHAT, key: str = "key-of-alice", **fields: Any) -
         ({"tokens_per_day": 150, "tokens_per_minute": 10**6}, 2, "150 tokens per day"),
     ],
 )
-def test_a_key_has_limits_of_its_own(
+def test_key_has_limits_of_its_own(
     path: str, limits: dict[str, int], served_first: int, problem: str
 ) -> None:
-    with limited(FakeEngine("vllm", SCRIPTS), **limits) as base:
+    with limited_gateway(FakeEngine("vllm", SCRIPTS), **limits) as base:
         answers = [ask(base, path) for _ in range(served_first + 1)]
-        assert [each.status_code for each in answers] == [200] * served_first + [429]
+        assert [answer.status_code for answer in answers] == [200] * served_first + [429]
         refused = answers[-1]
         assert refused.json()["error"]["message"] == f"Rate limit exceeded ({problem})"
         seconds = int(refused.headers["retry-after"])
@@ -171,9 +178,9 @@ def test_a_key_has_limits_of_its_own(
         assert [ask(base, path, "key-of-bob").status_code for _ in range(3)] == [200] * 3
 
 
-def test_answers_at_once() -> None:
+def test_concurrent_answers_are_limited() -> None:
     engine = FakeEngine("vllm", SCRIPTS, held=True)
-    with limited(engine, concurrent_requests=2) as base, ThreadPoolExecutor() as threads:
+    with limited_gateway(engine, concurrent_requests=2) as base, ThreadPoolExecutor() as threads:
         running = [threads.submit(ask, base, stream=stream) for stream in (True, False)]
         until(lambda: engine.running == 2, "two answers to run")
         refused = ask(base)
@@ -183,14 +190,14 @@ def test_answers_at_once() -> None:
         until(lambda: engine.running == 3, "an answer for another key")
         engine.held = False
         assert others.result().status_code == 200
-        assert [each.result().status_code for each in running] == [200, 200]
+        assert [future.result().status_code for future in running] == [200, 200]
         assert [ask(base).status_code for _ in range(5)] == [200] * 5
 
 
-def test_an_answer_ends_however_its_client_leaves() -> None:
-    """And one whose request is invalid never began."""
+def test_answer_of_vanished_client_is_not_counted() -> None:
+    """Invalid requests are not counted either."""
     engine = FakeEngine("vllm", SCRIPTS, held=True)
-    with limited(engine, concurrent_requests=1) as base:
+    with limited_gateway(engine, concurrent_requests=1) as base:
         for _ in range(3):
             body = {"model": MODEL, **APIS[CHAT], "stream": True}
             header = {"Authorization": "Bearer key-of-alice"}
@@ -205,7 +212,7 @@ def test_an_answer_ends_however_its_client_leaves() -> None:
 
 
 def test_stored_response_is_readable_beyond_the_limit() -> None:
-    with limited(FakeEngine("vllm", SCRIPTS), tokens_per_day=1) as base:
+    with limited_gateway(FakeEngine("vllm", SCRIPTS), tokens_per_day=1) as base:
         stored = ask(base, "/v1/responses").json()["id"]
         assert ask(base, "/v1/responses").status_code == 429
         header = {"Authorization": "Bearer key-of-alice"}
@@ -213,20 +220,20 @@ def test_stored_response_is_readable_beyond_the_limit() -> None:
         assert (fetched.status_code, fetched.json()["status"]) == (200, "completed")
 
 
-def test_an_openai_client_reads_the_headers() -> None:
+def test_openai_client_reads_the_headers() -> None:
     limits = {"requests_per_minute": 5, "tokens_per_minute": 1000}
-    with limited(FakeEngine("vllm", SCRIPTS), **limits) as base:
+    with limited_gateway(FakeEngine("vllm", SCRIPTS), **limits) as base:
         client = openai.OpenAI(base_url=f"{base}/v1", api_key="key-of-alice", max_retries=0)
         create: Any = client.chat.completions.with_raw_response.create
-        seen = []
+        remaining = []
         for stream in (False, True):
             answer = create(model=MODEL, **APIS[CHAT], stream=stream)
             for _ in answer.parse() if stream else ():
                 pass
             name = "x-ratelimit-remaining-"
-            seen.append([int(answer.headers[name + unit]) for unit in ("requests", "tokens")])
-        assert [requests for requests, _ in seen] == [4, 3]
-        assert seen[0][1] == 1000 > seen[1][1] > 800
+            remaining.append([int(answer.headers[name + unit]) for unit in ("requests", "tokens")])
+        assert [requests for requests, _ in remaining] == [4, 3]
+        assert remaining[0][1] == 1000 > remaining[1][1] > 800
         client.chat.completions.create(model=MODEL, **APIS[CHAT])
         for _ in range(2):
             create(model=MODEL, **APIS[CHAT])
@@ -235,10 +242,10 @@ def test_an_openai_client_reads_the_headers() -> None:
         assert "x-ratelimit-limit-requests" not in ask(base, key="key-of-bob").headers
 
 
-def test_a_websocket_is_limited_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_websocket_is_limited_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", access_log.logger.name)
     limits = {"requests_per_minute": 2}
-    with limited(FakeEngine("vllm", SCRIPTS), "json", **limits) as base:
+    with limited_gateway(FakeEngine("vllm", SCRIPTS), "json", **limits) as base:
         header = {"Authorization": "Bearer key-of-alice"}
         with connect(f"ws{base[4:]}/v1/responses", additional_headers=header) as socket:
             ends = []
@@ -250,20 +257,20 @@ def test_a_websocket_is_limited_and_logged(caplog: pytest.LogCaptureFixture) -> 
                 while event["type"] not in ("response.completed", "error"):
                     event = json.loads(socket.recv(180))
                 ends.append(event)
-        assert [each["type"] for each in ends] == ["response.completed"] * 2 + ["error"]
+        assert [last["type"] for last in ends] == ["response.completed"] * 2 + ["error"]
         assert ends[-1]["status"] == 429 and int(ends[-1]["headers"]["Retry-After"]) > 0
         metrics = httpx.get(f"{base}/metrics", timeout=180).text
     lines = [
-        json.loads(each.getMessage())
-        for each in caplog.records
-        if each.name == access_log.logger.name  # an earlier test's session may be collected now
+        json.loads(record.getMessage())
+        for record in caplog.records
+        if record.name == access_log.logger.name  # an earlier test's session may be collected now
     ]
-    assert [(each["method"], each["key"], each["status"], each["result"]) for each in lines] == [
+    assert [(line["method"], line["key"], line["status"], line["result"]) for line in lines] == [
         *[("WEBSOCKET", "alice", 101, "success")] * 2,
         ("WEBSOCKET", "alice", 429, None),
     ]
-    assert all(each["output"] > 0 for each in lines[:2])
-    used = sum(each["output"] for each in lines)
+    assert all(line["output"] > 0 for line in lines[:2])
+    used = sum(line["output"] for line in lines)
     counted = re.findall(r'generation_tokens_total{channel="\w+",key="alice"} (.*)', metrics)
     assert len(counted) == 3 and sum(map(float, counted)) == used
     assert 'key="alice",result="success",stream="true"} 2.0' in metrics
@@ -280,7 +287,7 @@ def test_metrics_have_no_keys_by_default() -> None:
     assert 'generation_tokens_total{channel="content"}' in metrics and "alice" not in metrics
 
 
-def test_a_revoked_key_ends_on_an_open_websocket() -> None:
+def test_revoked_key_is_refused_on_an_open_websocket() -> None:
     engine = FakeEngine("vllm", SCRIPTS)
     alice, bob = Key("alice", digest("key-of-alice")), Key("bob", digest("key-of-bob"))
     with ExitStack() as stack:
@@ -296,7 +303,7 @@ def test_a_revoked_key_ends_on_an_open_websocket() -> None:
     assert not engine.prompts
 
 
-def test_without_keys_all_clients_are_one() -> None:
+def test_without_keys_all_clients_share_a_limit() -> None:
     """A header that nobody checks gives nobody a limit of its own."""
     with ExitStack() as stack:
         url = stack.enter_context(served(FakeEngine("vllm", SCRIPTS).app))

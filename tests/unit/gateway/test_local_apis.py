@@ -24,7 +24,7 @@ from vllm_mlx_harmony.gateway.settings import load
 
 
 class Reasoning(FakeEngine):
-    """Answers briefly behind reasoning that the gateway has ended."""
+    """Answers briefly after reasoning that the gateway has ended."""
 
     def output_ids(self, prompt: Sequence[int]) -> list[int]:
         text = vocab.encoding().decode(list(prompt))
@@ -45,7 +45,7 @@ def http() -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_a_gateway(http: httpx.Client, check: str) -> None:
+def test_gateway_passes_check(http: httpx.Client, check: str) -> None:
     CHECKS[check](http, MODEL)
 
 
@@ -54,8 +54,8 @@ QUESTION = "Is it warm in Rome?"
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_web_search(stream: bool) -> None:
-    """Of Responses and Messages, through the official clients."""
+def test_official_clients_can_search_the_web(stream: bool) -> None:
+    """With Responses and with Messages."""
     pytest.importorskip("httpx2")
     pytest.importorskip("lxml")
     import fake_web
@@ -69,24 +69,24 @@ def test_web_search(stream: bool) -> None:
             served(gateway(load({**flags, "engines": [url]}, {}))) as base,
         ):
             responses = openai.OpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0).responses
-            asked: Any = {"model": MODEL, "input": QUESTION, "tools": [{"type": "web_search"}]}
+            request: Any = {"model": MODEL, "input": QUESTION, "tools": [{"type": "web_search"}]}
             if stream:
-                with responses.stream(**asked) as events:
+                with responses.stream(**request) as events:
                     response: Any = events.get_final_response()
             else:
-                response = responses.create(**asked)
+                response = responses.create(**request)
             messages = anthropic.Anthropic(base_url=base, api_key="x", max_retries=0).messages
             tool = {"type": "web_search_20250305", "name": "web_search"}
             user = {"role": "user", "content": QUESTION}
-            asked = {"model": MODEL, "max_tokens": 500, "messages": [user], "tools": [tool]}
+            request = {"model": MODEL, "max_tokens": 500, "messages": [user], "tools": [tool]}
             if stream:
-                with messages.stream(**asked) as blocks:
+                with messages.stream(**request) as blocks:
                     message: Any = blocks.get_final_message()
             else:
-                message = messages.create(**asked)
-    assert [each.type for each in response.output] == ["web_search_call", "message"]
+                message = messages.create(**request)
+    assert [item.type for item in response.output] == ["web_search_call", "message"]
     assert response.output_text == "It is warm."
     kinds = ["server_tool_use", "web_search_tool_result", "text"]
-    assert [each.type for each in message.content] == kinds
+    assert [block.type for block in message.content] == kinds
     assert message.usage.server_tool_use.web_search_requests == 1
     assert site.queries() == ["Rome"] * 2

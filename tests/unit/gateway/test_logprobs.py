@@ -1,4 +1,4 @@
-"""Log probabilities through the gateway: of engines that return the model's own, else refused."""
+"""Log probabilities through the gateway: refused unless the engine returns the model's own."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ def steps(kind: str, most: int) -> list[Step]:
     output = ids(SCRIPTS["Hello!"])
     body = json.loads(json.dumps(KINDS[kind].body(request(most))))
     events = with_logprobs(kind, body, EXCHANGES[kind].events([1, 2], output, "stop"))
-    return [KINDS[kind].read(each.encode(), at) for at, each in enumerate(events)]
+    return [KINDS[kind].read(event.encode(), at) for at, event in enumerate(events)]
 
 
 @pytest.mark.parametrize("most", [0, 1, 5, 20])
 @pytest.mark.parametrize("kind", GIVING)
-def test_every_id_has_its_own_and_the_likeliest(kind: str, most: int) -> None:
-    found = [one for step in steps(kind, most) for one in step.logprobs]
-    assert [each.token for each in found] == ids(SCRIPTS["Hello!"])
-    for each in found:
-        assert each.logprob == logprob_of(each.token)
+def test_every_id_has_its_logprob_and_the_likeliest(kind: str, most: int) -> None:
+    logprobs = [logprob for step in steps(kind, most) for logprob in step.logprobs]
+    assert [logprob.token for logprob in logprobs] == ids(SCRIPTS["Hello!"])
+    for entry in logprobs:
+        assert entry.logprob == logprob_of(entry.token)
         # At vLLM's limit of 20, its endpoint of ids counts an unlikely id as the last of them.
         shown = 19 if (kind, most) == ("vllm-tokens", 20) else most
-        assert each.top[:shown] == TOP[:shown]
+        assert entry.top[:shown] == TOP[:shown]
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
@@ -60,14 +60,14 @@ def test_requests_without_logprobs_send_no_field(kind: str) -> None:
     assert "logprob" not in json.dumps(KINDS[kind].body(request(None)))
 
 
-def test_tokens_as_numbers() -> None:
+def test_tokens_are_read_as_numbers() -> None:
     """As in the newest vLLM."""
 
     top = [{"token_id": 5, "logprob": -1, "rank": 1}]
     content = [{"token_id": 5, "logprob": -1, "rank": 1, "top_logprobs": top}]
     choice = {"index": 0, "token_ids": [5], "logprobs": {"content": content}}
-    (one,) = KINDS["vllm-tokens"].read(json.dumps({"choices": [choice]}).encode(), 0).logprobs
-    assert (one.token, one.logprob, one.top) == (5, -1.0, ((5, -1.0),))
+    (entry,) = KINDS["vllm-tokens"].read(json.dumps({"choices": [choice]}).encode(), 0).logprobs
+    assert (entry.token, entry.logprob, entry.top) == (5, -1.0, ((5, -1.0),))
 
 
 GARBAGE: list[Any] = [
@@ -80,13 +80,13 @@ GARBAGE: list[Any] = [
 
 
 @pytest.mark.parametrize("logprobs", GARBAGE)
-def test_garbage_is_the_engines_failure(logprobs: Any) -> None:
+def test_garbage_is_an_output_error(logprobs: Any) -> None:
     event = {"choices": [{"index": 0, "token_ids": [5], "logprobs": logprobs}]}
     with pytest.raises(OutputError):
         KINDS["vllm"].read(json.dumps(event).encode(), 0)
 
 
-def posted(kind: str, path: str = "/v1/chat/completions", **fields: Any) -> Any:
+def post(kind: str, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     engine = FakeEngine(kind, SCRIPTS)
     with (
         served(engine.app) as url,
@@ -94,42 +94,44 @@ def posted(kind: str, path: str = "/v1/chat/completions", **fields: Any) -> Any:
     ):
         client.headers["Authorization"] = f"Bearer {KEY}"
         messages = [{"role": "user", "content": "Hello!"}]
-        asked = {"messages": messages} if "chat" in path else {"input": "Hello!"}
-        return client.post(path, json={"model": "gpt-oss-20b", **asked, **fields})
+        prompt = {"messages": messages} if "chat" in path else {"input": "Hello!"}
+        return client.post(path, json={"model": "gpt-oss-20b", **prompt, **fields})
 
 
 # With a budget, the answer is that of two requests, with forced ids between them.
 @pytest.mark.parametrize("fields", [{}, {"thinking_token_budget": 2}], ids=["free", "budget"])
 @pytest.mark.parametrize("kind", GIVING)
-def test_through_the_gateway(kind: str, fields: dict[str, Any]) -> None:
-    answer = posted(kind, logprobs=True, top_logprobs=3, **fields)
+def test_gateway_returns_logprobs(kind: str, fields: dict[str, Any]) -> None:
+    answer = post(kind, logprobs=True, top_logprobs=3, **fields)
     assert answer.status_code == 200, answer.text
     (choice,) = answer.json()["choices"]
     assert choice["message"]["content"] == TEXT
     content = choice["logprobs"]["content"]
-    assert [bytes(each["bytes"]) for each in content] == [*map(vocab.token_bytes, ids(TEXT))]
-    assert [each["logprob"] for each in content] == [*map(logprob_of, ids(TEXT))]
-    for each in content:
-        assert [one["logprob"] for one in each["top_logprobs"]] == [one for _, one in TOP[:3]]
-        assert each["top_logprobs"][0]["token"] == "<|return|>"
-        assert each["top_logprobs"][0]["bytes"] is None
+    assert [bytes(entry["bytes"]) for entry in content] == [*map(vocab.token_bytes, ids(TEXT))]
+    assert [entry["logprob"] for entry in content] == [*map(logprob_of, ids(TEXT))]
+    for token in content:
+        assert [entry["logprob"] for entry in token["top_logprobs"]] == [
+            logprob for _, logprob in TOP[:3]
+        ]
+        assert token["top_logprobs"][0]["token"] == "<|return|>"
+        assert token["top_logprobs"][0]["bytes"] is None
 
 
 @pytest.mark.parametrize("kind", REFUSING)
 @pytest.mark.parametrize("stream", [False, True])
-def test_refused_naming_the_parameter(kind: str, stream: bool) -> None:
-    answer = posted(kind, logprobs=True, stream=stream)
+def test_unsupported_logprobs_are_refused(kind: str, stream: bool) -> None:
+    answer = post(kind, logprobs=True, stream=stream)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprobs")
     include = ["message.output_text.logprobs"]
-    answer = posted(kind, "/v1/responses", include=include, stream=stream)
+    answer = post(kind, "/v1/responses", include=include, stream=stream)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "include")
-    assert posted(kind, stream=stream).status_code == 200
+    assert post(kind, stream=stream).status_code == 200
 
 
 def test_missing_log_probability_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     import fake_engines
 
     monkeypatch.setattr(fake_engines, "with_logprobs", lambda kind, body, events: events)
-    answer = posted("vllm", logprobs=True)
+    answer = post("vllm", logprobs=True)
     assert answer.status_code >= 500
     assert "log probability" in answer.text

@@ -1,4 +1,4 @@
-"""A gateway over another server of this project: ids through its own endpoint, found and asked."""
+"""A gateway over another server of this project, whose id endpoint it detects and uses."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 
 
 @pytest.mark.parametrize("at_once", [1, 3, 1000])
-def test_ids_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
+def test_answer_passes_through_two_servers(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setenv(ID_ENDPOINT_VARIABLE, "1")
     engine = ScriptedEngine({"Hello!": f"{SCRIPT}{TEXT}<|return|>"}, at_once)
-    behind = SingleEngineHost(engine)
-    with served(application(behind)) as url:
+    host = SingleEngineHost(engine)
+    with served(application(host)) as url:
         settings = GatewaySettings(engines=(Spec(url, key=KEY),), model=MODEL)
         with served(gateway(settings)) as base:
             ready = httpx.get(f"{base}/ready", timeout=180).json()
             assert ready["status"] == "ready", ready
             for stream in (False, True):
-                asked = {**USER, "stream": stream}
-                answer = httpx.post(f"{base}/v1/chat/completions", json=asked, timeout=180)
+                body = {**USER, "stream": stream}
+                answer = httpx.post(f"{base}/v1/chat/completions", json=body, timeout=180)
                 assert answer.status_code == 200
                 if not stream:
                     message = answer.json()["choices"][0]["message"]
                     assert (message["content"], message["reasoning"]) == (TEXT, "Hm.")
                 assert "你好" in answer.text or "\\u4f60" in answer.text
-            until(lambda: behind.lent == 0, "the engine's lease")
+            until(lambda: host.lent == 0, "the engine's lease")
     assert engine.prompts.pop(0) == TRIAL
     assert len(engine.prompts) == 2
     assert engine.prompts[0] == engine.prompts[1]

@@ -1,4 +1,4 @@
-"""Predictions through the gateway, to engines that take them, and what became of them."""
+"""Predictions through the gateway: which engines get them, and the counts that they report."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def body(kind: str, prediction: tuple[int, ...]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_only_the_id_endpoint_is_sent_one(kind: str) -> None:
-    """And servers that do not know the field get none of it, unless there is one."""
+def test_only_the_id_endpoint_gets_a_prediction(kind: str) -> None:
+    """Without a prediction the field is left out, since older servers do not know it."""
     assert "prediction" not in json.dumps(body(kind, ()))
     if kind != PLUGIN:
         assert body(kind, (5, 6)) == body(kind, ())
@@ -64,16 +64,16 @@ def test_counts_are_read(event: dict[str, Any], counts: tuple[int, int]) -> None
     assert (step.ids, step.accepted, step.rejected) == ((5,), *counts)
 
 
-def drafted(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
-    """As of an engine whose first step has a draft: counts so far, and with ids only."""
+def draft_events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
+    """Events of an engine whose first step has a draft: counts so far, only in events with ids."""
     for event in map(json.loads, fake_engines.plugin_events(prompt, output, finish)):
         yield json.dumps({**event, **({"accepted": 7, "rejected": 3} if event["ids"] else {})})
 
 
-def asked(
+def post_chat(
     engine: FakeEngine, *, stream: bool, **fields: Any
 ) -> tuple[dict[str, Any], dict[str, float]]:
-    """The details of the usage of a chat through a gateway, and the gateway's counters."""
+    """Sends a chat to a gateway; returns its usage details and the gateway's counters."""
     message = {"role": "user", "content": "Hello!"}
     request = {"model": MODEL, "messages": [message], "stream": stream, **fields}
     if stream:
@@ -84,10 +84,12 @@ def asked(
             answer = client.post("/v1/chat/completions", json=request)
             assert answer.status_code == 200, answer.text
             counted = client.get("/metrics").text
-    found = answer.json() if not stream else json.loads(answer.text.split("data: ")[-2])
+    document = answer.json() if not stream else json.loads(answer.text.split("data: ")[-2])
     name = "vllm_mlx_harmony_prediction_tokens_total"
     lines = [line.split() for line in counted.splitlines() if line.startswith(f"{name}{{")]
-    return found["usage"]["completion_tokens_details"], {line[0]: float(line[1]) for line in lines}
+    return document["usage"]["completion_tokens_details"], {
+        line[0]: float(line[1]) for line in lines
+    }
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -97,15 +99,15 @@ def asked(
     [({}, 1), ({"stop": "day"}, 1), ({"thinking_token_budget": 2}, 2)],
     ids=["free", "stopped", "budget"],
 )
-def test_it_reaches_the_engine_and_is_counted(
+def test_prediction_reaches_the_engine_and_is_counted(
     stream: bool, fields: dict[str, Any], requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(EXCHANGES, PLUGIN, replace(EXCHANGES[PLUGIN], events=drafted))
+    monkeypatch.setitem(EXCHANGES, PLUGIN, replace(EXCHANGES[PLUGIN], events=draft_events))
     engine = FakeEngine(PLUGIN, SCRIPTS)
     prediction = {"type": "content", "content": "Good day."}
-    details, counted = asked(engine, stream=stream, prediction=prediction, **fields)
+    details, counted = post_chat(engine, stream=stream, prediction=prediction, **fields)
     predicted = vocab.encode("Good day.")
-    assert [each["settings"]["prediction"] for each in engine.bodies] == [predicted] * requests
+    assert [sent["settings"]["prediction"] for sent in engine.bodies] == [predicted] * requests
     assert details["accepted_prediction_tokens"] == 7 * requests
     assert details["rejected_prediction_tokens"] == 3 * requests
     assert sorted(counted.values()) == [3 * requests, 7 * requests]
@@ -122,6 +124,6 @@ def test_prediction_is_not_sent_to_other_engines(
         monkeypatch.setitem(LISTED[kind], PATH, about)
     engine = FakeEngine(kind, SCRIPTS)
     prediction = {"type": "content", "content": "Good day."}
-    details, counted = asked(engine, stream=False, prediction=prediction)
+    details, counted = post_chat(engine, stream=False, prediction=prediction)
     assert engine.bodies and "prediction" not in json.dumps(engine.bodies)
     assert "accepted_prediction_tokens" not in details and not any(counted.values())

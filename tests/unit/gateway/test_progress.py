@@ -1,4 +1,4 @@
-"""A gateway passes on how far the prompt is, where its engine reports it."""
+"""A gateway passes on the progress of the prompt, where its engine reports it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def _reporting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(EXCHANGES, "llamacpp", replace(exchange, events=events))
 
 
-def asked(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
-    """What an answer says, and what is reported before it."""
+def post_chat(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
+    """The text of an answer, and the progress reported before it."""
     with ExitStack() as stack:
         engine = FakeEngine(kind, SCRIPTS)
         host = Watched("", (engine, stack.enter_context(served(engine.app))))
@@ -50,20 +50,20 @@ def asked(kind: str, **fields: Any) -> tuple[str, list[dict[str, Any]]]:
         body = {"model": MODEL, "messages": messages, "stream": True, **fields}
         response = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=180)
     data = [line.removeprefix("data: ") for line in response.text.splitlines() if line]
-    chunks = [json.loads(each) for each in data if each != "[DONE]"]
+    chunks = [json.loads(event) for event in data if event != "[DONE]"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     text = "".join(delta.get("content") or "" for delta in deltas)
     return text, [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
 
 
 @pytest.mark.usefixtures("_reporting")
-def test_llama_cpps_progress_is_passed_on() -> None:
-    text, reports = asked("llamacpp", return_progress=True)
+def test_progress_of_llama_cpp_is_passed_on() -> None:
+    text, reports = post_chat("llamacpp", return_progress=True)
     assert text == "Good day."
-    assert reports[-1] == REPORTS[-1] and all(each in REPORTS for each in reports)
-    assert asked("llamacpp") == (text, [])
+    assert reports[-1] == REPORTS[-1] and all(report in REPORTS for report in reports)
+    assert post_chat("llamacpp") == (text, [])
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang", "vllm-mlx"])
-def test_engines_that_report_nothing_answer_as_before(kind: str) -> None:
-    assert asked(kind, return_progress=True) == ("Good day.", [])
+def test_engine_without_progress_answers_as_before(kind: str) -> None:
+    assert post_chat(kind, return_progress=True) == ("Good day.", [])

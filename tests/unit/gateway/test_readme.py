@@ -17,7 +17,7 @@ RUNBOOK = (DOCS / "gateway.md").read_text("utf-8")
 SETTINGS = (DOCS / "configuration.md").read_text("utf-8")
 
 
-def test_the_file_is_one(tmp_path: Path) -> None:
+def test_documented_file_can_be_read(tmp_path: Path) -> None:
     (text,) = re.findall(r"^```toml\n(.*?)^```$", SETTINGS, re.MULTILINE | re.DOTALL)
     for number in range(3):
         text = text.replace("…", f"the-key-{number}", 1)
@@ -31,11 +31,11 @@ def test_the_file_is_one(tmp_path: Path) -> None:
 
 
 def blocks(kind: str) -> list[str]:
-    """The blocks of the runbook in a language."""
+    """The blocks of the runbook in one language."""
     return re.findall(rf"^```{kind}\n(.*?)^```$", RUNBOOK, re.MULTILINE | re.DOTALL)
 
 
-def test_files_of_the_runbook(tmp_path: Path) -> None:
+def test_files_of_the_runbook_can_be_read(tmp_path: Path) -> None:
     _, whole, keys = blocks("toml")
     digests = iter(f"sha256:{number:064x}" for number in range(9))
     text = re.sub("sha256:…", lambda _: next(digests), whole.replace('"…"', '"key"') + keys)
@@ -46,7 +46,7 @@ def test_files_of_the_runbook(tmp_path: Path) -> None:
     assert (ci.requests_per_minute, ci.concurrent_requests, ci.tokens_per_day) == (6000, 32, 0)
 
 
-def test_commands_of_the_runbook() -> None:
+def test_commands_of_the_runbook_can_be_parsed() -> None:
     """Each is parsed by its own parser."""
     text = "".join(blocks("sh")).replace("\\\n", " ")
     commands = re.findall(r"^vllm-mlx-harmony gateway (.*)$", text, re.MULTILINE)

@@ -1,5 +1,5 @@
-"""What a gateway does beside answering: detecting engines, keys, limits, reasoning that must end,
-grammars, settings, and its own life as a process."""
+"""What a gateway does besides answering: detection of engines, keys, limits, reasoning budgets,
+grammars, settings, and its own process."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ USER = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
 # --- Detection
 
 
-def detected(url: str, kind: str = "", model: str = MODEL) -> http.HttpEngine:
-    async def asking() -> http.HttpEngine:
+def detect_engine(url: str, kind: str = "", model: str = MODEL) -> http.HttpEngine:
+    async def run_detection() -> http.HttpEngine:
         async with http.client() as client:
             return await detect(client, Spec(url, kind), model)
 
-    return asyncio.run(asking())
+    return asyncio.run(run_detection())
 
 
 MISSING = {
@@ -68,9 +68,9 @@ MISSING = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_server_says_which_kind_it_is(kind: str) -> None:
+def test_kind_of_engine_is_detected(kind: str) -> None:
     with served(FakeEngine(kind, SCRIPTS).app) as url:
-        engine = detected(url)
+        engine = detect_engine(url)
         line = start_line(engine)
     assert engine.dialect.name == kind.removesuffix("-incremental")
     assert (engine.served_name, engine.context_length) == (MODEL, 4096)
@@ -111,13 +111,13 @@ def test_missing_capabilities_are_reported(
 ) -> None:
     monkeypatch.setitem(LISTED[kind], path, about)
     with served(FakeEngine(kind, SCRIPTS).app) as url:
-        engine = detected(url)
+        engine = detect_engine(url)
         assert (engine.dialect.name, engine.capabilities.missing) == (kind, missing)
 
 
 def test_vllm_without_grammar_enforcement_is_detected() -> None:
     with served(FakeEngine("vllm", SCRIPTS, grammar=False).app) as url:
-        assert detected(url).capabilities.missing == ("grammar",)
+        assert detect_engine(url).capabilities.missing == ("grammar",)
 
 
 BUSY = (("Retry-After", "1"),)
@@ -133,7 +133,7 @@ TRIALS: dict[str, tuple[Fault, str]] = {
     "says so in the stream": (Fault(then="error", after=0), "grammar"),
     "ends": (Fault(then="close", after=0), "grammar"),
 }
-"""What becomes of a trial, and what the engine then lacks; nothing: nobody knows yet."""
+"""The fault of a trial, and what the engine then lacks; if empty, it is not known yet."""
 
 
 @pytest.mark.parametrize(("fault", "missing"), TRIALS.values(), ids=TRIALS)
@@ -142,32 +142,32 @@ def test_busy_engine_keeps_its_grammars(
     kind: str, fault: Fault, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(detection, "TRY_SECONDS", 0.5)
-    # With 500 it is tried without a grammar, too, which is no better.
+    # After a 500 it is tried without a grammar, too, which fails as well.
     trials = [fault, fault] if fault.status == 500 else [fault]
     engine = FakeEngine(kind, SCRIPTS, trial_faults=trials)
     with served(engine.app) as url:
         if missing:
-            assert detected(url).capabilities.missing == (missing,)
+            assert detect_engine(url).capabilities.missing == (missing,)
         else:
             with pytest.raises(http.EngineUnavailable):
-                detected(url)
-            assert detected(url).capabilities.missing == ()
+                detect_engine(url)
+            assert detect_engine(url).capabilities.missing == ()
 
 
 def test_engine_that_fails_on_a_grammar_has_none() -> None:
     engine = FakeEngine("vllm", SCRIPTS, trial_faults=[Fault(status=500)])
     with served(engine.app) as url:
-        assert detected(url).capabilities.missing == ("grammar",)
+        assert detect_engine(url).capabilities.missing == ("grammar",)
 
 
 def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The errors of the gateway; not those of asyncio, which other tests may cause."""
-    logged = [each for each in caplog.records if each.levelname == "ERROR"]
-    return [each.getMessage() for each in logged if each.name == "vllm_mlx_harmony"]
+    """The errors of the gateway, without those of asyncio, which other tests may cause."""
+    logged = [record for record in caplog.records if record.levelname == "ERROR"]
+    return [record.getMessage() for record in logged if record.name == "vllm_mlx_harmony"]
 
 
 @pytest.mark.parametrize("kind", ["", "vllm-mlx"])
-def test_a_plugin_without_its_endpoint_is_refused(
+def test_plugin_without_id_endpoint_is_refused(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is a Harmony server, and every request would fail."""
@@ -176,7 +176,7 @@ def test_a_plugin_without_its_endpoint_is_refused(
     with served(application(other)) as url:
         expected = "no id endpoint: start it with `vllm-mlx-harmony serve --id-endpoint`"
         with pytest.raises(HostError, match=expected):
-            detected(url, kind)
+            detect_engine(url, kind)
         settings = GatewaySettings(engines=(Spec(url, kind),), model=MODEL)
         with served(gateway(settings)) as base:
             ready = httpx.get(f"{base}/ready", timeout=180)
@@ -193,7 +193,7 @@ def test_a_plugin_without_its_endpoint_is_refused(
 def test_rejected_engine_key_is_reported_with_a_remedy() -> None:
     other = Watched("the-right-key", (FakeEngine("vllm", SCRIPTS), "http://127.0.0.1:9"))
     with served(application(other)) as url, pytest.raises(HostError, match="set --engine-key"):
-        detected(url)
+        detect_engine(url)
 
 
 def test_usable_engine_is_no_error_at_startup(
@@ -207,7 +207,7 @@ def test_usable_engine_is_no_error_at_startup(
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "same"),
+    ("first", "second", "same"),
     [
         ("openai/gpt-oss-120b", "openai/gpt-oss-120b", True),
         ("openai/gpt-oss-120b", "gpt-oss-120b", True),
@@ -218,8 +218,8 @@ def test_usable_engine_is_no_error_at_startup(
         ("gpt-oss-20b", "meta-llama/Llama-3.3-70B", False),
     ],
 )
-def test_names_of_one_model(one: str, other: str, same: bool) -> None:
-    assert same_model(one, other) is same is same_model(other, one)
+def test_names_of_one_model_are_recognized(first: str, second: str, same: bool) -> None:
+    assert same_model(first, second) is same is same_model(second, first)
 
 
 @pytest.mark.parametrize(
@@ -234,13 +234,13 @@ def test_names_of_one_model(one: str, other: str, same: bool) -> None:
         ("m", MODEL, "n"),
     ],
 )
-def test_an_engine_with_another_model_is_refused(
+def test_engine_with_another_model_is_refused(
     serves: str, model: str, engine_model: str | None
 ) -> None:
-    """Unless its name is given: clients would take the answers for those of the gateway's model."""
+    """Unless its name is set: clients would take its answers for those of the gateway's model."""
     with served(FakeEngine("sglang", SCRIPTS, name=serves).app) as url:
-        given = {"engines": [url], "model": model, "engine_model": engine_model}
-        settings = load(given, {})
+        flags = {"engines": [url], "model": model, "engine_model": engine_model}
+        settings = load(flags, {})
         with served(gateway(settings)) as base:
             ready = httpx.get(f"{base}/ready", timeout=180)
             answer = httpx.post(base + CHAT, json={**USER, "model": model}, timeout=180)
@@ -273,8 +273,8 @@ def test_gateway_without_keys_is_open(host: str, keys: tuple[Key, ...], is_open:
     assert settings.open is is_open
 
 
-def test_keys_and_limits_are_read_again() -> None:
-    """And what runs meanwhile is answered to its end."""
+def test_reload_changes_keys_and_limits() -> None:
+    """Running requests are answered to their end."""
     engine = FakeEngine("sglang", LONG, held=True)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
@@ -310,19 +310,19 @@ def test_unrecognized_server_is_refused() -> None:
     with served(Starlette()) as url:
         pattern = r"not recognized as any of vllm, .* --engine KIND=URL"
         with pytest.raises(HostError, match=pattern):
-            detected(url)
+            detect_engine(url)
         with pytest.raises(HostError, match="not a kind of engine"):
-            detected(url, kind="nonsense")
+            detect_engine(url, kind="nonsense")
     with pytest.raises(http.EngineUnavailable, match="cannot be reached"):
-        detected("http://127.0.0.1:9")
+        detect_engine("http://127.0.0.1:9")
 
 
 # --- Counting
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_cached_tokens_are_counted_wherever_an_engine_says_them(kind: str) -> None:
-    """llama.cpp and vllm-mlx do behind the last id."""
+def test_cached_tokens_are_counted_wherever_engines_report_them(kind: str) -> None:
+    """llama.cpp and vllm-mlx report them after the last id."""
     engine = FakeEngine(kind, SCRIPTS, pause=0.02)
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
@@ -336,7 +336,7 @@ def test_cached_tokens_are_counted_wherever_an_engine_says_them(kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_engine_is_stopped_after_a_stop_string(kind: str) -> None:
-    """It knows of no stop strings: it would go on to its own end, and the answer wait for that."""
+    """It knows no stop strings: it would go on to its own end, and the answer would wait for it."""
     script = "<|channel|>final<|message|>One two" + " three" * 900 + "<|return|>"
     engine = FakeEngine(kind, {"Hello": script}, pause=0.1)
     with ExitStack() as stack:
@@ -378,7 +378,7 @@ def test_keys_are_tenants_and_limited() -> None:
         assert refused.status_code == 429
         assert 0 < int(refused.headers["retry-after"]) <= 60
         assert ask("key-2", json=body).status_code == 200
-        salts = [each["cache_salt"] for each in engine.bodies]
+        salts = [sent["cache_salt"] for sent in engine.bodies]
         assert salts[0] == salts[1] != salts[2]
         metrics = httpx.get(f"{base}/metrics", timeout=180).text
         assert 'vllm_mlx_harmony_refused_total{reason="key"} 6.0' in metrics
@@ -389,12 +389,12 @@ def test_keys_are_tenants_and_limited() -> None:
 
 # --- Tools that the gateway runs
 
-ASKS = '<|channel|>commentary to=weather.now <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+WEATHER_CALL = (
+    '<|channel|>commentary to=weather.now <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
+)
 
 
-def test_tools_of_the_configuration_are_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configured_tools_are_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("mcp")
     servers = Path(__file__).parents[2] / "support" / "mcp_servers.py"
     file = tmp_path / "tools.json"
@@ -402,13 +402,13 @@ def test_tools_of_the_configuration_are_run(
     file.write_text(json.dumps({"servers": {"weather": server}}))
     monkeypatch.setenv(config.TOOLS_VARIABLE, "all")
     flags = {"model": MODEL, "mcp_config": str(file)}
-    engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": ASKS, "20 °C": BEHIND})
+    engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": WEATHER_CALL, "20 °C": BEHIND})
     with ExitStack() as stack:
         url = stack.enter_context(served(engine.app))
         base = stack.enter_context(served(gateway(load({**flags, "engines": [url]}, {}))))
         body = {"model": MODEL, "input": "Is it warm in Rome?"}
         answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
-        assert [each["type"] for each in answer["output"]] == ["mcp_call", "message"]
+        assert [item["type"] for item in answer["output"]] == ["mcp_call", "message"]
         assert answer["output"][0]["output"].startswith("Rome: 20 °C")
         assert answer["output"][1]["content"][0]["text"] == "Enough."
         assert 'vllm_mlx_harmony_tool_calls_total{server="weather",tool="now"} 1.0' in (
@@ -419,11 +419,11 @@ def test_tools_of_the_configuration_are_run(
     assert str(servers) not in listed
 
 
-SEARCHES = '<|channel|>analysis to=browser.search code<|message|>{"query": "Rome"}<|call|>'
+SEARCH_CALL = '<|channel|>analysis to=browser.search code<|message|>{"query": "Rome"}<|call|>'
 
 
-def test_the_web_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the flag alone; the search engine is a server on 127.0.0.1."""
+def test_web_search_is_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flag is enough; the search engine is a server on 127.0.0.1."""
     pytest.importorskip("httpx2")
     pytest.importorskip("lxml")
     import fake_web
@@ -431,12 +431,14 @@ def test_the_web_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
     with fake_web.serving() as site, ExitStack() as stack:
         site.search(("Rome", "https://a.example/rome", "It has 20 °C."))
         flags = {"model": MODEL, "web_search": f"searxng:{site.url}"}
-        engine = FakeEngine("vllm", {**SCRIPTS, "Is it warm in Rome?": SEARCHES, "20 °C": BEHIND})
+        engine = FakeEngine(
+            "vllm", {**SCRIPTS, "Is it warm in Rome?": SEARCH_CALL, "20 °C": BEHIND}
+        )
         url = stack.enter_context(served(engine.app))
         base = stack.enter_context(served(gateway(load({**flags, "engines": [url]}, {}))))
         body = {"model": MODEL, "input": "Is it warm in Rome?", "tools": [{"type": "web_search"}]}
         answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
-        assert [each["type"] for each in answer["output"]] == ["web_search_call", "message"]
+        assert [item["type"] for item in answer["output"]] == ["web_search_call", "message"]
         assert answer["output"][0]["action"]["query"] == "Rome"
         listed = httpx.get(f"{base}/v1/models", timeout=120).json()["data"]
         assert listed[0]["web_search"] is True
@@ -444,7 +446,7 @@ def test_the_web_is_searched(capsys: pytest.CaptureFixture[str]) -> None:
         answer = httpx.post(f"{base}/v1/responses", json=body, timeout=120).json()
         assert answer["output"][0]["type"] != "web_search_call"
     flags = {"--engine": "http://127.0.0.1:9", "--model": "m", "--web-search": "google"}
-    assert main(["gateway", *(part for each in flags.items() for part in each)]) == 2
+    assert main(["gateway", *(part for item in flags.items() for part in item)]) == 2
     assert "--web-search: 'google' is not one of ddgs" in capsys.readouterr().err
 
 
@@ -468,8 +470,8 @@ THINKING = "<|channel|>analysis<|message|>" + "On and on it goes. " * 50
 BEHIND = "<|channel|>final<|message|>Enough.<|return|>"
 
 
-class Going(FakeEngine):
-    """Thinks for ever, unless its prompt ends behind another ``<|start|>assistant``."""
+class EndlessThinker(FakeEngine):
+    """Thinks forever, unless its prompt ends with a second ``<|start|>assistant``."""
 
     def output_ids(self, prompt: Any) -> list[int]:
         opened = ids("<|end|><|start|>assistant")
@@ -478,14 +480,14 @@ class Going(FakeEngine):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_reasoning_ends_where_its_budget_does(kind: str) -> None:
+def test_reasoning_ends_at_its_budget(kind: str) -> None:
     with ExitStack() as stack:
-        engine = Going(kind, {})
+        engine = EndlessThinker(kind, {})
         url = stack.enter_context(served(engine.app))
         host = Watched("", (engine, url))
         base = stack.enter_context(served(application(host)))
-        asked = {**USER, "thinking_token_budget": 10, "max_tokens": 500}
-        answer = httpx.post(base + CHAT, json=asked, timeout=180).json()
+        request = {**USER, "thinking_token_budget": 10, "max_tokens": 500}
+        answer = httpx.post(base + CHAT, json=request, timeout=180).json()
     assert answer["choices"][0]["message"]["content"] == "Enough."
     assert 10 <= answer["usage"]["completion_tokens_details"]["reasoning_tokens"] <= 50
     first, second = engine.prompts
@@ -507,31 +509,31 @@ def test_unenforceable_request_is_refused() -> None:
             {"tools": [{**TOOL, "function": {"name": "f"}}], "tool_choice": "required"},
         ):
             for stream in (False, True):
-                asked = {**USER, **fields, "stream": stream}
-                refused = httpx.post(base + CHAT, json=asked, timeout=180)
+                request = {**USER, **fields, "stream": stream}
+                refused = httpx.post(base + CHAT, json=request, timeout=180)
                 assert refused.status_code == 400, fields
                 assert "cannot enforce grammars" in refused.json()["error"]["message"]
         assert engine.bodies == []
-        for fields in ({}, {"response_format": {"type": "json_object"}}):  # not strict: shown only
-            asked = {**USER, **fields}
-            assert httpx.post(base + CHAT, json=asked, timeout=180).status_code == 200, fields
+        for fields in ({}, {"response_format": {"type": "json_object"}}):  # only shown, not strict
+            request = {**USER, **fields}
+            assert httpx.post(base + CHAT, json=request, timeout=180).status_code == 200, fields
         assert not any("grammar" in body for body in engine.bodies)
 
 
-def test_an_engine_with_grammars_gets_them() -> None:
+def test_engine_with_grammars_gets_them() -> None:
     with ExitStack() as stack:
         engine = FakeEngine("vllm-mlx", SCRIPTS)
         url = stack.enter_context(served(engine.app))
         base = stack.enter_context(served(application(Watched("", (engine, url)))))
-        asked = {**USER, "response_format": {"type": "json_object"}}
-        assert httpx.post(base + CHAT, json=asked, timeout=180).status_code == 200
+        request = {**USER, "response_format": {"type": "json_object"}}
+        assert httpx.post(base + CHAT, json=request, timeout=180).status_code == 200
     assert engine.bodies[0]["grammar"].startswith("start: ")
 
 
 # --- Settings
 
 
-def test_flags_stand_over_the_environment_over_the_file(tmp_path: Path) -> None:
+def test_flags_override_environment_overrides_file(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text(
         'model = "of the file"\nport = 1\ntokens_per_day = 5\nkeys = { alice = " alice-key " }\n'
@@ -543,32 +545,32 @@ def test_flags_stand_over_the_environment_over_the_file(tmp_path: Path) -> None:
     assert (read.model, read.port, read.tokens_per_day) == ("of the file", 3, 6)
     assert read.engines == (Spec("http://one:1", "vllm", "k"), Spec("http://two:2", "", "e"))
     assert read.keys == (Key("alice", digest("alice-key")),)
-    given = {
+    other_environment = {
         f"{PREFIX}ENGINES": "http://a, vllm=http://b",
         f"{PREFIX}KEYS": "key-of-any,bob=bobs-key",
     }
-    other = load({"model": "m"}, given)
+    other = load({"model": "m"}, other_environment)
     assert other.engines == (Spec("http://a"), Spec("http://b", "vllm"))
     assert other.keys == (Key("key-1", digest("key-of-any")), Key("bob", digest("bobs-key")))
 
 
 @pytest.mark.parametrize("source", ["/models/gpt=oss-20b", "mlx-community/gpt=oss-20b"])
-def test_a_model_in_this_process_has_the_name_of_its_directory(source: str) -> None:
+def test_local_model_has_the_name_of_its_directory(source: str) -> None:
     read = load({"engines": [f"mlx:{source}"]}, {})
     assert (read.local_model, read.model, read.http_engines) == (source, "gpt=oss-20b", ())
     with pytest.raises(HostError, match="changes only with a restart"):
-        read.reloaded(load(GIVEN, {}))
+        read.reloaded(load(REQUIRED, {}))
     with pytest.raises(HostError, match="requires --workers 1"):
         workers.check(replace(read, workers=2))
 
 
-def test_a_model_in_this_process_requires_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_model_requires_mlx_lm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm_mlx_harmony.gateway.local", None)
     with pytest.raises(HostError, match=re.escape("pip install 'vllm-mlx-harmony-server[mlx]'")):
         gateway(load({"engines": ["mlx:/models/gpt-oss-20b"]}, {}))
 
 
-GIVEN = {"engines": ["http://a"], "model": "m"}
+REQUIRED = {"engines": ["http://a"], "model": "m"}
 
 
 @pytest.mark.parametrize(
@@ -576,49 +578,55 @@ GIVEN = {"engines": ["http://a"], "model": "m"}
     [
         ({}, "--engine is required"),
         ({"engines": ["http://a"]}, "--model is required"),
-        ({**GIVEN, "engines": ["a:8000"]}, "is not a valid URL"),
-        ({**GIVEN, "engines": ["tgi=http://a"]}, "is not one of vllm"),
-        ({**GIVEN, "engines": ["mlx:"]}, "mlx: must be followed by a directory or a repository"),
-        ({**GIVEN, "engines": ["mlx:a", "http://b"]}, "mlx:a must be the only engine"),
-        ({**GIVEN, "engines": ["http://a", "vllm=http://a/"]}, "duplicate engine URL http://a"),
-        ({**GIVEN, "port": "many"}, "--port: 'many' should be a valid integer"),
-        ({**GIVEN, "port": "70000"}, "--port: '70000' should be less than or equal to 65535"),
-        ({**GIVEN, "tokens_per_day": True}, "--tokens-per-day: True should be a number"),
-        ({**GIVEN, "temperature": "hot"}, "--temperature: 'hot' should be a valid number"),
-        ({**GIVEN, "top_p": "1.5"}, "--top-p: '1.5' should be less than or equal to 1"),
-        ({**GIVEN, "top_p": float("nan")}, "--top-p: nan should be"),
-        ({**GIVEN, "access_log": "xml"}, "--access-log: 'xml' should be 'off', 'text' or 'json'"),
-        ({**GIVEN, "model": 5}, "--model: 5 should be a valid string"),
-        ({**GIVEN, "builtin_tools": "python"}, "--builtin-tool: 'python' should be a list"),
+        ({**REQUIRED, "engines": ["a:8000"]}, "is not a valid URL"),
+        ({**REQUIRED, "engines": ["tgi=http://a"]}, "is not one of vllm"),
+        ({**REQUIRED, "engines": ["mlx:"]}, "mlx: must be followed by a directory or a repository"),
+        ({**REQUIRED, "engines": ["mlx:a", "http://b"]}, "mlx:a must be the only engine"),
+        ({**REQUIRED, "engines": ["http://a", "vllm=http://a/"]}, "duplicate engine URL http://a"),
+        ({**REQUIRED, "port": "many"}, "--port: 'many' should be a valid integer"),
+        ({**REQUIRED, "port": "70000"}, "--port: '70000' should be less than or equal to 65535"),
+        ({**REQUIRED, "tokens_per_day": True}, "--tokens-per-day: True should be a number"),
+        ({**REQUIRED, "temperature": "hot"}, "--temperature: 'hot' should be a valid number"),
+        ({**REQUIRED, "top_p": "1.5"}, "--top-p: '1.5' should be less than or equal to 1"),
+        ({**REQUIRED, "top_p": float("nan")}, "--top-p: nan should be"),
         (
-            {**GIVEN, "shutdown_grace": "-1"},
+            {**REQUIRED, "access_log": "xml"},
+            "--access-log: 'xml' should be 'off', 'text' or 'json'",
+        ),
+        ({**REQUIRED, "model": 5}, "--model: 5 should be a valid string"),
+        ({**REQUIRED, "builtin_tools": "python"}, "--builtin-tool: 'python' should be a list"),
+        (
+            {**REQUIRED, "shutdown_grace": "-1"},
             "--shutdown-grace: '-1' should be greater than or equal to 0",
         ),
-        ({**GIVEN, "reasoning_effort": "much"}, "--reasoning-effort: 'much' is not one of"),
-        ({**GIVEN, "builtin_tools": ["shell"]}, "--builtin-tool: 'shell' is not one of"),
-        ({**GIVEN, "keys": ["a=12345678", "b= 12345678"]}, "two names have the same key"),
-        ({**GIVEN, "keys": ["ké345678"]}, "key 1 is not printable ASCII"),
-        ({**GIVEN, "keys": {"a": 12345678}}, "the key of 'a' is not printable ASCII"),
-        ({**GIVEN, "keys": ["12345678", "1234567"]}, "key 2 is shorter than 8 characters"),
-        ({**GIVEN, "keys": ["a========"]}, "key 1 is shorter than 8 characters"),
-        ({**GIVEN, "keys": ["production="]}, "key 1 has a name but no key"),
-        ({**GIVEN, "keys": {"a": {"tokens_per_day": 5}}}, "the key of 'a' is not printable ASCII"),
-        ({**GIVEN, "keys": {"a": "sha256:12"}}, "the key of 'a' is not sha256: and 64 hexa"),
-        ({**GIVEN, "keys": {"a": f"sha256:{'é' * 64}"}}, "the key of 'a' is not printable"),
+        ({**REQUIRED, "reasoning_effort": "much"}, "--reasoning-effort: 'much' is not one of"),
+        ({**REQUIRED, "builtin_tools": ["shell"]}, "--builtin-tool: 'shell' is not one of"),
+        ({**REQUIRED, "keys": ["a=12345678", "b= 12345678"]}, "two names have the same key"),
+        ({**REQUIRED, "keys": ["ké345678"]}, "key 1 is not printable ASCII"),
+        ({**REQUIRED, "keys": {"a": 12345678}}, "the key of 'a' is not printable ASCII"),
+        ({**REQUIRED, "keys": ["12345678", "1234567"]}, "key 2 is shorter than 8 characters"),
+        ({**REQUIRED, "keys": ["a========"]}, "key 1 is shorter than 8 characters"),
+        ({**REQUIRED, "keys": ["production="]}, "key 1 has a name but no key"),
         (
-            {**GIVEN, "keys": {"a": {"key": "12345678", "tokens": 5}}},
+            {**REQUIRED, "keys": {"a": {"tokens_per_day": 5}}},
+            "the key of 'a' is not printable ASCII",
+        ),
+        ({**REQUIRED, "keys": {"a": "sha256:12"}}, "the key of 'a' is not sha256: and 64 hexa"),
+        ({**REQUIRED, "keys": {"a": f"sha256:{'é' * 64}"}}, "the key of 'a' is not printable"),
+        (
+            {**REQUIRED, "keys": {"a": {"key": "12345678", "tokens": 5}}},
             "unknown field 'tokens' of the key of 'a'; expected key, requests_per_minute, tok",
         ),
         *(
             (
-                {**GIVEN, "keys": {"a": {"key": "12345678", "tokens_per_day": wrong}}},
+                {**REQUIRED, "keys": {"a": {"key": "12345678", "tokens_per_day": wrong}}},
                 "tokens_per_day of the key of 'a' is not an integer from 0",
             )
             for wrong in (-1, True, "5", 1.5)
         ),
-        ({**GIVEN, "keys": []}, "empty list"),
-        ({**GIVEN, "keys": {}}, "empty list"),
-        ({**GIVEN, "keys": ""}, "--key: the value should be a list"),
+        ({**REQUIRED, "keys": []}, "empty list"),
+        ({**REQUIRED, "keys": {}}, "empty list"),
+        ({**REQUIRED, "keys": ""}, "--key: the value should be a list"),
     ],
 )
 def test_invalid_setting_is_named(flags: dict[str, Any], expected: str) -> None:
@@ -652,7 +660,7 @@ def test_former_name_works_with_a_warning(
     file = tmp_path / "gateway.toml"
     lines = FORMER.items() if source == "file" else ()
     file.write_text("".join(f"{name} = {value}\n" for name, value in lines))
-    flags = {**GIVEN, **(FORMER if source == "flags" else {})}
+    flags = {**REQUIRED, **(FORMER if source == "flags" else {})}
     environment = {
         PREFIX + name.upper(): value
         for name, value in (FORMER.items() if source == "environment" else ())
@@ -665,13 +673,13 @@ def test_former_name_works_with_a_warning(
         assert load({**flags, "shutdown_grace": "7"}, environment, str(file)).shutdown_grace == 7
 
 
-def test_a_setting_under_both_names_is_refused() -> None:
+def test_setting_under_both_names_is_refused() -> None:
     with pytest.raises(HostError, match="--drain is the former name of --shutdown-grace"):
-        load({**GIVEN, "drain": "5", "shutdown_grace": "6"}, {})
+        load({**REQUIRED, "drain": "5", "shutdown_grace": "6"}, {})
 
 
-def test_present_names_are_no_reason_to_warn(caplog: pytest.LogCaptureFixture) -> None:
-    load({**GIVEN, "shutdown_grace": "6", "max_output_tokens": "9"}, {})
+def test_present_names_do_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    load({**REQUIRED, "shutdown_grace": "6", "max_output_tokens": "9"}, {})
     assert not caplog.records
 
 
@@ -679,7 +687,7 @@ BASE64 = "MDEyMzQ1Njc4OWFiY2RlZg=="
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("text", "expected"),
     [
         (BASE64, ("key-1", BASE64)),
         ("MDEyMzQ1Njc4OWFiY2RlZjA=", ("key-1", "MDEyMzQ1Njc4OWFiY2RlZjA=")),
@@ -688,18 +696,18 @@ BASE64 = "MDEyMzQ1Njc4OWFiY2RlZg=="
         (" 12345678\n", ("key-1", "12345678")),
     ],
 )
-def test_a_key_may_end_in_an_equals_sign(given: str, expected: tuple[str, str]) -> None:
-    assert load({**GIVEN, "keys": [given]}, {}).keys == (Key(expected[0], digest(expected[1])),)
+def test_key_may_end_in_an_equals_sign(text: str, expected: tuple[str, str]) -> None:
+    assert load({**REQUIRED, "keys": [text]}, {}).keys == (Key(expected[0], digest(expected[1])),)
 
 
 SECRET = "s3cret-9f2e"
 
 
 @pytest.mark.parametrize("name", ["inspect", "metrics_by_key"])
-def test_flags_without_a_value(name: str) -> None:
+def test_boolean_flags_need_no_value(name: str) -> None:
     word = name.replace("_", "-")
-    for given, value in ((f"--{word}", True), (f"--no-{word}", False)):
-        flags = vars(parser().parse_args(["--model", "m", "--engine", "http://a", given]))
+    for flag, value in ((f"--{word}", True), (f"--no-{word}", False)):
+        flags = vars(parser().parse_args(["--model", "m", "--engine", "http://a", flag]))
         assert flags.pop("config") is None and getattr(load(flags, {}), name) is value
 
 
@@ -728,10 +736,10 @@ def test_flags_without_a_value(name: str) -> None:
         ({"engines": [f"http://me:{SECRET}@a:many"]}, "'a:many' is not a valid URL"),
     ],
 )
-def test_no_message_says_a_key(flags: dict[str, Any], expected: str) -> None:
+def test_messages_contain_no_key(flags: dict[str, Any], expected: str) -> None:
     """Messages go to logs, on SIGHUP for instance."""
     with pytest.raises(HostError, match=expected) as caught:
-        load({**GIVEN, **flags}, {})
+        load({**REQUIRED, **flags}, {})
     assert SECRET not in caught.value.message
 
 
@@ -751,7 +759,7 @@ def test_no_message_says_a_key(flags: dict[str, Any], expected: str) -> None:
 def test_variable_without_effect_is_refused(name: str, value: str, expected: str) -> None:
     """A gateway whose keys are not read is open to everybody."""
     with pytest.raises(HostError, match=expected):
-        load(GIVEN, {PREFIX + name: value})
+        load(REQUIRED, {PREFIX + name: value})
 
 
 def test_variables_of_kubernetes_services_are_ignored() -> None:
@@ -766,7 +774,7 @@ def test_variables_of_kubernetes_services_are_ignored() -> None:
         "PORT_8000_TCP_ADDR": "10.0.0.11",
     }
     environment = {PREFIX + name: value for name, value in service.items()}
-    assert load(GIVEN, environment) == load(GIVEN, {})
+    assert load(REQUIRED, environment) == load(REQUIRED, {})
 
 
 def test_invalid_file_is_named(tmp_path: Path) -> None:
@@ -782,11 +790,11 @@ def test_invalid_file_is_named(tmp_path: Path) -> None:
         load({}, {}, str(tmp_path / "nowhere"))
 
 
-def test_variables_of_the_front_end_hold_for_a_gateway(
+def test_variables_of_the_front_end_apply_to_a_gateway(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_ATTACHMENTS", "refuse")
-    assert app.Gateway(load(GIVEN, {})).defaults(None).attachments is Attachments.REFUSE
+    assert app.Gateway(load(REQUIRED, {})).defaults(None).attachments is Attachments.REFUSE
     for variable in ("VLLM_MLX_HARMONY_ATTACHMENTS", enforcement.GRAMMAR_VARIABLE):
         with monkeypatch.context() as patch:
             patch.setenv(variable, "show")
@@ -799,7 +807,7 @@ def test_variables_of_the_front_end_hold_for_a_gateway(
 
 @contextmanager
 def process(engine: str, port: int, *flags: str) -> Iterator[subprocess.Popen[str]]:
-    """The command itself, ready."""
+    """The gateway's own process, once it is ready."""
     command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", MODEL]
     command += ["--engine", engine, "--port", str(port), *flags]
     environment = {**os.environ, "VLLM_MLX_HARMONY_GRAMMAR": "off"}
@@ -812,12 +820,12 @@ def process(engine: str, port: int, *flags: str) -> Iterator[subprocess.Popen[st
         started.communicate()
 
 
-def test_an_odd_port_is_no_traceback() -> None:
+def test_invalid_port_causes_no_traceback() -> None:
     command = [sys.executable, "-m", "vllm_mlx_harmony", "gateway", "--model", "m"]
     command += ["--engine", "http://a", "--port", "99999"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert ended.returncode == 2 and "should be less than or equal to 65535" in ended.stderr
-    assert "Traceback" not in ended.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2 and "should be less than or equal to 65535" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def status(port: int, path: str) -> int:
@@ -830,7 +838,7 @@ def status(port: int, path: str) -> int:
 LONG = {"Hello": "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"}
 
 
-def test_sigterm_lets_streams_end_and_takes_no_more() -> None:
+def test_sigterm_lets_streams_end_and_refuses_requests() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
     flags = ("--shutdown-grace", "300")
@@ -845,20 +853,20 @@ def test_sigterm_lets_streams_end_and_takes_no_more() -> None:
             until(lambda: status(port, "/ready") == 503, "the drain to begin")
             assert status(port, "/health") == 200
             refused = httpx.post(base + CHAT, json=USER, timeout=180)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutdown_error")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "shutting_down")
             assert refused.headers["retry-after"] == "5"
             engine.held = False
             events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-        output_ids = "".join(
+        text = "".join(
             choice["delta"].get("content") or ""
             for event in events
             for choice in event.get("choices", ())
         )
-        assert output_ids == "word " * 60
+        assert text == "word " * 60
         assert running.wait(180) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)
 
 
-def test_the_drain_has_a_limit() -> None:
+def test_drain_has_a_limit() -> None:
     engine = FakeEngine("vllm", LONG, held=True)
     port = free_port()
     flags = ("--drain", "2", "--host", "0.0.0.0")
@@ -871,7 +879,7 @@ def test_the_drain_has_a_limit() -> None:
             next(lines)
             running.send_signal(signal.SIGTERM)
             last = [line for line in lines if line.startswith("data: {")][-1]
-        assert json.loads(last[6:])["error"]["code"] == "shutdown_error"
+        assert json.loads(last[6:])["error"]["code"] == "shutting_down"
         running.wait(180)
         assert running.stderr is not None
         warnings = running.stderr.read()
@@ -886,10 +894,10 @@ def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
     with served(engine.app) as url:
         with process(url, port) as running:
             base = f"http://127.0.0.1:{port}"
-            asked = {**USER, "stream": True}
+            request = {**USER, "stream": True}
             with (
                 suppress(httpx.HTTPError),
-                httpx.stream("POST", base + CHAT, json=asked, timeout=180) as answer,
+                httpx.stream("POST", base + CHAT, json=request, timeout=180) as answer,
             ):
                 for _ in answer.iter_lines():
                     running.kill()
@@ -905,7 +913,7 @@ def test_kill_9_frees_the_engine_and_another_takes_the_port() -> None:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("form", ["json", "text", "off"])
-def test_a_line_for_each_request(form: Any, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_request_is_logged(form: Any, stream: bool, caplog: pytest.LogCaptureFixture) -> None:
     thinks = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
     engine = FakeEngine("sglang", {"Hello": thinks + SCRIPTS["Hello"]})
     keys = (Key("alice", digest("key-of-alice")),)
@@ -930,7 +938,7 @@ def test_a_line_for_each_request(form: Any, stream: bool, caplog: pytest.LogCapt
 
         def lines() -> list[str]:
             name = access_log.logger.name
-            return [each.getMessage() for each in caplog.records if each.name == name]
+            return [record.getMessage() for record in caplog.records if record.name == name]
 
         until(lambda: form == "off" or len(lines()) == 3, "the lines")
         written = lines()
@@ -954,7 +962,7 @@ def test_a_line_for_each_request(form: Any, stream: bool, caplog: pytest.LogCapt
     assert (limited["key"], limited["status"], limited["first"]) == ("alice", 429, None)
 
 
-def test_no_client_can_forge_a_line() -> None:
+def test_client_cannot_forge_a_line() -> None:
     path = '/v1/x y\nkey=root "'
     access = access_log.Entry("text", "POST", path, "m", 0.0, status=404)
     line = access.line("t", 0.5)

@@ -1,4 +1,4 @@
-"""Engines that take requests and generate nothing, while everything else about them looks well."""
+"""Engines that accept requests and generate nothing, although everything else looks healthy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ QUICK = Rule(min_silence=2.0, open_seconds=0.2, max_open_seconds=1.0)
 CONVERSATIONS = 14
 
 
-class Setting:
+class Deployment:
     """A gateway with its probes on a socket, and the engines behind it."""
 
     def __init__(self, stack: ExitStack, *engines: FakeEngine, **options: Any) -> None:
@@ -52,7 +52,7 @@ class Setting:
     ) -> list[int]:
         """The statuses of one question in each of the conversations."""
 
-        async def one(client: httpx.AsyncClient, number: int) -> int:
+        async def post_question(client: httpx.AsyncClient, number: int) -> int:
             message = {"role": "user", "content": f"Question {number}"}
             body = {"model": MODEL, "messages": [message], "stream": stream}
             answer = await client.post(self.url + CHAT, json=body)
@@ -60,24 +60,26 @@ class Setting:
                 return 504
             return answer.status_code
 
-        async def asked() -> list[int]:
+        async def post_all() -> list[int]:
             async with httpx.AsyncClient(timeout=180) as client:
                 if at_once:
-                    return await asyncio.gather(*(one(client, number) for number in numbers))
-                return [await one(client, number) for number in numbers]
+                    return await asyncio.gather(
+                        *(post_question(client, number) for number in numbers)
+                    )
+                return [await post_question(client, number) for number in numbers]
 
-        return asyncio.run(asked())
+        return asyncio.run(post_all())
 
-    def home(self, number: int) -> list[int]:
-        """Conversations that go to the first engine, ``number`` of them."""
-        found: list[int] = []
-        for each in range(200):
+    def home(self, count: int) -> list[int]:
+        """``count`` conversations that go to the first engine."""
+        numbers: list[int] = []
+        for number in range(200):
             before = len(self.engines[0].prompts)
-            assert self.ask([each]) == [200]
+            assert self.ask([number]) == [200]
             if len(self.engines[0].prompts) > before:
-                found.append(each)
-            if len(found) == number:
-                return found
+                numbers.append(number)
+            if len(numbers) == count:
+                return numbers
         raise AssertionError
 
 
@@ -89,16 +91,16 @@ def test_every_conversation_is_answered_beside_a_silent_engine(
 ) -> None:
     with ExitStack() as stack:
         hung, well = FakeEngine("vllm", SCRIPTS, silent=silent), FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, hung, well, timeout=180.0)
-        statuses = setting.ask(range(CONVERSATIONS), stream=stream, at_once=at_once)
+        deployment = Deployment(stack, hung, well, timeout=180.0)
+        statuses = deployment.ask(range(CONVERSATIONS), stream=stream, at_once=at_once)
         assert statuses == [200] * CONVERSATIONS
         assert hung.prompts, "no conversation has its home on the silent engine"
-        assert not setting.host.fleet.backends[0].up
+        assert not deployment.host.fleet.backends[0].up
         before = len(hung.prompts)
-        assert setting.ask(range(CONVERSATIONS)) == [200] * CONVERSATIONS
+        assert deployment.ask(range(CONVERSATIONS)) == [200] * CONVERSATIONS
         assert len(hung.prompts) == before
         hung.silent = ""
-        until(lambda: setting.host.fleet.backends[0].up, "a probe to find it well")
+        until(lambda: deployment.host.fleet.backends[0].up, "a probe to find it well")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -110,51 +112,51 @@ def test_timeout_without_output_moves_the_conversation(
     rule = Rule(min_silence=60.0, open_seconds=0.2, max_open_seconds=1.0, failure_threshold=2)
     with ExitStack() as stack:
         engines = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, *engines, rule=rule, timeout=180.0)
-        (number,) = setting.home(1)
+        deployment = Deployment(stack, *engines, rule=rule, timeout=180.0)
+        (number,) = deployment.home(1)
         engines[0].silent = "stream"
-        setting.limit(5.0)
-        assert setting.ask([number], stream=stream) == [504]
-        setting.limit(180.0)
-        assert setting.ask([number], stream=stream) == [200]
+        deployment.limit(5.0)
+        assert deployment.ask([number], stream=stream) == [504]
+        deployment.limit(180.0)
+        assert deployment.ask([number], stream=stream) == [200]
         assert len(engines[1].prompts) >= 1
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_a_clients_own_time_limit_takes_no_engine_down(stream: bool) -> None:
-    """It may be shorter than any engine needs. The next engine is tried, and the first is probed:
-    it generates. Another tenant's requests go on."""
+def test_time_limit_of_a_client_takes_no_engine_down(stream: bool) -> None:
+    """It may be too short for any engine. The next engine is tried, and the first is probed and
+    generates. The requests of other tenants go on."""
     # So that only the time limit counts.
     rule = Rule(silence_factor=0.1, max_seconds_per_token=0.0, failure_threshold=2)
     with ExitStack() as stack:
         slow, other = FakeEngine("vllm", SCRIPTS), FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, slow, other, rule=rule)
-        numbers = setting.home(4)
-        backend = setting.host.fleet.backends[0]
+        deployment = Deployment(stack, slow, other, rule=rule)
+        numbers = deployment.home(4)
+        backend = deployment.host.fleet.backends[0]
         for number, timeout in zip(numbers, (6.0, 3.0, 3.0, 3.0), strict=True):
             slow.faults[:] = [Fault(then="hang", after=0)]
             messages = [{"role": "user", "content": f"Question {number}"}]
             body = {"model": MODEL, "messages": messages, "timeout": timeout, "stream": stream}
-            httpx.post(setting.url + CHAT, json=body, timeout=180)
+            httpx.post(deployment.url + CHAT, json=body, timeout=180)
             assert backend.health == "up"
-        assert setting.retried
-        assert setting.ask(numbers[1:]) == [200] * 3
+        assert deployment.retried
+        assert deployment.ask(numbers[1:]) == [200] * 3
 
 
 def test_slow_prompt_is_no_failure() -> None:
     """An engine that sends ids to others is not silent, however long one request waits."""
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS)
-        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), timeout=180.0)
-        first, second = setting.home(2)
+        deployment = Deployment(stack, slow, FakeEngine("vllm", SCRIPTS), timeout=180.0)
+        first, second = deployment.home(2)
         slow.pause = 0.1
         slow.scripts["Question"] = "<|channel|>final<|message|>" + "word " * 60 + "<|return|>"
         slow.faults[:] = [Fault(), Fault(then="wait", after=0)]
         slow.waits = 4.0  # twice the patience, in which the other answer goes on
         before = len(slow.prompts)
-        assert setting.ask([first, second]) == [200, 200]
+        assert deployment.ask([first, second]) == [200, 200]
         assert len(slow.prompts) == before + 2
-        assert setting.retried == 0 and setting.host.fleet.backends[0].up
+        assert deployment.retried == 0 and deployment.host.fleet.backends[0].up
 
 
 @pytest.mark.parametrize("advances", [True, False])
@@ -166,50 +168,50 @@ def test_progress_that_advances_ends_a_silence(
 
     def events(prompt: Sequence[int], output: list[int], finish: str) -> Iterator[str]:
         for number in range(1, 13):
-            done = number if advances else 1
-            report = {"total": 100, "cache": 0, "processed": done, "time_ms": number}
+            processed = number if advances else 1
+            report = {"total": 100, "cache": 0, "processed": processed, "time_ms": number}
             event = {"content": "", "tokens": [], "stop": False, "prompt_progress": report}
             yield compact({**event, "tokens_predicted": 0})
         yield from exchange.events(prompt, output, finish)
 
     with ExitStack() as stack:
         slow, other = FakeEngine("llamacpp", SCRIPTS), FakeEngine("llamacpp", SCRIPTS)
-        setting = Setting(
+        deployment = Deployment(
             stack, slow, other, rule=replace(QUICK, silence_factor=0.0, max_seconds_per_token=0.0)
         )
-        (number,) = setting.home(1)
+        (number,) = deployment.home(1)
         monkeypatch.setitem(EXCHANGES, "llamacpp", replace(exchange, events=events))
         slow.pause, before = 0.5, len(other.prompts)  # three times the patience, in all
-        assert setting.ask([number]) == [200]
-        assert setting.retried == (0 if advances else 1)
+        assert deployment.ask([number]) == [200]
+        assert deployment.retried == (0 if advances else 1)
         assert len(other.prompts) == before + (not advances)
-        assert setting.host.fleet.backends[0].up is advances
+        assert deployment.host.fleet.backends[0].up is advances
 
 
-def test_an_only_engine_is_waited_for() -> None:
+def test_only_engine_is_waited_for() -> None:
     """There is nothing to gain: its next id may come before the deadline."""
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS, faults=[Fault(then="wait", after=0)], waits=4.0)
-        setting = Setting(stack, slow, timeout=180.0)
-        assert setting.ask([1]) == [200]
+        deployment = Deployment(stack, slow, timeout=180.0)
+        assert deployment.ask([1]) == [200]
         assert len(slow.prompts) == 1
 
 
 def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But that it is probed; and it generates."""
+    """The engine is probed, and generates."""
     monkeypatch.setattr(fleet, "SHORT_SECONDS", 0.0)  # any silence is a reason for a probe
     with ExitStack() as stack:
         slow = FakeEngine("vllm", SCRIPTS)
         rule = Rule(min_silence=60.0)
-        setting = Setting(stack, slow, FakeEngine("vllm", SCRIPTS), rule=rule)
-        number, *_ = setting.home(1)
-        backend = setting.host.fleet.backends[0]
+        deployment = Deployment(stack, slow, FakeEngine("vllm", SCRIPTS), rule=rule)
+        number, *_ = deployment.home(1)
+        backend = deployment.host.fleet.backends[0]
         message = {"role": "user", "content": f"Question {number}"}
         body = {"model": MODEL, "messages": [message]}
 
         async def leave() -> None:
             async with httpx.AsyncClient(timeout=180) as client:
-                asking = asyncio.ensure_future(client.post(setting.url + CHAT, json=body))
+                asking = asyncio.ensure_future(client.post(deployment.url + CHAT, json=body))
                 await asyncio.to_thread(until, lambda: slow.running == 1, "the request to run")
                 asking.cancel()
 
@@ -218,8 +220,8 @@ def test_client_disconnect_does_not_count(monkeypatch: pytest.MonkeyPatch) -> No
             asyncio.run(leave())
             until(lambda: backend.in_flight == slow.running == 0, "the request to be closed")
             until(lambda: not slow.trial_faults, "a probe")
-        until(lambda: not setting.host.fleet.routing.doubted(backend), "the probe's result")
-        assert backend.up and setting.ask([number]) == [200]
+        until(lambda: not deployment.host.fleet.routing.doubted(backend), "the probe's result")
+        assert backend.up and deployment.ask([number]) == [200]
 
 
 CAUSED: dict[str, tuple[Fault, int]] = {
@@ -236,29 +238,29 @@ def test_failure_of_a_request_does_not_count(fault: Fault, status: int) -> None:
     rule = Rule(failure_threshold=1)
     with ExitStack() as stack:
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
-        setting = Setting(stack, *engines, rule=rule)
+        deployment = Deployment(stack, *engines, rule=rule)
         for number in range(4):
             for engine in engines:
                 engine.faults[:] = [fault]
             before = sum(len(engine.prompts) for engine in engines)
-            assert setting.ask([number]) == [status]
+            assert deployment.ask([number]) == [status]
             assert sum(len(engine.prompts) for engine in engines) == before + 2
-            assert all(backend.up for backend in setting.host.fleet.backends)
+            assert all(backend.up for backend in deployment.host.fleet.backends)
         for engine in engines:
             engine.faults.clear()
-        assert setting.ask(range(4)) == [200] * 4
+        assert deployment.ask(range(4)) == [200] * 4
 
 
 @pytest.mark.parametrize(("fault", "status"), CAUSED.values(), ids=CAUSED)
 def test_failure_of_an_engine_counts(fault: Fault, status: int) -> None:
     """Another one answers: the first was at fault, and its probe fails, too."""
-    # Once down, it stays down: it would be detected again, as one without grammars.
+    # Once down, it stays down: otherwise it would be detected again, without grammars.
     rule = replace(QUICK, probe_interval=0.2, open_seconds=60.0, max_open_seconds=60.0)
     with ExitStack() as stack:
         engines = [FakeEngine("vllm", SCRIPTS) for _ in range(3)]
-        setting = Setting(stack, *engines, rule=rule)
-        number, *_ = setting.home(1)
+        deployment = Deployment(stack, *engines, rule=rule)
+        number, *_ = deployment.home(1)
         engines[0].faults[:], engines[0].trial_faults[:] = [fault] * 50, [fault] * 50
-        assert setting.ask([number] * 4, at_once=False) == [200] * 4
-        until(lambda: not setting.host.fleet.backends[0].up, "the engine to be taken down")
-        assert [backend.up for backend in setting.host.fleet.backends[1:]] == [True, True]
+        assert deployment.ask([number] * 4, at_once=False) == [200] * 4
+        until(lambda: not deployment.host.fleet.backends[0].up, "the engine to be taken down")
+        assert [backend.up for backend in deployment.host.fleet.backends[1:]] == [True, True]

@@ -1,4 +1,4 @@
-"""The simulation of routing, thinned: it says the same each time, and loses nothing."""
+"""The simulation of routing, with fewer requests: it is deterministic, and loses no turn."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from simulate_routing import (
 )
 
 SECONDS = 600.0
-ASKED = conversations(120, 14, SECONDS)
-TURNS = sum(len(each.turns) for each in ASKED)
+CONVERSATIONS = conversations(120, 14, SECONDS)
+TURNS = sum(len(conversation.turns) for conversation in CONVERSATIONS)
 
 
-def simulated(policy: str, **options: Any) -> Result:
-    return Simulation(ASKED, POLICIES[policy], engines=8, **options).run()
+def simulate(policy: str, **options: Any) -> Result:
+    return Simulation(CONVERSATIONS, POLICIES[policy], engines=8, **options).run()
 
 
-def test_the_same_seed_says_the_same() -> None:
-    assert conversations(120, 14, SECONDS) == ASKED != conversations(120, 15, SECONDS)
-    runs = [simulated("prefix", gateways=2, lose_at=300.0, join_at=450.0) for _ in range(2)]
+def test_same_seed_gives_the_same_result() -> None:
+    assert conversations(120, 14, SECONDS) == CONVERSATIONS != conversations(120, 15, SECONDS)
+    runs = [simulate("prefix", gateways=2, lose_at=300.0, join_at=450.0) for _ in range(2)]
     assert astuple(runs[0]) == astuple(runs[1])
 
 
 @pytest.mark.parametrize("gateways", [1, 4])
 def test_routing_by_prefix_computes_a_fraction(gateways: int) -> None:
-    results = {policy: simulated(policy, gateways=gateways) for policy in POLICIES}
+    results = {policy: simulate(policy, gateways=gateways) for policy in POLICIES}
     assert {result.turns for result in results.values()} == {TURNS}
     assert len({result.prompts for result in results.values()}) == 1  # the same questions
     computed = {policy: result.computed for policy, result in results.items()}
@@ -48,22 +48,22 @@ def test_routing_by_prefix_computes_a_fraction(gateways: int) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_lost_engine_loses_no_turn(policy: str) -> None:
-    result = simulated(policy, lose_at=300.0, join_at=450.0)
+    result = simulate(policy, lose_at=300.0, join_at=450.0)
     sent_again = result.turns - TURNS - result.repeated
     assert 0 <= sent_again <= result.retried
     assert between(result.waits, 0.0, 1e9) == [wait for _, wait in result.waits]
 
 
 def test_lost_engine_recomputes_only_its_conversations() -> None:
-    without, with_loss = simulated("prefix"), simulated("prefix", lose_at=300.0)
+    without, with_loss = simulate("prefix"), simulate("prefix", lose_at=300.0)
     more = with_loss.computed - without.computed
     assert 0 < more < with_loss.prompts / 8
 
 
 @pytest.mark.parametrize("gateways", [1, 2])
 def test_silent_engine_is_taken_down_but_no_slow_one(gateways: int) -> None:
-    """Quickly, by each gateway that has sent it anything; and no other engine ever."""
-    result = simulated("prefix", gateways=gateways, silent_at=300.0, slow=PREFILL / 20)
+    """Quickly, by each gateway that has sent it a request; other engines never are."""
+    result = simulate("prefix", gateways=gateways, silent_at=300.0, slow=PREFILL / 20)
     assert [well for *_, well in result.silences] == [False] * gateways
     assert all(at < 300.0 + 90.0 for at, *_ in result.silences)
     assert result.closest < 0.5

@@ -40,7 +40,7 @@ ORDER: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    """A gateway in front of it."""
+    """A gateway in front of the stand-in."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ids.ID_ENDPOINT_VARIABLE, "1")
         patch.setenv(enforcement.GRAMMAR_VARIABLE, "auto")
@@ -56,19 +56,19 @@ def client(url: str) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
 
 
-def test_it_is_detected_with_its_context(url: str) -> None:
+def test_stand_in_is_detected_with_its_context(url: str) -> None:
     ready = httpx.get(f"{url}/ready", timeout=180).json()
-    assert [each["up"] for each in ready["engines"]] == [True], ready
+    assert [engine["up"] for engine in ready["engines"]] == [True], ready
     (listed,) = httpx.get(f"{url}/v1/models", timeout=180).json()["data"]
     assert (listed["id"], listed["max_model_len"]) == (MODEL, 131_072)
 
 
 @pytest.mark.parametrize("limit", [None, 5], ids=["whole", "cut"])
-def test_every_answer_is_its_text(client: openai.OpenAI, limit: int | None) -> None:
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
+def test_every_answer_is_the_same_text(client: openai.OpenAI, limit: int | None) -> None:
+    request: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
     if limit is not None:
-        asked["max_tokens"] = limit
-    answer = client.chat.completions.create(**asked)
+        request["max_tokens"] = limit
+    answer = client.chat.completions.create(**request)
     tokens = len(vocab.encoding().encode(TEXT, allowed_special="all"))
     assert answer.usage is not None
     assert answer.usage.completion_tokens == (limit or tokens)
@@ -84,15 +84,15 @@ def test_every_answer_is_its_text(client: openai.OpenAI, limit: int | None) -> N
 @pytest.mark.parametrize("strict", [False, True], ids=["loose", "strict"])
 def test_required_call_is_made(client: openai.OpenAI, strict: bool) -> None:
     function = {"name": "order", "parameters": ORDER, "strict": strict}
-    asked: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Two, please."}]}
+    request: Any = {"model": MODEL, "messages": [{"role": "user", "content": "Two, please."}]}
     called = client.chat.completions.create(
-        **asked, tools=[{"type": "function", "function": function}], tool_choice="required"
+        **request, tools=[{"type": "function", "function": function}], tool_choice="required"
     )
     (call,) = called.choices[0].message.tool_calls or ()
     assert not isinstance(call, openai.types.chat.ChatCompletionMessageCustomToolCall)
     form = {"name": "order", "schema": ORDER, "strict": strict}
     typed = client.chat.completions.create(
-        **asked, response_format={"type": "json_schema", "json_schema": form}
+        **request, response_format={"type": "json_schema", "json_schema": form}
     )
     for text in (call.function.arguments, typed.choices[0].message.content):
         order = json.loads(text or "")
@@ -102,6 +102,6 @@ def test_required_call_is_made(client: openai.OpenAI, strict: bool) -> None:
 
 
 @pytest.mark.parametrize("speed", ["0", "-1", "nan"])
-def test_a_speed_is_positive(speed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_speed_must_be_positive(speed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["gateway", "stand-in", "--tokens-per-second", speed]) == 2
     assert "must be greater than 0" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a gateway does not believe its engines."""
+"""What a gateway does not trust its engines with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ pytest.importorskip("prometheus_client")
 import httpx
 from fake_engines import KINDS, FakeEngine, served, until
 from gateway_in_process import MODEL, Watched
-from test_faults import BODIES, TEXT, Setting
+from test_faults import BODIES, TEXT, Deployment
 
 from vllm_mlx_harmony.cli.process import free_port
 from vllm_mlx_harmony.core.errors import OutputError
@@ -30,9 +30,9 @@ ENDLESS = "<|channel|>final<|message|>One" + " two" * 2000
 def test_engine_that_ignores_the_limit_is_cut(kind: str, stream: bool) -> None:
     engine = FakeEngine(kind, {"Hello": ENDLESS}, limitless=True, pause=0.02)
     with ExitStack() as stack:
-        setting = Setting(stack, engine)
+        deployment = Deployment(stack, engine)
         options = {"stream_options": {"include_usage": True}} if stream else {}
-        answer = setting.ask(stream=stream, max_tokens=50, **options)
+        answer = deployment.ask(stream=stream, max_tokens=50, **options)
         assert '"finish_reason":"length"' in answer.text
         assert '"completion_tokens":50' in answer.text
         assert answer.text.count(" two") <= 50
@@ -44,7 +44,7 @@ def test_engine_that_ignores_the_limit_is_cut(kind: str, stream: bool) -> None:
 def test_engine_that_keeps_to_the_limit_ends_its_stream(kind: str) -> None:
     engine = FakeEngine(kind, {"Hello": ENDLESS}, pause=0.02)
     with ExitStack() as stack:
-        answer = Setting(stack, engine).ask(max_tokens=50).json()
+        answer = Deployment(stack, engine).ask(max_tokens=50).json()
         assert answer["choices"][0]["finish_reason"] == "length"
         assert answer["usage"]["completion_tokens"] == 50
         assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
@@ -68,7 +68,7 @@ def test_engine_that_keeps_to_the_limit_ends_its_stream(kind: str) -> None:
         ("Wed, 21 Oct 2026 07:28:00 GMT", None),
     ],
 )
-def test_busy_engine_is_probed_again_within_an_hour(header: str, expected: int | None) -> None:
+def test_retry_after_is_at_most_an_hour(header: str, expected: int | None) -> None:
     assert http._retry_after(header) == expected
 
 
@@ -76,11 +76,11 @@ def test_busy_engine_is_probed_again_within_an_hour(header: str, expected: int |
     ("value", "expected"),
     [(3, 3), (0, 0), (-3, 0), (True, 0), ("3", 0), (3.0, 0), (None, 0), (10**30, 0)],
 )
-def test_counts_are_numbers_of_tokens(value: object, expected: int) -> None:
+def test_invalid_count_is_zero(value: object, expected: int) -> None:
     assert count_of(value) == expected
 
 
-def test_no_more_is_cached_than_the_prompt_has() -> None:
+def test_cached_tokens_are_at_most_the_prompt() -> None:
     turn = http._Turn(None, GenerationSettings(max_tokens=5, temperature=1.0, top_p=1.0), 40)
     turn.count(cached=30)
     assert turn.step().cached_tokens == 30
@@ -89,7 +89,7 @@ def test_no_more_is_cached_than_the_prompt_has() -> None:
 
 
 class Endless:
-    """A stream that sends pieces of 64 KiB for ever."""
+    """A stream that sends pieces of 64 KiB without end."""
 
     def __init__(self, piece: bytes) -> None:
         self.pieces, self._piece = 0, piece
@@ -127,7 +127,7 @@ def test_large_event_is_read() -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_clients_do_not_get_the_address_of_an_engine(
+def test_clients_do_not_see_the_address_of_an_engine(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)

@@ -35,7 +35,7 @@ def lines(form: Any) -> str:
         (alice, f"{YESTERDAY}T23:59:59.999"),
         (alice, f"{TODAY}T00:00:00.000"),
     )
-    log = [each.line(f"{time}+00:00", 1.0) for each, time in written]
+    log = [entry.line(f"{time}+00:00", 1.0) for entry, time in written]
     noise = (f"INFO: {YESTERDAY} time=now key=carol", f'{{"time": "{YESTERDAY}"}}', "", "\ufffd{")
     return "\n".join((*log, *noise, f"gateway-1  | {log[1]}")) + "\n"
 
@@ -52,7 +52,9 @@ ROWS = [
 
 
 @pytest.mark.parametrize("form", ["json", "text"])
-def test_yesterday(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_yesterday_is_the_default(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """From the logs of two gateways, one of them rotated and compressed."""
     first, second = tmp_path / "gateway-1.log", tmp_path / "gateway-2.log.gz"
     first.write_text(lines(form))
@@ -76,7 +78,7 @@ def test_yesterday(form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("day", ["today", str(TODAY), str(BEFORE)])
-def test_another_day_from_standard_input(
+def test_another_day_is_read_from_standard_input(
     day: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     content = io.BytesIO(b"\xff\n" + lines("json").encode())

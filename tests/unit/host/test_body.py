@@ -22,62 +22,64 @@ from vllm_mlx_harmony.server.settings import ServerSettings
 DEFAULT_MAX_VALUES = ServerSettings().max_values
 
 
-async def parse_body(sent: bytes) -> Document:
-    return await body.parse_json(sent, ServerSettings.read())
+async def parse_body(content: bytes) -> Document:
+    return await body.parse_json(content, ServerSettings.read())
 
 
-async def read(sent: Request) -> bytes:
-    return (await body.read_document(sent, ServerSettings.read()))[1].raw
+async def read(incoming: Request) -> bytes:
+    return (await body.read_document(incoming, ServerSettings.read()))[1].raw
 
 
 def request(*chunks: bytes, **headers: str) -> tuple[Request, list[bytes]]:
-    """A request whose body comes in ``chunks``, and those that were not read yet."""
-    left = list(chunks)
+    """A request whose body comes in ``chunks``, and the chunks that have not been read yet."""
+    unread = list(chunks)
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": left.pop(0), "more_body": bool(left)}
+        return {"type": "http.request", "body": unread.pop(0), "more_body": bool(unread)}
 
-    named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    return Request({"type": "http", "method": "POST", "headers": named}, receive), left
+    raw_headers = [
+        (name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()
+    ]
+    return Request({"type": "http", "method": "POST", "headers": raw_headers}, receive), unread
 
 
-def refused(what: Any) -> RequestError:
+def error_of(reading: Any) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        asyncio.run(what)
+        asyncio.run(reading)
     return caught.value
 
 
 @pytest.mark.parametrize("length", [None, "3", "nonsense"])
 def test_body_is_read_up_to_the_limit(monkeypatch: pytest.MonkeyPatch, length: str | None) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
-    sent, left = request(*[b"x" * 500] * 9, **({"content_length": length} if length else {}))
-    error = refused(read(sent))
-    assert (error.status, error.code, len(left)) == (413, "request_too_large", 6)
+    incoming, unread = request(*[b"x" * 500] * 9, **({"content_length": length} if length else {}))
+    error = error_of(read(incoming))
+    assert (error.status, error.code, len(unread)) == (413, "request_too_large", 6)
 
 
 def test_declared_large_body_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "1K")
-    sent, left = request(b"{}", content_length="1025")
-    refused(read(sent))
-    assert left == [b"{}"]
+    incoming, unread = request(b"{}", content_length="1025")
+    error_of(read(incoming))
+    assert unread == [b"{}"]
 
 
 @pytest.mark.parametrize("cut", [1, 7, 10_000])
 @pytest.mark.parametrize("members", [1, 3])
-def test_gzip(cut: int, members: int) -> None:
+def test_gzip_is_decompressed(cut: int, members: int) -> None:
     text = json.dumps({"text": "é" * 3_000}).encode()
     size = -(-len(text) // members)
     parts = [text[at : at + size] for at in range(0, len(text), size)]
     data = b"".join(map(gzip.compress, parts))
     chunks = [data[at : at + cut] for at in range(0, len(data), cut)]
-    sent, _ = request(*chunks, content_encoding="gzip", content_length=str(len(data)))
+    incoming, _ = request(*chunks, content_encoding="gzip", content_length=str(len(data)))
 
-    async def both() -> tuple[Request, Document]:
-        return await body.read_document(sent, ServerSettings.read())
+    async def read_document() -> tuple[Request, Document]:
+        return await body.read_document(incoming, ServerSettings.read())
 
-    again, document = asyncio.run(both())
+    again, document = asyncio.run(read_document())
     assert document.value == json.loads(text) and document.raw == text
-    assert asyncio.run(again.body()) == text  # by whoever answers instead
+    assert asyncio.run(again.body()) == text  # for whoever answers instead
     assert again.headers.keys() == []
 
 
@@ -91,46 +93,48 @@ BAD_GZIP = {
 }
 
 
-@pytest.mark.parametrize(("chunks", "status", "left"), BAD_GZIP.values(), ids=BAD_GZIP)
+@pytest.mark.parametrize(("chunks", "status", "remaining"), BAD_GZIP.values(), ids=BAD_GZIP)
 def test_invalid_gzip_is_refused(
-    chunks: list[bytes], status: int, left: int, monkeypatch: pytest.MonkeyPatch
+    chunks: list[bytes], status: int, remaining: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(body.MAX_BODY_VARIABLE, "2900K")
-    sent, unread = request(*chunks, content_encoding="gzip")
-    error = refused(read(sent))
-    assert (error.status, len(unread)) == (status, left), error
+    incoming, unread = request(*chunks, content_encoding="gzip")
+    error = error_of(read(incoming))
+    assert (error.status, len(unread)) == (status, remaining), error
 
 
 def test_gzip_holds_little_memory() -> None:
-    sent, _ = request(gzip.compress(b" " * 10**8), content_encoding="gzip")
+    incoming, _ = request(gzip.compress(b" " * 10**8), content_encoding="gzip")
     tracemalloc.start()
     try:
-        assert refused(read(sent)).status == 413
+        assert error_of(read(incoming)).status == 413
         assert tracemalloc.get_traced_memory()[1] < 40 * 2**20
     finally:
         tracemalloc.stop()
 
 
 @pytest.mark.parametrize("encoding", ["zstd", "gzip, gzip", "br"])
-def test_another_encoding_is_refused_by_its_name(encoding: str) -> None:
-    sent, unread = request(b"{}", content_encoding=encoding)
-    error = refused(read(sent))
+def test_other_encoding_is_refused_by_name(encoding: str) -> None:
+    incoming, unread = request(b"{}", content_encoding=encoding)
+    error = error_of(read(incoming))
     assert error.status == 415 and encoding in error.message and unread
 
 
 def test_body_within_the_limit_can_be_read_again() -> None:
-    sent, _ = request(b"[1,", b"2]")
-    within, document = asyncio.run(body.read_document(sent, ServerSettings.read()))
-    assert (asyncio.run(within.body()), document.value) == (b"[1,2]", [1, 2])
+    incoming, _ = request(b"[1,", b"2]")
+    again, document = asyncio.run(body.read_document(incoming, ServerSettings.read()))
+    assert (asyncio.run(again.body()), document.value) == (b"[1,2]", [1, 2])
 
 
 @pytest.mark.parametrize(
-    ("given", "bytes_"),
+    ("value", "expected"),
     [("", 2**25), ("64M", 2**26), ("2g", 2**31), ("10", 10), ("8 M", 2**23)],
 )
-def test_the_setting(monkeypatch: pytest.MonkeyPatch, given: str, bytes_: int) -> None:
-    monkeypatch.setenv(body.MAX_BODY_VARIABLE, given)
-    assert ServerSettings.read().max_body == bytes_
+def test_max_body_is_read_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, value: str, expected: int
+) -> None:
+    monkeypatch.setenv(body.MAX_BODY_VARIABLE, value)
+    assert ServerSettings.read().max_body == expected
 
 
 TOO_MANY = {
@@ -147,8 +151,8 @@ TOO_MANY = {
 
 
 @pytest.mark.parametrize("sent", TOO_MANY.values(), ids=TOO_MANY.keys())
-def test_too_many_values(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
-    error = refused(parse_body(sent))
+def test_too_many_values_are_refused(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
+    error = error_of(parse_body(sent))
     assert (error.status, error.code) == (413, "request_too_large")
     assert body.MAX_VALUES_VARIABLE in error.message
     if not sent.startswith(b"[[[["):  # too deep, whatever may be sent
@@ -200,12 +204,12 @@ FINE = {
 
 
 @pytest.mark.parametrize("value", FINE.values(), ids=FINE.keys())
-def test_long_texts_are_no_values(value: list[Any]) -> None:
+def test_long_texts_do_not_count_as_values(value: list[Any]) -> None:
     for sent in (json.dumps(value).encode(), json.dumps(value, ensure_ascii=True).encode()):
         document = asyncio.run(parse_body(sent))
         assert document.large
         assert document.value == [
-            each.replace("\ud83d", "\ufffd") if isinstance(each, str) else each for each in value
+            item.replace("\ud83d", "\ufffd") if isinstance(item, str) else item for item in value
         ]
 
 
@@ -221,9 +225,9 @@ def test_strings_do_not_count_as_values(value: Any) -> None:
         patch.setattr(body, "_SLICE", 3)
         outside = b"".join(body._outside_strings(text))
 
-    def values(one: Any) -> int:
-        inner = one.values() if isinstance(one, dict) else one if isinstance(one, list) else ()
-        return 1 + sum(map(values, inner))
+    def count_values(node: Any) -> int:
+        inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
+        return 1 + sum(map(count_values, inner))
 
-    begun = 1 + sum(map(outside.count, (b",", b"[", b"{")))
-    assert values(value) <= begun <= 2 * values(value) + 1
+    estimate = 1 + sum(map(outside.count, (b",", b"[", b"{")))
+    assert count_values(value) <= estimate <= 2 * count_values(value) + 1

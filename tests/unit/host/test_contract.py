@@ -1,4 +1,4 @@
-"""Activation and the patch table, on the real host: what is changed, when, and taken back."""
+"""Activation and the patch table on the real host: what is patched, when, and how it is undone."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ APP = vllm_mlx.server.app
 
 @pytest.fixture(scope="module", autouse=True)
 def warm() -> None:
-    """Has the application build what it keeps from its first request on."""
+    """Lets the application build what it caches at its first requests."""
     web = TestClient(APP)
     web.get("/v1/models")
     web.get("/openapi.json")
@@ -64,18 +64,18 @@ Snapshot = dict[tuple[str, ...], Any]
 
 def snapshot() -> Snapshot:
     """Every attribute of every loaded module of the host and of its classes, and the routes."""
-    found: Snapshot = {}
+    attributes: Snapshot = {}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "vllm_mlx" and isinstance(module, ModuleType):
             for attribute, value in vars(module).items():
-                found[name, attribute] = value
+                attributes[name, attribute] = value
                 if isinstance(value, type) and value.__module__ == name:
-                    found.update({(name, attribute, key): v for key, v in vars(value).items()})
+                    attributes.update({(name, attribute, key): v for key, v in vars(value).items()})
     table = vllm_mlx.tool_parsers.ToolParserManager.tool_parsers
-    found.update({("parser", name): parser for name, parser in table.items()})
-    found.update({("route", str(i)): route for i, route in enumerate(APP.router.routes)})
-    found.update({("app", name): value for name, value in vars(APP).items()})
-    return found
+    attributes.update({("parser", name): parser for name, parser in table.items()})
+    attributes.update({("route", str(i)): route for i, route in enumerate(APP.router.routes)})
+    attributes.update({("app", name): value for name, value in vars(APP).items()})
+    return attributes
 
 
 CACHES = {
@@ -88,7 +88,7 @@ CACHES = {
 
 
 def differences(before: Snapshot) -> list[tuple[str, ...]]:
-    """Names whose object is another one now. Modules imported meanwhile do not count."""
+    """Names whose objects have changed. Modules imported since then do not count."""
     after = snapshot()
     modules = {name for name, *_ in before}
     names = set(before) | {name for name in after if name[0] in modules}
@@ -104,13 +104,13 @@ def differences(before: Snapshot) -> list[tuple[str, ...]]:
     )
 
 
-def flags(*arguments: str) -> argparse.Namespace:
-    """What the host's own parser makes of a command line."""
+def parse_flags(*arguments: str) -> argparse.Namespace:
+    """A command line, parsed by the host's own parser."""
     return vllm_mlx.cli.create_parser().parse_args(["serve", *arguments])
 
 
-class Served:
-    """Takes the place of the host's serve_command: notes what it sees when it runs."""
+class ServeCommand:
+    """Replaces the host's serve_command; records its arguments and what was patched when it ran."""
 
     def __init__(self) -> None:
         self.calls: list[argparse.Namespace] = []
@@ -124,19 +124,19 @@ class Served:
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    command = Served()
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[ServeCommand]:
+    command = ServeCommand()
     monkeypatch.setattr(vllm_mlx.cli, "serve_command", command)
     command.before = snapshot()
     yield command
     host.uninstall()
 
 
-def again(original: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any) -> Any:
+def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapper(*args: Any) -> Any:
         return original(*args)
 
-    return called
+    return wrapper
 
 
 def shout(original: Callable[..., str]) -> Callable[..., str]:
@@ -158,12 +158,12 @@ def route(
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch) -> tuple[Requirement, ...]:
-    """A small table on the real host, so that these tests say nothing about what we put in."""
+    """A small table on the real host, so that these tests do not depend on the real rows."""
     rows: tuple[Requirement, ...] = (
         Name("vllm_mlx.cli:main", "is there", ""),
         patch("vllm_mlx.server:_sanitize_log_text", shout),
         patch("vllm_mlx.engine.simple:SimpleEngine.is_mllm", lambda p: property(p.fget)),
-        patch("vllm_mlx.engine.simple:SimpleEngine.start", again),
+        patch("vllm_mlx.engine.simple:SimpleEngine.start", wrap),
         patch(PARSERS, lambda parsers: {**parsers, "new": parsers["harmony"]}),
         route("/v1/chat/completions", "POST", lambda: {"ours": True}),
         route("/v1/models/{model_id}", "GET", lambda model_id: model_id, ("/v1/models", "GET")),
@@ -185,13 +185,13 @@ CLOSED = [
 
 
 @pytest.mark.parametrize("arguments", CLOSED, ids=" ".join)
-def test_without_the_flag_not_one_attribute_differs(
-    served: Served, table: object, arguments: tuple[str, ...]
+def test_without_the_flag_nothing_is_patched(
+    served: ServeCommand, table: object, arguments: tuple[str, ...]
 ) -> None:
-    before = vars(flags("MODEL", *arguments))
+    before = vars(parse_flags("MODEL", *arguments))
     host.install()
     assert vllm_mlx.cli.serve_command in [hook for _, _, hook in activation._hooks]
-    assert vllm_mlx.cli.serve_command(flags("MODEL", *arguments)) == "served"
+    assert vllm_mlx.cli.serve_command(parse_flags("MODEL", *arguments)) == "served"
     assert served.changed == []
     assert vars(served.calls[0]) == before
     assert not activation._hooks
@@ -206,12 +206,15 @@ OPEN = [
 
 
 @pytest.mark.parametrize("arguments", OPEN, ids=" ".join)
-def test_the_flag_alone_is_enough(
-    served: Served, table: object, arguments: tuple[str, ...], caplog: pytest.LogCaptureFixture
+def test_flag_alone_activates(
+    served: ServeCommand,
+    table: object,
+    arguments: tuple[str, ...],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     host.install()
     with caplog.at_level(logging.DEBUG):
-        assert vllm_mlx.cli.serve_command(flags("MODEL", *arguments)) == "served"
+        assert vllm_mlx.cli.serve_command(parse_flags("MODEL", *arguments)) == "served"
     (args,) = served.calls
     assert (args.enable_auto_tool_choice, args.reasoning_parser) == (True, "harmony")
     assert ("vllm_mlx.server", "_sanitize_log_text") in served.changed
@@ -223,21 +226,25 @@ def test_the_flag_alone_is_enough(
         assert expected in line
 
 
-def test_chosen_reasoning_parser_stays(served: Served, table: object) -> None:
+def test_chosen_reasoning_parser_is_kept(served: ServeCommand, table: object) -> None:
     host.install()
-    vllm_mlx.cli.serve_command(flags("M", "--tool-call-parser=harmony", "--reasoning-parser=qwen3"))
+    vllm_mlx.cli.serve_command(
+        parse_flags("M", "--tool-call-parser=harmony", "--reasoning-parser=qwen3")
+    )
     assert served.calls[0].reasoning_parser == "qwen3"
 
 
-def test_with_several_models_the_others_keep_their_flags(served: Served, table: object) -> None:
+def test_other_models_keep_their_flags(served: ServeCommand, table: object) -> None:
     host.install()
-    vllm_mlx.cli.serve_command(flags("--models-config", "x.yaml", "--tool-call-parser=harmony"))
+    vllm_mlx.cli.serve_command(
+        parse_flags("--models-config", "x.yaml", "--tool-call-parser=harmony")
+    )
     (args,) = served.calls
     assert (args.enable_auto_tool_choice, args.reasoning_parser) == (False, None)
     assert contract.changes()
 
 
-def test_installing_twice_is_once(served: Served, table: object) -> None:
+def test_second_install_changes_nothing(served: ServeCommand, table: object) -> None:
     host.install()
     first = vllm_mlx.cli.serve_command
     host.install()
@@ -246,7 +253,7 @@ def test_installing_twice_is_once(served: Served, table: object) -> None:
     assert first.__wrapped__ is served  # type: ignore[attr-defined]
 
 
-def test_activating_twice_is_once(table: tuple[Requirement, ...]) -> None:
+def test_second_activation_changes_nothing(table: tuple[Requirement, ...]) -> None:
     contract.activate()
     once, changes = snapshot(), contract.changes()
     contract.activate("gpt-oss")
@@ -256,11 +263,9 @@ def test_activating_twice_is_once(table: tuple[Requirement, ...]) -> None:
     assert contract.changes() == ()
 
 
-def test_uninstalling_takes_the_gate_down_and_everything_back(
-    served: Served, table: object
-) -> None:
+def test_uninstall_removes_the_gate_and_all_patches(served: ServeCommand, table: object) -> None:
     host.install()
-    vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser", "harmony"))
+    vllm_mlx.cli.serve_command(parse_flags("MODEL", "--tool-call-parser", "harmony"))
     host.install()
     assert differences(served.before) != []
     host.uninstall()
@@ -268,26 +273,26 @@ def test_uninstalling_takes_the_gate_down_and_everything_back(
     assert vllm_mlx.cli.serve_command is served
 
 
-def test_both_namespaces_of_python_m_are_gated(served: Served, table: object) -> None:
+def test_both_namespaces_of_python_m_are_gated(served: ServeCommand, table: object) -> None:
     main = {"serve_command": served}
     host.install(main)
     host.install()
-    assert main["serve_command"](flags("MODEL")) == "served"
+    assert main["serve_command"](parse_flags("MODEL")) == "served"
     assert served.changed == []
     assert main["serve_command"] is served
 
 
-def test_host_without_serve_is_reported_at_once() -> None:
+def test_host_without_serve_command_is_refused() -> None:
     with pytest.raises(HostError, match="serve_command"):
         host.install({})
 
 
-def refused(capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs with the flag; the one line on standard error that goes with exit code 2."""
+def run_refused(capsys: pytest.CaptureFixture[str]) -> str:
+    """Runs with the flag, which exits with 2; returns the line on standard error."""
     host.install()
     before = snapshot()
     with pytest.raises(SystemExit) as caught:
-        vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser", "harmony"))
+        vllm_mlx.cli.serve_command(parse_flags("MODEL", "--tool-call-parser", "harmony"))
     assert caught.value.code == 2
     assert [
         name for name in differences(before) if name[:2] != ("vllm_mlx.cli", "serve_command")
@@ -311,33 +316,35 @@ def refused(capsys: pytest.CaptureFixture[str]) -> str:
         ("unknown", False),
     ],
 )
-def test_supported_versions(monkeypatch: pytest.MonkeyPatch, version: str, works: bool) -> None:
+def test_supported_versions_are_recognized(
+    monkeypatch: pytest.MonkeyPatch, version: str, works: bool
+) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
     assert (contract.unsupported() is None) is works
 
 
-def test_a_host_outside_the_range_is_refused(
-    served: Served,
+def test_unsupported_host_is_refused(
+    served: ServeCommand,
     table: object,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(entry_points, "versions", lambda: {"vllm-mlx": "0.7.1"})
-    assert "vllm-mlx 0.7.1 is not supported" in refused(capsys)
+    assert "vllm-mlx 0.7.1 is not supported" in run_refused(capsys)
     assert served.calls == []
 
 
 CHANGED = {
-    "gone": lambda host: host.delattr(vllm_mlx.server, "_sanitize_log_text"),
-    "other parameters": lambda host: host.setattr(
+    "gone": lambda patch: patch.delattr(vllm_mlx.server, "_sanitize_log_text"),
+    "other parameters": lambda patch: patch.setattr(
         vllm_mlx.server, "_sanitize_log_text", lambda text, length: text
     ),
 }
 
 
 @pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
-def test_a_changed_host_is_refused_and_nothing_is_patched(
-    served: Served,
+def test_changed_host_is_refused_and_not_patched(
+    served: ServeCommand,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     change: Callable[[pytest.MonkeyPatch], None],
@@ -350,26 +357,26 @@ def test_a_changed_host_is_refused_and_nothing_is_patched(
     monkeypatch.setattr(contract, "find", lambda _: entry_points.Extensions(object, print, object))
     with monkeypatch.context() as changed:
         change(changed)
-        assert "vllm_mlx.server:_sanitize_log_text" in refused(capsys)
+        assert "vllm_mlx.server:_sanitize_log_text" in run_refused(capsys)
     assert served.calls == []
 
 
 def without_route(monkeypatch: pytest.MonkeyPatch) -> None:
     routes = APP.router.routes
     path = "/v1/cache/stats"
-    rest = [each for each in routes if getattr(each, "path", None) != path]
+    rest = [route for route in routes if getattr(route, "path", None) != path]
     monkeypatch.setattr(APP.router, "routes", rest)
 
 
 OPTIONAL = {
-    "warm_prefix_cache": lambda host: host.delattr("vllm_mlx.prompt_warmup.warm_prefix_cache"),
+    "warm_prefix_cache": lambda patch: patch.delattr("vllm_mlx.prompt_warmup.warm_prefix_cache"),
     "GET /v1/cache/stats": without_route,
 }
 
 
 @pytest.mark.parametrize(("name", "change"), OPTIONAL.items(), ids=OPTIONAL)
 def test_misfitting_optional_row_is_one_warning(
-    served: Served,
+    served: ServeCommand,
     caplog: pytest.LogCaptureFixture,
     name: str,
     change: Callable[[pytest.MonkeyPatch], None],
@@ -377,8 +384,11 @@ def test_misfitting_optional_row_is_one_warning(
     with pytest.MonkeyPatch.context() as changed:
         change(changed)
         host.install()
-        assert vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser=harmony")) == "served"
-        (warning,) = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        assert (
+            vllm_mlx.cli.serve_command(parse_flags("MODEL", "--tool-call-parser=harmony"))
+            == "served"
+        )
+        (warning,) = [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert name in warning.getMessage()
         applied = contract.changes()
         assert "POST /v1/chat/completions" in applied
@@ -389,26 +399,29 @@ def test_misfitting_optional_row_is_one_warning(
 @pytest.mark.parametrize(
     "name", ["vllm_mlx.engine.base.BaseEngine", "vllm_mlx.server.app", "mlx_lm.utils.load_model"]
 )
-def test_missing_required_name_ends_the_start(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+def test_missing_required_name_is_refused(
+    served: ServeCommand,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
 ) -> None:
-    """Also one that modules of ours import."""
+    """Including names that our own modules import."""
     with monkeypatch.context() as changed:
         changed.delattr(name)
-        assert ":".join(name.rsplit(".", 1)) in refused(capsys)
+        assert ":".join(name.rsplit(".", 1)) in run_refused(capsys)
     assert served.calls == []
 
 
 def test_part_that_fails_to_load_is_refused(
-    served: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    served: ServeCommand, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = metadata.EntryPoint("harmony", "no_such_module:Thing", entry_points.TOOL_PARSERS)
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [broken])
-    assert "no_such_module:Thing" in refused(capsys)
+    assert "no_such_module:Thing" in run_refused(capsys)
 
 
-def test_a_bug_of_ours_leaves_the_host_running_unpatched(
-    served: Served,
+def test_bug_in_a_patch_leaves_the_host_unpatched(
+    served: ServeCommand,
     table: tuple[Requirement, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -419,7 +432,7 @@ def test_a_bug_of_ours_leaves_the_host_running_unpatched(
     rows = (*table, patch("vllm_mlx.server:get_usage", bug))
     monkeypatch.setattr(contract, "table", lambda _, **__: rows)
     host.install()
-    args = flags("MODEL", "--tool-call-parser", "harmony")
+    args = parse_flags("MODEL", "--tool-call-parser", "harmony")
     assert vllm_mlx.cli.serve_command(args) == "served"
     assert served.changed == []
     assert not args.enable_auto_tool_choice
@@ -427,8 +440,8 @@ def test_a_bug_of_ours_leaves_the_host_running_unpatched(
     assert "RuntimeError: a bug" in line
 
 
-def test_removed_flag_of_the_host_is_no_crash(
-    served: Served, table: object, capsys: pytest.CaptureFixture[str]
+def test_removed_host_flag_is_reported(
+    served: ServeCommand, table: object, capsys: pytest.CaptureFixture[str]
 ) -> None:
     host.install()
     args = argparse.Namespace(tool_call_parser="harmony")
@@ -437,15 +450,15 @@ def test_removed_flag_of_the_host_is_no_crash(
     assert "reasoning_parser" in capsys.readouterr().err
 
 
-def test_without_openai_harmony_one_warning_names_the_fix(
-    served: Served,
+def test_missing_openai_harmony_is_one_warning_with_a_fix(
+    served: ServeCommand,
     table: object,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setitem(sys.modules, "openai_harmony", None)
     host.install()
-    args = flags("MODEL", "--tool-call-parser", "harmony")
+    args = parse_flags("MODEL", "--tool-call-parser", "harmony")
     before = dict(vars(args))
     assert vllm_mlx.cli.serve_command(args) == "served"
     assert served.changed == []
@@ -455,7 +468,7 @@ def test_without_openai_harmony_one_warning_names_the_fix(
 
 
 def test_other_model_is_refused(
-    served: Served,
+    served: ServeCommand,
     table: object,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -466,24 +479,24 @@ def test_other_model_is_refused(
     monkeypatch.setattr(vllm_mlx.cli, "serve_command", serve)
     host.install()
     with pytest.raises(SystemExit) as caught:
-        vllm_mlx.cli.serve_command(flags("MODEL", "--tool-call-parser", "harmony"))
+        vllm_mlx.cli.serve_command(parse_flags("MODEL", "--tool-call-parser", "harmony"))
     assert caught.value.code == 2
     assert "MODEL is not Harmony" in capsys.readouterr().err
 
 
 def test_unusable_store_is_refused_at_startup(
-    served: Served,
+    served: ServeCommand,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_STORE", str(tmp_path))
-    line = refused(capsys)
+    line = run_refused(capsys)
     assert str(tmp_path) in line
     assert line.endswith("unset VLLM_MLX_HARMONY_STORE")
 
 
-def test_importing_the_gate_imports_nothing_of_the_host() -> None:
+def test_gate_imports_nothing_of_the_host() -> None:
     import subprocess
 
     source = (
@@ -492,13 +505,13 @@ def test_importing_the_gate_imports_nothing_of_the_host() -> None:
         "print(sorted(heavy & set(sys.modules)))"
     )
     root = str(Path(host.__file__).parents[2])
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {root!r}); {source}"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == "[]\n"
+    assert completed.stdout == "[]\n"
 
 
 # --- requirements ------------------------------------------------------------------------------
@@ -518,7 +531,7 @@ def test_applied_rows_take_effect_and_are_undone(
     assert undos == []
 
 
-def test_two_patches_of_the_same_thing_are_undone_backwards() -> None:
+def test_two_patches_of_one_name_are_undone_in_reverse() -> None:
     before = snapshot()
     rows = [patch("vllm_mlx.server:_sanitize_log_text", shout)] * 2
     patching.undo_all(patching.apply_all(rows))
@@ -554,7 +567,9 @@ def takes(one: int, two: int = 0) -> None:
         ("one three ...", False),
     ],
 )
-def test_parameters(monkeypatch: pytest.MonkeyPatch, parameters: str | None, fits: bool) -> None:
+def test_parameters_are_compared(
+    monkeypatch: pytest.MonkeyPatch, parameters: str | None, fits: bool
+) -> None:
     monkeypatch.setattr(vllm_mlx.server, "get_usage", takes)
     assert (find_problem("vllm_mlx.server:get_usage", parameters) is None) is fits
 
@@ -588,18 +603,18 @@ def test_unextendable_application_is_refused(monkeypatch: pytest.MonkeyPatch, na
             patching.apply_all([row])
 
 
-def test_a_replacement_may_be_named() -> None:
+def test_replacement_may_be_a_name() -> None:
     undos = patching.apply_all([patch("vllm_mlx.server:get_usage", "builtins:repr")])
     assert vllm_mlx.server.get_usage.startswith("<function get_usage")
     patching.undo_all(undos)
     assert callable(vllm_mlx.server.get_usage)
 
 
-# --- the whole of it --------------------------------------------------------------------------
+# --- the real table ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", contract.FLAGS)
-def test_the_real_table_fits_the_real_host(name: str) -> None:
+def test_real_table_fits_the_real_host(name: str) -> None:
     before = snapshot()
     contract.activate(name)
     assert entry_points.versions()["vllm-mlx"].startswith("0.6.")
@@ -620,7 +635,7 @@ def test_tool_parsers_are_replaced_for_a_single_model(several: bool) -> None:
     assert several or issubclass(parsers.get_tool_parser("harmony"), HarmonyToolParser)
 
 
-def test_every_row_of_the_table_says_why() -> None:
+def test_every_row_has_a_reason() -> None:
     assert all(row.why for row in contract.table(entry_points.in_use()))
 
 
@@ -671,22 +686,22 @@ def test_attribute_of_instances_is_found(
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:
-    """Names that a file of ours imports from vllm-mlx and mlx-lm, each with its target."""
+    """Names that one of our files imports from vllm-mlx and mlx-lm, each with its target."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             module = node.module or ""
-            for each in node.names:
+            for alias in node.names:
                 if module in HOSTS:  # a module
-                    yield each.name, f"{module}.{each.name}"
+                    yield alias.name, f"{module}.{alias.name}"
                 elif module.startswith(tuple(f"{host}." for host in HOSTS)):
-                    yield each.name, f"{module}:{each.name}"
+                    yield alias.name, f"{module}:{alias.name}"
 
 
 HOSTS = ("vllm_mlx", "mlx_lm")
 
 
 def without_row(file: Path) -> Iterator[str]:
-    """What a file of ours imports, and the arguments that it passes, for which there is no row."""
+    """Imports and arguments in one of our files for which the table has no row."""
     rows = {row.target: row for row in contract.NAMES}
     tree = ast.parse(file.read_text())
     names = dict(imported(tree))
@@ -700,13 +715,13 @@ def without_row(file: Path) -> Iterator[str]:
             called = ast.unparse(node.func).split(".")
             target = ":".join([names.get(called[0], ""), *called[1:]])
             if target in rows and (allowed := rows[target].parameters) is not None:
-                unknown = {each.arg for each in node.keywords} - {None, *allowed.split()}
+                unknown = {keyword.arg for keyword in node.keywords} - {None, *allowed.split()}
                 if unknown or len(node.args) > len(set(allowed.split()) - {OTHERS}):
                     yield f"{target} with {ast.unparse(node)}"
 
 
 def test_every_used_name_of_the_host_is_in_the_table() -> None:
-    """The globals of its server are: mypy knows no others than those of the table."""
+    """Globals of its server are checked by mypy, which knows only those of the table."""
     for file in sorted([*PACKAGE.glob("host/*.py"), *PACKAGE.rglob("engine/**/*.py")]):
         assert list(without_row(file)) == [], file.name
 
@@ -755,12 +770,12 @@ def test_names_and_patches_are_few() -> None:
 PACKAGE = Path(host.__file__).parents[1]
 
 CACHES_OF_LAYERS = ("layer", "own")
-"""What mlx-lm's caches are called in `engine/`. Its other objects are passed on as they are, and
-those of vllm-mlx have types of `server_globals`, which makes their rows."""
+"""Variables of `engine/` that hold mlx-lm's caches. Its other objects are passed on untouched, and
+those of vllm-mlx have types of `server_globals`, which adds their rows."""
 
 
 def attributes_used(file: Path) -> Iterator[str]:
-    """What a file of ours reads of mlx-lm's caches."""
+    """Attributes of mlx-lm's caches that one of our files reads."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute):
             owner = node.value
@@ -770,12 +785,12 @@ def attributes_used(file: Path) -> Iterator[str]:
 
 def test_every_attribute_of_a_host_object_is_in_the_table() -> None:
     names = {re.split(r"[.:]", row.target)[-1] for row in contract.NAMES}
-    used = {each for file in PACKAGE.glob("engine/*.py") for each in attributes_used(file)}
+    used = {name for file in PACKAGE.glob("engine/*.py") for name in attributes_used(file)}
     assert len(used) > 8
     assert used - names == set()
 
 
-def test_the_flags_are_choices_of_the_hosts_own_parser() -> None:
+def test_flags_are_choices_of_the_hosts_parser() -> None:
     for name in contract.FLAGS:
-        assert flags("MODEL", "--tool-call-parser", name).tool_call_parser == name
-    assert flags("MODEL", "--reasoning-parser", "harmony").reasoning_parser == "harmony"
+        assert parse_flags("MODEL", "--tool-call-parser", name).tool_call_parser == name
+    assert parse_flags("MODEL", "--reasoning-parser", "harmony").reasoning_parser == "harmony"

@@ -1,4 +1,4 @@
-"""The disk cache as flags ask for it, and as `doctor` looks at it."""
+"""The disk cache: what its flags open, what `doctor` and the metrics report, and its keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from vllm_mlx_harmony.host import metrics
 from vllm_mlx_harmony.host.vllm_mlx_engine import HarmonyEngine
 
 
-def filled(directory: Path) -> DiskCache:
+def filled_disk(directory: Path) -> DiskCache:
     """A disk with one conversation of three pieces."""
     disk = DiskCache(directory, 1 << 30)
     tensor = Tensor("F32", (4,), memoryview(bytes(16)))
@@ -41,16 +41,16 @@ def filled(directory: Path) -> DiskCache:
     return disk
 
 
-def test_doctor_looks_and_changes_nothing(tmp_path: Path) -> None:
-    disk = filled(tmp_path / "ssd")
+def test_doctor_changes_nothing_on_disk(tmp_path: Path) -> None:
+    disk = filled_disk(tmp_path / "ssd")
     before = {path: path.stat().st_mtime_ns for path in disk.directory.rglob("*.safetensors")}
     group = doctor._cache(disk.directory)
     assert group.ok and "3 pieces of 1 conversations, 0 turns" in group.findings[0].detail
     assert before == {path: path.stat().st_mtime_ns for path in before}
     disk.close(5.0)
-    ended = sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
+    after = sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
     assert "3 pieces of 1 conversations" in doctor._cache(disk.directory).findings[0].detail
-    assert ended == sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
+    assert after == sorted((path, path.stat().st_mtime_ns) for path in disk.directory.rglob("*"))
     nothing = doctor._cache(tmp_path / "a" / "b")
     assert nothing.ok and not (tmp_path / "a").exists()
     (tmp_path / "file").write_text("")
@@ -79,7 +79,7 @@ def test_unusable_directory_disables_only_the_disk(
 def test_without_a_disk_no_weights_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is there a warning that the cache is not on disk."""
+    """There is no warning either that the cache is not on disk."""
     path = standin.write_tiny(tmp_path / "model", width=16)
     monkeypatch.setattr(resources, "disk", None)
     monkeypatch.setattr(identity, "of_weights", lambda _: pytest.fail("was read"))
@@ -90,10 +90,11 @@ def test_without_a_disk_no_weights_are_read(
 
 
 def test_growing_metrics_are_counters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = filled(tmp_path)
+    disk = filled_disk(tmp_path)
     monkeypatch.setattr(resources, "disk", disk)
     kinds = {
-        each.name.removeprefix(f"{metrics.DISK}_"): each.type for each in metrics._Ours().collect()
+        metric.name.removeprefix(f"{metrics.DISK}_"): metric.type
+        for metric in metrics._Ours().collect()
     }
     gauges = {"bytes", "pieces", "turns", "waiting_bytes", "written_today_bytes", "paused"}
     assert {name for name, kind in kinds.items() if kind == "gauge"} == gauges
@@ -102,7 +103,7 @@ def test_growing_metrics_are_counters(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("changed", [False, True])
-def test_the_disk_knows_a_model_by_its_files(
+def test_disk_identifies_a_model_by_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: bool
 ) -> None:
     path = standin.write_tiny(tmp_path / "model", width=16)
@@ -120,7 +121,7 @@ def test_the_disk_knows_a_model_by_its_files(
     engine = HarmonyEngine(str(path))
     engine.prepare_for_start()
 
-    async def computed() -> None:
+    async def compute() -> None:
         assert engine.engine is not None
         settings = GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0)
         async with aclosing(
@@ -130,7 +131,7 @@ def test_the_disk_knows_a_model_by_its_files(
                 pass
         await engine.stop()
 
-    asyncio.run(computed())
+    asyncio.run(compute())
     assert flushed(disk)
     assert disk.counters().pieces == (0 if changed else 1)
     shutil.rmtree(disk.directory)

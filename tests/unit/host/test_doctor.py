@@ -1,4 +1,4 @@
-"""The doctor: each thing that can be missing is named, and the exit code says whether one is."""
+"""The doctor: it names everything that is missing, and the exit code says if anything is."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.host.entry_points import versions
 
 
-def found(report: doctor.Report, what: str) -> doctor.Finding:
+def find(report: doctor.Report, what: str) -> doctor.Finding:
     return next(finding for finding in report.findings if finding.what == what)
 
 
 @pytest.fixture
-def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's part left out: these rows are about the rest."""
+def without_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out the host and the machine: these rows are about the rest."""
     monkeypatch.setattr(doctor, "_host", lambda: iter(()))
     monkeypatch.setattr(doctor, "_machine", lambda: iter(()))
     monkeypatch.setattr(doctor, "is_free", lambda port: True)
@@ -34,7 +34,7 @@ def nothing_heavy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def startup_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """An interpreter as after an installation: the startup file in a site directory, and read."""
+    """An interpreter as after an installation, which has read the startup file of its site."""
     file = tmp_path / doctor.STARTUP_FILE
     file.write_text("import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()\n")
     monkeypatch.setattr(doctor.site, "getsitepackages", lambda: [str(tmp_path)])
@@ -43,75 +43,75 @@ def startup_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return file
 
 
-def test_all_in_place(nothing_heavy: None, startup_file: Path) -> None:
+def test_complete_installation_is_reported(without_host: None, startup_file: Path) -> None:
     report = doctor.doctor()
-    assert found(report, "startup file").detail == str(startup_file)
-    assert found(report, "import hook").ok
-    assert found(report, "vocabulary").ok
-    assert found(report, "vllm-mlx-harmony").detail == versions()["vllm-mlx-harmony"]
+    assert find(report, "startup file").detail == str(startup_file)
+    assert find(report, "import hook").ok
+    assert find(report, "vocabulary").ok
+    assert find(report, "vllm-mlx-harmony").detail == versions()["vllm-mlx-harmony"]
 
 
-def test_the_startup_file_is_missing(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_startup_file_is_reported(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     startup_file.unlink()
     monkeypatch.setattr(sys, "path", [])
-    finding = found(doctor.doctor(), "startup file")
+    finding = find(doctor.doctor(), "startup file")
     assert finding.ok is False
     assert "vllm-mlx-harmony serve" in finding.fix
 
 
-def test_not_registered(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_unregistered_import_hook_is_reported(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finders = [finder for finder in sys.meta_path if not isinstance(finder, _startup.Finder)]
     monkeypatch.setattr(sys, "meta_path", finders)
-    assert found(doctor.doctor(), "import hook").ok is False
+    assert find(doctor.doctor(), "import hook").ok is False
 
 
-def test_switched_off(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_switch_is_reported(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(_startup.SWITCH, "0")
-    assert "VLLM_MLX_HARMONY=0" in found(doctor.doctor(), "switch").detail
+    assert "VLLM_MLX_HARMONY=0" in find(doctor.doctor(), "switch").detail
 
 
-def test_an_invalid_variable_is_one_problem(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_variable_is_one_problem(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", "tomorrow")
     report = doctor.doctor()
-    (finding,) = [each for each in report.findings if each.ok is False]
-    assert (finding.what, finding.fix) == ("settings", "correct it, or unset it")
-    assert "VLLM_MLX_HARMONY_DATE: 'tomorrow' is not a date" in finding.detail
+    (problem,) = [finding for finding in report.findings if finding.ok is False]
+    assert (problem.what, problem.fix) == ("settings", "correct it, or unset it")
+    assert "VLLM_MLX_HARMONY_DATE: 'tomorrow' is not a date" in problem.detail
 
 
 @pytest.mark.parametrize("name", ["vllm-mlx", "openai-harmony"])
-def test_a_distribution_is_missing(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch, name: str
+def test_missing_distribution_is_reported(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
-    finding = found(doctor.doctor(), name)
+    finding = find(doctor.doctor(), name)
     assert finding.ok is False
     assert finding.fix.startswith(f"pip install {name}")
 
 
-def test_the_fork_will_do(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_fork_of_openai_harmony_is_accepted(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {"vllm-mlx": "0.6.0", "oss-harmony": "0.0.11"}
     monkeypatch.setattr(doctor, "versions", lambda: versions)
     assert doctor.doctor().ok
 
 
-def test_the_vocabulary_does_not_load(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_unloadable_vocabulary_is_reported(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
         raise vocab.VocabularyError("no place")
 
     monkeypatch.setattr(vocab, "encoding", fail)
-    assert "no place" in found(doctor.doctor(), "vocabulary").detail
+    assert "no place" in find(doctor.doctor(), "vocabulary").detail
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_the_vocabulary_does_not_load(
     ],
     ids=["no tokenizer", "broken", "another one"],
 )
-def test_a_model_directory(
-    nothing_heavy: None,
+def test_unusable_model_directory_is_reported(
+    without_host: None,
     startup_file: Path,
     tmp_path: Path,
     files: dict[str, str],
@@ -138,18 +138,16 @@ def test_a_model_directory(
     pytest.importorskip("tokenizers")
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    finding = found(doctor.doctor(str(tmp_path)), "model")
+    finding = find(doctor.doctor(str(tmp_path)), "model")
     assert finding.ok is ok
     assert detail in finding.detail
 
 
-def test_missing_model_is_reported(nothing_heavy: None, startup_file: Path) -> None:
+def test_missing_model_is_reported(without_host: None, startup_file: Path) -> None:
     pytest.importorskip("huggingface_hub")
-    assert (
-        "not on this machine" in found(doctor.doctor("no-such-org/no-such-model"), "model").detail
-    )
-    assert "not on this machine" in found(doctor.doctor("/no/such/directory"), "model").detail
-    assert MODELS["120b"].source in found(doctor.doctor("120b"), "model").detail
+    assert "not on this machine" in find(doctor.doctor("no-such-org/no-such-model"), "model").detail
+    assert "not on this machine" in find(doctor.doctor("/no/such/directory"), "model").detail
+    assert MODELS["120b"].source in find(doctor.doctor("120b"), "model").detail
 
 
 GIB = 1 << 30
@@ -189,8 +187,8 @@ GPT_OSS_20B = {
         ({"max_position_embeddings": 131_072}, 16 * GIB, None, ""),  # layers of unknown size
     ],
 )
-def test_the_longest_prompt_that_fits_in_memory(
-    nothing_heavy: None,
+def test_longest_prompt_that_fits_in_memory_is_reported(
+    without_host: None,
     startup_file: Path,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -205,11 +203,13 @@ def test_the_longest_prompt_that_fits_in_memory(
     (tmp_path / "config.json").write_text(json.dumps(config))
     for number in range(2):
         with (tmp_path / f"model-{number}.safetensors").open("wb") as file:
-            file.truncate(6_000_000_000)  # sparse: takes nothing on the disk
+            file.truncate(6_000_000_000)  # sparse: occupies no disk space
     report = doctor.doctor(str(tmp_path))
-    findings = [each for each in report.findings if each.what == "memory"]
-    assert [(each.ok, each.detail) for each in findings] == ([] if ok is None else [(ok, expected)])
-    assert all(bool(each.fix) is not each.ok for each in findings)
+    findings = [finding for finding in report.findings if finding.what == "memory"]
+    assert [(finding.ok, finding.detail) for finding in findings] == (
+        [] if ok is None else [(ok, expected)]
+    )
+    assert all(bool(finding.fix) is not finding.ok for finding in findings)
     assert report.ok is (ok is not False)
     assert expected in report.text()
 
@@ -227,7 +227,7 @@ BROKEN = doctor.Group("b", (doctor.Finding(False, "a", "broken", "mend it"), *WE
         (BROKEN, ["--verbose"], 1, "✗ a    broken\n       → mend it\n✓ a\n  bcd\n\n1 problem"),
     ],
 )
-def test_main(
+def test_main_prints_the_report(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     group: doctor.Group,
@@ -235,56 +235,60 @@ def test_main(
     code: int,
     text: str,
 ) -> None:
-    asked: list[Any] = []
+    calls: list[Any] = []
 
-    def report(*given: Any) -> doctor.Report:
-        asked.append(given)
+    def report(*options: Any) -> doctor.Report:
+        calls.append(options)
         return doctor.Report((group,))
 
     monkeypatch.setattr(doctor, "doctor", report)
     assert doctor.main(["MODEL", "--port", "9", *arguments]) == code
     assert capsys.readouterr().out.startswith(text)
-    assert asked == [("MODEL", 9, None, None)]
+    assert calls == [("MODEL", 9, None, None)]
 
 
-def test_every_failure_says_what_to_do(
-    nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+def test_every_failure_has_a_fix(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     startup_file.unlink()
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx-harmony": "0.1.0"})
     report = doctor.doctor("no-such-org/no-such-model")
     wrong = [finding for finding in report.findings if finding.ok is False]
-    assert {"startup file", "vllm-mlx", "openai-harmony", "model"} <= {each.what for each in wrong}
+    assert {"startup file", "vllm-mlx", "openai-harmony", "model"} <= {
+        finding.what for finding in wrong
+    }
     assert [finding for finding in wrong if not finding.fix] == []
 
 
-def test_a_clash(nothing_heavy: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another distribution with a package of the host's name, as forks of it have."""
+def test_clashing_distribution_is_reported(
+    without_host: None, startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another distribution, such as a fork, has a package of the host's name."""
     owners = {"vllm_mlx": ["vllm-mlx", "rapid-mlx", "rapid-mlx"], "other": ["other"]}
     monkeypatch.setattr(doctor.metadata, "packages_distributions", lambda: owners)
     monkeypatch.setattr(doctor.metadata, "version", lambda name: "9.9")
     monkeypatch.setattr(doctor, "versions", lambda: {"vllm-mlx": "0.6.0", "openai-harmony": "1"})
     report = doctor.doctor()
-    (finding,) = [each for each in report.findings if each.what == "clash"]
-    assert finding.detail == "rapid-mlx 9.9 contains another package vllm_mlx"
-    assert "pip uninstall rapid-mlx" in finding.fix
+    (clash,) = [finding for finding in report.findings if finding.what == "clash"]
+    assert clash.detail == "rapid-mlx 9.9 contains another package vllm_mlx"
+    assert "pip uninstall rapid-mlx" in clash.fix
     assert not report.ok
 
 
-def test_ports(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_occupied_port_is_reported(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_host", lambda: iter(()))
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
         monkeypatch.setattr(doctor, "HEALTH_TIMEOUT", 0.1)
-        finding = found(doctor.doctor(port=port), "port")
+        finding = find(doctor.doctor(port=port), "port")
         assert finding.ok is False
         assert f"--port {port + 1}" in finding.fix
         monkeypatch.setattr(doctor, "_server", lambda _: "a server")
-        assert found(doctor.doctor(port=port), "port").ok is None
-    assert found(doctor.doctor(port=port), "port").ok
+        assert find(doctor.doctor(port=port), "port").ok is None
+    assert find(doctor.doctor(port=port), "port").ok
 
 
 @pytest.mark.parametrize("port", ["99999", "65536", "-1", "0", "many", "²", ""])
@@ -319,7 +323,7 @@ def test_listener_on_a_port_is_identified(health: Any, expected: str) -> None:
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_the_vocabulary_is_cached_where_it_is(
+def test_cache_of_the_vocabulary_is_reported(
     cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(vocab.BASE_VARIABLE, raising=False)
@@ -341,7 +345,9 @@ def test_unusable_cache_directory_is_reported(occupied: str, tmp_path: Path) -> 
     assert finding.ok is False and "cannot be used" in finding.detail
 
 
-def test_ten_lines_when_all_is_well(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_report_without_problems_has_ten_lines(
+    startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm_mlx")
     monkeypatch.setattr(doctor, "is_free", lambda port: True)
     large_machine(monkeypatch, memory=77, free=100)
@@ -355,7 +361,7 @@ def test_ten_lines_when_all_is_well(startup_file: Path, monkeypatch: pytest.Monk
 
 
 def large_machine(monkeypatch: pytest.MonkeyPatch, *, memory: int, free: int) -> None:
-    """A machine with so many GB for models, and on its disk."""
+    """A machine with ``memory`` GB for models, and ``free`` GB on its disk."""
     from vllm_mlx_harmony.engine import device
 
     monkeypatch.setattr(device, "memory", lambda *_: memory * 10**9)
@@ -397,21 +403,23 @@ def test_every_row_of_the_real_host_is_listed(startup_file: Path) -> None:
 
     report = doctor.doctor()
     for row in contract.table(entry_points.in_use()):
-        assert found(report, f"requirement {row.label}").ok, report.text()
-    assert found(report, "supported").ok
+        assert find(report, f"requirement {row.label}").ok, report.text()
+    assert find(report, "supported").ok
 
 
-def test_a_changed_host_says_which_row(startup_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_host_is_reported_by_row(
+    startup_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("vllm_mlx")
     import vllm_mlx.server
 
     monkeypatch.setattr(vllm_mlx.server, "load_model", lambda path: None)
     report = doctor.doctor()
-    assert "load_model takes (path)" in found(report, "requirement load_model").detail
+    assert "load_model takes (path)" in find(report, "requirement load_model").detail
     assert not report.ok
 
 
-def test_an_unsupported_host_is_compared_all_the_same(
+def test_unsupported_host_is_still_compared(
     startup_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("vllm_mlx")
@@ -419,9 +427,9 @@ def test_an_unsupported_host_is_compared_all_the_same(
 
     monkeypatch.setattr(entry_points, "versions", lambda: {"vllm-mlx": "0.9.0"})
     report = doctor.doctor()
-    assert "0.9.0 is not supported" in found(report, "supported").detail
-    # What does not fit is what has to be changed for it.
-    assert found(report, "requirement load_model").ok
+    assert "0.9.0 is not supported" in find(report, "supported").detail
+    # The rows that do not fit are those that must be changed for it.
+    assert find(report, "requirement load_model").ok
     assert not report.ok
 
 
@@ -453,7 +461,7 @@ def test_damaged_rates_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert prefill.usual(4, "M4") == 5
 
 
-def test_the_rate_is_measured() -> None:
-    """Small ones, on the processor: that the two layers are a model that mlx-lm has."""
+def test_prefill_rate_is_measured() -> None:
+    """At a small width, on the CPU: the two layers are a model that mlx-lm can build."""
     prefill = pytest.importorskip("vllm_mlx_harmony.cli.prefill")
     assert prefill.rate(width=64, tokens=8) > 0

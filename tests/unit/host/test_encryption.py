@@ -1,4 +1,4 @@
-"""The cipher: what it opens, what it does not, and where its key comes from."""
+"""The cipher: what it decrypts, what it does not, and where its key comes from."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def _fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def front_end() -> FrontEnd:
-    """That of a server that has just started."""
+    """The front end of a server that has just started."""
     return FrontEnd(VllmMlx(), ServerSettings.read(), SingleServer(MemoryStore()))
 
 
 @pytest.mark.parametrize("text", ["", "Need the weather.", "é 😀 <|end|>\n", "x" * 100_000])
-def test_comes_back(text: str) -> None:
+def test_encrypted_text_is_decrypted(text: str) -> None:
     encrypted = ServerCipher(KEY, "a").encrypt(text)
     assert encrypted.isascii()
     assert text == "" or text not in encrypted
     assert ServerCipher(KEY, "a").decrypt(encrypted) == text
 
 
-def test_sealed_twice_is_not_the_same() -> None:
+def test_same_text_is_encrypted_differently_each_time() -> None:
     cipher = ServerCipher(KEY, "a")
     assert cipher.encrypt("a") != cipher.encrypt("a")
 
@@ -65,11 +65,11 @@ def _flipped(encrypted: str) -> str:
         pytest.param("vmh2.***", id="not base64"),
     ],
 )
-def test_forged_or_foreign_reasoning_is_not_opened(forged: str) -> None:
+def test_forged_or_foreign_reasoning_is_not_decrypted(forged: str) -> None:
     assert ServerCipher(KEY, "a").decrypt(forged) is None
 
 
-def test_the_key_is_the_users_and_only_theirs() -> None:
+def test_key_file_is_private_to_the_user() -> None:
     encrypted = front_end().cipher("tenant").encrypt("a")
     assert front_end().cipher("tenant").decrypt(encrypted) == "a"
     path = sealing.state_dir() / sealing.FILE_NAME
@@ -77,7 +77,9 @@ def test_the_key_is_the_users_and_only_theirs() -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_servers_given_the_same_secret_open_each_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_servers_with_the_same_secret_decrypt_each_others_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_SEAL_KEY", "our secret")
     encrypted = front_end().cipher("tenant").encrypt("a")
     assert front_end().cipher("tenant").decrypt(encrypted) == "a"

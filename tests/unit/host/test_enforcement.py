@@ -1,5 +1,4 @@
-"""What is asked for is what comes: random weights, and models that want something else, on our
-engine."""
+"""Our engine enforces requests: with random weights, and with models that want something else."""
 
 from __future__ import annotations
 
@@ -50,11 +49,11 @@ SEEDS = int(os.environ.get("GRAMMAR_SEEDS", "2"))
 """Outputs of each kind and engine. The leg ``grammar`` of CI runs all 500."""
 
 PARTS = range(min(SEEDS, 4))
-"""Of the outputs, so that several processes can share them: `pytest -n 2`."""
+"""Parts of the outputs, which several processes can share: `pytest -n 2`."""
 
 TOGETHER = 16
 WIDTH = 4
-"""Of the model with random weights: a step is mostly its product with 201,088 ids, and the draw."""
+"""Of the model with random weights: most of a step is its product with 201,088 ids."""
 
 WEATHER: Mapping[str, Any] = {
     "type": "object",
@@ -108,8 +107,8 @@ def responses(**more: Any) -> Body:
 
 
 def messages(**more: Any) -> Body:
-    asked = [{"role": "user", "content": TEXT}]
-    return {"model": "m", "max_tokens": 500, "messages": asked, **more}
+    user_messages = [{"role": "user", "content": TEXT}]
+    return {"model": "m", "max_tokens": 500, "messages": user_messages, **more}
 
 
 def functions(*, strict: bool = False) -> list[Body]:
@@ -127,7 +126,7 @@ def nested(tools: list[Body]) -> list[Body]:
     ]
 
 
-def schemed() -> list[Body]:
+def messages_tools() -> list[Body]:
     return [{"name": name, "input_schema": schema} for name, schema in SCHEMAS.items()]
 
 
@@ -139,12 +138,12 @@ KINDS: dict[str, tuple[Body, Body, Body]] = {
     "auto": (
         chat(tools=nested(functions())),
         responses(tools=functions()),
-        messages(tools=schemed()),
+        messages(tools=messages_tools()),
     ),
     "required": (
         chat(tools=nested(functions()), tool_choice="required"),
         responses(tools=functions(), tool_choice="required"),
-        messages(tools=schemed(), tool_choice={"type": "any"}),
+        messages(tools=messages_tools(), tool_choice={"type": "any"}),
     ),
     "named": (
         chat(
@@ -152,7 +151,7 @@ KINDS: dict[str, tuple[Body, Body, Body]] = {
             tool_choice={"type": "function", "function": {"name": "light"}},
         ),
         responses(tools=functions(), tool_choice={"type": "function", "name": "light"}),
-        messages(tools=schemed(), tool_choice={"type": "tool", "name": "light"}),
+        messages(tools=messages_tools(), tool_choice={"type": "tool", "name": "light"}),
     ),
     "schema": (
         chat(response_format={"type": "json_schema", "json_schema": FORMAT}),
@@ -166,18 +165,21 @@ KINDS: dict[str, tuple[Body, Body, Body]] = {
         ),
         responses(tools=functions(), text={"format": {"type": "json_schema", **FORMAT}}),
         messages(
-            tools=schemed(), output_config={"format": {"type": "json_schema", "schema": REPORT}}
+            tools=messages_tools(),
+            output_config={"format": {"type": "json_schema", "schema": REPORT}},
         ),
     ),
     "none": (
         chat(tools=nested(functions()), tool_choice="none", reasoning_effort="none"),
         responses(tools=functions(), tool_choice="none", reasoning={"effort": "none"}),
-        messages(tools=schemed(), tool_choice={"type": "none"}, thinking={"type": "disabled"}),
+        messages(
+            tools=messages_tools(), tool_choice={"type": "none"}, thinking={"type": "disabled"}
+        ),
     ),
     "budget": (
         chat(tools=nested(functions()), thinking_token_budget=5),
         responses(tools=functions(), thinking_token_budget=5),
-        messages(tools=schemed(), thinking={"type": "enabled", "budget_tokens": 1024}),
+        messages(tools=messages_tools(), thinking={"type": "enabled", "budget_tokens": 1024}),
     ),
     "custom": (
         chat(
@@ -193,7 +195,9 @@ KINDS: dict[str, tuple[Body, Body, Body]] = {
             tools=[{"type": "custom", "name": "say", "format": {"type": "grammar", **SYNTAX}}],
             tool_choice="required",
         ),
-        messages(tools=schemed(), tool_choice={"type": "any"}, thinking={"type": "disabled"}),
+        messages(
+            tools=messages_tools(), tool_choice={"type": "any"}, thinking={"type": "disabled"}
+        ),
     ),
 }
 APIS = (CHAT, RESPONSES, MESSAGES)
@@ -209,7 +213,7 @@ class Job:
 
     @property
     def drawn_from(self) -> int:
-        """A seed of its own: what is alike in two kinds would be drawn alike from the same one."""
+        """A seed of its own: with the same one, two kinds would draw alike where they are alike."""
         return self.seed * len(KINDS) + list(KINDS).index(self.kind)
 
     @property
@@ -238,50 +242,50 @@ WANTS = {
     "no end": "<|channel|>analysis<|message|>" + " and then," * 200,
     "a loop": "<|channel|>analysis<|message|>" + " Wait, what did they ask me?" * 60,
 }
-SCRIPTS = [Script(f">{name}<", generate_output) for name, generate_output in WANTS.items()]
+SCRIPTS = [Script(f">{name}<", text) for name, text in WANTS.items()]
 
 
 @dataclass(frozen=True)
-class Written:
-    """A valid call of a tool without ``strict``, in an order and a spelling of its own."""
+class ToolCall:
+    """A valid call of a tool without ``strict``, whose order and spelling are unusual."""
 
     name: str
     schema: Mapping[str, Any]
     arguments: str
 
 
-def written() -> Iterator[Written]:
-    """Of 100 schemas as libraries write them; of three if few outputs are drawn."""
-    chance = random.Random(22)
+def tool_calls() -> Iterator[ToolCall]:
+    """Calls for 100 schemas as libraries write them; for three if few outputs are drawn."""
+    rng = random.Random(22)
     of_libraries = [(shape, dialect) for shape in SHAPES for dialect in DIALECTS]
     count = min(max(SEEDS, 3), 100)
-    for number, (name, dialect) in enumerate(chance.sample(of_libraries, count)):
-        value = fitting(SHAPES[name], dialect, chance)
+    for number, (name, dialect) in enumerate(rng.sample(of_libraries, count)):
+        value = fitting(SHAPES[name], dialect, rng)
         schema = schema_of(SHAPES[name], dialect)
-        # Not by the name of the shape: the model calls a tool whose name is not ASCII by an alias.
-        yield Written(f"tool_{number}", schema, respelled(value, chance))
+        # Not named after the shape: the model calls a tool whose name is not ASCII by an alias.
+        yield ToolCall(f"tool_{number}", schema, respelled(value, rng))
 
 
-CALLS = list(written())
+CALLS = list(tool_calls())
 SCRIPTS += [
     Script(
-        f">{one.name}<",
-        f"<|channel|>commentary to=functions.{one.name} <|constrain|>json<|message|>"
-        f"{one.arguments}<|call|>",
+        f">{call.name}<",
+        f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>"
+        f"{call.arguments}<|call|>",
     )
-    for one in CALLS
+    for call in CALLS
 ]
 
 
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     loop = asyncio.new_event_loop()
-    limit = 600 + 60 * SEEDS  # so that nothing waits for ever
-    yield lambda test: loop.run_until_complete(asyncio.wait_for(test, limit))
+    limit = 600 + 60 * SEEDS  # so that nothing waits forever
+    yield lambda coroutine: loop.run_until_complete(asyncio.wait_for(coroutine, limit))
     loop.close()
 
 
-def started(directory: Path, run: Run) -> Iterator[HarmonyEngine]:
+def start_engine(directory: Path, run: Run) -> Iterator[HarmonyEngine]:
     engine = HarmonyEngine(str(directory))
     run(engine.start())
     yield engine
@@ -291,21 +295,21 @@ def started(directory: Path, run: Run) -> Iterator[HarmonyEngine]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[HarmonyEngine]:
     directory = standin.write_tiny(tmp_path_factory.mktemp("tiny"), width=WIDTH)
-    yield from started(directory, run)
+    yield from start_engine(directory, run)
 
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory, run: Run) -> Iterator[HarmonyEngine]:
     directory = standin.write(tmp_path_factory.mktemp("scripted"), SCRIPTS)
-    yield from started(directory, run)
+    yield from start_engine(directory, run)
 
 
 # --- One answer.
 
 
 @dataclass
-class Said:
-    """What came of a request: ids, messages, and its answer as the API writes it."""
+class Output:
+    """The output for a request: ids, messages, and the answer as the API writes it."""
 
     turn: Turn
     ids: list[int]
@@ -326,16 +330,16 @@ class Said:
 
 async def generate_output(
     engine: Any, api: Any, document: Body, settings: GenerationSettings
-) -> Said:
-    asked = api.read(document, Defaults(), CALLER)
+) -> Output:
+    request = api.read(document, Defaults(), CALLER)
     info = ResponseInfo("0123456789abcdef0123456789abcdef", 0, "m")
-    context = StreamingHarmonyContext(asked.turn, info)
-    wanted = Enforcement.of(ServerSettings.read())
+    context = StreamingHarmonyContext(request.turn, info)
+    policy = Enforcement.of(ServerSettings.read())
     if (budget := VllmMlx().reasoning_tokens) is not None:
-        wanted = replace(wanted, reasoning_tokens=budget)
-    constraint = await enforcement.constraint_for(asked.turn, context.names, wanted)
-    emitter = api.emitter(asked, info, context, CALLER)
-    found = Said(asked.turn, [], constraint=constraint)
+        policy = replace(policy, reasoning_tokens=budget)
+    constraint = await enforcement.constraint_for(request.turn, context.names, policy)
+    emitter = api.emitter(request, info, context, CALLER)
+    output = Output(request.turn, [], constraint=constraint)
     deltas = list(context.start())
     finish = None
     prompt = context.render_for_completion()
@@ -343,7 +347,7 @@ async def generate_output(
     async with aclosing(generated) as steps:
         async for step in steps:
             generation.check(constraint)
-            found.ids += step.ids
+            output.ids += step.ids
             finish = step.finish
             deltas += context.append_output(step.ids)
             if context.done:
@@ -352,16 +356,16 @@ async def generate_output(
     for delta in deltas:
         emitter.feed(delta)
         if isinstance(delta, Opened):
-            found.messages.append((delta.kind, delta.name, "", False))
+            output.messages.append((delta.kind, delta.name, "", False))
         elif isinstance(delta, Text):
-            kind, name, text, _ = found.messages[-1]
-            found.messages[-1] = kind, name, text + delta.text, False
+            kind, name, text, _ = output.messages[-1]
+            output.messages[-1] = kind, name, text + delta.text, False
         elif isinstance(delta, Closed):
-            found.messages[-1] = (*found.messages[-1][:3], delta.complete)
+            output.messages[-1] = (*output.messages[-1][:3], delta.complete)
         elif isinstance(delta, Finished):
-            found.finished = delta
-    found.result = emitter.result()
-    return found
+            output.finished = delta
+    output.result = emitter.result()
+    return output
 
 
 ENDS = [vocab.END, vocab.CALL, vocab.RETURN, vocab.MESSAGE]
@@ -373,8 +377,8 @@ TO_AN_END = (
     *((token, 10.5) for token in dict.fromkeys([*ENDS, *CLOSERS])),
     *((token, -6.0) for token in SPACES),
 )
-"""Random weights rarely come to an end: it is a few words away. Where JSON may have white space,
-hundreds of ids have nothing else, and there are few others: half of all output would be that."""
+"""Random weights rarely end a message; with this bias they do so after a few words. White space is
+made unlikely: where JSON allows it, hundreds of ids are nothing else, and few others are valid."""
 
 
 FILTERS: Sequence[Mapping[str, Any]] = (
@@ -382,11 +386,11 @@ FILTERS: Sequence[Mapping[str, Any]] = (
     {"min_p": 0.05, "repetition_penalty": 1.3},
     {"top_k": 3, "presence_penalty": 2.0},
 )
-"""What meets masks in every twentieth output each; a ``top_p`` takes longer than all the rest."""
+"""Each is combined with masks in every twentieth output; ``top_p`` takes longer than the others."""
 
 
-def drawn(job: Job) -> GenerationSettings:
-    """At random, as it is or filtered."""
+def sampling_settings(job: Job) -> GenerationSettings:
+    """Sampling at random, for some jobs with a filter."""
     settings = GenerationSettings(
         job.max_tokens, 1.0, 1.0, logit_bias=TO_AN_END, seed=job.drawn_from
     )
@@ -394,31 +398,33 @@ def drawn(job: Job) -> GenerationSettings:
     return replace(settings, **FILTERS[turn - 1]) if 1 <= turn <= len(FILTERS) else settings
 
 
-async def all_said(engine: Any, jobs: Sequence[Job]) -> list[Said]:
-    """One begins where another has ended."""
+async def generate_all(engine: Any, jobs: Sequence[Job]) -> list[Output]:
+    """Runs ``TOGETHER`` jobs at a time."""
     limit = asyncio.Semaphore(TOGETHER)
 
-    async def one(job: Job) -> Said:
+    async def generate(job: Job) -> Output:
         async with limit:
-            return await generate_output(engine, job.api, job.document, drawn(job))
+            return await generate_output(engine, job.api, job.document, sampling_settings(job))
 
-    return list(await asyncio.gather(*map(one, jobs)))
+    return list(await asyncio.gather(*map(generate, jobs)))
 
 
-def check(job: Job, found: Said) -> None:
-    """That a whole output is what was asked for, and what openai-harmony reads in it."""
-    assert found.finished is not None
-    if not found.messages and job.kind in ("plain", "auto", "none", "budget"):
-        return  # an answer may be empty: it then says nothing at all
-    *before, (kind, name, text, complete) = found.messages
-    assert complete and all(each[3] for each in before)
-    assert {each[0] for each in before} <= {Kind.REASONING, Kind.PREAMBLE}
-    strictly = vocab.encoding().parse_messages_from_completion_tokens(found.ids, Role.ASSISTANT)
+def check(job: Job, output: Output) -> None:
+    """Checks that a complete output is what was requested, and what openai-harmony reads in it."""
+    assert output.finished is not None
+    if not output.messages and job.kind in ("plain", "auto", "none", "budget"):
+        return  # an answer may be empty: it has no messages then
+    *before, (kind, name, text, complete) = output.messages
+    assert complete and all(message[3] for message in before)
+    assert {message[0] for message in before} <= {Kind.REASONING, Kind.PREAMBLE}
+    strictly = vocab.encoding().parse_messages_from_completion_tokens(output.ids, Role.ASSISTANT)
     shown = ["".join(part.text for part in message.content) for message in strictly]
-    assert [each for each in shown if each] == [each[2] for each in found.messages if each[2]]
+    assert [part for part in shown if part] == [
+        message[2] for message in output.messages if message[2]
+    ]
     wanted = job.kind
     if kind is Kind.CALL:
-        assert found.finished.reason == "tool_calls"
+        assert output.finished.reason == "tool_calls"
         assert wanted not in ("plain", "none", "schema")
         arguments = json.loads(text)
         if name == "say":
@@ -426,19 +432,19 @@ def check(job: Job, found: Said) -> None:
         else:
             jsonschema.validate(arguments, dict(SCHEMAS[name]))
     else:
-        assert found.finished.reason == "stop"
+        assert output.finished.reason == "stop"
         assert wanted not in ("required", "named", "custom")
-        if kind is not Kind.ANSWER:  # an empty answer is not told
-            assert not wanted.startswith("schema") and found.ids[-1] == vocab.RETURN
+        if kind is not Kind.ANSWER:  # an empty answer has no message
+            assert not wanted.startswith("schema") and output.ids[-1] == vocab.RETURN
         if wanted.startswith("schema"):
-            assert not any(each[0] is Kind.PREAMBLE for each in before)
+            assert not any(message[0] is Kind.PREAMBLE for message in before)
             jsonschema.validate(json.loads(text), dict(REPORT))
     if wanted == "named":
         assert name == "light"
     if wanted == "none":
-        assert not found.reasoned
+        assert not output.reasoned
     if wanted == "budget" and job.seed % 3 != 2:
-        assert found.reasoned <= 5 + enforcement_grace()
+        assert output.reasoned <= 5 + enforcement_grace()
 
 
 def enforcement_grace() -> int:
@@ -447,67 +453,67 @@ def enforcement_grace() -> int:
     return GRACE + 1
 
 
-def figures(jobs: Sequence[Job], outputs: Sequence[Said]) -> int:
-    """How many have come to an end. Prints how many of each kind have."""
+def count_finished(jobs: Sequence[Job], outputs: Sequence[Output]) -> int:
+    """Counts the outputs that came to an end, and prints the number of each kind."""
     finished: Counter[str] = Counter()
-    for job, found in zip(jobs, outputs, strict=True):
-        finished[job.kind] += found.finished is not None and found.finished.reason != "length"
-    of_each = Counter(job.kind for job in jobs)
-    print(*(f"{kind}: {finished[kind]} of {of_each[kind]} ended" for kind in KINDS), sep="\n")
-    print(sum(len(found.ids) for found in outputs), "ids")
+    for job, output in zip(jobs, outputs, strict=True):
+        finished[job.kind] += output.finished is not None and output.finished.reason != "length"
+    totals = Counter(job.kind for job in jobs)
+    print(*(f"{kind}: {finished[kind]} of {totals[kind]} ended" for kind in KINDS), sep="\n")
+    print(sum(len(counted.ids) for counted in outputs), "ids")
     return finished.total()
 
 
-def checked(job: Job, found: Said) -> None:
-    """``check``, which names the output that fails it."""
+def check_verbosely(job: Job, output: Output) -> None:
+    """``check``, but a failure shows the output."""
     try:
-        check(job, found)
+        check(job, output)
     except Exception as error:
-        raise AssertionError(f"{job}: {vocab.encoding().decode(found.ids)}") from error
+        raise AssertionError(f"{job}: {vocab.encoding().decode(output.ids)}") from error
 
 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("part", PARTS)
 def test_drawn_output_conforms(tiny: Any, run: Run, part: int) -> None:
     jobs = [Job(kind, seed) for seed, kind in product(range(part, SEEDS, len(PARTS)), KINDS)]
-    outputs = run(all_said(tiny, jobs))
-    for job, found in zip(jobs, outputs, strict=True):
-        assert found.constraint is not None and not found.constraint.failure
-        if found.finished and found.finished.reason != "length":
-            checked(job, found)
-    assert figures(jobs, outputs) > 0.8 * len(jobs)
+    outputs = run(generate_all(tiny, jobs))
+    for job, output in zip(jobs, outputs, strict=True):
+        assert output.constraint is not None and not output.constraint.failure
+        if output.finished and output.finished.reason != "length":
+            check_verbosely(job, output)
+    assert count_finished(jobs, outputs) > 0.8 * len(jobs)
 
 
 @pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize("part", PARTS)
-def test_limits_cut_anywhere(tiny: Any, run: Run, part: int) -> None:
+def test_output_is_cut_at_any_limit(tiny: Any, run: Run, part: int) -> None:
     jobs = [
         Job(kind, seed, random.Random(f"{seed} {kind}").randrange(1, 40))
         for seed, kind in product(range(part, SEEDS, len(PARTS)), KINDS)
     ]
-    outputs = run(all_said(tiny, jobs))
-    figures(jobs, outputs)
-    for job, found in zip(jobs, outputs, strict=True):
-        assert len(found.ids) <= job.max_tokens
-        assert found.finished is not None
-        if found.finished.reason != "length":
-            checked(job, found)
+    outputs = run(generate_all(tiny, jobs))
+    count_finished(jobs, outputs)
+    for job, output in zip(jobs, outputs, strict=True):
+        assert len(output.ids) <= job.max_tokens
+        assert output.finished is not None
+        if output.finished.reason != "length":
+            check_verbosely(job, output)
             continue
-        assert len(found.ids) == job.max_tokens
-        document = json.dumps(found.result)
+        assert len(output.ids) == job.max_tokens
+        document = json.dumps(output.result)
         assert "<|" not in document and "functions." not in document
         if job.kind in ("plain", "none", "schema"):
-            assert not any(each[0] is Kind.CALL for each in found.messages)
+            assert not any(message[0] is Kind.CALL for message in output.messages)
         if job.kind in ("required", "named", "custom"):
-            assert not any(each[0] is Kind.ANSWER and each[2] for each in found.messages)
+            assert not any(message[0] is Kind.ANSWER and message[2] for message in output.messages)
 
 
 @pytest.mark.nightly
-def test_other_requests_do_not_change_an_output(tiny: Any, run: Run) -> None:
+def test_output_does_not_depend_on_other_requests(tiny: Any, run: Run) -> None:
     jobs = [Job(kind, 3, 100) for kind in ("required", "schema", "plain", "custom")]
-    together = run(all_said(tiny, jobs))
-    alone = [run(all_said(tiny, [job]))[0] for job in jobs]
-    assert [each.ids for each in together] == [each.ids for each in alone]
+    together = run(generate_all(tiny, jobs))
+    alone = [run(generate_all(tiny, [job]))[0] for job in jobs]
+    assert [output.ids for output in together] == [output.ids for output in alone]
 
 
 # --- A model that wants something else.
@@ -515,7 +521,7 @@ def test_other_requests_do_not_change_an_output(tiny: Any, run: Run) -> None:
 FREE = GenerationSettings(400, 1.0, 1.0, logit_bias=TO_AN_END, seed=1)
 
 
-def wanting(want: str, kind: str, seed: int, **more: Any) -> tuple[Any, Body]:
+def request_of(want: str, kind: str, seed: int, **more: Any) -> tuple[Any, Body]:
     job = Job(kind, seed)
     text = json.dumps({**job.document, **more}).replace(TEXT, f">{want}<")
     return job.api, json.loads(text)
@@ -541,32 +547,32 @@ CROSSED = [
 @pytest.mark.parametrize(("want", "kind"), CROSSED)
 def test_unwilling_model_conforms(scripted: Any, run: Run, want: str, kind: str) -> None:
     for seed in range(3):
-        found = run(generate_output(scripted, *wanting(want, kind, seed), FREE))
-        if found.finished.reason != "length":
-            check(Job(kind, seed), found)
-        assert found.constraint is not None and not found.constraint.failure
+        output = run(generate_output(scripted, *request_of(want, kind, seed), FREE))
+        if output.finished.reason != "length":
+            check(Job(kind, seed), output)
+        assert output.constraint is not None and not output.constraint.failure
 
 
 def test_unforced_output_is_unchanged(scripted: Any, run: Run) -> None:
-    found = run(generate_output(scripted, *wanting("a call", "auto", 0), FREE))
-    assert vocab.encoding().decode(found.ids) == WANTS["a call"]
+    output = run(generate_output(scripted, *request_of("a call", "auto", 0), FREE))
+    assert vocab.encoding().decode(output.ids) == WANTS["a call"]
 
 
-def test_valid_calls_arrive_as_they_were_written(scripted: Any, run: Run) -> None:
-    for number, one in enumerate(CALLS):
+def test_valid_calls_are_not_changed(scripted: Any, run: Run) -> None:
+    for number, call in enumerate(CALLS):
         api = (CHAT, MESSAGES)[number % 2]
-        asked = [{"role": "user", "content": f">{one.name}<"}]
-        tools: list[Body] = [{"name": one.name, "input_schema": one.schema}]
+        user_messages = [{"role": "user", "content": f">{call.name}<"}]
+        tools: list[Body] = [{"name": call.name, "input_schema": call.schema}]
         if api is CHAT:
-            function = {"name": one.name, "parameters": one.schema}
+            function = {"name": call.name, "parameters": call.schema}
             tools = [{"type": "function", "function": function}]
-        document = {"model": "m", "max_tokens": 4000, "messages": asked, "tools": tools}
+        document = {"model": "m", "max_tokens": 4000, "messages": user_messages, "tools": tools}
         # Without the bias of FREE, which can end a call before its last white space.
-        found = run(
+        output = run(
             generate_output(scripted, api, document, replace(FREE, max_tokens=4000, logit_bias=()))
         )
-        assert found.last[1:] == (one.name, one.arguments, True)
-        assert found.constraint is not None and not found.constraint.failure
+        assert output.last[1:] == (call.name, call.arguments, True)
+        assert output.constraint is not None and not output.constraint.failure
 
 
 @pytest.mark.parametrize("policy", ["auto", "off"])
@@ -574,11 +580,11 @@ def test_reasoning_is_ended_by_its_budget(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
-    api, document = wanting("no end", "plain", 0, thinking_token_budget=30)
-    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=60)))
-    assert found.constraint is not None and found.constraint.reasoning_ended_by == "budget"
-    assert 30 <= found.reasoned <= 32
-    text = vocab.encoding().decode(found.ids)
+    api, document = request_of("no end", "plain", 0, thinking_token_budget=30)
+    output = run(generate_output(scripted, api, document, replace(FREE, max_tokens=60)))
+    assert output.constraint is not None and output.constraint.reasoning_ended_by == "budget"
+    assert 30 <= output.reasoned <= 32
+    text = vocab.encoding().decode(output.ids)
     head, _, tail = text.partition("<|end|><|start|>assistant")
     assert head.startswith("<|channel|>analysis<|message|> and then,")
     assert "analysis" not in tail[:40]
@@ -587,18 +593,18 @@ def test_reasoning_is_ended_by_its_budget(
 def test_looping_reasoning_is_ended(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    api, document = wanting("a loop", "plain", 1)
+    api, document = request_of("a loop", "plain", 1)
     monkeypatch.setattr(reasoning, "MIN_LOOP", 20)
     for word, ends in (("4", True), ("0", False)):
         monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", word)
-        found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=120)))
-        assert found.constraint is not None
-        assert found.constraint.reasoning_ended_by == ("repetition" if ends else "")
-        assert (found.reasoned < 60) is ends
+        output = run(generate_output(scripted, api, document, replace(FREE, max_tokens=120)))
+        assert output.constraint is not None
+        assert output.constraint.reasoning_ended_by == ("repetition" if ends else "")
+        assert (output.reasoned < 60) is ends
 
 
 @pytest.mark.parametrize("by", ["flag", "environment"])
-def test_a_default_budget(
+def test_default_budget_ends_reasoning(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
     from vllm_mlx import server
@@ -606,34 +612,36 @@ def test_a_default_budget(
     monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_BUDGET", "200" if by == "flag" else "20")
     if by == "flag":
         monkeypatch.setattr(server, "_default_thinking_token_budget", 20)
-    found = run(
-        generate_output(scripted, *wanting("no end", "plain", 1), replace(FREE, max_tokens=50))
+    output = run(
+        generate_output(scripted, *request_of("no end", "plain", 1), replace(FREE, max_tokens=50))
     )
-    assert 20 <= found.reasoned <= 22
+    assert 20 <= output.reasoned <= 22
 
 
 @pytest.mark.parametrize("budgets", ["", "off"])
-def test_a_small_limit_is_a_budget(
+def test_small_limit_implies_a_budget(
     scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, budgets: str
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_BUDGET", budgets)
-    api, document = wanting("no end", "plain", 1, max_output_tokens=84)
-    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=84)))
+    api, document = request_of("no end", "plain", 1, max_output_tokens=84)
+    output = run(generate_output(scripted, api, document, replace(FREE, max_tokens=84)))
     if budgets:
-        assert found.reasoned > 70
+        assert output.reasoned > 70
     else:
-        assert 20 <= found.reasoned <= 22
+        assert 20 <= output.reasoned <= 22
 
 
 @pytest.mark.parametrize("policy", ["auto", "off"])
-def test_min_tokens(scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+def test_min_tokens_is_reached(
+    scripted: Any, run: Run, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
     for least in (0, 30):
-        api, document = wanting("prose", "plain", 0, min_tokens=least)
-        found = run(generate_output(scripted, api, document, FREE))
+        api, document = request_of("prose", "plain", 0, min_tokens=least)
+        output = run(generate_output(scripted, api, document, FREE))
         usual = vocab.encoding().encode(PROSE, allowed_special="all")
-        assert found.ids == usual if not least else len(found.ids) >= least
-        assert found.finished is not None and found.finished.reason == "stop"
+        assert output.ids == usual if not least else len(output.ids) >= least
+        assert output.finished is not None and output.finished.reason == "stop"
 
 
 @pytest.mark.parametrize("policy", ["auto", "off"])
@@ -643,32 +651,32 @@ def test_ignore_eos_generates_up_to_the_limit(
 ) -> None:
     """Benchmarks measure the time of a known number of tokens."""
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, policy)
-    api, document = wanting("prose", kind, 0, ignore_eos=True)
-    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=80)))
-    assert len(found.ids) == 80
-    assert found.finished is not None and found.finished.reason == "length"
+    api, document = request_of("prose", kind, 0, ignore_eos=True)
+    output = run(generate_output(scripted, api, document, replace(FREE, max_tokens=80)))
+    assert len(output.ids) == 80
+    assert output.finished is not None and output.finished.reason == "length"
 
 
 def test_min_tokens_does_not_break_a_grammar(scripted: Any, run: Run) -> None:
-    api, document = wanting("prose", "schema", 0, min_tokens=200)
-    found = run(generate_output(scripted, api, document, FREE))
-    assert found.finished is not None and found.finished.reason == "stop"
-    check(Job("schema", 0), found)
+    api, document = request_of("prose", "schema", 0, min_tokens=200)
+    output = run(generate_output(scripted, api, document, FREE))
+    assert output.finished is not None and output.finished.reason == "stop"
+    check(Job("schema", 0), output)
 
 
 # --- Settings and errors.
 
 
-def constrained(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint | None:
-    async def asked() -> Constraint | None:
+def constraint_of(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint | None:
+    async def build() -> Constraint | None:
         job = Job(kind, seed)
         document = {**job.document, **more}
         turn = job.api.read(document, Defaults(), CALLER).turn
         names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
         return await enforcement.constraint_for(turn, names, Enforcement.of(ServerSettings.read()))
 
-    found: Constraint | None = run(asked())
-    return found
+    constraint: Constraint | None = run(build())
+    return constraint
 
 
 @pytest.fixture
@@ -679,23 +687,23 @@ def off(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("off")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["plain", "auto", "none", "schema"])
-def test_off_is_nothing_at_all(run: Run, kind: str, seed: int) -> None:
-    assert constrained(run, kind, seed) is None
+def test_off_makes_no_constraint(run: Run, kind: str, seed: int) -> None:
+    assert constraint_of(run, kind, seed) is None
 
 
 @pytest.mark.usefixtures("off")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["required", "named", "custom"])
-def test_off_refuses_what_only_a_grammar_can_promise(run: Run, kind: str, seed: int) -> None:
+def test_off_refuses_requests_that_need_a_grammar(run: Run, kind: str, seed: int) -> None:
     with pytest.raises(RequestError, match="cannot be enforced") as raised:
-        constrained(run, kind, seed)
+        constraint_of(run, kind, seed)
     assert raised.value.param == "tool_choice"
 
 
 @pytest.mark.usefixtures("off")
 def test_off_refuses_strict_tools(run: Run) -> None:
     with pytest.raises(RequestError, match="strict arguments of tool 'weather'"):
-        constrained(run, "auto", tools=nested(functions(strict=True)))
+        constraint_of(run, "auto", tools=nested(functions(strict=True)))
 
 
 ODD = {"type": "object", "properties": {"a": {"$ref": "#/$defs/nowhere"}}}
@@ -710,15 +718,15 @@ def test_unsupported_schema_is_refused_when_strict_or_logged(
     run: Run, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert constrained(run, "auto", tools=odd(False)) is not None
-        assert constrained(run, "auto", tools=odd(False)) is not None
-    (line,) = [each for each in caplog.messages if "'odd'" in each]
+        assert constraint_of(run, "auto", tools=odd(False)) is not None
+        assert constraint_of(run, "auto", tools=odd(False)) is not None
+    (line,) = [message for message in caplog.messages if "'odd'" in message]
     assert "a $ref that leads nowhere" in line
     with pytest.raises(RequestError, match=r"'odd'.*leads nowhere cannot be enforced"):
-        constrained(run, "auto", tools=odd(True))
+        constraint_of(run, "auto", tools=odd(True))
     monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "strict")
     with pytest.raises(RequestError, match="'odd'"):
-        constrained(run, "auto", tools=odd(False))
+        constraint_of(run, "auto", tools=odd(False))
 
 
 @pytest.mark.parametrize(
@@ -730,13 +738,15 @@ def test_unsupported_schema_is_refused_when_strict_or_logged(
         ("VLLM_MLX_HARMONY_REPETITIONS", "x"),
     ],
 )
-def test_words_that_cannot_be(monkeypatch: pytest.MonkeyPatch, variable: str, word: str) -> None:
+def test_invalid_setting_is_refused(
+    monkeypatch: pytest.MonkeyPatch, variable: str, word: str
+) -> None:
     monkeypatch.setenv(variable, word)
     with pytest.raises(HostError, match=variable):
         Enforcement.of(ServerSettings.read())
 
 
-def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
+def test_grammar_is_cached_per_tenant(run: Run) -> None:
     turn = Turn((User("Hi."),), tenant="one")
     names = StreamingHarmonyContext(turn, ResponseInfo("0", 0, "m")).names
 
@@ -745,8 +755,8 @@ def test_a_grammar_is_remembered_for_its_tenant_alone(run: Run) -> None:
         constraint = await enforcement.constraint_for(own, names, wanted)
         return constraint and constraint.spec.grammar
 
-    one, again, other = run(grammar("one")), run(grammar("one")), run(grammar("two"))
-    assert one is again and one is not other
+    first, again, other = run(grammar("one")), run(grammar("one")), run(grammar("two"))
+    assert first is again and first is not other
 
 
 class Broken:
@@ -800,12 +810,12 @@ def test_ended_reasoning_is_counted(
     monkeypatch.setattr(server, "_metrics", collector)
     metrics.REASONING_ENDED.clear()
     metrics.show()
-    api, document = wanting("no end", "plain", 0, thinking_token_budget=10)
-    found = run(generate_output(scripted, api, document, replace(FREE, max_tokens=30)))
+    api, document = request_of("no end", "plain", 0, thinking_token_budget=10)
+    output = run(generate_output(scripted, api, document, replace(FREE, max_tokens=30)))
     with caplog.at_level(logging.INFO):
         tracker = VllmMlx().tracker("chat_completions", stream=False)
-        generation.report_reasoning_ended(found.constraint, "key", tracker)
-        generation.report_reasoning_ended(found.constraint, "key", tracker)
-    assert any("key: reasoning cut short (budget)" in each for each in caplog.messages)
+        generation.report_reasoning_ended(output.constraint, "key", tracker)
+        generation.report_reasoning_ended(output.constraint, "key", tracker)
+    assert any("key: reasoning cut short (budget)" in message for message in caplog.messages)
     page = collector.render_metrics(engine=None, mcp_manager=None)[0].decode()
     assert 'vllm_mlx_harmony_reasoning_ended_total{reason="budget"} 2.0' in page

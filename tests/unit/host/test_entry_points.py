@@ -1,4 +1,4 @@
-"""The replaceable parts: whose is taken, and what happens when it cannot be loaded."""
+"""The replaceable parts: whose is used, and what happens when it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from vllm_mlx_harmony.host import entry_points
 
 
 class FakeDistribution:
-    """What an entry point knows of the package that brings it."""
+    """What an entry point knows of the package that declares it."""
 
     def __init__(self, name: str) -> None:
         self.name, self.version = name, "1.2"
@@ -29,9 +29,9 @@ class FakeDistribution:
 
 
 def entry(name: str, value: str, distribution: str) -> metadata.EntryPoint:
-    found = metadata.EntryPoint(name, value, entry_points.PROMPT_RENDERERS)
-    vars(found).update(dist=FakeDistribution(distribution))
-    return found
+    entry_point = metadata.EntryPoint(name, value, entry_points.PROMPT_RENDERERS)
+    vars(entry_point).update(dist=FakeDistribution(distribution))
+    return entry_point
 
 
 OURS = entry("harmony", "os:getcwd", "vllm_mlx_harmony")
@@ -48,7 +48,7 @@ AFTER = entry("harmony", "os:getppid", "z-renderer")
         ([AFTER, OURS, FOREIGN], "getpid"),
     ],
 )
-def test_somebody_elses_part_wins(
+def test_foreign_part_takes_precedence(
     monkeypatch: pytest.MonkeyPatch, entries: list[metadata.EntryPoint], expected: str
 ) -> None:
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: entries)
@@ -57,7 +57,7 @@ def test_somebody_elses_part_wins(
     assert expected in source
 
 
-def test_an_unknown_group_is_an_error() -> None:
+def test_unknown_group_is_an_error() -> None:
     with pytest.raises(HostError, match=r"no\.such\.group"):
         entry_points.resolve("no.such.group", "harmony")
 
@@ -69,7 +69,7 @@ def test_part_that_fails_to_load_is_named(monkeypatch: pytest.MonkeyPatch) -> No
         entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
 
 
-def test_a_checkout_on_the_path_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkout_without_entry_points_uses_its_own_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(entry_points.metadata, "entry_points", lambda **_: [])
     monkeypatch.setitem(entry_points.OWN, entry_points.PROMPT_RENDERERS, "os:getcwd")
     part, _, source = entry_points.resolve(entry_points.PROMPT_RENDERERS, "harmony")
@@ -77,13 +77,13 @@ def test_a_checkout_on_the_path_uses_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Silent:
-    """Does nothing, as a part would."""
+    """A part without the members of its protocol."""
 
     def __init__(self, turn: object, info: object, renderer: object) -> None: ...
 
 
 class OldContext(StreamingHarmonyContext):
-    """As contexts were before log probabilities."""
+    """A context from before log probabilities."""
 
     def append_output(self, ids: Sequence[int]) -> list[Delta]:  # type: ignore[override]
         return super().append_output(ids)
@@ -117,7 +117,7 @@ RENDERERS, CONTEXTS = entry_points.PROMPT_RENDERERS, entry_points.STREAMING_CONT
         (entry_points.TOOL_PARSERS, "Silent", "Silent.extract_tool_calls is missing"),
     ],
 )
-def test_part_must_have_what_its_protocol_has(
+def test_part_must_fit_its_protocol(
     monkeypatch: pytest.MonkeyPatch, group: str, part: str, problem: str | None
 ) -> None:
     monkeypatch.setitem(sys.modules, "another_package", sys.modules[__name__])
@@ -138,10 +138,8 @@ def test_part_must_have_what_its_protocol_has(
 ARCHITECTURE = (Path(__file__).resolve().parents[3] / "docs" / "architecture.md").read_text("utf-8")
 
 
-def test_the_example_of_the_documentation_works(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Its module and its entry point, as another package would bring them."""
+def test_documented_example_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its module and its entry point, as another package would have them."""
     (code,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, re.DOTALL)
     (group, value) = re.findall(
         r'entry-points\."(.+?)"\]\nharmony = "(.+?)"', ARCHITECTURE, re.DOTALL
@@ -161,7 +159,7 @@ def test_the_example_of_the_documentation_works(
     assert "2031" not in prompt
 
 
-def test_the_files_that_the_documentation_names_are_there() -> None:
+def test_files_named_in_the_documentation_exist() -> None:
     package = Path(entry_points.__file__).resolve().parents[1]
     named = set(
         re.findall(

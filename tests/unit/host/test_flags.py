@@ -1,4 +1,4 @@
-"""Flags of the host on our path: honoured, or named with the reason when they were given."""
+"""The host's flags: those that we honour, and those that are named because they have no effect."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from vllm_mlx_harmony.server.tools import browser
 MB = 1 << 20
 
 
-def parsed(*line: str) -> Any:
-    """What the host's own parser makes of a command line."""
+def parse(*line: str) -> Any:
+    """A command line, parsed by the host's own parser."""
     return vllm_mlx.cli.create_parser().parse_args(["serve", "MODEL", *line])
 
 
-def given(monkeypatch: pytest.MonkeyPatch, *line: str) -> dict[str, Any]:
+def parse_given(monkeypatch: pytest.MonkeyPatch, *line: str) -> dict[str, Any]:
     monkeypatch.setattr(sys, "argv", ["vllm-mlx", "serve", "MODEL", *line])
-    return flags.given(parsed(*line))
+    return flags.given(parse(*line))
 
 
-def test_a_flag_given_with_its_default_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = given(monkeypatch, "--cache-memory-percent", "0.2", "--prefill-step-s=2048")
-    assert found == {
+def test_flag_with_its_default_value_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = parse_given(monkeypatch, "--cache-memory-percent", "0.2", "--prefill-step-s=2048")
+    assert options == {
         "command": "serve",
         "model": "MODEL",
         "cache_memory_percent": 0.2,
@@ -47,12 +47,12 @@ def test_a_flag_given_with_its_default_is_given(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("argv", [["pytest"], ["vllm-mlx", "serve", "OTHER"], ["x", "serve", "-?"]])
-def test_another_command_line_than_the_process_s(
+def test_without_matching_argv_default_values_do_not_count(
     monkeypatch: pytest.MonkeyPatch, argv: list[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", argv)
-    found = flags.given(parsed("--use-paged-cache", "--max-cache-blocks", "1000"))
-    assert found == {"use_paged_cache": True}
+    options = flags.given(parse("--use-paged-cache", "--max-cache-blocks", "1000"))
+    assert options == {"use_paged_cache": True}
 
 
 @pytest.mark.parametrize(
@@ -71,14 +71,16 @@ def test_another_command_line_than_the_process_s(
         ("--disable-prefix-cache --cache-memory-mb 9", 0),
     ],
 )
-def test_budget(monkeypatch: pytest.MonkeyPatch, line: str, expected: int | None) -> None:
+def test_cache_budget_is_read_from_flags(
+    monkeypatch: pytest.MonkeyPatch, line: str, expected: int | None
+) -> None:
     monkeypatch.setattr("vllm_mlx.memory_cache._get_available_memory", lambda: 10_000 * MB)
-    assert flags.cache_budget(given(monkeypatch, *line.split())) == expected
+    assert flags.cache_budget(parse_given(monkeypatch, *line.split())) == expected
 
 
 def test_invalid_percentage_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostError, match=r"--cache-memory-percent: .*1\.5"):
-        flags.cache_budget(given(monkeypatch, "--cache-memory-percent", "1.5"))
+        flags.cache_budget(parse_given(monkeypatch, "--cache-memory-percent", "1.5"))
 
 
 NAMED = [
@@ -115,8 +117,8 @@ NAMED = [
 def test_flags_without_effect_are_named(
     monkeypatch: pytest.MonkeyPatch, line: str, expected: str
 ) -> None:
-    found = given(monkeypatch, *line.split())
-    (sentence,) = flags.without_effect(found, enabled=True)
+    options = parse_given(monkeypatch, *line.split())
+    (sentence,) = flags.without_effect(options, enabled=True)
     assert sentence.startswith(expected)
     assert sentence.partition(": ")[2]
 
@@ -132,24 +134,24 @@ HONOURED = (
 
 
 def test_flags_with_effect_are_not_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = given(monkeypatch, *HONOURED.split())
-    assert flags.without_effect(found, enabled=True) == []
+    options = parse_given(monkeypatch, *HONOURED.split())
+    assert flags.without_effect(options, enabled=True) == []
 
 
 @pytest.mark.parametrize("line", ["--ssd-cache-dir d", "--ssd-cache-dir d --ssd-cache-max-gb 9"])
-def test_without_any_prefix_cache_nothing_is_on_disk(
+def test_disk_flags_without_prefix_cache_are_named(
     monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
-    found = given(monkeypatch, "--disable-prefix-cache", *line.split())
-    (sentence,) = flags.without_effect(found, enabled=False)
+    options = parse_given(monkeypatch, "--disable-prefix-cache", *line.split())
+    (sentence,) = flags.without_effect(options, enabled=False)
     assert sentence.startswith("--ssd-cache-dir") and sentence.endswith("the prefix cache is off")
 
 
-def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
+def test_disabled_prefix_cache_is_not_called_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     line = "--disable-prefix-cache --prefix-trie-cache --ssd-cache-dir d"
-    off, tree = flags.without_effect(given(monkeypatch, *line.split()), enabled=False)
+    off, tree = flags.without_effect(parse_given(monkeypatch, *line.split()), enabled=False)
     assert off == "--ssd-cache-dir: the prefix cache is off"
     assert (
         tree
@@ -167,35 +169,39 @@ def test_without_any_prefix_cache_no_sentence_says_that_it_is_on(
         ("--disable-prefix-cache", "off"),
     ],
 )
-def test_the_start_says_how_large_the_prefix_cache_is(line: str, expected: str) -> None:
+def test_startup_log_has_the_size_of_the_prefix_cache(line: str, expected: str) -> None:
     try:
-        activation._apply(parsed(*line.split()), ServerSettings(cache=7 * MB))
+        activation._apply(parse(*line.split()), ServerSettings(cache=7 * MB))
         assert dict(summary._common())["prefix cache"] == expected
     finally:
-        activation._apply(parsed(), ServerSettings())
+        activation._apply(parse(), ServerSettings())
 
 
 @pytest.mark.parametrize("line", ["", "--continuous-batching"])
-def test_flags_of_an_engine_reach_it(line: str) -> None:
-    given = "--max-num-seqs 9 --prefill-batch-size 4 --completion-batch-size 5 --stream-interval 3"
+def test_engine_flags_reach_the_engine(line: str) -> None:
+    batching = (
+        "--max-num-seqs 9 --prefill-batch-size 4 --completion-batch-size 5 --stream-interval 3"
+    )
     more = "--chunked-prefill-tokens 64 --prefill-step-size 96 --gpu-memory-utilization 0.5"
-    found = resources.engine_options(parsed(*f"{given} {more} {line}".split()), Options())
+    options = resources.engine_options(parse(*f"{batching} {more} {line}".split()), Options())
     expected = BatchLimits(sequences=9, prompts=4, answers=5, chunk=96, chunk_beside=64)
-    assert found == Options(expected, utilization=0.5, interval=3)
-    assert resources.engine_options(parsed(), Options()) == Options()
-    one = SimpleNamespace(stream_interval=0, prefill_step_size=64, gpu_memory_utilization=0.4)
-    limits = replace(found.limits, chunk=64)
-    assert resources.engine_options(one, found) == Options(limits, utilization=0.4, interval=1)
+    assert options == Options(expected, utilization=0.5, interval=3)
+    assert resources.engine_options(parse(), Options()) == Options()
+    namespace = SimpleNamespace(stream_interval=0, prefill_step_size=64, gpu_memory_utilization=0.4)
+    limits = replace(options.limits, chunk=64)
+    assert resources.engine_options(namespace, options) == Options(
+        limits, utilization=0.4, interval=1
+    )
 
 
-def test_settings_of_an_engine_reach_it() -> None:
+def test_engine_settings_reach_the_engine() -> None:
     assert resources.configured_options(ServerSettings()) == Options()
     settings = ServerSettings(pause_ms=100, speculate="forced", queue=3, memory=4, wired=5)
     options = resources.configured_options(settings)
     assert options == Options(
         BatchLimits(pause=0.1), speculate="forced", queue=3, memory=4, wired=5
     )
-    assert resources.engine_options(parsed(), options) == options
+    assert resources.engine_options(parse(), options) == options
 
 
 ELSEWHERE = {
@@ -215,20 +221,20 @@ ELSEWHERE = {
     *("max_num_seqs", "prefill_batch_size", "completion_batch_size", "chunked_prefill_tokens"),
     *("stream_interval", "gpu_memory_utilization"),
 }
-"""Flags that do what the host says of them, were looked at, and are tested where they act."""
+"""Flags that do what the host documents; they are tested where they act."""
 
 
-def test_every_flag_of_the_host_was_looked_at() -> None:
-    """A flag that is new in the host belongs into one of the two lists."""
+def test_every_flag_of_the_host_is_classified() -> None:
+    """A new flag of the host belongs in one of the two lists."""
     idle = {"ssd_cache_dir", "ssd_cache_max_gb"}
     idle |= {name for names in flags.WITHOUT_EFFECT.values() for name in names.split()}
     assert idle & ELSEWHERE == set()
-    assert set(vars(parsed())) - {"command"} == (idle | ELSEWHERE) - {"help"}
+    assert set(vars(parse())) - {"command"} == (idle | ELSEWHERE) - {"help"}
 
 
-def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mllm_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(HostError, match="--mllm is not supported: gpt-oss takes text only"):
-        activation._check(parsed("--mllm"), ServerSettings())
+        activation._check(parse("--mllm"), ServerSettings())
 
 
 @pytest.mark.parametrize(
@@ -244,14 +250,14 @@ def test_a_text_only_model_has_no_mllm(capsys: pytest.CaptureFixture[str]) -> No
         ("192.168.1.5", 9, " --url http://192.168.1.5:9"),
     ],
 )
-def test_next_names_an_address_that_the_server_listens_on(host: str, port: int, url: str) -> None:
+def test_next_command_has_the_address_of_the_server(host: str, port: int, url: str) -> None:
     summary.set_flags(argparse.Namespace(host=host, port=port), ())
     assert dict(summary._common())["next"] == f"vllm-mlx-harmony launch codex{url}"
 
 
 def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs no configuration; with one that is used, `init_mcp` makes the browser."""
-    made = SimpleNamespace(
+    """It needs no configuration file; if one is used, `init_mcp` creates the browser."""
+    fake_browser = SimpleNamespace(
         label="browser",
         description="",
         timeout=1.0,
@@ -259,11 +265,11 @@ def test_startup_log_has_web_search(monkeypatch: pytest.MonkeyPatch) -> None:
         tools=tuple(map(Tool, ("search", "open", "find"))),
         engine=SimpleNamespace(name="ddgs"),
     )
-    monkeypatch.setattr(browser, "of", lambda settings: made)
+    monkeypatch.setattr(browser, "of", lambda settings: fake_browser)
     monkeypatch.setattr(tools, "running", None)
     settings = ServerSettings(web_search="ddgs")
-    activation._check(parsed(), settings)
-    activation._check(parsed(), replace(settings, tools=Use.ALL))
+    activation._check(parse(), settings)
+    activation._check(parse(), replace(settings, tools=Use.ALL))
     lines = tools.start_browser(settings, None)
     assert tools.running is not None and tools.running.use is Use.ON
     summary.set_flags(argparse.Namespace(), (), lines)

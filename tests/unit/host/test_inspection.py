@@ -1,4 +1,4 @@
-"""The inspector in vllm-mlx's application: only where it is asked for."""
+"""The inspector in vllm-mlx's application: it is there only if it is enabled."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ def inspector_rows() -> list[Requirement]:
     return [row for row in rows if row.label == "GET /harmony"]
 
 
-@pytest.mark.parametrize(("value", "there"), [(None, False), ("0", False), ("1", True)])
-def test_only_with_the_variable(
-    value: str | None, there: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("0", False), ("1", True)])
+def test_inspector_requires_the_variable(
+    value: str | None, expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_MLX_HARMONY_INSPECT", raising=False)
     if value is not None:
         monkeypatch.setenv("VLLM_MLX_HARMONY_INSPECT", value)
-    assert bool(inspector_rows()) is there
+    assert bool(inspector_rows()) is expected
 
 
-def test_behind_the_hosts_key_and_gone_when_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_inspector_requires_the_key_and_can_be_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_api_key", KEY)
     before = list(server.app.router.routes), list(server.app.user_middleware)
     stack = server.app.middleware_stack
     monkeypatch.setenv("VLLM_MLX_HARMONY_INSPECT", "1")
     (row,) = inspector_rows()
-    around = mount.front_end(VllmMlx()).apply()
+    undo_front_end = mount.front_end(VllmMlx()).apply()
     assert row.problem() is None
     undo = row.apply()
     try:
@@ -54,6 +54,6 @@ def test_behind_the_hosts_key_and_gone_when_undone(monkeypatch: pytest.MonkeyPat
         assert titles == ["Requests", "Prefix cache"]
     finally:
         undo()
-        around()
+        undo_front_end()
     assert before == (list(server.app.router.routes), list(server.app.user_middleware))
     assert server.app.middleware_stack is stack

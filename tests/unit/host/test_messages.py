@@ -1,4 +1,4 @@
-"""The routes of the Messages API without a model: who is let in, and how the others are refused."""
+"""The routes of the Messages API without a model: who is admitted, and how others are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HELLO = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content":
 
 @pytest.fixture(autouse=True)
 def _no_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Whoever is let in is told that there is no model: 503."""
+    """There is no model: admitted requests get 503."""
     monkeypatch.setattr(server, "_engine", None)
     monkeypatch.setattr(server, "_model_name", None)
     monkeypatch.setattr(server, "_api_key", KEY)
@@ -49,12 +49,12 @@ def _no_model(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def post(path: str, headers: dict[str, Any]) -> httpx.Response:
-    async def posted() -> httpx.Response:
+    async def send() -> httpx.Response:
         transport = httpx.ASGITransport(server.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
             return await client.post(path, json=HELLO, headers=headers)
 
-    return asyncio.run(posted())
+    return asyncio.run(send())
 
 
 def bearer(key: str) -> bytes:
@@ -93,7 +93,7 @@ def test_one_right_key_is_enough(path: str, headers: dict[str, Any], admitted: b
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": bearer("sécret")}])
-def test_without_a_key_of_its_own_the_server_asks_for_none(
+def test_server_without_a_key_requires_none(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(server, "_api_key", None)
@@ -120,16 +120,16 @@ def test_rate_limit_error_has_a_request_id(monkeypatch: pytest.MonkeyPatch) -> N
     limiter = server.RateLimiter(requests_per_minute=1, enabled=True)
     monkeypatch.setattr(server, "_rate_limiter", limiter)
     first, second, third = (post(PATHS[0], {"x-api-key": KEY}) for _ in range(3))
-    assert [each.status_code for each in (first, second, third)] == [503, 429, 429]
+    assert [response.status_code for response in (first, second, third)] == [503, 429, 429]
     assert second.json()["error"]["type"] == "rate_limit_error"
     assert int(second.headers["retry-after"]) > 0
-    ids = [each.headers["request-id"] for each in (first, second, third)]
-    assert ids == [each.json()["request_id"] for each in (first, second, third)]
+    ids = [response.headers["request-id"] for response in (first, second, third)]
+    assert ids == [response.json()["request_id"] for response in (first, second, third)]
     assert len(set(ids)) == 3
 
 
 @pytest.mark.parametrize("headers", [headers for headers, admitted in PAIRS if admitted])
-def test_the_same_key_is_the_same_tenant(headers: dict[str, Any]) -> None:
+def test_same_key_is_the_same_tenant(headers: dict[str, Any]) -> None:
     raw = [(name.lower().encode(), _bytes(value)) for name, value in headers.items()]
     request = Request({"type": "http", "headers": raw, "app": server.app})
     asyncio.run(messages.bearer(request))
@@ -152,7 +152,7 @@ def test_unavailable_tools_are_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 
 CLAUDE_CODE = re.compile(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", re.IGNORECASE)
-"""What Claude Code looks for to learn that it has to shorten the conversation, and by how much."""
+"""What Claude Code searches for to learn that it must shorten the conversation, and by how much."""
 
 
 @pytest.mark.parametrize("prompt_tokens", [131_072, 131_073, 1_000_000])

@@ -1,4 +1,4 @@
-"""Other names of the model: what is listed, what is found, and what an answer is signed with."""
+"""Aliases of the model: which are listed, which are found, and which name an answer has."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Activate]:
 
 
 ROWS = [
-    # setting, name asked for, whether it is one of the others
+    # setting, requested name, whether it is an alias
     ("none", "gpt-4o", False),
     ("", "gpt-4o", True),
     ("", "claude-opus-4-5-20251101", True),
@@ -67,7 +67,7 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("setting", "name", "is_alias"), ROWS)
-def test_a_model_answers_to_its_aliases(
+def test_model_answers_to_its_aliases(
     setting: str, name: str, is_alias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(NAMES_VARIABLE, setting)
@@ -77,7 +77,7 @@ def test_a_model_answers_to_its_aliases(
     assert names.echoed_name(name) == (name if is_alias else "gpt-oss-20b")
 
 
-def test_with_several_models_a_name_is_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_models_have_no_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_model_manager", object())
     assert VllmMlx().model_name is None
     several = ModelNames(None, ("*",))
@@ -86,19 +86,19 @@ def test_with_several_models_a_name_is_one_of_them(monkeypatch: pytest.MonkeyPat
 
 
 def get(path: str) -> httpx.Response:
-    async def got() -> httpx.Response:
+    async def fetch() -> httpx.Response:
         transport = httpx.ASGITransport(server.app)
         async with httpx.AsyncClient(transport=transport, base_url="http://host") as client:
             return await client.get(path)
 
-    return asyncio.run(got())
+    return asyncio.run(fetch())
 
 
 def ids(listed: Any) -> list[str]:
     return [entry["id"] for entry in listed["data"]]
 
 
-def test_the_names_are_listed_as_they_were_given(activate: Activate) -> None:
+def test_configured_names_are_listed(activate: Activate) -> None:
     activate("")  # the common names are no models of their own
     assert ids(get("/v1/models").json()) == ["gpt-oss-20b"]
     activate("claude-*,gpt-4o,gpt-4o,gpt-oss-20b")
@@ -111,16 +111,16 @@ def test_the_names_are_listed_as_they_were_given(activate: Activate) -> None:
 @pytest.mark.parametrize("name", ["claude-opus-4", "claude-*", "gpt-oss-20b"])
 def test_matching_name_is_found(name: str, activate: Activate) -> None:
     activate("claude-*")
-    found = get(f"/v1/models/{name}").json()
-    assert found["id"] == name
-    assert found.keys() == get("/v1/models").json()["data"][0].keys()
+    model = get(f"/v1/models/{name}").json()
+    assert model["id"] == name
+    assert model.keys() == get("/v1/models").json()["data"][0].keys()
     assert get("/v1/models/gpt-4o").status_code == 404
 
 
-def test_the_engine_is_leased_under_aliases(
+def test_engine_is_leased_under_aliases(
     activate: Activate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host is asked for its own name, and refuses those that are nobody's."""
+    """The host gets its own name, and requests for unknown names are refused."""
     lent: list[str | None] = []
 
     async def lend(*_: object, model: str | None, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""Which models are Harmony models, and what the host's own are left with."""
+"""Which models are Harmony models, and that others keep the host's own engines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_mlx_harmony.model_files import TOKENIZER, _lists_harmony, is_harmony, 
 
 
 class Wrapped:
-    """As mlx-lm does it: an object that passes on what it does not have."""
+    """A wrapper like that of mlx-lm, which passes on the attributes that it lacks."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -32,7 +32,7 @@ class Wrapped:
 
 
 class Harmony:
-    """The interface of a transformers tokenizer over the real vocabulary, to be spoiled in part."""
+    """A tokenizer as of transformers, over the real vocabulary, in which ids can be moved."""
 
     def __init__(self, moved: str = "", shift: int = 0) -> None:
         self._moved, self._shift = moved, shift
@@ -59,13 +59,13 @@ CONTROL = ["start", "end", "message", "channel", "constrain", "return", "call"]
         *[(Harmony(moved=f"<|{name}|>"), False) for name in CONTROL],
     ],
 )
-def test_is_harmony(tokenizer: Any, expected: bool) -> None:
+def test_harmony_tokenizer_is_recognized(tokenizer: Any, expected: bool) -> None:
     assert is_harmony(tokenizer) is expected
 
 
 @pytest.mark.parametrize("name", ["", *CONTROL])
-def test_a_list_of_tokens_is_enough(tmp_path: Path, name: str) -> None:
-    """Unless one of them is another: then the tokenizer itself is asked."""
+def test_list_of_tokens_is_enough(tmp_path: Path, name: str) -> None:
+    """Unless one of them differs: then the tokenizer itself must be read."""
     content = (standin.write_tiny(tmp_path, width=16) / TOKENIZER).read_bytes()
     assert _lists_harmony(content)
     if name:
@@ -93,22 +93,22 @@ def test_directory_of_another_model_is_not_loaded(other: Path) -> None:
 
 
 def test_other_models_get_the_hosts_own_engines(other: Path) -> None:
-    def theirs(*given: Any, **keywords: Any) -> tuple[Any, Any]:
-        return given, keywords
+    def theirs(*arguments: Any, **keywords: Any) -> tuple[Any, Any]:
+        return arguments, keywords
 
     path = str(other)
 
-    async def instantiated(*given: Any) -> Any:
-        return given
+    async def instantiate(*arguments: Any) -> Any:
+        return arguments
 
-    made = loading.instantiate_model(instantiated)(None, "entry", path)
-    assert asyncio.run(made) == (None, "entry", path)
+    engine = loading.instantiate_model(instantiate)(None, "entry", path)
+    assert asyncio.run(engine) == (None, "entry", path)
 
 
-def test_one_of_several_models_has_the_name_that_clients_know(
+def test_one_of_several_models_has_its_configured_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its files are in a snapshot, say, whose path means nothing to them."""
+    """Its files may be in a snapshot, whose path means nothing to clients."""
 
     async def theirs(manager: Any, *_: object) -> Any:
         return manager._engine_factory(SimpleNamespace())
@@ -122,29 +122,29 @@ def test_one_of_several_models_has_the_name_that_clients_know(
     assert vars(manager) == {}, "its own factory stays"
 
 
-def test_a_tokenizer_is_read_in_a_thread_once(
+def test_tokenizer_is_read_once_in_a_thread(
     tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes a second. A model that is not there yet is not remembered."""
+    """Reading takes a second. A model that is not there yet is not remembered."""
     readers = []
 
-    def recorded(_: object) -> bool:
+    def record(_: object) -> bool:
         readers.append(threading.current_thread())
         return False
 
     async def theirs(*_: object) -> str:
         return "theirs"
 
-    monkeypatch.setattr(model_files, "is_harmony", recorded)
+    monkeypatch.setattr(model_files, "is_harmony", record)
     assert is_harmony_model(str(tmp_path)) is None
     path = str(request.getfixturevalue("other"))
     for _ in range(2):
-        made = loading.instantiate_model(theirs)(None, "entry", path)  # type: ignore[arg-type]
-        assert asyncio.run(made) == "theirs"
+        engine = loading.instantiate_model(theirs)(None, "entry", path)  # type: ignore[arg-type]
+        assert asyncio.run(engine) == "theirs"
     assert len(readers) == 1 and threading.current_thread() not in readers
 
 
-def test_an_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
+def test_unreadable_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(HostError, match=r"tokenizer\.json"):
         is_harmony_model(str(tmp_path))

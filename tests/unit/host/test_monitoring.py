@@ -1,4 +1,4 @@
-"""The dashboard of a server: each of its panels asks for metrics that there are."""
+"""The dashboard of a server: its panels query metrics that exist."""
 
 from __future__ import annotations
 
@@ -36,14 +36,16 @@ def _names() -> dict[str, tuple[str, ...]]:
     collector = MetricsCollector()
     collector.configure(enabled=True)
     assert collector._prom is not None
-    made = [each for each in collector._prom.values() if hasattr(each, "_labelnames")]
+    labelled = [metric for metric in collector._prom.values() if hasattr(metric, "_labelnames")]
     disk = {f"{state.DISK}_{name}": () for _, name, *_ in state.OF_DISK}
-    made += [metrics.REASONING_ENDED, metrics.GENERATED, metrics.PREDICTED]
-    return {each._name: each._labelnames for each in made} | disk
+    labelled += [metrics.REASONING_ENDED, metrics.GENERATED, metrics.PREDICTED]
+    return {metric._name: metric._labelnames for metric in labelled} | disk
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_an_expression_finds_something(expression: str, names: dict[str, tuple[str, ...]]) -> None:
+def test_expression_has_metrics_and_labels(
+    expression: str, names: dict[str, tuple[str, ...]]
+) -> None:
     for name in re.findall(r"vllm_mlx_\w+", expression):
         assert {name, re.sub(r"_(total|bucket)$", "", name)} & names.keys(), name
     for label in re.findall(r"by \((\w+)\)", expression):

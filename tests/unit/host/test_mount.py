@@ -1,4 +1,4 @@
-"""Routes in front of the real host's: dependencies, order, and what is passed on untouched."""
+"""Routes in front of the real host's: dependencies, order, and what is forwarded unchanged."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ APP = vllm_mlx.server.app
 
 @pytest.fixture(autouse=True)
 def same_routes() -> Iterator[None]:
-    """Every row leaves the very same routes in the same order."""
+    """Every test leaves the same routes in the same order."""
     before = list(APP.router.routes)
     yield
     after = list(APP.router.routes)
@@ -36,7 +36,7 @@ TOKEN = "secret"
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host with an API key and three requests a minute, and a model that it knows of."""
+    """The host with an API key and a limit of three requests a minute."""
     server = vllm_mlx.server
     monkeypatch.setattr(server, "_api_key", TOKEN)
     limiter = server.RateLimiter(requests_per_minute=3, enabled=True)
@@ -44,7 +44,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def client() -> TestClient:
-    return TestClient(APP)  # not as a context manager: the host's lifespan is not wanted
+    return TestClient(APP)  # not as a context manager, which would run the host's lifespan
 
 
 def post(path: str, key: str | None = TOKEN, **body: Any) -> Any:
@@ -60,7 +60,7 @@ async def retrieve(model_id: str) -> str:
     return model_id
 
 
-async def behind(request: Request) -> Response:
+async def forward(request: Request) -> Response:
     await request.body()
     return await forward_to_host(request)
 
@@ -94,7 +94,7 @@ def test_api_key_and_rate_limit_hold_on_our_routes(
     assert statuses == [200, 200, 200, 429, 429]
 
 
-def test_our_route_answers_and_the_others_do_not_change(mount_routes: Callable[..., None]) -> None:
+def test_our_route_answers_and_others_do_not_change(mount_routes: Callable[..., None]) -> None:
     schema = client().get("/openapi.json").content
     APP.openapi_schema = None
     mount_routes(
@@ -107,7 +107,7 @@ def test_our_route_answers_and_the_others_do_not_change(mount_routes: Callable[.
     assert client().get("/openapi.json").content == schema
 
 
-def test_the_route_has_the_very_dependencies_of_the_one_behind(
+def test_our_route_has_the_dependencies_of_the_original(
     mount_routes: Callable[..., None],
 ) -> None:
     original = next(route for route in APP.router.routes if route.path == CHAT)  # type: ignore[attr-defined]
@@ -139,28 +139,28 @@ BODIES: Mapping[str, bytes] = {
     "path", [CHAT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
 )
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
-def test_passed_on_is_answered_as_without_us(
+def test_forwarded_request_is_answered_as_without_us(
     mount_routes: Callable[..., None], path: str, body: bytes
 ) -> None:
-    def ask() -> tuple[int, bytes, str | None]:
+    def post_body() -> tuple[int, bytes, str | None]:
         web = TestClient(APP, raise_server_exceptions=False)
-        got = web.post(path, content=body, headers={"content-type": "application/json"})
-        return got.status_code, got.content, got.headers.get("content-type")
+        response = web.post(path, content=body, headers={"content-type": "application/json"})
+        return response.status_code, response.content, response.headers.get("content-type")
 
-    alone = ask()
-    mount_routes(Route(Endpoint(path, ("POST",), behind)))
-    assert ask() == alone
+    alone = post_body()
+    mount_routes(Route(Endpoint(path, ("POST",), forward)))
+    assert post_body() == alone
 
 
-def test_passed_on_counts_once_against_the_rate_limit(
+def test_forwarded_request_counts_once_against_the_rate_limit(
     guarded: None, mount_routes: Callable[..., None]
 ) -> None:
-    mount_routes(Route(Endpoint("/v1/embeddings", ("POST",), behind)))
+    mount_routes(Route(Endpoint("/v1/embeddings", ("POST",), forward)))
     statuses = [post("/v1/embeddings", x=1).status_code for _ in range(4)]
-    assert statuses == [422, 422, 422, 429]  # the host finds the body wrong, three times
+    assert statuses == [422, 422, 422, 429]  # the host rejects the body three times
 
 
 def test_new_path_has_no_original_endpoint(mount_routes: Callable[..., None]) -> None:
-    mount_routes(Route(Endpoint("/v1/new", ("POST",), behind, like=(CHAT, "POST"))))
+    mount_routes(Route(Endpoint("/v1/new", ("POST",), forward, like=(CHAT, "POST"))))
     with pytest.raises(LookupError, match="/v1/new"):
         post("/v1/new")

@@ -1,4 +1,4 @@
-"""Mistakes of operators: each is one line on standard error and exit code 2, before it serves."""
+"""Mistakes of operators: each is one line on standard error and exit code 2, before serving."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Refused:
     def start(*arguments: str, parser: str = "harmony") -> str:
         namespace: dict[str, Any] = {"serve_command": lambda _: pytest.fail("it was served")}
         host.install(namespace)
-        given = ["serve", *arguments, "--tool-call-parser", parser]
+        command = ["serve", *arguments, "--tool-call-parser", parser]
         with pytest.raises(SystemExit) as ended:
-            namespace["serve_command"](vllm_mlx.cli.create_parser().parse_args(given))
+            namespace["serve_command"](vllm_mlx.cli.create_parser().parse_args(command))
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("vllm-mlx-harmony: error: ")
@@ -55,7 +55,7 @@ FLAGS: dict[str, tuple[list[str], str]] = {
 
 
 @pytest.mark.parametrize(("arguments", "expected"), FLAGS.values(), ids=FLAGS)
-def test_flags(refused: Refused, arguments: list[str], expected: str) -> None:
+def test_invalid_argument_is_refused(refused: Refused, arguments: list[str], expected: str) -> None:
     assert expected in refused(*arguments)
 
 
@@ -75,7 +75,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize(("name", "value", "expected"), [(n, *row) for n, row in VARIABLES.items()])
-def test_variables(
+def test_invalid_variable_is_refused(
     refused: Refused,
     name: str,
     value: str,
@@ -93,14 +93,14 @@ def test_variables(
 def test_unknown_search_engine_is_an_error(
     refused: Refused, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Or a package that the browser needs."""
+    """Or the error names a package that the browser needs."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_WEB_SEARCH", "google")
     line = refused("MODEL")
     assert line.startswith(("--web-search: 'google' is not one of ddgs", "--web-search needs the"))
 
 
 @pytest.mark.parametrize("model", ["MODEL", "org/gpt-oss-20b", "org/gpt.oss_20b-MXFP4-Q8"])
-def test_names_of_repositories_are_not_directories(refused: Refused, model: str) -> None:
+def test_repository_is_not_taken_for_a_directory(refused: Refused, model: str) -> None:
     assert "--port" in refused(model, "--port", "99999")
 
 
@@ -130,7 +130,7 @@ MODELS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "expected"), MODELS.values(), ids=MODELS)
-def test_models(
+def test_unloadable_model_is_refused(
     damage: Callable[[Path], object],
     expected: str,
     tiny: Path,

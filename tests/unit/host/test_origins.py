@@ -1,4 +1,4 @@
-"""Which pages and names get through to a server without a key, and which headers they get back."""
+"""Which origins and host names a server without a key admits, and the headers of its responses."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ async def talk(socket: WebSocket) -> None:
 def client(**settings: Any) -> TestClient:
     paths = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
     routes = [Route(path, hello, methods=["GET", "POST"]) for path in paths]
-    given = {"origins": [], "hosts": [], "name": NAME, **settings}
+    options = {"origins": [], "hosts": [], "name": NAME, **settings}
     app = Starlette(
         routes=[*routes, WebSocketRoute("/v1/responses", talk)],
-        middleware=[Middleware(Admission, **given)],
+        middleware=[Middleware(Admission, **options)],
     )
     install(app, VllmMlx())
     return TestClient(app)
@@ -116,7 +116,7 @@ def headers_of(host: str, origin: str | None) -> dict[str, str]:
 
 @pytest.mark.parametrize(("host", "origin"), LET_IN)
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
-def test_let_in(host: str, origin: str | None, content_type: str) -> None:
+def test_request_is_let_in(host: str, origin: str | None, content_type: str) -> None:
     headers = {**headers_of(host, origin), "content-type": content_type}
     answer = client(**SETTINGS).post("/v1/chat/completions", content="you", headers=headers)
     assert (answer.status_code, answer.text) == (200, "hello you")
@@ -125,7 +125,7 @@ def test_let_in(host: str, origin: str | None, content_type: str) -> None:
 
 @pytest.mark.parametrize(("host", "origin"), KEPT_OUT)
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain"])
-def test_kept_out(host: str, origin: str | None, content_type: str) -> None:
+def test_request_is_kept_out(host: str, origin: str | None, content_type: str) -> None:
     headers = {**headers_of(host, origin), "content-type": content_type}
     answer = client(**SETTINGS).post("/v1/chat/completions", content="you", headers=headers)
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
@@ -155,13 +155,13 @@ def test_error_for_wrong_base_url_has_the_right_path(path: str, meant: str) -> N
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/models2", "/", "/v1", "/v1/v12"])
-def test_any_other_path_is_left_alone(path: str) -> None:
+def test_other_path_is_left_alone(path: str) -> None:
     answer = client(**SETTINGS).get(path, headers={"host": "127.0.0.1"})
     assert "It is" not in answer.text
 
 
 @pytest.mark.parametrize(("host", "origin"), KEPT_OUT)
-def test_a_websocket_is_kept_out_too(host: str, origin: str | None) -> None:
+def test_websocket_is_kept_out(host: str, origin: str | None) -> None:
     connect = client(**SETTINGS).websocket_connect(
         "/v1/responses", headers=headers_of(host, origin)
     )
@@ -171,7 +171,7 @@ def test_a_websocket_is_kept_out_too(host: str, origin: str | None) -> None:
 
 
 @pytest.mark.parametrize(("host", "origin"), LET_IN)
-def test_a_websocket_is_let_in(host: str, origin: str | None) -> None:
+def test_websocket_is_let_in(host: str, origin: str | None) -> None:
     headers = headers_of(host, origin)
     with client(**SETTINGS).websocket_connect("/v1/responses", headers=headers) as socket:
         assert socket.receive_text() == "hello"
@@ -179,13 +179,13 @@ def test_a_websocket_is_let_in(host: str, origin: str | None) -> None:
 
 @pytest.mark.parametrize(("host", "origin"), [*LET_IN, *KEPT_OUT])
 @pytest.mark.parametrize("key", ["sesame"], indirect=True)
-def test_with_a_key_the_key_is_the_check(host: str, origin: str | None) -> None:
+def test_key_replaces_the_check_of_origins(host: str, origin: str | None) -> None:
     answer = client(**SETTINGS).get("/v1/messages", headers=headers_of(host, origin))
     assert answer.status_code == 200
 
 
 @pytest.mark.parametrize("key", [None, "sesame"], indirect=True)
-def test_an_allowed_page_may_ask_first(key: None) -> None:
+def test_preflight_of_allowed_page_is_answered(key: None) -> None:
     headers = {
         **headers_of("127.0.0.1:8000", "https://chat.example.com"),
         "access-control-request-method": "POST",
@@ -200,7 +200,7 @@ def test_an_allowed_page_may_ask_first(key: None) -> None:
     assert answer.headers["access-control-allow-private-network"] == "true"
 
 
-def test_a_foreign_page_may_not_ask_first() -> None:
+def test_preflight_of_foreign_page_is_refused() -> None:
     headers = {
         **headers_of("127.0.0.1:8000", "https://evil.example"),
         "access-control-request-method": "POST",
@@ -215,41 +215,41 @@ def test_every_page_can_be_allowed() -> None:
     assert answer.headers["access-control-allow-origin"] == "null"
 
 
-def test_refused_in_the_shape_of_messages() -> None:
+def test_refusal_has_the_shape_of_messages() -> None:
     answer = client().post("/v1/messages", headers={"origin": "https://evil.example"})
     assert (answer.status_code, answer.json()["type"]) == (403, "error")
     assert answer.json()["error"]["type"] == "permission_error"
 
 
-def test_programs_notice_nothing() -> None:
+def test_request_without_origin_gets_no_more_headers() -> None:
     answer = client().get("/v1/messages")
     assert set(answer.headers) == {"content-length", "content-type"}
 
 
 def test_refused_origin_is_logged_once_and_quoted(caplog: pytest.LogCaptureFixture) -> None:
-    asking = client()
+    web = client()
     for _ in range(3):
-        asking.get("/v1/messages", headers={"origin": "https://evil\x1b[31m.example"})
+        web.get("/v1/messages", headers={"origin": "https://evil\x1b[31m.example"})
     assert len(caplog.messages) == 1
     assert "\x1b" not in caplog.text
     for number in range(300):
-        asking.get("/v1/messages", headers={"origin": f"https://evil{number}.example"})
+        web.get("/v1/messages", headers={"origin": f"https://evil{number}.example"})
     assert len(caplog.messages) <= 100
 
 
-def test_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_are_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ORIGINS_VARIABLE, " https://A.example , ,null")
     monkeypatch.setenv(HOSTS_VARIABLE, "LLM.example.com")
     settings = ServerSettings.read()
-    asking = client(origins=settings.origins, hosts=settings.hosts)
+    web = client(origins=settings.origins, hosts=settings.hosts)
     for origin in ("https://a.example", "null"):
         headers = headers_of("llm.example.com", origin)
-        assert asking.get("/v1/messages", headers=headers).status_code == 200
-    assert asking.get("/v1/messages", headers={"host": "other.example.com"}).status_code == 403
+        assert web.get("/v1/messages", headers=headers).status_code == 200
+    assert web.get("/v1/messages", headers={"host": "other.example.com"}).status_code == 403
 
 
 @pytest.fixture
-def around() -> Iterator[TestClient]:
+def protected() -> Iterator[TestClient]:
     row = mount.front_end(VllmMlx())
     assert row.problem() is None
     undo = row.apply()
@@ -257,13 +257,13 @@ def around() -> Iterator[TestClient]:
     undo()
 
 
-def test_around_the_whole_host(around: TestClient) -> None:
-    """Its own routes run tools and load models: they are no page's to use either."""
+def test_middleware_protects_the_whole_host(protected: TestClient) -> None:
+    """Its own routes run tools and load models: foreign pages must not use them either."""
     evil = {"origin": "https://evil.example"}
     for path in ("/v1/mcp/execute", "/v1/completions", "/v1/nowhere"):
-        answer = around.post(path, content=json.dumps({}), headers=evil)
+        answer = protected.post(path, content=json.dumps({}), headers=evil)
         assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
-    assert around.get("/v1/models").status_code == 200
+    assert protected.get("/v1/models").status_code == 200
 
 
 def test_undo_removes_the_middleware() -> None:

@@ -65,7 +65,7 @@ def spelled(prompt: tuple[int, ...]) -> str:
 
 
 @pytest.mark.parametrize("method", ["chat", "stream_chat"])
-def test_chats_of_vllm_mlx_itself_are_ours(engine: Any, method: str) -> None:
+def test_chat_methods_of_the_engine_name_our_route(engine: Any, method: str) -> None:
     with pytest.raises(HostError, match="/v1/chat/completions"):
         getattr(engine, method)(messages=[ASK], max_tokens=50)
 
@@ -73,20 +73,20 @@ def test_chats_of_vllm_mlx_itself_are_ours(engine: Any, method: str) -> None:
 def test_texts_are_encoded_in_a_thread(
     engine: Any, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A megabyte takes half a second, for which all other requests would stop."""
+    """A megabyte takes half a second, during which all other requests would stop."""
     threads, encode = [], vocab.encode_with_control
 
-    def recorded(text: str) -> list[int]:
+    def record(text: str) -> list[int]:
         threads.append(threading.current_thread())
         return encode(text)
 
-    monkeypatch.setattr(vocab, "encode_with_control", recorded)
+    monkeypatch.setattr(vocab, "encode_with_control", record)
     run(engine.generate("<|start|>user<|message|>Hi.<|end|><|start|>assistant", max_tokens=3))
     assert len(threads) == 1 and threading.current_thread() not in threads
 
 
 def test_tokenizer_is_read_on_first_use(engine: Any, run: Run) -> None:
-    """It would be a second vocabulary in memory, which no route needs."""
+    """It is a second vocabulary in memory, which no route needs."""
     run(engine.generate("Hi.", max_tokens=1))
     assert engine._tokenizer_read is None
     prompt = "<|start|>user<|message|>déjà-vu 東京<|end|>"
@@ -94,7 +94,7 @@ def test_tokenizer_is_read_on_first_use(engine: Any, run: Run) -> None:
     assert engine.tokenizer is engine.tokenizer
 
 
-async def cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:
+async def count_cached(engine: Any, prompt: tuple[int, ...], tenant: str) -> int:
     settings = GenerationSettings(max_tokens=1, temperature=0.0, top_p=1.0)
     async with aclosing(
         engine.engine.generate(GenerationRequest(prompt, settings, tenant))
@@ -108,13 +108,15 @@ def test_warm_prompts_serve_every_tenant(engine: Any, run: Run) -> None:
     begins = vocab.encoding().decode(prompt).index("<|start|>user")
     shared = len(ids(vocab.encoding().decode(prompt)[:begins]))
     assert run(engine.engine.reusable_tokens(prompt, "alice")) == 0
-    done = run(prompt_warmup.warm_prefix_cache(engine, [[SYSTEM], [{"role": "nobody"}]]))
-    assert (done["count"], done["skipped"]) == (1, 1)
-    assert shared < done["total_prompt_tokens"] < len(prompt)
+    warmed = run(prompt_warmup.warm_prefix_cache(engine, [[SYSTEM], [{"role": "nobody"}]]))
+    assert (warmed["count"], warmed["skipped"]) == (1, 1)
+    assert shared < warmed["total_prompt_tokens"] < len(prompt)
     for tenant in ("alice", "bob"):
         assert run(engine.engine.reusable_tokens(prompt, tenant)) >= shared
-        assert shared <= run(cached(engine, prompt, tenant)) < len(prompt) - 1
-        assert run(cached(engine, prompt, tenant)) == len(prompt) - 1  # its own by now
+        assert shared <= run(count_cached(engine, prompt, tenant)) < len(prompt) - 1
+        assert (
+            run(count_cached(engine, prompt, tenant)) == len(prompt) - 1
+        )  # cached by the tenant itself
     assert shared <= run(engine.engine.reusable_tokens(prompt, "carol")) < len(prompt) - 1
 
 
@@ -128,8 +130,8 @@ def test_unrenderable_warm_prompt_is_refused(messages: list[Any]) -> None:
 
 
 def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:
-    async def own(*given: Any, **keywords: Any) -> Any:
-        return given, keywords
+    async def own(*arguments: Any, **keywords: Any) -> Any:
+        return arguments, keywords
 
     other = SimpleNamespace()
     warmed = run(loading.warm_prefix_cache(own)(other, [[ASK]], max_tokens=2))
@@ -142,14 +144,14 @@ def test_other_models_are_warmed_up_by_the_host(run: Run) -> None:
 @pytest.mark.parametrize(
     ("pinned", "date"), [("2025-01-31", "2025-01-31"), ("none", None), ("None", None)]
 )
-def test_the_date_can_be_pinned_or_left_out(
+def test_date_can_be_pinned_or_omitted(
     pinned: str, date: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", pinned)
     assert VllmMlx().defaults(None).date == date
 
 
-def test_a_prompt_has_the_date_of_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_has_the_date_of_its_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_MLX_HARMONY_DATE", raising=False)
     host = VllmMlx()
     for day in ("2026-11-24", "2026-11-24", "2026-11-25"):
@@ -169,7 +171,7 @@ def test_attachments_are_omitted_or_refused(monkeypatch: pytest.MonkeyPatch) -> 
         read({}, ServerSettings.read())
 
 
-def test_the_field_of_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasoning_field_is_configurable(monkeypatch: pytest.MonkeyPatch) -> None:
     for word, meant in (("", "both"), ("Reasoning", "reasoning"), ("both", "both")):
         monkeypatch.setenv("VLLM_MLX_HARMONY_REASONING_FIELD", word)
         assert VllmMlx().defaults(None).reasoning_field == meant
@@ -189,12 +191,12 @@ def test_the_field_of_reasoning(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"builtin_tools": ["search"]}, "builtin_tools"),
     ],
 )
-def test_a_bad_template_option_of_the_server_is_named(options: dict[str, Any], named: str) -> None:
+def test_invalid_template_option_is_named(options: dict[str, Any], named: str) -> None:
     with pytest.raises(HostError, match=f"^--default-chat-template-kwargs: .*{named}"):
         read(options, ServerSettings.read())
 
 
-def test_the_servers_template_options_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_template_options_of_the_server_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"reasoning_effort": "high", "model_identity": "X", "builtin_tools": ["python"]}
     monkeypatch.setattr(server, "_default_chat_template_kwargs", options)
     monkeypatch.setenv("VLLM_MLX_HARMONY_DATE", "none")
@@ -213,17 +215,17 @@ def test_the_servers_template_options_are_the_defaults(monkeypatch: pytest.Monke
         ({"enable_thinking": False, "reasoning_effort": "high"}, "", (Effort.HIGH, True)),
     ],
 )
-def test_the_server_may_not_think(
+def test_server_can_disable_thinking(
     options: dict[str, Any],
     none_effort: str,
     expected: tuple[Effort, bool],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_NONE_EFFORT", none_effort)
-    found = read(options, ServerSettings.read())
-    assert (found.effort, found.thinking) == expected
+    server_defaults = read(options, ServerSettings.read())
+    assert (server_defaults.effort, server_defaults.thinking) == expected
     word = "none" if none_effort == "low" else "high"
-    assert found.reasoning(("reasoning_effort", word))[1]
+    assert server_defaults.reasoning(("reasoning_effort", word))[1]
 
 
 def test_none_effort_must_be_an_effort(monkeypatch: pytest.MonkeyPatch) -> None:

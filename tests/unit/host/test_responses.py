@@ -1,4 +1,4 @@
-"""Responses around the engine, without a model: what is kept, who is told, who is refused."""
+"""Responses without a model: what is stored, who may read it, and what is refused."""
 
 from __future__ import annotations
 
@@ -86,8 +86,8 @@ ID = f"resp_{KEY}"
 REQUEST = Request({"type": "http", "method": "GET", "headers": []})
 TENANT = tenant_of(REQUEST)
 NEVER = 3600.0
-"""Seconds after which what a test must bring about would come by itself."""
-SAID: list[list[Delta]] = [
+"""Seconds of a wait that a test must end itself."""
+DELTA_GROUPS: list[list[Delta]] = [
     [Started(3)],
     [Opened(0, Kind.ANSWER), Text("Hel")],
     [Text("lo."), Closed()],
@@ -102,27 +102,27 @@ def store() -> MemoryStore:
     return store
 
 
-NOW: list[FrontEnd] = []
-"""The front end of the current test."""
+CURRENT: list[FrontEnd] = []
+"""The front end of the current test, as the only item."""
 
 
 def serve_with(store: Any) -> None:
-    NOW[:] = [FrontEnd(VllmMlx(), ServerSettings(), SingleServer(store))]
+    CURRENT[:] = [FrontEnd(VllmMlx(), ServerSettings(), SingleServer(store))]
 
 
 def caller(tenant: str = TENANT) -> Caller:
-    return Caller(NOW[0], tenant)
+    return Caller(CURRENT[0], tenant)
 
 
-def answer(**fields: Any) -> StoringEmitter:
+def storing_emitter(**fields: Any) -> StoringEmitter:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be kind.", **fields}
     context = SimpleNamespace(messages=(Instructions("Be kind."), User("Hi"), Answer("Hello.")))
-    asked = read(body, Defaults(), References(caller()))
-    return NOW[0].responses.emitter(asked, INFO, context, TENANT)
+    request = read(body, Defaults(), References(caller()))
+    return CURRENT[0].responses.emitter(request, INFO, context, TENANT)
 
 
-async def deltas(
-    groups: list[list[Delta]] = SAID, error: Exception | None = None
+async def stream_deltas(
+    groups: list[list[Delta]] = DELTA_GROUPS, error: Exception | None = None
 ) -> AsyncIterator[list[Delta]]:
     for group in groups:
         yield group
@@ -132,61 +132,66 @@ async def deltas(
 
 
 async def events_of(
-    kept: StoringEmitter, groups: list[list[Delta]] = SAID, error: Exception | None = None
+    emitter: StoringEmitter,
+    groups: list[list[Delta]] = DELTA_GROUPS,
+    error: Exception | None = None,
 ) -> list[Event]:
-    return [event async for event in answered(kept, deltas(groups, error))]
+    return [event async for event in start_answer(emitter, stream_deltas(groups, error))]
 
 
-def answered(kept: StoringEmitter, source: Any, **options: Any) -> answers.Answer:
-    """What reads the deltas of ``source`` for a client that streams."""
-    return begin(job(kept), deltas=source, **options)
+def start_answer(emitter: StoringEmitter, source: Any, **options: Any) -> answers.Answer:
+    """An answer that streams the deltas of ``source``."""
+    return begin(job(emitter), deltas=source, **options)
 
 
-# --- StoredResponse before anybody is told.
+# --- A response is stored before its last event.
 
 
-def test_kept_before_the_last_event(store: MemoryStore) -> None:
+def test_response_is_stored_before_its_last_event(store: MemoryStore) -> None:
     async def test() -> list[bool]:
-        return [store.get(ID, TENANT) is not None async for _ in answered(answer(), deltas())]
+        return [
+            store.get(ID, TENANT) is not None
+            async for _ in start_answer(storing_emitter(), stream_deltas())
+        ]
 
-    known = asyncio.run(test())
-    assert known[-2:] == [True, True]  # the last event, and [DONE]
-    assert not any(known[:-2])
-    kept = store.get(ID, TENANT)
-    assert kept is not None
-    assert kept.messages == (User("Hi"), Answer("Hello."))
-    assert (kept.document["status"], kept.document["id"]) == ("completed", ID)
-    assert kept.input_items[0]["content"] == [{"type": "input_text", "text": "Hi"}]
+    stored = asyncio.run(test())
+    assert stored[-2:] == [True, True]  # the last event, and [DONE]
+    assert not any(stored[:-2])
+    response = store.get(ID, TENANT)
+    assert response is not None
+    assert response.messages == (User("Hi"), Answer("Hello."))
+    assert (response.document["status"], response.document["id"]) == ("completed", ID)
+    assert response.input_items[0]["content"] == [{"type": "input_text", "text": "Hi"}]
 
 
-def test_not_kept_unless_it_is_to_be(store: MemoryStore) -> None:
-    assert check(asyncio.run(events_of(answer(store=False))))["store"] is False
+def test_response_with_store_false_is_not_stored(store: MemoryStore) -> None:
+    assert check(asyncio.run(events_of(storing_emitter(store=False))))["store"] is False
     assert store.get(ID, TENANT) is None
 
 
 @pytest.mark.usefixtures("_active")
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_response_deleted_while_streamed_is_not_stored(store: MemoryStore, groups: int) -> None:
-    """Who reads it reads on; nobody else finds it, then or later."""
+    """Its reader gets the rest; nobody else finds it, then or later."""
 
     async def test() -> list[Event]:
         deleted = asyncio.Event()
 
         async def source() -> AsyncIterator[list[Delta]]:
-            for number, group in enumerate(SAID):
+            for number, group in enumerate(DELTA_GROUPS):
                 if number == groups:
                     await deleted.wait()
                 yield group
 
-        told_of = answered(answer(), source())
-        assert not await NOW[0].responses.delete(AnswerKey(ID, "somebody else"))
+        stream = start_answer(storing_emitter(), source())
+        assert not await CURRENT[0].responses.delete(AnswerKey(ID, "somebody else"))
         statuses = [
             (await asyncio.to_thread(send, method, f"/v1/responses/{ID}")).status_code
             for method in ("DELETE", "DELETE", "GET")
         ]
         assert statuses == [200, 404, 404]
         deleted.set()
-        return [event async for event in told_of]
+        return [event async for event in stream]
 
     assert check(asyncio.run(test()))["status"] == "completed"
     assert store.get(ID, TENANT) is None
@@ -212,9 +217,9 @@ def test_response_of_failed_store_is_marked(
     stream: bool,
 ) -> None:
     serve_with(store())
-    kept = answer(stream=stream)
-    events = asyncio.run(events_of(kept))
-    final = check(events) if stream else kept.result()
+    emitter = storing_emitter(stream=stream)
+    events = asyncio.run(events_of(emitter))
+    final = check(events) if stream else emitter.result()
     assert (final["status"], final["store"]) == ("completed", False)
     assert why in caplog.text
 
@@ -226,37 +231,37 @@ def test_response_of_failed_store_is_marked(
         (KeyError("a bug"), "internal error: see the server's log"),
     ],
 )
-def test_a_failed_answer_is_kept(store: MemoryStore, error: Exception, message: str) -> None:
-    final = check(asyncio.run(events_of(answer(), SAID[:2], error)))
+def test_failed_answer_is_stored(store: MemoryStore, error: Exception, message: str) -> None:
+    final = check(asyncio.run(events_of(storing_emitter(), DELTA_GROUPS[:2], error)))
     assert (final["status"], final["error"]["message"]) == ("failed", message)
     assert final["output"][0]["status"] == "incomplete"
-    kept = store.get(ID, TENANT)
-    assert kept is not None
-    assert kept.document == final
+    response = store.get(ID, TENANT)
+    assert response is not None
+    assert response.document == final
 
 
 @pytest.mark.parametrize(
-    ("stream", "groups", "known", "expected"),
+    ("stream", "groups", "announced", "expected"),
     [
         pytest.param(True, [], False, False, id="refused before it began"),
-        pytest.param(True, SAID[:1], False, True, id="begun"),
-        pytest.param(False, SAID[:2], False, False, id="nobody knows its id"),
+        pytest.param(True, DELTA_GROUPS[:1], False, True, id="begun"),
+        pytest.param(False, DELTA_GROUPS[:2], False, False, id="nobody knows its id"),
         pytest.param(True, [], True, True, id="known from the start"),
     ],
 )
-def test_a_failed_answer_is_kept_if_a_client_knows_it(
-    store: MemoryStore, stream: bool, groups: list[list[Delta]], known: bool, expected: bool
+def test_failed_answer_is_stored_if_its_id_was_sent(
+    store: MemoryStore, stream: bool, groups: list[list[Delta]], announced: bool, expected: bool
 ) -> None:
     async def test() -> None:
-        given = answered(
-            answer(stream=stream),
-            deltas(groups, OutputError("x")),
-            announced=known,
+        answer = start_answer(
+            storing_emitter(stream=stream),
+            stream_deltas(groups, OutputError("x")),
+            announced=announced,
         )
         if not stream:
-            await given.document()
-        await given.first_event()
-        events = [event async for event in given]
+            await answer.document()
+        await answer.first_event()
+        events = [event async for event in answer]
         assert check(events)["status"] == "failed"
 
     if expected:
@@ -267,27 +272,27 @@ def test_a_failed_answer_is_kept_if_a_client_knows_it(
     assert (store.get(ID, TENANT) is not None) is expected
 
 
-def test_the_last_delta_is_written_once() -> None:
+def test_last_delta_is_written_once() -> None:
     async def test() -> tuple[list[Event], list[Event]]:
-        kept = answer()
-        kept.feed(Started(3))
-        last = await kept.write_last(Failed(OutputError("first")))
-        return last, await kept.write_last(Failed(OutputError("second")))
+        emitter = storing_emitter()
+        emitter.feed(Started(3))
+        last = await emitter.write_last(Failed(OutputError("first")))
+        return last, await emitter.write_last(Failed(OutputError("second")))
 
     first, second = asyncio.run(test())
     assert first is second
 
 
-# --- What a request refers to.
+# --- References of a request.
 
 
 def put(store: MemoryStore, key: str = KEY) -> StoredResponse:
     items = [{"id": f"msg_{key}8000", "type": "message", "role": "user", "content": "Hi"}]
     output = [{"id": f"msg_{key}0000", "type": "message", "role": "assistant", "content": "Ho"}]
     turn_messages = (User("Hi"), Answer("Ho"))
-    kept = StoredResponse(f"resp_{key}", {"output": output}, items, turn_messages, TENANT)
-    store.put(kept)
-    return kept
+    response = StoredResponse(f"resp_{key}", {"output": output}, items, turn_messages, TENANT)
+    store.put(response)
+    return response
 
 
 @pytest.mark.parametrize(
@@ -307,11 +312,11 @@ def test_items_are_found_by_their_id(store: MemoryStore, item: str, text: str | 
     assert (found and found["content"]) == text
 
 
-def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
-    kept = put(MemoryStore())
-    recall = References(caller(), {kept.id: kept})
-    body = {"model": "m", "input": "More", "previous_response_id": kept.id}
-    assert read(body, Defaults(), recall).turn.messages == (*kept.messages, User("More"))
+def test_connection_remembers_response_missing_from_store(store: MemoryStore) -> None:
+    response = put(MemoryStore())
+    recall = References(caller(), {response.id: response})
+    body = {"model": "m", "input": "More", "previous_response_id": response.id}
+    assert read(body, Defaults(), recall).turn.messages == (*response.messages, User("More"))
     with pytest.raises(RequestError) as caught:
         read(body, Defaults(), References(caller()))
     assert (caught.value.status, caught.value.code) == (404, "previous_response_not_found")
@@ -320,7 +325,7 @@ def test_a_connection_remembers_more_than_the_store(store: MemoryStore) -> None:
 # --- In the background.
 
 
-class Lent:
+class FakeLease:
     engine = SimpleNamespace(remote=False)
     tenant = TENANT
 
@@ -336,15 +341,15 @@ class Lent:
 
 
 def job(emitter: StoringEmitter, may_release: asyncio.Event | None = None) -> Job:
-    """The engine is not given back before ``may_release`` is set."""
-    given: Any = (Lent(may_release), None, None)
+    """A job whose engine is not released before ``may_release`` is set."""
+    arguments: Any = (FakeLease(may_release), None, None)
     settings = ServerSettings.read()
     stream = emitter.request.stream
-    job = Job(*given, emitter, stream=stream, id_seed=KEY, server_settings=settings)
+    job = Job(*arguments, emitter, stream=stream, id_seed=KEY, server_settings=settings)
     return replace(job, write_last=emitter.write_last)
 
 
-async def running_in(background: BackgroundResponses, job: Job) -> BackgroundResponse:
+async def start_in(background: BackgroundResponses, job: Job) -> BackgroundResponse:
     emitter: Any = job.emitter
     return await background.start(job, emitter, begin)
 
@@ -355,55 +360,55 @@ def begin(job: Job, **options: Any) -> answers.Answer:
 
 
 @pytest.fixture
-def turns(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
-    """Puts what a turn generates in the place of the real thing."""
+def generate_with(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Replaces what a turn generates."""
 
-    def put_in(source: Any) -> None:
+    def replace_run(source: Any) -> None:
         monkeypatch.setattr(answers, "run", lambda job, *_: source(job))
 
-    return put_in
+    return replace_run
 
 
-def asynchronous(test: Callable[[], Awaitable[None]]) -> None:
+def run_async(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-async def slowly(given: Any) -> AsyncIterator[list[Delta]]:
-    for group in SAID:
+async def slowly(job: Any) -> AsyncIterator[list[Delta]]:
+    for group in DELTA_GROUPS:
         yield group
         await asyncio.sleep(0.01)
-    await given.lease.release()
+    await job.lease.release()
 
 
-async def for_ever(given: Any) -> AsyncIterator[list[Delta]]:
+async def endlessly(job: Any) -> AsyncIterator[list[Delta]]:
     try:
-        yield SAID[0]
-        yield SAID[1]
+        yield DELTA_GROUPS[0]
+        yield DELTA_GROUPS[1]
         await asyncio.sleep(NEVER)
     finally:
-        await given.lease.release()
+        await job.lease.release()
 
 
 async def at_once(_: Any) -> AsyncIterator[list[Delta]]:
-    for group in SAID:
+    for group in DELTA_GROUPS:
         yield group
 
 
 async def no_turn(_: Any) -> AsyncIterator[list[Delta]]:
     await asyncio.sleep(NEVER)
-    yield SAID[0]
+    yield DELTA_GROUPS[0]
 
 
-async def collected(running: BackgroundResponse, start: int = 0) -> list[Event]:
+async def collect_events(running: BackgroundResponse, start: int = 0) -> list[Event]:
     return [event async for event in running.follow(start)]
 
 
-def test_replays_leave_the_event_loop_to_others(turns: Callable[[Any], None]) -> None:
-    """Twenty readers of a long response, which are not slowed down by a network."""
-    turns(no_turn)
+def test_replays_do_not_block_the_event_loop(generate_with: Callable[[Any], None]) -> None:
+    """Twenty readers of a long response, whom no network slows down."""
+    generate_with(no_turn)
 
     async def test() -> None:
-        running = await running_in(BackgroundResponses(), job(answer(background=True)))
+        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
         running.events += [Event(str(number)) for number in range(500)] + [DONE]
         reads = 0
         longest = 0
@@ -421,93 +426,97 @@ def test_replays_leave_the_event_loop_to_others(turns: Callable[[Any], None]) ->
         assert reads == 20 * len(running.events) and longest <= 20 * AT_ONCE
         await running.cancel()
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.parametrize("start", [0, 1, 4, 7, 100])
-def test_followed_from_anywhere(turns: Callable[[Any], None], start: int) -> None:
-    turns(slowly)
+def test_response_is_followed_from_any_event(
+    generate_with: Callable[[Any], None], start: int
+) -> None:
+    generate_with(slowly)
 
     async def test() -> None:
-        running = await running_in(BackgroundResponses(), job(answer(background=True)))
-        live = await collected(running, start)
+        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
+        live = await collect_events(running, start)
         assert check(running.events)["status"] == "completed"
-        assert live == await collected(running, start) == running.events[start:]
+        assert live == await collect_events(running, start) == running.events[start:]
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.parametrize("variable", ["", "1", "0"])
-def test_silence_is_broken(
-    turns: Callable[[Any], None],
+def test_readers_are_pinged_during_silence(
+    generate_with: Callable[[Any], None],
     monkeypatch: pytest.MonkeyPatch,
     variable: str,
 ) -> None:
-    """While nothing is generated, for each of its readers, unless the variable is 0."""
+    """While nothing is generated, each reader gets pings, unless the variable is 0."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_PING_SECONDS", variable)
-    turns(no_turn)
-    given = job(answer(background=True))
+    generate_with(no_turn)
+    background_job = job(storing_emitter(background=True))
     if not variable:
-        given = replace(given, server_settings=ServerSettings(ping_seconds=0.01))
+        background_job = replace(background_job, server_settings=ServerSettings(ping_seconds=0.01))
 
     async def test() -> None:
-        running = await running_in(BackgroundResponses(), given)
+        running = await start_in(BackgroundResponses(), background_job)
         for start in (0, 2):
             events = running.follow(start)
-            read: list[Event] = []
+            received: list[Event] = []
             with suppress(asyncio.TimeoutError):
-                while len(read) < 6:
+                while len(received) < 6:
                     seconds = 0.2 if variable == "0" else 60
-                    read.append(await asyncio.wait_for(anext(events), seconds))
-            repeated = read[len(running.events) - start :]
+                    received.append(await asyncio.wait_for(anext(events), seconds))
+            repeated = received[len(running.events) - start :]
             assert bool(repeated) == (variable != "0")
             assert {event.name for event in repeated} <= {"response.queued"}  # no turn has begun
-            numbers = [json.loads(event.data)["sequence_number"] for event in read]
-            assert numbers == sorted(numbers)  # a client continues behind the last one it got
+            numbers = [json.loads(event.data)["sequence_number"] for event in received]
+            assert numbers == sorted(numbers)  # a client continues after the last one received
         await running.cancel()
 
-    asynchronous(test)
+    run_async(test)
 
 
-def test_cancelled_while_it_runs(turns: Callable[[Any], None], store: MemoryStore) -> None:
-    turns(for_ever)
+def test_running_response_is_cancelled(
+    generate_with: Callable[[Any], None], store: MemoryStore
+) -> None:
+    generate_with(endlessly)
 
     async def test() -> None:
-        given = job(answer(background=True))
-        running = await running_in(BackgroundResponses(), given)
+        background_job = job(storing_emitter(background=True))
+        running = await start_in(BackgroundResponses(), background_job)
         while len(running.events) < 6:
             await asyncio.sleep(0)
         await asyncio.gather(running.cancel(), running.cancel())
-        assert given.lease.released
+        assert background_job.lease.released
         final = check(running.events)
         assert (final["status"], final["output"][0]["status"]) == ("cancelled", "incomplete")
         assert running.document == final
-        kept = store.get(ID, TENANT)
-        assert kept is not None
-        assert kept.document == final
+        response = store.get(ID, TENANT)
+        assert response is not None
+        assert response.document == final
 
-    asynchronous(test)
+    run_async(test)
 
 
-def test_cancelled_before_it_began(turns: Callable[[Any], None]) -> None:
-    turns(for_ever)
+def test_queued_response_is_cancelled(generate_with: Callable[[Any], None]) -> None:
+    generate_with(endlessly)
 
     async def test() -> None:
-        given = job(answer(background=True))
-        running = await running_in(BackgroundResponses(), given)
+        background_job = job(storing_emitter(background=True))
+        running = await start_in(BackgroundResponses(), background_job)
         assert running.document["status"] == "queued"
         await running.cancel()
-        assert given.lease.released
+        assert background_job.lease.released
         assert check(running.events)["status"] == "cancelled"
 
-    asynchronous(test)
+    run_async(test)
 
 
-def test_queued_response_has_its_events(turns: Callable[[Any], None]) -> None:
-    turns(no_turn)
+def test_queued_response_streams_its_events(generate_with: Callable[[Any], None]) -> None:
+    generate_with(no_turn)
 
     async def test() -> None:
-        running = await running_in(BackgroundResponses(), job(answer(background=True)))
+        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
         events = running.follow()
         names = [(await anext(events)).name for _ in range(2)]
         assert names == ["response.created", "response.queued"]
@@ -515,190 +524,202 @@ def test_queued_response_has_its_events(turns: Callable[[Any], None]) -> None:
         await running.cancel()
         assert check([event async for event in running.follow()])["status"] == "cancelled"
 
-    asynchronous(test)
+    run_async(test)
 
 
-def test_cancelled_while_it_gives_the_engine_back(turns: Callable[[Any], None]) -> None:
-    turns(slowly)
+def test_response_cancelled_during_release_stays_completed(
+    generate_with: Callable[[Any], None],
+) -> None:
+    generate_with(slowly)
 
     async def test() -> None:
         may_release = asyncio.Event()
-        given = job(answer(background=True), may_release)
-        running = await running_in(BackgroundResponses(), given)
-        await collected(running)
-        assert not given.lease.released
+        background_job = job(storing_emitter(background=True), may_release)
+        running = await start_in(BackgroundResponses(), background_job)
+        await collect_events(running)
+        assert not background_job.lease.released
         await running.cancel()
         assert check(running.events)["status"] == "completed"
         may_release.set()
-        while not given.lease.released:
+        while not background_job.lease.released:
             await asyncio.sleep(0)
 
-    asynchronous(test)
+    run_async(test)
 
 
-class Slow(MemoryStore):
-    """A disk that writes when it is allowed to."""
+class SlowStore(MemoryStore):
+    """A store whose writes wait for ``may_write``."""
 
     def __init__(self) -> None:
         super().__init__()
         self.writing, self.may_write = threading.Event(), threading.Event()
 
-    def put(self, kept: StoredResponse) -> bool:
+    def put(self, stored: StoredResponse) -> bool:
         self.writing.set()
         assert self.may_write.wait(60)
-        return super().put(kept)
+        return super().put(stored)
 
 
 @pytest.fixture
-def slow() -> Slow:
-    store = Slow()
+def slow_store() -> SlowStore:
+    store = SlowStore()
     serve_with(store)
     return store
 
 
-async def while_it_is_kept(slow: Slow) -> BackgroundResponse:
-    given = job(answer(background=True))
-    emitter: Any = given.emitter
-    running = await NOW[0].responses.start(given, emitter, begin)
-    assert await asyncio.to_thread(slow.writing.wait, 60)
+async def start_until_written(slow_store: SlowStore) -> BackgroundResponse:
+    background_job = job(storing_emitter(background=True))
+    emitter: Any = background_job.emitter
+    running = await CURRENT[0].responses.start(background_job, emitter, begin)
+    assert await asyncio.to_thread(slow_store.writing.wait, 60)
     return running
 
 
-def test_it_has_not_ended_before_it_is_kept(turns: Callable[[Any], None], slow: Slow) -> None:
-    turns(at_once)
+def test_response_completes_after_it_is_stored(
+    generate_with: Callable[[Any], None], slow_store: SlowStore
+) -> None:
+    generate_with(at_once)
 
     async def test() -> None:
-        running = await while_it_is_kept(slow)
-        assert (running.document["status"], slow.get(ID, TENANT)) == ("in_progress", None)
-        slow.may_write.set()
+        running = await start_until_written(slow_store)
+        assert (running.document["status"], slow_store.get(ID, TENANT)) == ("in_progress", None)
+        slow_store.may_write.set()
         while running.document["status"] == "in_progress":
             await asyncio.sleep(0)
-        kept = slow.get(ID, TENANT)
-        assert kept is not None
-        assert kept.document == running.document
+        response = slow_store.get(ID, TENANT)
+        assert response is not None
+        assert response.document == running.document
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_response_deleted_while_stored_stays_deleted(
-    turns: Callable[[Any], None], slow: Slow, cancelled: bool
+    generate_with: Callable[[Any], None], slow_store: SlowStore, cancelled: bool
 ) -> None:
-    turns(at_once)
+    generate_with(at_once)
 
     async def test() -> None:
-        running = await while_it_is_kept(slow)
+        running = await start_until_written(slow_store)
         cancelling = asyncio.ensure_future(running.cancel() if cancelled else asyncio.sleep(0))
-        deleting = asyncio.ensure_future(NOW[0].responses.delete(AnswerKey(ID, TENANT)))
+        deleting = asyncio.ensure_future(CURRENT[0].responses.delete(AnswerKey(ID, TENANT)))
         for _ in range(20):
             await asyncio.sleep(0)
-        slow.may_write.set()
+        slow_store.may_write.set()
         assert await deleting
         await cancelling
-        assert check(await collected(running))["status"] == "completed"
-        assert slow.get(ID, TENANT) is None
+        assert check(await collect_events(running))["status"] == "completed"
+        assert slow_store.get(ID, TENANT) is None
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.usefixtures("_active")
-def test_unfinished_response_cannot_be_continued(turns: Callable[[Any], None], slow: Slow) -> None:
-    turns(at_once)
+def test_unfinished_response_cannot_be_continued(
+    generate_with: Callable[[Any], None], slow_store: SlowStore
+) -> None:
+    generate_with(at_once)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
 
     async def test() -> None:
-        running = await while_it_is_kept(slow)
+        running = await start_until_written(slow_store)
         for api in (routes.RESPONSES, COMPACT, ResponsesSocket(Socket())._api):
             with pytest.raises(RequestError) as caught:
                 await asyncio.to_thread(api.read, body, Defaults(), caller())
             assert (caught.value.status, caught.value.code) == (400, "previous_response_not_ready")
-        slow.may_write.set()
-        await collected(running)
-        asked = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), caller())
-        assert asked.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
+        slow_store.may_write.set()
+        await collect_events(running)
+        request = await asyncio.to_thread(routes.RESPONSES.read, body, Defaults(), caller())
+        assert request.turn.messages == (User("Hi"), Answer("Hello."), User("More"))
 
-    asynchronous(test)
+    run_async(test)
 
 
-def test_completed_response_cannot_be_cancelled(turns: Callable[[Any], None]) -> None:
-    turns(slowly)
+def test_completed_response_cannot_be_cancelled(generate_with: Callable[[Any], None]) -> None:
+    generate_with(slowly)
 
     async def test() -> None:
-        running = await running_in(BackgroundResponses(), job(answer(background=True)))
-        await collected(running)
+        running = await start_in(BackgroundResponses(), job(storing_emitter(background=True)))
+        await collect_events(running)
         await running.cancel()
         assert running.document["status"] == "completed"
 
-    asynchronous(test)
+    run_async(test)
 
 
-def there(background: BackgroundResponses, number: int) -> bool:
+def is_remembered(background: BackgroundResponses, number: int) -> bool:
     return background.get(AnswerKey(f"resp_{number:020x}", TENANT)) is not None
 
 
-def test_old_events_make_room(turns: Callable[[Any], None]) -> None:
-    turns(slowly)
+def test_oldest_responses_are_forgotten_beyond_max_events(
+    generate_with: Callable[[Any], None],
+) -> None:
+    generate_with(slowly)
 
     async def test() -> None:
         background = BackgroundResponses(max_events=20)
         for number in range(4):
-            kept = answer(background=True)
-            kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            await collected(await running_in(background, job(kept)))
-        remembered = [there(background, number) for number in range(4)]
+            emitter = storing_emitter(background=True)
+            emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
+            await collect_events(await start_in(background, job(emitter)))
+        remembered = [is_remembered(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
         assert await background.forget(AnswerKey(f"resp_{3:020x}", TENANT)) is True
         assert await background.forget(AnswerKey(f"resp_{3:020x}", TENANT)) is False
 
-    asynchronous(test)
+    run_async(test)
 
 
-def test_old_bytes_make_room(turns: Callable[[Any], None]) -> None:
-    turns(at_once)
+def test_oldest_responses_are_forgotten_beyond_max_bytes(
+    generate_with: Callable[[Any], None],
+) -> None:
+    generate_with(at_once)
 
     async def test() -> None:
         background = BackgroundResponses(max_bytes=300_000)
         for number in range(4):
-            kept = answer(background=True, instructions="x" * 20_000, input="y" * 50_000)
-            kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            running = await running_in(background, job(kept))
-            await collected(running)
+            emitter = storing_emitter(
+                background=True, instructions="x" * 20_000, input="y" * 50_000
+            )
+            emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
+            running = await start_in(background, job(emitter))
+            await collect_events(running)
             assert 130_000 < running.bytes < 150_000
-        remembered = [there(background, number) for number in range(4)]
+        remembered = [is_remembered(background, number) for number in range(4)]
         assert remembered == [False, True, True, True]
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
 def test_completed_response_keeps_only_its_documents(
-    turns: Callable[[Any], None], cancelled: bool
+    generate_with: Callable[[Any], None], cancelled: bool
 ) -> None:
-    turns(for_ever if cancelled else at_once)
+    generate_with(endlessly if cancelled else at_once)
 
     async def test() -> None:
-        kept = answer(background=True)
-        given = job(kept)
-        held = [weakref.ref(given.lease), weakref.ref(kept)]
-        running = await running_in(BackgroundResponses(), given)
-        del given, kept
+        emitter = storing_emitter(background=True)
+        background_job = job(emitter)
+        references = [weakref.ref(background_job.lease), weakref.ref(emitter)]
+        running = await start_in(BackgroundResponses(), background_job)
+        del background_job, emitter
         await asyncio.sleep(0.01)
         await running.cancel()
-        await collected(running)
+        await collect_events(running)
         for _ in range(500):  # a thread may still hold the last frame
             gc.collect()
-            if not any(one() for one in held):
+            if not any(reference() for reference in references):
                 break
             await asyncio.sleep(0.01)
-        assert [one() for one in held] == [None, None]
+        assert [reference() for reference in references] == [None, None]
         assert running.document == check(running.events)
         (item,) = running.input_items
         assert item["content"] == [{"type": "input_text", "text": "Hi"}]
 
-    asynchronous(test)
+    run_async(test)
 
 
-# --- Shorter.
+# --- Compaction.
 
 
 @pytest.mark.parametrize(
@@ -711,11 +732,11 @@ def test_completed_response_keeps_only_its_documents(
         ),
     ],
 )
-def test_a_compaction_is_what_was_answered(output: list[Delta], text: str | None) -> None:
-    asked: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), caller())
-    assert (asked.stream, asked.store) == (False, False)
-    assert isinstance(asked.turn.messages[-1], User)
-    emitter = COMPACT.emitter(asked, INFO, None, caller())
+def test_compaction_contains_the_answer(output: list[Delta], text: str | None) -> None:
+    request: Any = COMPACT.read({"model": "m", "input": "Hi", "stream": True}, Defaults(), caller())
+    assert (request.stream, request.store) == (False, False)
+    assert isinstance(request.turn.messages[-1], User)
+    emitter = COMPACT.emitter(request, INFO, None, caller())
     for delta in [*output, Finished("stop", None, Usage(3, 2))]:
         assert emitter.feed(delta) == []
     if text is None:
@@ -729,7 +750,7 @@ def test_a_compaction_is_what_was_answered(output: list[Delta], text: str | None
     assert again.turn.messages == (Summary(text),)
 
 
-def test_a_compaction_is_text_whatever_the_conversation_wants() -> None:
+def test_compaction_ignores_answer_format_and_tool_choice() -> None:
     update = {"type": "configuration_update", "text": {"format": {"type": "json_object"}}}
     hello = {"role": "user", "content": "Hi"}
     tools = [{"type": "function", "name": "f"}]
@@ -766,8 +787,8 @@ def _foreign(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def _active(store: MemoryStore) -> Iterator[None]:
     contract.activate()
-    install(server.app, VllmMlx(), sharing=NOW[0].sharing)
-    NOW[:] = [installed_in(server.app)]
+    install(server.app, VllmMlx(), sharing=CURRENT[0].sharing)
+    CURRENT[:] = [installed_in(server.app)]
     yield
     contract.deactivate()
 
@@ -782,13 +803,13 @@ def send(method: str, path: str, body: Any = None, **headers: str) -> httpx.Resp
 
 
 @pytest.mark.usefixtures("_foreign")
-def test_the_host_answers_for_its_other_models() -> None:
+def test_host_answers_for_its_other_models() -> None:
     body = {"model": "foreign", "input": "Bonjour ?", "previous_response_id": None}
     theirs = send("POST", "/v1/responses", body).json()
     contract.activate()
     try:
         ours = send("POST", "/v1/responses", body).json()
-        # What continues one of the host's own answers is for the host to find.
+        # The host itself finds the answer that this one continues.
         more = send("POST", "/v1/responses", {**body, "previous_response_id": ours["id"]})
     finally:
         contract.deactivate()
@@ -799,15 +820,15 @@ def test_the_host_answers_for_its_other_models() -> None:
     assert more.status_code == 200
 
 
-ONE = f"/v1/responses/{ID}"
+RESPONSE_PATH = f"/v1/responses/{ID}"
 PATHS = [
     pytest.param("POST", "/v1/responses", {"model": "foreign", "input": "Hi"}, id="create"),
     pytest.param("POST", "/v1/responses/compact", {"model": "x", "input": "Hi"}, id="compact"),
     pytest.param("POST", "/v1/responses/input_tokens", {"model": "x", "input": "Hi"}, id="count"),
-    pytest.param("GET", ONE, None, id="retrieve"),
-    pytest.param("DELETE", ONE, None, id="delete"),
-    pytest.param("GET", f"{ONE}/input_items", None, id="input items"),
-    pytest.param("POST", f"{ONE}/cancel", None, id="cancel"),
+    pytest.param("GET", RESPONSE_PATH, None, id="retrieve"),
+    pytest.param("DELETE", RESPONSE_PATH, None, id="delete"),
+    pytest.param("GET", f"{RESPONSE_PATH}/input_items", None, id="input items"),
+    pytest.param("POST", f"{RESPONSE_PATH}/cancel", None, id="cancel"),
     pytest.param("POST", "/v1/conversations", {"items": []}, id="conversations"),
     pytest.param("DELETE", "/v1/conversations/conv_1/items/msg_1", None, id="a conversation's"),
 ]
@@ -815,7 +836,7 @@ PATHS = [
 
 @pytest.mark.usefixtures("_foreign", "_active")
 @pytest.mark.parametrize(("method", "path", "body"), PATHS)
-def test_the_key_and_the_limit_hold_everywhere(
+def test_key_and_rate_limit_apply_to_every_route(
     monkeypatch: pytest.MonkeyPatch, method: str, path: str, body: Any
 ) -> None:
     monkeypatch.setattr(server, "_api_key", "sesame")
@@ -842,9 +863,11 @@ def test_the_key_and_the_limit_hold_everywhere(
         ("?stream=true&starting_after=-1", 400, "starting_after"),
     ],
 )
-def test_queries(store: MemoryStore, query: str, status: int, param: str | None) -> None:
+def test_query_of_stored_response_is_validated(
+    store: MemoryStore, query: str, status: int, param: str | None
+) -> None:
     put(store)
-    response = send("GET", f"{ONE}{query}")
+    response = send("GET", f"{RESPONSE_PATH}{query}")
     assert response.status_code == status
     if param is not None:
         assert response.json()["error"]["param"] == param
@@ -855,11 +878,11 @@ def test_stored_response_belongs_to_its_tenant(store: MemoryStore) -> None:
     put(store)
     other = {"authorization": "Bearer another"}
     for method, path in (
-        ("GET", ONE),
-        ("GET", f"{ONE}?stream=true"),
-        ("GET", f"{ONE}/input_items"),
-        ("POST", f"{ONE}/cancel"),
-        ("DELETE", ONE),
+        ("GET", RESPONSE_PATH),
+        ("GET", f"{RESPONSE_PATH}?stream=true"),
+        ("GET", f"{RESPONSE_PATH}/input_items"),
+        ("POST", f"{RESPONSE_PATH}/cancel"),
+        ("DELETE", RESPONSE_PATH),
     ):
         assert send(method, path, **other).status_code == 404, (method, path)
     body = {"model": "m", "input": "More", "previous_response_id": ID}
@@ -868,19 +891,19 @@ def test_stored_response_belongs_to_its_tenant(store: MemoryStore) -> None:
         read(body, Defaults(), recalls)
     assert caught.value.status == 404
     assert recalls.item(f"msg_{KEY}8000") is None
-    assert send("GET", ONE).status_code == 200
+    assert send("GET", RESPONSE_PATH).status_code == 200
 
 
-# --- The WebSocket, without one.
+# --- The WebSocket protocol, over a fake socket.
 
 
-def limited(**limits: Any) -> None:
-    """The application has these limits, as long as it is active."""
+def set_limits(**limits: Any) -> None:
+    """Sets limits of the application until it is deactivated."""
     installed_in(server.app).settings = ServerSettings(**limits)
 
 
 class Socket:
-    """Sends what it was told to send, and is silent then, or hangs up."""
+    """Sends ``texts``, then stays silent or hangs up."""
 
     scope: dict[str, Any] = {  # noqa: RUF012
         "type": "websocket",
@@ -933,7 +956,7 @@ class Socket:
         ({"Authorization": "Bearer sesame"}, "sesame", None),
     ],
 )
-def test_websocket_access(
+def test_websocket_requires_the_key(
     monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], key: str | None, status: int | None
 ) -> None:
     monkeypatch.setattr(server, "_api_key", key)
@@ -945,7 +968,7 @@ def test_websocket_access(
 
 
 @pytest.mark.usefixtures("_active")
-def test_a_connection_does_not_last_for_ever() -> None:
+def test_websocket_connection_has_a_lifetime() -> None:
     async def test() -> None:
         socket: Any = Socket()
         await ResponsesSocket(socket, lifetime=0.01).serve()
@@ -954,7 +977,7 @@ def test_a_connection_does_not_last_for_ever() -> None:
         ]
         assert socket.code == 1000
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.usefixtures("_active")
@@ -970,21 +993,23 @@ def test_a_connection_does_not_last_for_ever() -> None:
         ([" " * 20_000, "{}"], 1013),
     ],
 )
-def test_a_flood_ends_the_connection(messages: list[str], code: int | None) -> None:
-    limited(max_body=10_000)
+def test_too_many_waiting_messages_close_the_connection(
+    messages: list[str], code: int | None
+) -> None:
+    set_limits(max_body=10_000)
 
     async def test() -> None:
         socket: Any = Socket(*messages, hangs_up=True)
         await ResponsesSocket(socket).serve()
         assert socket.code == code
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.usefixtures("_active")
 def test_stalled_websocket_is_aborted() -> None:
-    """Not closed, which would wait until what was written has been read."""
-    limited(stream_seconds=0.05)
+    """Closing it would wait until the client has read what was written."""
+    set_limits(stream_seconds=0.05)
     aborted: list[bool] = []
 
     transport = SimpleNamespace(abort=lambda: aborted.append(True))
@@ -1003,7 +1028,7 @@ def test_stalled_websocket_is_aborted() -> None:
         assert aborted == [True]
         assert not installed_in(server.app).answers.unread
 
-    asynchronous(test)
+    run_async(test)
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
@@ -1017,7 +1042,7 @@ def test_other_model_has_no_websocket() -> None:
         talking.cancel()
         assert (socket.sent[0]["type"], socket.sent[0]["error"]["param"]) == ("error", "model")
 
-    asynchronous(test)
+    run_async(test)
 
 
 def test_route_is_added_and_removed() -> None:
@@ -1029,7 +1054,7 @@ def test_route_is_added_and_removed() -> None:
     undo()
     after = server.app.router.routes
     assert len(after) == len(before)
-    assert all(one is other for one, other in zip(after, before, strict=True))
+    assert all(new is old for new, old in zip(after, before, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -1039,7 +1064,7 @@ def test_route_is_added_and_removed() -> None:
         ("Exception in an app", True),
     ],
 )
-def test_message_that_is_not_utf_8_makes_no_traceback(
+def test_non_utf_8_message_is_logged_without_traceback(
     caplog: pytest.LogCaptureFixture, message: str, traceback: bool
 ) -> None:
     undo = mount.front_end(VllmMlx()).apply()
@@ -1054,28 +1079,28 @@ def test_message_that_is_not_utf_8_makes_no_traceback(
     assert bool(record.exc_info) is traceback
 
 
-def test_answers_in_the_background_are_bounded_in_all(
-    turns: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
+def test_background_responses_are_bounded_in_total(
+    generate_with: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has ended takes no room away from what is to come."""
-    turns(slowly)
+    """Ended responses do not count."""
+    generate_with(slowly)
     monkeypatch.setenv("VLLM_MLX_HARMONY_BACKGROUND_BYTES", "98k")
 
     async def test() -> None:
-        async def another(number: int) -> BackgroundResponse:
-            kept = answer(background=True)
-            kept._info = ResponseInfo(f"{number:020x}", 0, "m")
-            return await running_in(background, job(kept))
+        async def start_another(number: int) -> BackgroundResponse:
+            emitter = storing_emitter(background=True)
+            emitter._info = ResponseInfo(f"{number:020x}", 0, "m")
+            return await start_in(background, job(emitter))
 
         background = BackgroundResponses()
-        first = await another(1)
-        second = await another(2)
+        first = await start_another(1)
+        second = await start_another(2)
         with pytest.raises(HostError) as full:
-            await another(3)
+            await start_another(3)
         assert (full.value.status, full.value.code) == (503, "background_full")
         assert full.value.retry_after
         await second.cancel()
-        await collected(first)
-        await (await another(4)).cancel()
+        await collect_events(first)
+        await (await start_another(4)).cancel()
 
-    asynchronous(test)
+    run_async(test)

@@ -1,4 +1,4 @@
-"""The routes on the host's real application, without a model: who answers, how, what is left."""
+"""Routes on the host's real application, without a model: who answers, with what, and cleanup."""
 
 from __future__ import annotations
 
@@ -86,23 +86,23 @@ async def application() -> AsyncIterator[httpx.AsyncClient]:
 
 
 def send(content: bytes, path: str = PATH, **headers: str) -> httpx.Response:
-    async def sent() -> httpx.Response:
+    async def post() -> httpx.Response:
         async with application() as client:
             kind = {"content-type": "application/json"}
             return await client.post(path, content=content, headers={**kind, **headers})
 
-    return asyncio.run(sent())
+    return asyncio.run(post())
 
 
 def get(path: str, **headers: str) -> httpx.Response:
-    async def sent() -> httpx.Response:
+    async def fetch() -> httpx.Response:
         async with application() as client:
             return await client.get(path, headers=headers)
 
-    return asyncio.run(sent())
+    return asyncio.run(fetch())
 
 
-def asked(**fields: Any) -> bytes:
+def chat_body(**fields: Any) -> bytes:
     user = {"role": "user", "content": "Bonjour ?"}
     return json.dumps({"model": "foreign", "messages": [user], **fields}).encode()
 
@@ -110,19 +110,19 @@ def asked(**fields: Any) -> bytes:
 # --- Models that are not Harmony.
 
 BODIES = [
-    pytest.param(asked(), id="whole"),
-    pytest.param(asked(stream=True), id="streamed"),
-    pytest.param(asked(stream=True, stream_options={"include_usage": True}), id="with usage"),
-    pytest.param(asked(messages="x"), id="not valid"),
-    pytest.param(asked(temperature="hot"), id="a field that is not valid"),
-    pytest.param(asked(n=9, echo=True), id="what ours would refuse"),
-    pytest.param(asked(max_tokens=10**9), id="over the limit"),
+    pytest.param(chat_body(), id="whole"),
+    pytest.param(chat_body(stream=True), id="streamed"),
+    pytest.param(chat_body(stream=True, stream_options={"include_usage": True}), id="with usage"),
+    pytest.param(chat_body(messages="x"), id="not valid"),
+    pytest.param(chat_body(temperature="hot"), id="a field that is not valid"),
+    pytest.param(chat_body(n=9, echo=True), id="what ours would refuse"),
+    pytest.param(chat_body(max_tokens=10**9), id="over the limit"),
     pytest.param(b'  {"model" : "foreign", "messages":[] }\n', id="white space"),
 ]
 
 
-def unsigned(response: httpx.Response) -> bytes:
-    """The body without the id, which the host draws anew each time."""
+def without_id(response: httpx.Response) -> bytes:
+    """The body without the id, which is new in each response."""
     return b"".join(
         part for part in response.content.split(b'"') if not part.startswith(b"chatcmpl-")
     )
@@ -130,7 +130,7 @@ def unsigned(response: httpx.Response) -> bytes:
 
 @pytest.mark.usefixtures("_foreign")
 @pytest.mark.parametrize("body", BODIES)
-def test_the_host_answers_for_its_other_models_as_without_us(body: bytes) -> None:
+def test_host_answers_for_its_other_models_unchanged(body: bytes) -> None:
     theirs = send(body)
     contract.activate()
     try:
@@ -139,7 +139,7 @@ def test_the_host_answers_for_its_other_models_as_without_us(body: bytes) -> Non
         contract.deactivate()
     assert ours.status_code == theirs.status_code
     assert ours.headers.items() == theirs.headers.items()
-    assert unsigned(ours) == unsigned(theirs)
+    assert without_id(ours) == without_id(theirs)
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
@@ -164,14 +164,14 @@ def test_our_routes_are_404_for_other_models(path: str) -> None:
         ("DELETE", "/v1/messages/count_tokens", "POST"),
     ],
 )
-def test_another_method_is_refused_in_the_shape_of_the_api(
+def test_wrong_method_is_refused_in_the_shape_of_its_api(
     method: str, path: str, allowed: str
 ) -> None:
-    async def sent() -> httpx.Response:
+    async def send_request() -> httpx.Response:
         async with application() as client:
             return await client.request(method, path)
 
-    response = asyncio.run(sent())
+    response = asyncio.run(send_request())
     assert (response.status_code, response.headers["allow"]) == (405, allowed)
     document = response.json()
     assert method in document["error"]["message"]
@@ -183,7 +183,7 @@ def test_another_method_is_refused_in_the_shape_of_the_api(
 
 RESP = "/v1/responses"
 HALF = b"\\ud83d"
-"""Of a surrogate pair, escaped as JSON has it."""
+"""Half of a surrogate pair, escaped as in JSON."""
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
@@ -208,10 +208,10 @@ HALF = b"\\ud83d"
         (PATH, b'{"model":"foreign","HALF":1e999,"messages":[]}', 400),
     ],
 )
-def test_half_a_surrogate_pair_is_named_without_harm(
+def test_half_a_surrogate_pair_gets_an_error_response(
     path: str, body: bytes, status: int, half: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer that repeated it could not be encoded: it is U+FFFD from the start."""
+    """It is read as U+FFFD: a response that repeated it could not be encoded."""
     ours = SimpleNamespace(model="foreign", context_length=None, remote=False)
     monkeypatch.setattr(adapter, "engine_of", lambda _: ours)
     response = send(body.replace(b"HALF", half), path)
@@ -223,17 +223,17 @@ def test_half_a_surrogate_pair_is_named_without_harm(
 def test_forwarded_request_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     limiter = server.RateLimiter(requests_per_minute=2, enabled=True)
     monkeypatch.setattr(server, "_rate_limiter", limiter)
-    assert [send(asked()).status_code for _ in range(3)] == [200, 200, 429]
+    assert [send(chat_body()).status_code for _ in range(3)] == [200, 200, 429]
 
 
 class Registry:
-    """Several models, of which one is used at a time at most; counts what is lent."""
+    """A registry of several models, which counts the leases that are held."""
 
     registered_model_names = ("foreign", "other")
 
     def __init__(self) -> None:
-        self.lent = 0
-        self.most = 0
+        self.leases = 0
+        self.most_leases = 0
         self.acquired: list[str] = []
         self._loaded: dict[str, object] = {}
         self._registry = {
@@ -245,12 +245,12 @@ class Registry:
 
     async def acquire(self, name: str) -> Any:
         self.acquired.append(name)
-        self.lent += 1
-        self.most = max(self.most, self.lent)
+        self.leases += 1
+        self.most_leases = max(self.most_leases, self.leases)
         return SimpleNamespace(engine=Foreign(), release=self.release)
 
     async def release(self) -> None:
-        self.lent -= 1
+        self.leases -= 1
 
 
 @pytest.fixture
@@ -263,9 +263,9 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Registry:
 
 @pytest.mark.usefixtures("_active")
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_two_leases_are_held_for_one_request(registry: Registry, stream: bool) -> None:
-    assert send(asked(model="other", stream=stream)).status_code == 200
-    assert (registry.acquired, registry.most, registry.lent) == (["other", "other"], 1, 0)
+def test_request_holds_one_lease_at_a_time(registry: Registry, stream: bool) -> None:
+    assert send(chat_body(model="other", stream=stream)).status_code == 200
+    assert (registry.acquired, registry.most_leases, registry.leases) == (["other", "other"], 1, 0)
 
 
 @pytest.mark.usefixtures("_active")
@@ -277,10 +277,10 @@ def test_no_two_leases_are_held_for_one_request(registry: Registry, stream: bool
         ({"model": 3}, 400, "model"),
     ],
 )
-def test_without_a_model_nothing_is_loaded(
+def test_request_for_invalid_model_loads_nothing(
     registry: Registry, fields: dict[str, Any], status: int, param: str
 ) -> None:
-    response = send(asked(**fields))
+    response = send(chat_body(**fields))
     assert (response.status_code, response.json()["error"]["param"]) == (status, param)
     assert registry.acquired == []
 
@@ -300,7 +300,7 @@ def test_without_a_model_nothing_is_loaded(
     ("harmony", "loaded", "loads"),
     [(True, False, False), (True, True, True), (False, False, True), (None, False, True)],
 )
-def test_no_model_is_loaded_for_an_invalid_request(
+def test_invalid_request_loads_no_model(
     registry: Registry,
     path: str,
     fields: dict[str, Any],
@@ -309,7 +309,7 @@ def test_no_model_is_loaded_for_an_invalid_request(
     loads: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If it is a Harmony model; vllm-mlx has rules of its own for others."""
+    """If it is a Harmony model: vllm-mlx has its own rules for others."""
     monkeypatch.setattr(adapter, "is_harmony_model", lambda source: harmony)
     registry._loaded = {"other": object()} if loaded else {}
     response = send(json.dumps({"model": "other", **fields}).encode(), path)
@@ -317,14 +317,14 @@ def test_no_model_is_loaded_for_an_invalid_request(
     assert bool(registry.acquired) is loads
 
 
-# --- Errors, in the shape of the API, also where the host raises them.
+# --- Errors have the shape of the API, even those that the host raises.
 
 
 @pytest.mark.usefixtures("_active")
-def test_no_model_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_before_a_model_is_loaded_gets_503(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_engine", None)
     monkeypatch.setattr(server, "_model_name", None)
-    response = send(asked())
+    response = send(chat_body())
     assert response.status_code == 503
     assert response.json()["error"]["type"] == "server_error"
 
@@ -343,7 +343,7 @@ def test_key_is_checked_first(monkeypatch: pytest.MonkeyPatch, headers: dict[str
 @pytest.mark.parametrize(
     ("timeout", "used"), [(2, 2), (0.5, 0.5), (0, None), (10**400, None), (1e9, None), ("2", None)]
 )
-def test_a_timeout_counts_when_it_is_one(timeout: object, used: float | None) -> None:
+def test_invalid_timeout_is_ignored(timeout: object, used: float | None) -> None:
     assert serving._routing({"model": "m", "timeout": timeout}) == ("m", used)
 
 
@@ -354,7 +354,7 @@ def test_disconnect_while_sending_is_no_error(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.usefixtures("_foreign", "_active")
-def test_models_with_a_slash_behind() -> None:
+def test_models_path_may_end_in_a_slash() -> None:
     assert get("/v1/models/").json() == get("/v1/models").json()
 
 
@@ -364,7 +364,7 @@ def test_internal_error_is_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
         raise LookupError("a bug")
 
     monkeypatch.setattr(adapter.VllmMlx, "acquire", broken)
-    response = send(asked())
+    response = send(chat_body())
     assert response.status_code == 500
     assert response.json()["error"]["code"] == "internal_error"
     assert "a bug" not in response.text
@@ -391,7 +391,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize(("error", "status", "code", "param", "retry_after"), ERRORS)
-def test_refusals(
+def test_error_is_mapped_to_status_and_headers(
     error: Any, status: int, code: str | None, param: str | None, retry_after: str | None
 ) -> None:
     failure = failure_of(error)
@@ -402,18 +402,18 @@ def test_refusals(
     assert json.loads(response.body)["error"]["message"]
 
 
-# --- A turn: whatever way it ends, the engine is free and accounted for.
+# --- However a turn ends, its engine is released and the turn is counted.
 
 
 NEVER = 3600.0
-"""Seconds after which what a test must bring about would come by itself."""
+"""Seconds of a wait that a test must end itself."""
 
 SILENCE = 0.1
-"""Seconds after which a silent engine is given up."""
+"""Seconds after which the request to a silent engine fails."""
 
 
-class Lent:
-    """A lease on an engine that is none; says when it was given back. Only silence has a limit."""
+class FakeLease:
+    """A lease on a fake engine, which counts its releases. Only silence has a limit."""
 
     tenant = "somebody"
 
@@ -421,13 +421,13 @@ class Lent:
         self.engine = engine
         self.deadline = Deadline(total, time.monotonic() + NEVER)
         self.released = 0
-        self.tracker = Tracked()
+        self.tracker = FakeTracker()
 
     async def release(self) -> None:
         self.released += 1
 
 
-class Tracked:
+class FakeTracker:
     """The host's metrics of a request; the first result counts."""
 
     def __init__(self) -> None:
@@ -447,7 +447,7 @@ class Tracked:
 
 
 class Context:
-    """A context that says nothing but how a turn begins and ends."""
+    """A context whose only deltas are those at the beginning and end of a turn."""
 
     done = False
     generated = False
@@ -471,7 +471,7 @@ Generate = Callable[..., AsyncIterator[Step]]
 
 
 class Engine:
-    """Generates what it is given."""
+    """An engine that generates with a given function."""
 
     model = "nobody"
     context_length = None
@@ -483,15 +483,15 @@ class Engine:
 
 def job(engine: Engine, total: float = NEVER, emitter: Any = None) -> Job:
     settings = GenerationSettings(max_tokens=10, temperature=0.0, top_p=1.0)
-    lease: Any = Lent(engine, total)
-    return Job(lease, Context(), settings, emitter or Noted(), True, "seed")  # type: ignore[arg-type]
+    lease: Any = FakeLease(engine, total)
+    return Job(lease, Context(), settings, emitter or RecordingEmitter(), True, "seed")  # type: ignore[arg-type]
 
 
-def started(turn: Job) -> Answer:
+def start_answer(turn: Job) -> Answer:
     return Answer(turn, turn.lease.tracker, ANSWERS)  # type: ignore[attr-defined]
 
 
-async def two(*_: Any) -> AsyncIterator[Step]:
+async def two_steps(*_: Any) -> AsyncIterator[Step]:
     yield Step((7,), cached_tokens=2)
     yield Step((8,), "length")
 
@@ -513,7 +513,7 @@ async def failing(*_: Any) -> AsyncIterator[Step]:
 
 
 async def stopped_from_outside(*_: Any) -> AsyncIterator[Step]:
-    """As when an engine cancels all its work."""
+    """Like an engine that cancels all its work."""
     yield Step((7,))
     raise asyncio.CancelledError
 
@@ -537,8 +537,8 @@ async def swallowing(*_: Any) -> AsyncIterator[Step]:
         return
 
 
-class Noted:
-    """An emitter whose answer is its deltas; nothing goes on the wire."""
+class RecordingEmitter:
+    """An emitter whose result is the deltas that it was fed; it sends nothing."""
 
     def __init__(self) -> None:
         self.deltas: list[Delta] = []
@@ -554,8 +554,8 @@ class Noted:
         return self.deltas
 
 
-def answer_to(turn: Job) -> Answer:
-    return started(replace(turn, stream=False))
+def start_whole_answer(turn: Job) -> Answer:
+    return start_answer(replace(turn, stream=False))
 
 
 def stubborn(computing: asyncio.Event, computed: asyncio.Event) -> Generate:
@@ -573,43 +573,43 @@ def stubborn(computing: asyncio.Event, computed: asyncio.Event) -> Generate:
 
 
 async def settle() -> None:
-    """Lets everything happen that waits for nothing."""
+    """Runs everything that is ready."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def releases(turn: Any) -> int:
-    """Waits until the engine is released; returns how often it is."""
+async def count_releases(turn: Any) -> int:
+    """Waits until the engine is released; returns the number of releases."""
     while not turn.lease.released:
         await asyncio.sleep(0)
     await settle()
     return int(turn.lease.released)
 
 
-async def everything(turn: Job) -> list[Delta]:
-    deltas: Any = await answer_to(turn).document()
+async def read_all(turn: Job) -> list[Delta]:
+    deltas: Any = await start_whole_answer(turn).document()
     return deltas
 
 
-async def the_beginning(turn: Job) -> None:
-    reading = started(replace(turn, emitter=Silence()))
+async def read_one_event(turn: Job) -> None:
+    reading = start_answer(replace(turn, emitter=EventPerDelta()))
     await anext(reading)
     await asyncio.sleep(0)
     await reading.aclose()
 
 
-async def nothing(turn: Job) -> None:
-    reading = started(replace(turn, emitter=Silence()))
+async def close_before_reading(turn: Job) -> None:
+    reading = start_answer(replace(turn, emitter=EventPerDelta()))
     await reading.first_event()
     await reading.aclose()
 
 
-async def at_once(turn: Job) -> None:
-    await answer_to(turn).aclose()
+async def close_at_once(turn: Job) -> None:
+    await start_whole_answer(turn).aclose()
 
 
-async def until_cancelled(turn: Job) -> None:
-    answering = answer_to(turn)
+async def cancel_reading(turn: Job) -> None:
+    answering = start_whole_answer(turn)
     reading = asyncio.ensure_future(answering.document())
     while not turn.context.generated:  # type: ignore[attr-defined]
         await asyncio.sleep(0)
@@ -620,30 +620,39 @@ async def until_cancelled(turn: Job) -> None:
 
 
 ENDINGS = [
-    pytest.param(two, everything, None, "success", (3, 2), id="to its end"),
-    pytest.param(stopped, everything, None, "success", (3, 2), id="a stop string"),
-    pytest.param(failing, everything, OutputError, "error", (0, 0), id="a failing engine"),
-    pytest.param(stopped_from_outside, everything, OutputError, "error", (0, 0), id="stopped"),
-    pytest.param(stopped_before, everything, OutputError, "error", (0, 0), id="stopped before"),
-    pytest.param(silent, everything, HostError, "timeout", (0, 0), id="silence"),
-    pytest.param(swallowing, everything, HostError, "timeout", (0, 0), id="silence, swallowed"),
-    pytest.param(endless, the_beginning, None, "client_closed", (0, 0), id="closed"),
-    pytest.param(endless, nothing, None, "client_closed", (0, 0), id="closed before the first id"),
-    pytest.param(endless, at_once, None, "client_closed", (0, 0), id="closed before it began"),
-    pytest.param(endless, until_cancelled, None, "client_closed", (0, 0), id="cancelled"),
+    pytest.param(two_steps, read_all, None, "success", (3, 2), id="to its end"),
+    pytest.param(stopped, read_all, None, "success", (3, 2), id="a stop string"),
+    pytest.param(failing, read_all, OutputError, "error", (0, 0), id="a failing engine"),
+    pytest.param(stopped_from_outside, read_all, OutputError, "error", (0, 0), id="stopped"),
+    pytest.param(stopped_before, read_all, OutputError, "error", (0, 0), id="stopped before"),
+    pytest.param(silent, read_all, HostError, "timeout", (0, 0), id="silence"),
+    pytest.param(swallowing, read_all, HostError, "timeout", (0, 0), id="silence, swallowed"),
+    pytest.param(endless, read_one_event, None, "client_closed", (0, 0), id="closed"),
     pytest.param(
-        swallowing, until_cancelled, None, "client_closed", (0, 0), id="cancelled, quietly"
+        endless,
+        close_before_reading,
+        None,
+        "client_closed",
+        (0, 0),
+        id="closed before the first id",
+    ),
+    pytest.param(
+        endless, close_at_once, None, "client_closed", (0, 0), id="closed before it began"
+    ),
+    pytest.param(endless, cancel_reading, None, "client_closed", (0, 0), id="cancelled"),
+    pytest.param(
+        swallowing, cancel_reading, None, "client_closed", (0, 0), id="cancelled, quietly"
     ),
 ]
 
 
-def limit(result: str) -> float:
+def silence_limit(result: str) -> float:
     """The seconds of silence before a turn ends, where ``result`` is its end."""
     return SILENCE if result == "timeout" else NEVER
 
 
 @pytest.mark.parametrize(("generated", "read", "error", "result", "tokens"), ENDINGS)
-def test_every_end_of_a_turn_is_counted(
+def test_every_ended_turn_is_counted(
     generated: Generate,
     read: Callable[[Job], Awaitable[Any]],
     error: type[Exception] | None,
@@ -652,18 +661,18 @@ def test_every_end_of_a_turn_is_counted(
 ) -> None:
     async def test() -> None:
         engine = Engine(generated)
-        turn = job(engine, total=limit(result))
+        turn = job(engine, total=silence_limit(result))
         if error is None:
             await read(turn)
         else:
             with pytest.raises(error):
                 await read(turn)
-        await settle()  # of one that is silent the engine is stopped when the client knows
+        await settle()  # a silent engine is stopped after its client was told
         assert turn.lease.released == 1  # type: ignore[attr-defined]
         assert turn.lease.tracker.results[0] == result  # type: ignore[attr-defined]
         assert turn.lease.tracker.tokens == tokens  # type: ignore[attr-defined]
-        engine.generate = two
-        assert len(await everything(job(engine))) == 2  # and the next one has its turn
+        engine.generate = two_steps
+        assert len(await read_all(job(engine))) == 2  # the next turn can use it
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -679,10 +688,10 @@ def test_every_end_of_a_turn_is_counted(
 def test_ended_answer_is_freed_without_the_collector(
     generated: Generate, read: Callable[[Job], Awaitable[Any]], result: str
 ) -> None:
-    """It holds a prompt, and a failure the frames that it went through."""
+    """It holds a prompt, and a failure holds the frames that it passed through."""
 
     async def test() -> None:
-        turn = job(Engine(generated), total=limit(result))
+        turn = job(Engine(generated), total=silence_limit(result))
         held = weakref.ref(turn.context)
         with suppress(HarmonyFailure):
             await read(turn)
@@ -700,39 +709,39 @@ def test_ended_answer_is_freed_without_the_collector(
 
 @pytest.mark.parametrize("how", ["cancelled", "the server ends", "silence"])
 def test_client_does_not_wait_for_a_running_step(how: str) -> None:
-    """But whoever wants to unload the model does."""
+    """Whoever unloads the model does wait for it."""
 
     async def test() -> None:
         computing, computed = asyncio.Event(), asyncio.Event()
         engine = Engine(stubborn(computing, computed))
         turn = replace(job(engine, total=SILENCE if how == "silence" else NEVER), id_seed="a")
-        reading = asyncio.ensure_future(everything(turn))
+        reading = asyncio.ensure_future(read_all(turn))
         await computing.wait()
         if how == "cancelled":
             assert ANSWERS.cancel(AnswerKey("a", turn.lease.tenant))
         elif how == "the server ends":
-            ANSWERS.end_all(HostError("the server is shutting down", code="shutdown_error"))
+            ANSWERS.end_all(HostError("the server is shutting down", code="shutting_down"))
         done, _ = await asyncio.wait({reading}, timeout=30)
-        left = ANSWERS.running, turn.lease.released  # type: ignore[attr-defined]
-        computed.set()  # before anything fails, because it must end first
-        assert done and left == ([], 0)
+        state = ANSWERS.running, turn.lease.released  # type: ignore[attr-defined]
+        computed.set()  # before any assertion, because the step must end
+        assert done and state == ([], 0)
         with pytest.raises((HostError, OutputError)):
             await reading
-        assert await releases(turn) == 1
+        assert await count_releases(turn) == 1
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
 @pytest.mark.parametrize("read", [True, False])
-def test_engine_is_released_after_a_reader_leaves(
+def test_engine_is_released_after_its_reader_leaves(
     read: bool,
 ) -> None:
-    """The time of its request ran out just when the answer was ended."""
+    """The request timed out just when the answer was ended."""
 
     async def test() -> None:
         computing, computed = asyncio.Event(), asyncio.Event()
         turn = job(Engine(stubborn(computing, computed)))
-        answering = answer_to(turn)
+        answering = start_whole_answer(turn)
         await computing.wait()
         answering.end(HostError("late", status=504))
         if read:
@@ -743,7 +752,7 @@ def test_engine_is_released_after_a_reader_leaves(
         assert closing.done() is read
         computed.set()
         await closing
-        assert await releases(turn) == 1
+        assert await count_releases(turn) == 1
 
     asyncio.run(asyncio.wait_for(test(), 60))
 
@@ -758,7 +767,7 @@ def test_request_waiting_for_its_first_step_is_cancellable() -> None:
             yield Step((7,))
 
         turn = replace(job(Engine(queued)), id_seed="a")
-        waiting = asyncio.ensure_future(everything(turn))
+        waiting = asyncio.ensure_future(read_all(turn))
         await arrived.wait()
         assert ANSWERS.cancel(AnswerKey("a", turn.lease.tenant))
         with pytest.raises(OutputError):
@@ -768,15 +777,15 @@ def test_request_waiting_for_its_first_step_is_cancellable() -> None:
     asyncio.run(asyncio.wait_for(test(), 60))
 
 
-def test_a_turn_ends_with_what_was_cached() -> None:
-    deltas = asyncio.run(everything(job(Engine(two))))
+def test_finished_delta_has_the_cached_tokens() -> None:
+    deltas = asyncio.run(read_all(job(Engine(two_steps))))
     assert deltas == [Started(3), Finished("length", None, Usage(3, 2, cached_tokens=2))]
 
 
 def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
     async def test() -> None:
-        engine = Engine(two)
-        turns = [started(job(engine, emitter=Silence())) for _ in range(3)]
+        engine = Engine(two_steps)
+        turns = [start_answer(job(engine, emitter=EventPerDelta())) for _ in range(3)]
         for turn in turns:
             await turn.first_event()
         for turn in turns:
@@ -788,8 +797,8 @@ def test_answers_of_one_engine_do_not_wait_for_each_other() -> None:
 # --- A stream that nobody reads to its end.
 
 
-class Silence:
-    """An emitter that writes a word per delta."""
+class EventPerDelta:
+    """An emitter that writes one event per delta."""
 
     def keep_alive(self) -> Event:
         return HEARTBEAT
@@ -807,8 +816,8 @@ async def receive() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("sent", [0, 1, 2])
-def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
-    """Not when the garbage collector comes by, but at once."""
+def test_stream_of_failing_reader_releases_the_engine(sent: int) -> None:
+    """At once, without the garbage collector."""
 
     async def test() -> None:
         messages: list[Any] = []
@@ -822,12 +831,12 @@ def test_a_stream_whose_reader_fails_frees_the_engine(sent: int) -> None:
         application = Starlette()
         install(application, adapter.VllmMlx())
         request = Request({"type": "http", "headers": [], "app": application}, receive)
-        events = started(replace(turn, emitter=Silence()))
+        events = start_answer(replace(turn, emitter=EventPerDelta()))
         await events.first_event()
         scope = {"type": "http", "asgi": {"spec_version": "2.4"}}
         with pytest.raises(ClientDisconnect):
             await EventStream(request, events)(scope, receive, send)
-        assert await releases(turn) == 1
+        assert await count_releases(turn) == 1
 
     gc.disable()
     try:

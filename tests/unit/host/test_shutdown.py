@@ -1,4 +1,4 @@
-"""The end of a server, without one: who is refused, who may end, and who is ended, in order."""
+"""Shutdown, without a server: what is refused, what may finish, and what is ended, in order."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KEY = AnswerKey("a", "t")
 
 @pytest.fixture(autouse=True)
 def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Whether the process would have ended. The limit is short."""
+    """Set when the process would have been ended. The limit is short."""
     event = threading.Event()
     monkeypatch.setattr(shutdown, "_end_process", event.set)
     monkeypatch.setattr(server, "_default_timeout", 0.3)
@@ -52,7 +52,7 @@ class Clock:
         self.now += seconds
         await asyncio.sleep(0)
 
-    async def passed(self, seconds: float) -> None:
+    async def wait(self, seconds: float) -> None:
         """Waits until the shutdown has slept for ``seconds``."""
         until = self.now + seconds
         while self.now < until:
@@ -87,15 +87,15 @@ class Running:
 
 
 class Uvicorn:
-    """As uvicorn's server; notes what its shutdown meets."""
+    """Like uvicorn's server; records the running answers and its own limit at its shutdown."""
 
     def __init__(self, graceful: float | None = None) -> None:
         self.config = SimpleNamespace(timeout_graceful_shutdown=graceful)
         self.should_exit = False
-        self.seen: list[Any] = []
+        self.shutdowns: list[Any] = []
 
     async def shutdown(self, sockets: Any = None) -> None:
-        self.seen.append((answers().running, self.config.timeout_graceful_shutdown))
+        self.shutdowns.append((answers().running, self.config.timeout_graceful_shutdown))
 
     def handle_exit(self, sig: int, frame: Any) -> None:
         self.should_exit = True
@@ -104,38 +104,40 @@ class Uvicorn:
 Draining = adapter.draining(Uvicorn)
 
 
-def end(uvicorns: Any, during: Any = None) -> list[Any]:
-    """Shuts down, with ``during`` beside it; what uvicorn's own shutdown meets."""
+def shut_down(stopping: Any, during: Any = None) -> list[Any]:
+    """Shuts down while ``during`` runs; returns what uvicorn's own shutdown recorded."""
 
     async def test() -> None:
         beside = asyncio.ensure_future(during()) if during else None
         await asyncio.sleep(0)
-        await uvicorns.shutdown()
+        await stopping.shutdown()
         assert answers().rejection() is None
         if beside is not None:
             await beside
 
     asyncio.run(asyncio.wait_for(test(), 60))
-    seen: list[Any] = uvicorns.seen
-    return seen
+    shutdowns: list[Any] = stopping.shutdowns
+    return shutdowns
 
 
-@pytest.mark.parametrize("given", [None, 0.1, 50])
+@pytest.mark.parametrize("graceful", [None, 0.1, 50])
 def test_shutdown_without_answers_leaves_uvicorn_the_whole_limit(
-    given: float | None, clock: Clock
+    graceful: float | None, clock: Clock
 ) -> None:
-    ((_, left),) = end(Draining(given))
-    assert left == pytest.approx(0.3 if given is None else min(given, 0.3))
+    ((_, limit),) = shut_down(Draining(graceful))
+    assert limit == pytest.approx(0.3 if graceful is None else min(graceful, 0.3))
     assert clock.now == 100
 
 
 def test_pending_writes_are_finished_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """uvicorn then ends the process by the signal, without anything that `atexit` has."""
+    """uvicorn then ends the process by the signal, without the handlers of `atexit`."""
     stopping = Draining()
     closed: list[tuple[float, int]] = []
-    disk = SimpleNamespace(close=lambda patience: closed.append((patience, len(stopping.seen))))
+    disk = SimpleNamespace(
+        close=lambda patience: closed.append((patience, len(stopping.shutdowns)))
+    )
     monkeypatch.setattr(resources, "disk", disk)
-    end(stopping)
+    shut_down(stopping)
     assert closed == [(resources.WRITTEN_WITHIN, 1)]
 
 
@@ -144,13 +146,13 @@ def test_answer_that_ends_in_time_is_complete(clock: Clock) -> None:
 
     async def answering() -> None:
         answer = Running()
-        await clock.passed(0.15)
+        await clock.wait(0.15)
         ended.append(answer.failure.done())
         answer.leave()
 
-    seen = end(Draining(), answering)
+    shutdowns = shut_down(Draining(), answering)
     assert ended == [False]
-    assert seen[0][0] == []
+    assert shutdowns[0][0] == []
 
 
 def test_running_answer_is_ended_before_uvicorn_hangs_up(clock: Clock) -> None:
@@ -162,13 +164,13 @@ def test_running_answer_is_ended_before_uvicorn_hangs_up(clock: Clock) -> None:
         assert 0.2 < clock.now - 100 < 0.3
         answer.leave()
 
-    seen = end(Draining(), answering)
-    assert [(failure.status, failure.code) for failure in failures] == [(503, "shutdown_error")]
-    assert seen[0][0] == []
+    shutdowns = shut_down(Draining(), answering)
+    assert [(failure.status, failure.code) for failure in failures] == [(503, "shutting_down")]
+    assert shutdowns[0][0] == []
 
 
-def test_the_limit_counts_from_the_signal(clock: Clock) -> None:
-    """uvicorn looks whether it was told to end ten times a second, or later on a busy machine."""
+def test_limit_counts_from_the_signal(clock: Clock) -> None:
+    """uvicorn looks for a signal ten times a second, or less often on a busy machine."""
     failures: list[HarmonyFailure] = []
     stopping = Draining()
     stopping.handle_exit(signal.SIGTERM, None)
@@ -180,33 +182,33 @@ def test_the_limit_counts_from_the_signal(clock: Clock) -> None:
         assert clock.now < 100.4  # at once
         answer.leave()
 
-    end(stopping, answering)
+    shut_down(stopping, answering)
     assert len(failures) == 1
 
 
 def test_hanging_engine_does_not_hold_the_process(killed: threading.Event) -> None:
     stopping = Draining()
     stopping.handle_exit(signal.SIGTERM, None)
-    end(stopping)
+    shut_down(stopping)
     assert killed.wait(60)
 
 
 def test_embedded_server_does_not_end_the_process(killed: threading.Event) -> None:
-    end(Draining())
+    shut_down(Draining())
     assert not killed.wait(1.5)
 
 
-def test_an_answer_is_read_to_its_end_before_uvicorn_hangs_up(clock: Clock) -> None:
-    """Generated it is already, in words or whole; but not yet on its way to the client."""
+def test_answer_is_read_to_its_end_before_uvicorn_hangs_up(clock: Clock) -> None:
+    """It has been generated, streamed or whole, but not yet sent to the client."""
     stopping = Draining()
     read: list[bool] = []
 
     async def reading() -> None:
         with answers().delay_shutdown():
-            await clock.passed(0.4)  # longer than the limit
-            read.append(not stopping.seen)
+            await clock.wait(0.4)  # longer than the limit
+            read.append(not stopping.shutdowns)
 
-    end(stopping, reading)
+    shut_down(stopping, reading)
     assert read == [True]
 
 
@@ -235,9 +237,9 @@ def test_new_requests_get_503(path: str, kind: str) -> None:
     assert response.headers["connection"] == "close"
 
 
-def test_the_second_signal_kills(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_signal_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     raised: list[Any] = []
-    monkeypatch.setattr(signal, "signal", lambda *given: raised.append(given))
+    monkeypatch.setattr(signal, "signal", lambda *arguments: raised.append(arguments))
     monkeypatch.setattr(signal, "raise_signal", raised.append)
     stopping = adapter.draining(uvicorn.Server)(uvicorn.Config("nothing:here"))
     stopping.handle_exit(signal.SIGTERM, None)
@@ -247,7 +249,7 @@ def test_the_second_signal_kills(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised == [(signal.SIGTERM, signal.SIG_DFL), signal.SIGTERM]
 
 
-def test_uvicorn_is_as_it_was() -> None:
+def test_deactivation_restores_uvicorn() -> None:
     main = importlib.import_module("uvicorn.main")
     contract.activate()
     assert main.Server is not uvicorn.Server and issubclass(main.Server, uvicorn.Server)

@@ -1,4 +1,4 @@
-"""Being loaded: one finder that waits for one module, in every way in which that module is run.
+"""The import hook: one finder that waits for one module, in every way that the module is run.
 
 Each row runs a fresh interpreter with a host of a few lines in the shape of the real one's command
 line; `test_contract` and `tests/system/packaging` do the same with the real one.
@@ -35,7 +35,7 @@ if __name__ == "__main__":
     main()
 '''
 
-# Stands in for vllm_mlx_harmony.host: says that it was called, and with which namespace.
+# Stands in for vllm_mlx_harmony.host: prints that it was called, and with which namespace.
 HOST = """\
 def install(namespace):
     import functools, sys
@@ -54,7 +54,7 @@ RUN = "import sys; sys.argv = ['x']; "
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """A directory with the host, and with this package but for `host`, which is the one above."""
+    """A directory with the host and with this package, whose `host` is the one above."""
     host = tmp_path / "vllm_mlx"
     host.mkdir()
     (host / "__init__.py").write_text("NAME = 'vllm_mlx'\n")
@@ -80,12 +80,12 @@ def run(site: Path, *arguments: str, **environment: str) -> subprocess.Completed
     )
 
 
-def code(site: Path, source: str, **environment: str) -> list[str]:
-    """Lines that a program prints. -S: the package may be installed where tests run."""
-    done = run(site, "-S", "-c", source, **environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr == ""
-    return done.stdout.splitlines()
+def printed_lines(site: Path, source: str, **environment: str) -> list[str]:
+    """The lines that a program prints. -S: the package may be installed where the tests run."""
+    result = run(site, "-S", "-c", source, **environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    return result.stdout.splitlines()
 
 
 SERVED = ["gated vllm_mlx.cli", "serve None original"]
@@ -137,15 +137,17 @@ PLAIN = ["serve None original"]
         ),
     ],
 )
-def test_gated_once_however_it_is_loaded(site: Path, source: str, expected: list[str]) -> None:
-    assert code(site, source) == expected
+def test_host_is_gated_once_however_it_is_loaded(
+    site: Path, source: str, expected: list[str]
+) -> None:
+    assert printed_lines(site, source) == expected
 
 
-def test_gated_when_run_with_m(site: Path) -> None:
+def test_host_run_with_m_is_gated(site: Path) -> None:
     (site / "sitecustomize.py").write_text(ARM)
-    done = run(site, "-m", "vllm_mlx.cli", "--tool-call-parser", "harmony")
-    assert done.stdout.splitlines() == ["gated __main__", "serve harmony original"]
-    assert done.stderr == ""
+    result = run(site, "-m", "vllm_mlx.cli", "--tool-call-parser", "harmony")
+    assert result.stdout.splitlines() == ["gated __main__", "serve harmony original"]
+    assert result.stderr == ""
 
 
 @pytest.mark.parametrize(
@@ -157,21 +159,21 @@ def test_gated_when_run_with_m(site: Path) -> None:
         ([], False),
     ],
 )
-def test_the_module_server_says_that_it_is_not_gated(
+def test_server_module_warns_that_it_is_not_gated(
     site: Path, arguments: list[str], warns: bool
 ) -> None:
-    """It has a command line of its own, and patches would not reach it: it is `__main__` then."""
+    """It has its own command line, and patches would not reach it, since it runs as `__main__`."""
     (site / "vllm_mlx" / "server.py").write_text("print('served', __name__)\n")
     (site / "sitecustomize.py").write_text(ARM)
-    done = run(site, "-m", "vllm_mlx.server", *arguments)
-    assert done.stdout == "served __main__\n"
-    assert ("use `vllm-mlx serve`" in done.stderr) is warns
-    assert len(done.stderr.splitlines()) == warns
+    result = run(site, "-m", "vllm_mlx.server", *arguments)
+    assert result.stdout == "served __main__\n"
+    assert ("use `vllm-mlx serve`" in result.stderr) is warns
+    assert len(result.stderr.splitlines()) == warns
     imported = "import sys, vllm_mlx.server"
     assert run(site, "-c", imported, "--tool-call-parser", "harmony").stderr == ""
 
 
-def test_gated_in_spawned_children(site: Path) -> None:
+def test_spawned_children_are_gated(site: Path) -> None:
     (site / "sitecustomize.py").write_text(ARM)
     (site / "job.py").write_text(
         "def job():\n    import sys; sys.argv = ['x']\n    from vllm_mlx.cli import main; main()\n"
@@ -185,32 +187,32 @@ def test_gated_in_spawned_children(site: Path) -> None:
     assert run(site, "parent.py").stdout.splitlines() == SERVED
 
 
-def test_traceback_lines_are_those_of_the_source_with_m(site: Path) -> None:
+def test_traceback_with_m_has_the_lines_of_the_source(site: Path) -> None:
     (site / "sitecustomize.py").write_text(ARM)
-    done = run(site, "-m", "vllm_mlx.cli", "--no-such-flag")
+    result = run(site, "-m", "vllm_mlx.cli", "--no-such-flag")
     (site / "vllm_mlx" / "cli.py").write_text(CLI.replace('    print("serve"', "    1 / 0  #"))
     broken = run(site, "-m", "vllm_mlx.cli")
-    line = CLI.splitlines().index(next(x for x in CLI.splitlines() if "print(" in x)) + 1
-    assert done.returncode == 2
+    line = CLI.splitlines().index(next(text for text in CLI.splitlines() if "print(" in text)) + 1
+    assert result.returncode == 2
     assert f'cli.py", line {line}, in serve_command' in broken.stderr
     assert "ZeroDivisionError" in broken.stderr
 
 
 @pytest.mark.parametrize("value", ["0", "false", "no", "OFF", " 0 "])
-def test_switched_off(site: Path, value: str) -> None:
+def test_switch_turns_the_gate_off(site: Path, value: str) -> None:
     source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.registered())"
-    assert code(site, source, VLLM_MLX_HARMONY=value) == [*PLAIN, "False"]
+    assert printed_lines(site, source, VLLM_MLX_HARMONY=value) == [*PLAIN, "False"]
 
 
 @pytest.mark.parametrize("value", ["", "1", "on"])
-def test_not_switched_off(site: Path, value: str) -> None:
+def test_other_values_leave_the_gate_on(site: Path, value: str) -> None:
     source = ARM + RUN + "from vllm_mlx.cli import main; main(); print(s.registered())"
-    assert code(site, source, VLLM_MLX_HARMONY=value) == [*SERVED, "True"]
+    assert printed_lines(site, source, VLLM_MLX_HARMONY=value) == [*SERVED, "True"]
 
 
-def test_switched_off_after_arming(site: Path) -> None:
+def test_switch_works_after_registration(site: Path) -> None:
     source = ARM + RUN + "import os; os.environ['VLLM_MLX_HARMONY'] = '0'; "
-    assert code(site, source + "from vllm_mlx.cli import main; main()") == PLAIN
+    assert printed_lines(site, source + "from vllm_mlx.cli import main; main()") == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -224,46 +226,46 @@ def test_switched_off_after_arming(site: Path) -> None:
 @pytest.mark.parametrize(
     "way", [("-m", "vllm_mlx.cli"), ("-c", "from vllm_mlx.cli import *; main()")]
 )
-def test_a_failing_install_is_one_line_and_the_host_runs(
+def test_failed_install_is_one_line_and_the_host_runs(
     site: Path, broken: str, way: tuple[str, str]
 ) -> None:
     (site / "sitecustomize.py").write_text(ARM)
     (site / "vllm_mlx_harmony" / "host" / "__init__.py").write_text(broken)
-    done = run(site, *way)
-    assert (done.returncode, done.stdout.splitlines()) == (0, PLAIN)
-    assert len(done.stderr.splitlines()) == 1
-    assert done.stderr.startswith("vllm-mlx-harmony: not installed (")
+    result = run(site, *way)
+    assert (result.returncode, result.stdout.splitlines()) == (0, PLAIN)
+    assert len(result.stderr.splitlines()) == 1
+    assert result.stderr.startswith("vllm-mlx-harmony: not installed (")
 
 
-def test_a_half_removed_package_does_not_stop_python(site: Path) -> None:
+def test_half_removed_package_does_not_stop_python(site: Path) -> None:
     (site / "vllm_mlx_harmony" / "_loading.py").unlink()
-    assert code(site, ARM + "print('fine')") == ["fine"]
+    assert printed_lines(site, ARM + "print('fine')") == ["fine"]
 
 
 @pytest.mark.parametrize(
     "changed",
     ["def main(): print('other')\nmain()\n", "import sys\nsys.stdout.write('other\\n')\n"],
 )
-def test_a_command_line_of_another_shape_runs_as_it_is_with_m(site: Path, changed: str) -> None:
+def test_other_command_line_with_m_runs_unchanged(site: Path, changed: str) -> None:
     (site / "sitecustomize.py").write_text(ARM)
     (site / "vllm_mlx" / "cli.py").write_text(changed)
-    done = run(site, "-m", "vllm_mlx.cli")
-    assert (done.stdout, done.stderr) == ("other\n", "")
+    result = run(site, "-m", "vllm_mlx.cli")
+    assert (result.stdout, result.stderr) == ("other\n", "")
 
 
-def test_an_error_of_the_host_while_loading_is_the_hosts(site: Path) -> None:
+def test_import_error_of_the_host_is_unchanged(site: Path) -> None:
     (site / "vllm_mlx" / "cli.py").write_text("raise ImportError('no mlx here')")
-    done = run(site, "-c", ARM + "import vllm_mlx.cli")
-    assert "ImportError: no mlx here" in done.stderr
-    assert "vllm-mlx-harmony" not in done.stderr
+    result = run(site, "-c", ARM + "import vllm_mlx.cli")
+    assert "ImportError: no mlx here" in result.stderr
+    assert "vllm-mlx-harmony" not in result.stderr
 
 
-def test_no_host_no_difference(site: Path) -> None:
+def test_missing_host_is_the_usual_error(site: Path) -> None:
     (site / "vllm_mlx").rename(site / "elsewhere")
     # -S: the real host may be installed where the tests run
-    done = run(site, "-S", "-c", ARM + "import vllm_mlx.cli")
-    assert "No module named 'vllm_mlx'" in done.stderr
-    assert "vllm-mlx-harmony" not in done.stderr
+    result = run(site, "-S", "-c", ARM + "import vllm_mlx.cli")
+    assert "No module named 'vllm_mlx'" in result.stderr
+    assert "vllm-mlx-harmony" not in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -279,18 +281,18 @@ def test_no_host_no_difference(site: Path) -> None:
         ("hasattr(spec.loader, 'no_such_thing')", "False"),
     ],
 )
-def test_the_loader_answers_as_the_real_one(site: Path, expression: str, expected: str) -> None:
+def test_loader_behaves_like_the_real_one(site: Path, expression: str, expected: str) -> None:
     source = "import importlib.util as u; spec = u.find_spec('vllm_mlx.cli'); "
-    assert code(site, ARM + source + f"print({expression})") == [expected]
+    assert printed_lines(site, ARM + source + f"print({expression})") == [expected]
 
 
-def test_the_loaded_module_knows_only_the_real_loader(site: Path) -> None:
+def test_loaded_module_has_the_real_loader(site: Path) -> None:
     source = (
         "import vllm_mlx.cli as c, inspect, importlib.resources as r; "
         "print(type(c.__loader__).__name__, c.__loader__ is c.__spec__.loader, "
         "'def main' in inspect.getsource(c), r.files('vllm_mlx').joinpath('data.txt').read_text())"
     )
-    assert code(site, ARM + source) == ["SourceFileLoader True True a resource"]
+    assert printed_lines(site, ARM + source) == ["SourceFileLoader True True a resource"]
 
 
 def test_recursive_finder_makes_no_infinite_loop(site: Path) -> None:
@@ -305,17 +307,17 @@ def test_recursive_finder_makes_no_infinite_loop(site: Path) -> None:
         "sys.meta_path.insert(1, Asking())\n"
         "from vllm_mlx.cli import main; main()"
     )
-    assert code(site, source) == SERVED
+    assert printed_lines(site, source) == SERVED
 
 
-def test_starting_imports_nothing(site: Path) -> None:
+def test_registration_imports_nothing(site: Path) -> None:
     source = (
         f"import os, sys; before = set(sys.modules); {ARM}print(*sorted(set(sys.modules) - before))"
     )
-    assert code(site, source) == ["vllm_mlx_harmony vllm_mlx_harmony._startup"]
+    assert printed_lines(site, source) == ["vllm_mlx_harmony vllm_mlx_harmony._startup"]
 
 
-def test_the_startup_files_call_arm() -> None:
+def test_startup_files_register_the_finder() -> None:
     (line,) = (STARTUP / "vllm_mlx_harmony_startup.pth").read_text().splitlines()
     assert line == "import vllm_mlx_harmony._startup; vllm_mlx_harmony._startup.register()"
     (start,) = (STARTUP / "vllm_mlx_harmony_startup.start").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Answers between an engine that does not wait and readers who may."""
+"""Answers between an engine that does not wait and readers that may be slow."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ ANSWERS = Answers()
 
 
 class Engine:
-    """Deltas without an end, or of ``words``; says whether it is still busy, and how far it got."""
+    """Generates ``words`` words, or endlessly; records its progress and whether it is busy."""
 
     def __init__(self, words: int | None = None) -> None:
         self.words = words
@@ -93,8 +93,8 @@ def run(test: Callable[[], Awaitable[None]]) -> None:
     asyncio.run(asyncio.wait_for(test(), 20))  # type: ignore[arg-type]
 
 
-async def until(happens: Callable[[], bool]) -> None:
-    while not happens():
+async def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
         await asyncio.sleep(0.001)
 
 
@@ -103,11 +103,11 @@ def emitter(api: str) -> Any:
     return read(body).emitter(INFO)
 
 
-def buffered(engine: Engine, api: str = "chat", **options: Any) -> Answer:
-    return answered(engine.deltas(), emitter(api), **options)
+def start_engine(engine: Engine, api: str = "chat", **options: Any) -> Answer:
+    return start_answer(engine.deltas(), emitter(api), **options)
 
 
-def answered(
+def start_answer(
     deltas: Any,
     emitter: Any,
     *,
@@ -115,10 +115,10 @@ def answered(
     capacity: int | None = None,
     pings_after: float | None = None,
 ) -> Answer:
-    """The answer made of ``deltas``, whose lease and accounting are of no interest."""
+    """An answer made of ``deltas``, whose lease and accounting do nothing."""
 
     async def release() -> None:
-        """There is nothing to give back."""
+        """There is nothing to release."""
 
     lease = SimpleNamespace(
         engine=SimpleNamespace(remote=remote),
@@ -127,13 +127,13 @@ def answered(
         release=release,
     )
     tracker: Any = SimpleNamespace(finish=lambda result, usage: None)
-    given: Any = (lease, None, None)
+    arguments: Any = (lease, None, None)
     settings = ServerSettings.read()
     if capacity is not None:
         settings = replace(settings, stream_bytes=capacity)
     if pings_after is not None:
         settings = replace(settings, ping_seconds=pings_after)
-    job = Job(*given, emitter, stream=True, id_seed="s", server_settings=settings)
+    job = Job(*arguments, emitter, stream=True, id_seed="s", server_settings=settings)
     return Answer(job, tracker, ANSWERS, deltas=deltas)
 
 
@@ -154,18 +154,18 @@ class Plain:
 
 @pytest.mark.parametrize("api", APIS)
 def test_stalled_reader_does_not_hold_the_engine(api: str) -> None:
-    """The answer ends at the bound, and what waits is read to an end in the API's own words."""
+    """The answer ends at the limit; the reader gets what waits, then an error as its API has it."""
 
     async def test() -> None:
         engine = Engine()
-        events = buffered(engine, api, capacity=10_000)
-        await until(lambda: engine.failure is not None)
+        events = start_engine(engine, api, capacity=10_000)
+        await wait_until(lambda: engine.failure is not None)
         assert not engine.busy
         assert engine.generated < 100
         data = [event.data async for event in events if event is not DONE]
         assert sum(map(len, data)) < 40_000
         assert "the client read it too slowly" in data[-1]
-        numbers = [json.loads(each).get("sequence_number") for each in data]
+        numbers = [json.loads(text).get("sequence_number") for text in data]
         assert numbers[0] is None or numbers == list(range(len(data)))
         assert not ANSWERS.unread
 
@@ -176,11 +176,11 @@ def test_stalled_reader_does_not_hold_the_engine(api: str) -> None:
 def test_late_reader_misses_nothing_within_the_buffer(api: str) -> None:
     async def test() -> None:
         engine = Engine(50)
-        events = buffered(engine, api, capacity=1_000_000)
-        await until(lambda: engine.generated == 50 and not engine.busy)
+        events = start_engine(engine, api, capacity=1_000_000)
+        await wait_until(lambda: engine.generated == 50 and not engine.busy)
         data = [event.data async for event in events]
-        assert sum(f'"{WORD}"' in each for each in data) >= 50
-        assert not any('"error":{' in each for each in data)
+        assert sum(f'"{WORD}"' in text for text in data) >= 50
+        assert not any('"error":{' in text for text in data)
 
     run(test)
 
@@ -190,12 +190,12 @@ WORDS = " word é 😀" * 60
 
 @pytest.mark.parametrize("interval", [1, 2, 7, 64])
 def test_slow_reader_misses_nothing_of_large_steps(interval: int) -> None:
-    """Characters that are cut in two by the groups are whole for the reader."""
+    """Characters that are split between groups are whole for the reader."""
 
     async def test() -> None:
         read, body = APIS["responses"]
-        asked = read(body)
-        context = StreamingHarmonyContext(asked.turn, INFO)
+        request = read(body)
+        context = StreamingHarmonyContext(request.turn, INFO)
         generated = f"<|channel|>final<|message|>{WORDS}<|return|>"
         ids = vocab.encoding().encode(generated, allowed_special="all")
 
@@ -206,7 +206,7 @@ def test_slow_reader_misses_nothing_of_large_steps(interval: int) -> None:
                 await asyncio.sleep(0)
             yield context.finish("stop", 0)
 
-        buffer = answered(deltas(), asked.emitter(INFO))
+        buffer = start_answer(deltas(), request.emitter(INFO))
         events = []
         async for event in buffer:
             events.append(event)
@@ -224,8 +224,8 @@ def test_slow_reader_misses_nothing_of_large_steps(interval: int) -> None:
     run(test)
 
 
-def test_fields_of_the_request_do_not_count() -> None:
-    """Nor does the end, which repeats it: no engine is held by then."""
+def test_repeated_request_does_not_count() -> None:
+    """Neither at the beginning nor at the end, when no engine is held any more."""
 
     async def test() -> None:
         async def deltas() -> AsyncGenerator[list[Any], None]:
@@ -233,14 +233,14 @@ def test_fields_of_the_request_do_not_count() -> None:
             yield [Event("y" * 900)]
             yield [Event("z" * 50_000), Finished("stop", None, Usage(3, 2))]
 
-        answer = answered(deltas(), Plain(), capacity=1000)
+        answer = start_answer(deltas(), Plain(), capacity=1000)
         assert [len(event.data) async for event in answer] == [50_000, 900, 50_000]
 
     run(test)
 
 
 @pytest.mark.parametrize(("size", "fits"), [("1000", False), ("2K", True), ("0.001M", False)])
-def test_the_environment_says_how_much_may_wait(
+def test_environment_sets_the_size_of_the_buffer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, size: str, fits: bool
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -258,21 +258,21 @@ def test_the_environment_says_how_much_may_wait(
             for _ in range(3):
                 yield [Event("x" * 600)]
 
-        buffer = answered(deltas(), Noting())
+        buffer = start_answer(deltas(), Noting())
         await asyncio.sleep(0.01)  # nobody reads
         await buffer.aclose()
 
     run(test)
     assert failures == ([] if fits else ["reader_too_slow"])
-    generated = "closing a stream: the client has not read 1800 bytes"
-    assert [record.message for record in caplog.records] == ([] if fits else [generated])
+    expected = "closing a stream: the client has not read 1800 bytes"
+    assert [record.message for record in caplog.records] == ([] if fits else [expected])
 
 
 @pytest.mark.parametrize("steps", [0, 1, 5])
-def test_closed_at_any_moment_it_frees_the_engine(steps: int) -> None:
+def test_closing_at_any_moment_frees_the_engine(steps: int) -> None:
     async def test() -> None:
         engine = Engine()
-        events = buffered(engine)
+        events = start_engine(engine)
         for _ in range(steps):
             await asyncio.sleep(0)
         await events.aclose()
@@ -284,13 +284,13 @@ def test_closed_at_any_moment_it_frees_the_engine(steps: int) -> None:
 
 
 @pytest.mark.parametrize("after", [0.01, 0])
-def test_silence_is_broken_unless_it_must_not_be(after: float) -> None:
+def test_silent_stream_is_pinged_unless_disabled(after: float) -> None:
     async def test() -> None:
         async def deltas() -> AsyncGenerator[list[Any], None]:
             await asyncio.sleep(0.1)
             yield [Event("late")]
 
-        answer = answered(deltas(), Plain(), pings_after=after)
+        answer = start_answer(deltas(), Plain(), pings_after=after)
         read = [event async for event in answer]
         assert read[-1] == Event("late")
         assert set(read[:-1]) == ({Plain.ping} if after else set())
@@ -300,7 +300,7 @@ def test_silence_is_broken_unless_it_must_not_be(after: float) -> None:
 
 
 def test_no_ping_overtakes_an_event() -> None:
-    """An event that waits behind a comment has a lower sequence number than one made now."""
+    """An event that waits behind a comment has a lower sequence number than a new ping."""
 
     async def test() -> None:
         engine = asyncio.Event()
@@ -310,7 +310,9 @@ def test_no_ping_overtakes_an_event() -> None:
             await engine.wait()
             yield [Finished("stop", None, Usage(3))]
 
-        async with aclosing(answered(deltas(), emitter("responses"), pings_after=0.01)) as answer:
+        async with aclosing(
+            start_answer(deltas(), emitter("responses"), pings_after=0.01)
+        ) as answer:
             await answer.first_event()
             read = [await anext(answer), await anext(answer), await anext(answer)]
             answer._put([HEARTBEAT])
@@ -331,7 +333,7 @@ def test_cancelled_reader_can_read_on() -> None:
             await gate.wait()
             yield [Event("a"), Event("b")]
 
-        async with aclosing(answered(deltas(), Plain())) as buffer:
+        async with aclosing(start_answer(deltas(), Plain())) as buffer:
             waiting = asyncio.ensure_future(anext(buffer))
             await asyncio.sleep(0.01)
             waiting.cancel()
@@ -343,18 +345,18 @@ def test_cancelled_reader_can_read_on() -> None:
 
 def test_stalled_client_is_disconnected() -> None:
     async def test() -> None:
-        given_up: list[bool] = []
-        taken = asyncio.Event()
+        aborted: list[bool] = []
+        accepted = asyncio.Event()
 
         async def send(message: float) -> None:
             with suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(taken.wait(), message)
+                await asyncio.wait_for(accepted.wait(), message)
 
-        with send_with_timeout(0.05, send, lambda: given_up.append(True)) as sending:
+        with send_with_timeout(0.05, send, lambda: aborted.append(True)) as sending:
             await sending(0.001)
             await asyncio.sleep(0.1)
-            assert not given_up
+            assert not aborted
             await sending(0.2)
-            assert given_up == [True]
+            assert aborted == [True]
 
     run(test)

@@ -1,4 +1,4 @@
-"""Text in, tool calls and content out."""
+"""The tool parser: text in, tool calls and content out."""
 
 from __future__ import annotations
 
@@ -82,11 +82,13 @@ ROWS = [
 
 
 @pytest.mark.parametrize(("text", "calls", "content"), ROWS)
-def test_whole(text: str, calls: Calls, content: str | None) -> None:
-    found = HarmonyToolParser(None).extract_tool_calls(text, REQUEST)
-    assert [(call["name"], call["arguments"]) for call in found.tool_calls] == calls
-    assert (found.content, found.tools_called) == (content, bool(calls))
-    assert len({call["id"] for call in found.tool_calls}) == len(calls)
+def test_output_is_split_into_calls_and_content(
+    text: str, calls: Calls, content: str | None
+) -> None:
+    parsed = HarmonyToolParser(None).extract_tool_calls(text, REQUEST)
+    assert [(call["name"], call["arguments"]) for call in parsed.tool_calls] == calls
+    assert (parsed.content, parsed.tools_called) == (content, bool(calls))
+    assert len({call["id"] for call in parsed.tool_calls}) == len(calls)
 
 
 @pytest.mark.parametrize(
@@ -94,15 +96,15 @@ def test_whole(text: str, calls: Calls, content: str | None) -> None:
     [None, {}, {"tools": None}, {"tools": ["x", {"function": None}, {"function": {"name": 1}}]},
      {"tools": [WEATHER, WEATHER]}],
 )  # fmt: skip
-def test_any_request_will_do(request_context: Any) -> None:
-    found = HarmonyToolParser().extract_tool_calls(PARIS, request_context)
-    assert [call["name"] for call in found.tool_calls] == ["weather"]
+def test_invalid_request_is_ignored(request_context: Any) -> None:
+    parsed = HarmonyToolParser().extract_tool_calls(PARIS, request_context)
+    assert [call["name"] for call in parsed.tool_calls] == ["weather"]
 
 
-def test_the_host_keeps_tool_messages_structured() -> None:
+def test_tool_messages_stay_structured() -> None:
     assert HarmonyToolParser.supports_native_format()
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "<|channel|>final<|message|>\ud83d"])
-def test_half_a_surrogate_pair_is_survived(text: str) -> None:
+def test_half_a_surrogate_pair_is_replaced(text: str) -> None:
     assert HarmonyToolParser().extract_tool_calls(text).content == "?"

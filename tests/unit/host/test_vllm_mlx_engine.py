@@ -1,4 +1,4 @@
-"""The engine that vllm-mlx gets from us, with the stand-in loaded: ids, and text."""
+"""Our engine in vllm-mlx, with the stand-in loaded: its ids, settings and context window."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from vllm_mlx_harmony.standin.cursor import INSTEAD
 from vllm_mlx_harmony.standin.model import WEIGHT
 
 INTERVALS = [2, 7, 64]
-"""How many ids are handed on at a time."""
+"""Numbers of ids per step."""
 
 GREEDY = GenerationSettings(max_tokens=500, temperature=0.0, top_p=1.0)
 COUNT = "<|channel|>final<|message|>" + "".join(f" {n}" for n in range(45)) + "<|return|>"
@@ -60,17 +60,17 @@ def prompt(text: str) -> tuple[int, ...]:
 
 
 SCRIPTS = [
-    *(Script(f">{name}<", ids_of_steps) for name, ids_of_steps in COMPLETIONS.items()),
+    *(Script(f">{name}<", text) for name, text in COMPLETIONS.items()),
     Script(">slow<", COUNT, delay_ms=30),
     Script(">fails<", COUNT, fail_at=6),
 ]
 
 
 def expected(name: str) -> tuple[int, ...]:
-    """The script's ids up to and with the first that ends the turn."""
-    ids_of_steps = ids(COMPLETIONS[name])
-    ends = [at for at, token in enumerate(ids_of_steps) if token in vocab.TURN_ENDS]
-    return ids_of_steps[: ends[0] + 1]
+    """The script's ids up to and including the first that ends the turn."""
+    token_ids = ids(COMPLETIONS[name])
+    ends = [at for at, token in enumerate(token_ids) if token in vocab.TURN_ENDS]
+    return token_ids[: ends[0] + 1]
 
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -94,20 +94,20 @@ def generate(engine: HarmonyEngine, ids: tuple[int, ...], settings: GenerationSe
     return engine.engine.generate(GenerationRequest(ids, settings, ""))
 
 
-async def steps(engine: Any, name: str, settings: GenerationSettings = GREEDY) -> list[Step]:
+async def read_steps(engine: Any, name: str, settings: GenerationSettings = GREEDY) -> list[Step]:
     async with aclosing(generate(engine, prompt(f">{name}<"), settings)) as generated:
         return [step async for step in generated if step.progress is None]
 
 
-async def slowly(engine: Any, name: str) -> list[Step]:
-    """The steps, read by somebody who is slower than the model."""
-    got: list[Step] = []
+async def read_slowly(engine: Any, name: str) -> list[Step]:
+    """The steps, read more slowly than the model generates them."""
+    received: list[Step] = []
     async with aclosing(generate(engine, prompt(f">{name}<"), GREEDY)) as generated:
         async for step in generated:
             if step.progress is None:
-                got.append(step)
+                received.append(step)
             await asyncio.sleep(0.02)
-    return got
+    return received
 
 
 def ids_of_steps(generated: list[Step]) -> tuple[int, ...]:
@@ -116,7 +116,7 @@ def ids_of_steps(generated: list[Step]) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", COMPLETIONS)
 def test_every_id_arrives_up_to_the_end_token(engine: Any, run: Run, name: str) -> None:
-    generated = run(steps(engine, name))
+    generated = run(read_steps(engine, name))
     assert ids_of_steps(generated) == expected(name)
     assert [step.finish for step in generated if step.finish] == ["stop"]
     assert generated[-1].finish == "stop"
@@ -128,111 +128,111 @@ def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, inter
         engine = HarmonyEngine(str(directory), options=Options(interval=interval))
         await engine.start()
         for name in COMPLETIONS:
-            assert ids_of_steps(await steps(engine, name)) == expected(name)
-        *others, _ = await steps(engine, "count")
+            assert ids_of_steps(await read_steps(engine, name)) == expected(name)
+        *others, _ = await read_steps(engine, "count")
         assert others and all(len(step.ids) % interval == 0 for step in others)
-        assert ids_of_steps(await slowly(engine, "count")) == expected("count")
+        assert ids_of_steps(await read_slowly(engine, "count")) == expected("count")
         await engine.stop()
 
     run(test())
 
 
-def test_a_limit_of_none(engine: Any, run: Run) -> None:
+def test_limit_of_zero_generates_nothing(engine: Any, run: Run) -> None:
     generated = run(
-        steps(engine, "count", GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0))
+        read_steps(engine, "count", GenerationSettings(max_tokens=0, temperature=0.0, top_p=1.0))
     )
     assert ids_of_steps(generated) == ()
     assert [step.finish for step in generated if step.finish] == ["length"]
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 40])
-def test_cut_by_the_limit(engine: Any, run: Run, limit: int) -> None:
+def test_answer_is_cut_at_its_limit(engine: Any, run: Run, limit: int) -> None:
     settings = GenerationSettings(max_tokens=limit, temperature=0.0, top_p=1.0)
-    generated = run(steps(engine, "count", settings))
+    generated = run(read_steps(engine, "count", settings))
     assert ids_of_steps(generated) == expected("count")[:limit]
     assert generated[-1].finish == "length"
 
 
-def test_an_end_at_the_limit_is_an_end(engine: Any, run: Run) -> None:
+def test_end_token_at_the_limit_is_a_stop(engine: Any, run: Run) -> None:
     whole = expected("answer")
     settings = GenerationSettings(max_tokens=len(whole), temperature=0.0, top_p=1.0)
-    generated = run(steps(engine, "answer", settings))
+    generated = run(read_steps(engine, "answer", settings))
     assert (ids_of_steps(generated), generated[-1].finish) == (whole, "stop")
 
 
-def test_a_slow_reader_loses_nothing(engine: Any, run: Run) -> None:
-    assert ids_of_steps(run(slowly(engine, "count"))) == expected("count")
+def test_slow_reader_loses_nothing(engine: Any, run: Run) -> None:
+    assert ids_of_steps(run(read_slowly(engine, "count"))) == expected("count")
 
 
 def test_engine_failure_does_not_affect_the_next_request(engine: Any, run: Run) -> None:
     with pytest.raises(OutputError, match="internal engine error") as raised:
-        run(steps(engine, "fails"))
+        run(read_steps(engine, "fails"))
     assert (raised.value.status, raised.value.code) == (500, "generation_failed")
-    assert ids_of_steps(run(steps(engine, "answer"))) == expected("answer")
+    assert ids_of_steps(run(read_steps(engine, "answer"))) == expected("answer")
 
 
 @asynccontextmanager
-async def begun(engine: Any, name: str) -> AsyncIterator[Any]:
+async def started_answer(engine: Any, name: str) -> AsyncIterator[Any]:
     async with aclosing(generate(engine, prompt(f">{name}<"), GREEDY)) as generated:
-        while not (await anext(generated)).ids:  # how far the prompt is
+        while not (await anext(generated)).ids:  # progress of the prompt
             pass
         yield generated
 
 
-async def idle(engine: Any) -> None:
-    """Returns when the engine has nothing to do any more."""
+async def wait_until_idle(engine: Any) -> None:
+    """Returns when the engine has nothing left to do."""
     while True:
         if not engine.engine.status():
             return
         await asyncio.sleep(0.01)
 
 
-def test_closed_early_it_stops_and_frees_the_engine(engine: Any, run: Run) -> None:
+def test_closed_request_frees_the_engine(engine: Any, run: Run) -> None:
     async def test() -> None:
         before = engine.engine.totals.completion_tokens
-        async with begun(engine, "slow"):
+        async with started_answer(engine, "slow"):
             pass
-        await idle(engine)
+        await wait_until_idle(engine)
         assert engine.engine.totals.completion_tokens - before < len(ids(COUNT)) / 2
-        assert ids_of_steps(await steps(engine, "answer")) == expected("answer")
+        assert ids_of_steps(await read_steps(engine, "answer")) == expected("answer")
 
     run(test())
 
 
-def test_cancelled_it_stops_and_frees_the_engine(engine: Any, run: Run) -> None:
+def test_cancelled_request_frees_the_engine(engine: Any, run: Run) -> None:
     async def test() -> None:
         before = engine.engine.totals.completion_tokens
-        task = asyncio.ensure_future(steps(engine, "slow"))
+        task = asyncio.ensure_future(read_steps(engine, "slow"))
         while not any(status.generated for status in engine.engine.status()):
             await asyncio.sleep(0.01)
         task.cancel()
         await asyncio.wait({task})
-        await idle(engine)
+        await wait_until_idle(engine)
         assert engine.engine.totals.completion_tokens - before < len(ids(COUNT)) / 2
-        assert ids_of_steps(await steps(engine, "answer")) == expected("answer")
+        assert ids_of_steps(await read_steps(engine, "answer")) == expected("answer")
 
     run(test())
 
 
-def test_several_at_once_do_not_mix(engine: Any, run: Run) -> None:
+def test_concurrent_answers_do_not_mix(engine: Any, run: Run) -> None:
     async def test() -> None:
         names = ["answer", "call", "count", "endoftext", "answer", "count"]
-        got = await asyncio.gather(*(steps(engine, name) for name in names))
-        assert [ids_of_steps(one) for one in got] == [expected(name) for name in names]
+        outputs = await asyncio.gather(*(read_steps(engine, name) for name in names))
+        assert [ids_of_steps(output) for output in outputs] == [expected(name) for name in names]
 
     run(test())
 
 
-def test_it_waits_for_a_request_of_the_hosts_own(engine: Any, run: Run) -> None:
-    async def hosts_own() -> None:
+def test_request_is_served_beside_one_of_the_host(engine: Any, run: Run) -> None:
+    async def generate_for_host() -> None:
         async with aclosing(engine.stream_generate(prompt="Once", max_tokens=20)) as outputs:
             async for _ in outputs:
                 await asyncio.sleep(0.01)
 
     async def test() -> None:
-        theirs = asyncio.ensure_future(hosts_own())
+        theirs = asyncio.ensure_future(generate_for_host())
         await asyncio.sleep(0.05)
-        assert ids_of_steps(await steps(engine, "answer")) == expected("answer")
+        assert ids_of_steps(await read_steps(engine, "answer")) == expected("answer")
         await theirs
 
     run(test())
@@ -253,22 +253,20 @@ def test_settings_reach_the_model(
     settings = GenerationSettings(
         **{"max_tokens": 500, "temperature": 0.0, "top_p": 1.0, **changed}
     )
-    assert ids_of_steps(run(steps(engine, "count", settings))) == answer
+    assert ids_of_steps(run(read_steps(engine, "count", settings))) == answer
 
 
 HOT = GenerationSettings(max_tokens=30, temperature=100.0, top_p=1.0)
-"""So hot that any of 200,000 ids may come, whatever the stand-in wants to say."""
+"""So hot that any of 200,000 ids may come, whatever the stand-in prefers."""
 
 
 @pytest.mark.parametrize("first", ["cold", "hot"])
-def test_each_of_several_at_once_is_sampled_by_its_own_settings(
-    engine: Any, run: Run, first: str
-) -> None:
+def test_concurrent_requests_have_their_own_settings(engine: Any, run: Run, first: str) -> None:
     async def test() -> None:
-        asked = {"cold": steps(engine, "count"), "hot": steps(engine, "count", HOT)}
-        order = [first, *(name for name in asked if name != first)]
-        got = await asyncio.gather(*(asked[name] for name in order))
-        ids_of = dict(zip(order, map(ids_of_steps, got), strict=True))
+        requests = {"cold": read_steps(engine, "count"), "hot": read_steps(engine, "count", HOT)}
+        order = [first, *(name for name in requests if name != first)]
+        outputs = await asyncio.gather(*(requests[name] for name in order))
+        ids_of = dict(zip(order, map(ids_of_steps, outputs), strict=True))
         assert ids_of["cold"] == expected("count")
         assert ids_of["hot"] != expected("count")[:30]
 
@@ -279,24 +277,24 @@ def test_each_of_several_at_once_is_sampled_by_its_own_settings(
 def test_host_request_in_our_batch_keeps_its_settings(
     engine: Any, run: Run, ours: float, theirs: float
 ) -> None:
-    async def hosts_own(temperature: float) -> str:
+    async def generate_for_host(temperature: float) -> str:
         text = vocab.encoding().decode(list(prompt(">count<")))
         options = {"max_tokens": 20, "temperature": temperature, "top_p": 1.0}
         return str((await engine.generate(prompt=text, **options)).text)
 
     async def test() -> None:
-        cold = await hosts_own(0.0)
+        cold = await generate_for_host(0.0)
         settings = GenerationSettings(max_tokens=40, temperature=ours, top_p=1.0)
-        running = asyncio.ensure_future(steps(engine, "count", settings))
+        running = asyncio.ensure_future(read_steps(engine, "count", settings))
         await asyncio.sleep(0.05)
-        assert (await hosts_own(theirs) == cold) is (theirs == 0)
+        assert (await generate_for_host(theirs) == cold) is (theirs == 0)
         await running
 
     run(test())
 
 
 LONG = "".join(f" {n}" for n in range(4_000))
-"""A prompt that takes several steps to compute, so that others join it meanwhile."""
+"""A prompt that takes several steps to compute, so that other requests join it."""
 
 
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
@@ -304,31 +302,33 @@ LONG = "".join(f" {n}" for n in range(4_000))
 def test_host_requests_and_ours_are_independent(
     engine: Any, run: Run, theirs: str, temperature: float
 ) -> None:
-    async def hosts_own() -> None:
+    async def generate_for_host() -> None:
         options = {"max_tokens": 40, "temperature": temperature}
         async with aclosing(engine.stream_generate(prompt=theirs, **options)) as outputs:
             async for _ in outputs:
                 pass
 
     async def test() -> None:
-        running = asyncio.ensure_future(hosts_own())
+        running = asyncio.ensure_future(generate_for_host())
         await asyncio.sleep(0.05)
-        got = await asyncio.gather(steps(engine, "count"), steps(engine, "count", HOT))
+        answers = await asyncio.gather(
+            read_steps(engine, "count"), read_steps(engine, "count", HOT)
+        )
         await running
-        assert ids_of_steps(got[0]) == expected("count")
-        assert ids_of_steps(got[1]) != expected("count")[:30]
+        assert ids_of_steps(answers[0]) == expected("count")
+        assert ids_of_steps(answers[1]) != expected("count")[:30]
 
     run(test())
 
 
-async def continued(engine: Any, text: str, settings: GenerationSettings) -> tuple[int, ...]:
-    """What follows a prompt and the beginning of an answer, where text is written."""
-    begun = (*prompt(text), *ids("<|channel|>final<|message|>"))
-    async with aclosing(generate(engine, begun, settings)) as generated:
+async def continue_answer(engine: Any, text: str, settings: GenerationSettings) -> tuple[int, ...]:
+    """The ids that follow a prompt and the header of an answer."""
+    beginning = (*prompt(text), *ids("<|channel|>final<|message|>"))
+    async with aclosing(generate(engine, beginning, settings)) as generated:
         return ids_of_steps([step async for step in generated])
 
 
-def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
+def test_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     """The bias lifts one id just over all others until the penalty takes it down again.
 
     The stand-in gives its next id ``WEIGHT`` and every other one nearly nothing.
@@ -336,53 +336,53 @@ def test_a_presence_penalty_reaches_the_model(engine: Any, run: Run) -> None:
     lifted = {"max_tokens": 4, "temperature": 0.0, "logit_bias": ((ids(" 7")[0], WEIGHT + 1),)}
     plain = GenerationSettings(top_p=1.0, **lifted)
     penalised = GenerationSettings(top_p=1.0, presence_penalty=2.0, **lifted)
-    assert len(set(run(continued(engine, ">count<", plain)))) == 1
-    assert len(set(run(continued(engine, ">count<", penalised)))) > 1
+    assert len(set(run(continue_answer(engine, ">count<", plain)))) == 1
+    assert len(set(run(continue_answer(engine, ">count<", penalised)))) > 1
 
 
-def test_a_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> None:
+def test_frequency_penalty_counts_the_whole_answer(engine: Any, run: Run) -> None:
     """The lead of the stand-in's next id outlasts 26 penalties, but not 27."""
     lead = WEIGHT - INSTEAD[0][0]
     penalised = GenerationSettings(
         max_tokens=30, temperature=0.0, top_p=1.0, frequency_penalty=lead / 26.5
     )
-    got = run(continued(engine, ">again<", penalised))
-    assert got[:27] == (ids(" a")[0],) * 27
-    assert got[27:28] != (ids(" a")[0],)
+    generated = run(continue_answer(engine, ">again<", penalised))
+    assert generated[:27] == (ids(" a")[0],) * 27
+    assert generated[27:28] != (ids(" a")[0],)
 
 
 @pytest.mark.parametrize("beside", [0, 3])
-def test_a_seed_draws_the_same_alone_and_beside_others(engine: Any, run: Run, beside: int) -> None:
+def test_seed_draws_the_same_beside_other_requests(engine: Any, run: Run, beside: int) -> None:
     async def test() -> None:
         seeded = GenerationSettings(max_tokens=12, temperature=100.0, top_p=0.95, seed=-7)
-        first = ids_of_steps(await steps(engine, "count", seeded))
-        others = [steps(engine, "count", HOT) for _ in range(beside)]
-        again, *rest = await asyncio.gather(steps(engine, "count", seeded), *others)
+        first = ids_of_steps(await read_steps(engine, "count", seeded))
+        others = [read_steps(engine, "count", HOT) for _ in range(beside)]
+        again, *rest = await asyncio.gather(read_steps(engine, "count", seeded), *others)
         assert ids_of_steps(again) == first
         assert len({first, *map(ids_of_steps, rest)}) == beside + 1
 
     run(test())
 
 
-def test_a_repetition_penalty_reaches_the_model(engine: Any, run: Run) -> None:
-    """It brings what was said down to what never was: then any of 200,000 ids may come."""
+def test_repetition_penalty_reaches_the_model(engine: Any, run: Run) -> None:
+    """It lowers generated ids to the level of all others: then any of 200,000 may come."""
     plain = GenerationSettings(max_tokens=12, temperature=1.0, top_p=1.0)
     penalised = GenerationSettings(
         max_tokens=12, temperature=1.0, top_p=1.0, repetition_penalty=1e6
     )
     text = expected("again")[3:]
-    assert run(continued(engine, ">again<", plain)) == text[:12]
-    assert run(continued(engine, ">again<", penalised)) != text[:12]
+    assert run(continue_answer(engine, ">again<", plain)) == text[:12]
+    assert run(continue_answer(engine, ">again<", penalised)) != text[:12]
 
 
 def test_cached_ids_of_the_prompt_are_counted(engine: Any, run: Run) -> None:
     async def test() -> None:
         long = prompt("".join(f" {n}" for n in range(300)) + ">answer<")
         first = [step async for step in generate(engine, long, GREEDY)]
-        goes_on = (*long, *ids_of_steps(first)[:-1], *prompt(">answer<"))
-        second = [step async for step in generate(engine, goes_on, GREEDY)]
+        longer = (*long, *ids_of_steps(first)[:-1], *prompt(">answer<"))
+        second = [step async for step in generate(engine, longer, GREEDY)]
         assert first[0].cached_tokens == 0
-        assert 0 <= second[0].cached_tokens < len(goes_on)
+        assert 0 <= second[0].cached_tokens < len(longer)
 
     run(test())
 
@@ -390,7 +390,7 @@ def test_cached_ids_of_the_prompt_are_counted(engine: Any, run: Run) -> None:
 # --- Settings and window.
 
 
-def test_the_servers_defaults_count_where_the_request_names_none(
+def test_server_defaults_apply_where_the_request_has_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from vllm_mlx import server
@@ -398,17 +398,17 @@ def test_the_servers_defaults_count_where_the_request_names_none(
     server_wide = Sampling(temperature=0.25, top_k=17)
     monkeypatch.setattr(server, "_default_max_tokens", 77)
     allowed = VllmMlx().max_tokens
-    settled = sampling.resolve(Sampling(), OutputLimits(), allowed, server_wide)
-    assert (settled.temperature, settled.top_k, settled.max_tokens) == (0.25, 17, 77)
-    assert (settled.top_p, settled.repetition_penalty, settled.seed) == (1.0, 1.0, None)
+    resolved = sampling.resolve(Sampling(), OutputLimits(), allowed, server_wide)
+    assert (resolved.temperature, resolved.top_k, resolved.max_tokens) == (0.25, 17, 77)
+    assert (resolved.top_p, resolved.repetition_penalty, resolved.seed) == (1.0, 1.0, None)
     wanted = Sampling(temperature=0.0, top_k=3, frequency_penalty=1.0, seed=4)
-    asked = sampling.resolve(wanted, OutputLimits(max_tokens=5), allowed, server_wide)
-    assert (asked.temperature, asked.top_k, asked.max_tokens) == (0.0, 3, 5)
-    assert (asked.frequency_penalty, asked.seed) == (1.0, 4)
+    overridden = sampling.resolve(wanted, OutputLimits(max_tokens=5), allowed, server_wide)
+    assert (overridden.temperature, overridden.top_k, overridden.max_tokens) == (0.0, 3, 5)
+    assert (overridden.frequency_penalty, overridden.seed) == (1.0, 4)
 
 
-def any_number(asked: int | None) -> int:
-    return asked or 100
+def any_number(requested: int | None) -> int:
+    return requested or 100
 
 
 FLAGS = {"temperature": 0.4, "top_p": 0.8, "min_p": 0.1, "presence_penalty": 0.5}
@@ -453,30 +453,32 @@ def test_flag_overrides_model_file_overrides_recommendation(
 def test_settings_that_leave_one_id_are_greedy(
     temperature: float, top_p: float, expected: float
 ) -> None:
-    settled = sampling.resolve(
+    resolved = sampling.resolve(
         Sampling(temperature=temperature, top_p=top_p), OutputLimits(), any_number
     )
-    assert settled.temperature == expected and settled.top_p >= sampling.EPSILON
+    assert resolved.temperature == expected and resolved.top_p >= sampling.EPSILON
 
 
-@pytest.mark.parametrize(("asked", "got"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])
-def test_top_k_that_keeps_everything_is_none(asked: int, got: int) -> None:
-    assert sampling.resolve(Sampling(top_k=asked), OutputLimits(), any_number).top_k == got
+@pytest.mark.parametrize(("top_k", "expected"), [(0, 0), (-1, 0), (5, 5), (201_088, 0), (10**9, 0)])
+def test_top_k_that_keeps_everything_is_none(top_k: int, expected: int) -> None:
+    assert sampling.resolve(Sampling(top_k=top_k), OutputLimits(), any_number).top_k == expected
 
 
 @pytest.mark.parametrize("token", [-1, 201_088, 10**12])
-def test_a_bias_on_no_token_is_refused(token: int) -> None:
+def test_bias_on_unknown_token_is_refused(token: int) -> None:
     with pytest.raises(RequestError) as raised:
         sampling.resolve(Sampling(logit_bias=((token, 1.0),)), OutputLimits(), any_number)
     assert (raised.value.status, raised.value.param) == (400, "logit_bias")
 
 
 @pytest.mark.parametrize(
-    ("room", "tokens", "left"),
+    ("room", "tokens", "expected"),
     [(None, 10**6, 500), (1000, 100, 500), (1000, 600, 400), (1000, 999, 1)],
 )
-def test_an_answer_gets_what_the_prompt_leaves(room: int | None, tokens: int, left: int) -> None:
-    assert sampling.limited_to_context(GREEDY, tokens, room).max_tokens == left
+def test_answer_is_limited_to_what_the_prompt_leaves(
+    room: int | None, tokens: int, expected: int
+) -> None:
+    assert sampling.limited_to_context(GREEDY, tokens, room).max_tokens == expected
 
 
 @pytest.mark.parametrize("tokens", [1000, 1001, 10**6])
@@ -499,7 +501,7 @@ def test_error_for_full_window_has_both_numbers(tokens: int) -> None:
         (None, None),
     ],
 )
-def test_the_window_is_read_from_the_configuration(
+def test_window_is_read_from_the_configuration(
     tmp_path: Path, content: str | None, length: int | None
 ) -> None:
     if content is not None:
@@ -507,44 +509,42 @@ def test_the_window_is_read_from_the_configuration(
     assert length_of(str(tmp_path)) == length
 
 
-def test_a_configuration_is_read_once_it_is_downloaded(tmp_path: Path) -> None:
+def test_configuration_is_read_once_downloaded(tmp_path: Path) -> None:
     assert length_of(str(tmp_path)) is None
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 4096}')
     assert length_of(str(tmp_path)) == 4096
 
 
-def test_started_twice_at_once_it_loads_one_model(
+def test_concurrent_starts_load_one_model(
     directory: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[MlxEngine] = []
+    loaded: list[MlxEngine] = []
 
     class Slow(MlxEngine):
-        def load(self, *given: Any) -> None:
-            made.append(self)
+        def load(self, *arguments: Any) -> None:
+            loaded.append(self)
             time.sleep(0.5)
-            super().load(*given)
+            super().load(*arguments)
 
     monkeypatch.setattr("vllm_mlx_harmony.host.vllm_mlx_engine.MlxEngine", Slow)
 
     async def test() -> None:
         engine = HarmonyEngine(str(directory))
         await asyncio.gather(engine.start(), engine.start())
-        assert made == [engine.engine]
+        assert loaded == [engine.engine]
         await engine.stop()
         await engine.start()  # and again after that
-        assert made[1:] == [engine.engine]
+        assert loaded[1:] == [engine.engine]
         await engine.stop()
 
     try:
         run(test())
     finally:
-        for each in made:
-            each.close()
+        for mlx_engine in loaded:
+            mlx_engine.close()
 
 
-def test_a_model_may_be_loaded_while_health_is_reported(
-    monkeypatch: pytest.MonkeyPatch, run: Run
-) -> None:
+def test_model_can_load_while_health_is_reported(monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
     class Adding:
         """An engine during whose check two others are loaded."""
 

@@ -706,7 +706,7 @@ def test_engine_is_not_released_during_step(how: str) -> None:
             (key,) = host.answers.running
             assert host.answers.cancel(key)
         else:
-            host.answers.end_all(HostError("the server is shutting down", code="shutdown_error"))
+            host.answers.end_all(HostError("the server is shutting down", code="shutting_down"))
         done, _ = await asyncio.wait({task}, timeout=60)
         lent = host.lent
         computed.set()  # before any assertion, so that the step ends even if one fails
