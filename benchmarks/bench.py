@@ -36,7 +36,7 @@ from vllm_mlx_harmony.inspector.record import Log
 from vllm_mlx_harmony.protocols import chat
 from vllm_mlx_harmony.protocols.events import Event, frame
 from vllm_mlx_harmony.server.body import Document
-from vllm_mlx_harmony.server.observer import Observed, Observer
+from vllm_mlx_harmony.server.observer import ObservedRequest, Observer
 
 STREAMED = (1_000, 4_000, 16_000, 64_000, 128_000)
 """Tokens of the streamed answers."""
@@ -216,7 +216,7 @@ def host_stream(ids: Sequence[int]) -> Callable[[], int]:
 def inspected(runs: int) -> Row:
     """What the inspector adds to a streamed token."""
     ids, event = answer(STREAMED[2]), Event("x" * 200)
-    request = Observed("", "", Document(None), NAME, True, "", "", "")
+    request = ObservedRequest("", "", Document(None), NAME, True, "", "", "")
 
     async def steps() -> AsyncIterator[Step]:
         for token in ids:
