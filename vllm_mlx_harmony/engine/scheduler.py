@@ -89,7 +89,7 @@ MAX_CHUNK_SECONDS = 2.5
 """Seconds that a chunk may take while no answer runs."""
 
 CHUNK_DIVISORS = (8, 4, 2, 1)
-"""Lengths of chunks that are measured, as parts of the longest; none is below ``FIRST_CHUNK``."""
+"""The longest chunk divided by these: the lengths that are measured, from ``FIRST_CHUNK`` on."""
 
 MEASUREMENTS = 3
 """How often each length is measured; the fastest counts."""

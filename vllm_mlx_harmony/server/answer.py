@@ -294,7 +294,7 @@ class Answer:
             async with aclosing(self._deltas) as groups:
                 if self._state is State.WAITING:
                     await self._generate(groups)
-        except asyncio.CancelledError:  # by `_stop`, which knows; or at shutdown
+        except asyncio.CancelledError:  # by `_stop`, or the engine has stopped
             failure = OutputError("the engine was stopped")
         except Exception as error:  # noqa: BLE001 - the reader gets every error
             failure = error

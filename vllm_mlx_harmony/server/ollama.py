@@ -60,7 +60,7 @@ GENERATE = Api(
 
 
 async def _answer(received: Received) -> Response:
-    """Generates. A request without a prompt only loads the model, which holding the lease does."""
+    """Generates. A request without a prompt only loads the model: it is loaded while leased."""
     document = received.document.value
     if not ollama.loads_only(document):
         return await generate(received)
