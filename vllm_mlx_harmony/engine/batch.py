@@ -5,8 +5,9 @@ A single answer has the caches of one sequence that its prompt was computed with
 row, and a step computes the padding, too. So rows share a batch only if their lengths are similar
 (`memory.may_be_padded`): a short one beside one of 100,000 ids would take as much memory.
 
-Steps run one ahead: while Python looks at the ids of one step, the device computes the next. The
-first id of a new row is the last of its prompt. Everything runs on the engine's thread.
+Steps run one ahead: while Python looks at the ids of one step, the device computes the next, unless
+no answer may be longer (``max_tokens``): a prompt that arrives then would wait for it. The first id
+of a new row is the last of its prompt. Everything runs on the engine's thread.
 
 Short prompts that wait are computed in one pass, too (`computed_together`), and their caches, which
 are those of a batch then, stay together: the prompts become rows at once.
@@ -54,11 +55,15 @@ MAX_CHOICES_TO_WAIT_FOR = 32
 
 class Batch:
     """Rows that are computed together. ``pending`` (rows,) has the ids of the next step; ``known``
-    is the one of a single row, if Python knows it without waiting."""
+    is the one of a single row, if Python knows it without waiting.
+
+    ``complete``: every answer has all its ids, and the caches lack the last id of each.
+    """
 
     def __init__(self, rows: Sequence[Request], layers: Layers, costs: Costs | None = None) -> None:
         self.rows, self.layers, self.costs = list(rows), layers, costs
         self.known: int | None = None
+        self.complete = False
         self.pending = _last_ids(rows)
 
     def fits(self, rows: Sequence[Request]) -> bool:
@@ -81,9 +86,11 @@ class Batch:
         self.rows = [*rows, *new]
 
     def step(self, model: Model) -> list[tuple[Request, int]]:
-        """Runs one step; returns the ids that the caches now hold. A row's first step computes the
-        last id of its prompt and returns none."""
-        if self.costs is not None and len(self.rows) == 1 and self._knows_next(self.costs):
+        """Runs one step; returns the ids that were computed, the next of each row. A row's first
+        step computes the last id of its prompt and returns none."""
+        if all(request.stepped and not request.remaining_ids for request in self.rows):
+            found = self._read_last()
+        elif self.costs is not None and len(self.rows) == 1 and self._knows_next(self.costs):
             (request,) = self.rows
             found = [(request, token) for token in self._step_ahead(model, self.costs)]
         else:
@@ -94,12 +101,7 @@ class Batch:
             mx.async_eval(self.pending, [mask.likeliest for mask in masks if mask is not None])
             rows = zip(self.rows, last.tolist(), strict=True)
             found = [(request, token) for request, token in rows if request.stepped]
-            for request, token in found:
-                mask = request.sampler.processor
-                request.origins += Origin.SAMPLED if mask is None else mask.origin
-                if request.drafts is not None:
-                    request.drafts.extend((token,))
-                request.take_logprob(token)
+            _record(found)
             asked = [at for at, row in enumerate(self.rows) if row.top_logprobs is not None]
             if asked:  # of the ids of the next step
                 chosen, most = mx.array(asked), max(self.rows[at].top_logprobs or 0 for at in asked)
@@ -111,6 +113,20 @@ class Batch:
                 mx.async_eval([self.rows[at].scores for at in asked])
         for request in self.rows:
             request.stepped = True
+        return found
+
+    def held(self, request: Request) -> Sequence[int]:
+        """Those of its ids that the caches hold."""
+        return request.ids[:-1] if self.complete else request.ids
+
+    def _read_last(self) -> list[tuple[Request, int]]:
+        """The last id of each answer, with no step after it."""
+        self.complete = True
+        found = list(zip(self.rows, self.pending.tolist(), strict=True))
+        for request, token in found:
+            if request.sampler.processor is not None:
+                request.sampler.processor.advance(token)
+        _record(found)
         return found
 
     def _knows_next(self, costs: Costs) -> bool:
@@ -239,6 +255,16 @@ def computed_together(
         layer.finalize()
     evaluate(merged)
     return merged
+
+
+def _record(found: Sequence[tuple[Request, int]]) -> None:
+    """What is known of each id of a step, once its mask has advanced."""
+    for request, token in found:
+        mask = request.sampler.processor
+        request.origins += Origin.SAMPLED if mask is None else mask.origin
+        if request.drafts is not None:
+            request.drafts.extend((token,))
+        request.take_logprob(token)
 
 
 def _last_ids(rows: Sequence[Request]) -> mx.array:

@@ -611,7 +611,7 @@ class EngineLoop:
                 self._deliver()
                 for request, finish in ended.items():
                     row = batch.rows.index(request)
-                    self._store_ids(request, request.ids, batch.layers, row)
+                    self._store_ids(request, batch.held(request), batch.layers, row)
                     self._put(request, request.step(finish))
                 if ended:
                     batch.remove(ended)

@@ -73,8 +73,8 @@ class Request:
     cached: int = 0
     """Number of prompt ids found in the prefix cache."""
     ids: list[int] = field(default_factory=list)
-    """Prompt and answer, once it is a row of a batch; the batch's caches hold them, or will after
-    the pending step."""
+    """Prompt and answer, once it is a row of a batch. After a step, `Batch.held` are those that the
+    batch's caches hold."""
     stepped: bool = False
     """Whether its row has made a step, which computes the last id of its prompt."""
     drafts: Drafts | None = None

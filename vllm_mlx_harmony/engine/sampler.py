@@ -55,8 +55,8 @@ class Sampler:
     """The settings of one sequence, and the state that its next draw depends on.
 
     ``prompt`` is what the sequence continues: it decides whether a header or text comes first.
-    ``processor`` restricts which ids may come next. It is called once per step, in order, and once
-    more after the last id, because an engine runs one step ahead; ``draw_ahead`` takes masks
+    ``processor`` restricts which ids may come next. It is called once per step, in order, and may
+    be called after the last id, because an engine runs one step ahead; ``draw_ahead`` takes masks
     instead and does not call it.
     """
 
