@@ -91,15 +91,16 @@ class Drafts:
 
     def __init__(self, source: Sequence[int]) -> None:
         self._ids = array("i", source)
+        # As a place, 0 means none: no id precedes it, so that it is never looked up.
         self._table = array("i", bytes(4 << _BITS))
-        self._before = array("i", bytes(4 * len(source)))
+        self._previous_place = array("i", bytes(4 * len(source)))
         self._index()
-        self._source = 0  # the source of the next id; 0: none
-        self._common = 0
-        self._departed_from = 0  # where the answer left its source
+        self._pointer = 0  # the place from which the next id may be copied
+        self._match_length = 0  # ids of common text before the pointer, at least 2
+        self._departed_from = 0  # the pointer when it was wrong last
         self._departed_at = 0
-        self._correct = [PRIOR_IDS * share for share in PRIOR_ACCURACY]
-        self._seen = [PRIOR_IDS] * len(PRIOR_ACCURACY)
+        self._hits = [PRIOR_IDS * share for share in PRIOR_ACCURACY]
+        self._trials = [PRIOR_IDS] * len(PRIOR_ACCURACY)
 
     def _index(self) -> None:
         """Enters all ids at once, as ``extend`` would one by one."""
@@ -114,7 +115,7 @@ class Drafts:
         places = np.arange(GRAM, len(ids), dtype=np.int32)
         order = np.argsort(hashes, kind="stable")
         same = hashes[order[1:]] == hashes[order[:-1]]
-        before = np.frombuffer(self._before, dtype=np.int32)
+        before = np.frombuffer(self._previous_place, dtype=np.int32)
         before[places[order[1:]][same]] = places[order[:-1]][same]
         np.frombuffer(self._table, dtype=np.int32)[hashes] = places
 
@@ -122,29 +123,30 @@ class Drafts:
         """Records the next ids of the answer."""
         ids = self._ids
         for token in tokens:
-            if at := self._source:
+            if at := self._pointer:
                 right = ids[at] == token
-                kind = self._kind
-                self._seen[kind] += 1 - self._seen[kind] / AVERAGED_IDS
-                self._correct[kind] += right - self._correct[kind] / AVERAGED_IDS
-                self._common += 1
-                self._source = at + 1 if right else 0
+                match_class = self._match_class
+                self._trials[match_class] += 1 - self._trials[match_class] / AVERAGED_IDS
+                self._hits[match_class] += right - self._hits[match_class] / AVERAGED_IDS
+                self._match_length += 1
+                self._pointer = at + 1 if right else 0
                 if not right:
                     self._departed_from, self._departed_at = at, len(ids)
             place = len(ids)
             if place >= GRAM:
                 slot = self._slot()
-                self._before.append(self._table[slot])
+                self._previous_place.append(self._table[slot])
                 self._table[slot] = place
             else:
-                self._before.append(0)
+                self._previous_place.append(0)
             ids.append(token)
-            if not self._source and len(ids) > GRAM:
+            if not self._pointer and len(ids) > GRAM:
                 self._look_up()
 
     @property
-    def _kind(self) -> int:
-        return min(self._common.bit_length() - 2, len(PRIOR_ACCURACY) - 1)
+    def _match_class(self) -> int:
+        """The index in ``PRIOR_ACCURACY`` of matches that are as long as this one."""
+        return min(self._match_length.bit_length() - 2, len(PRIOR_ACCURACY) - 1)
 
     def _slot(self) -> int:
         """Where the table has the last ``GRAM`` ids."""
@@ -165,15 +167,15 @@ class Drafts:
             # Of equals the nearest to where the answer left its source, or else the last.
             score = (common, -abs(place - self._departed_from) if self._departed_from else 0)
             if common >= GRAM and score > best:
-                best, self._source, self._common = score, place, common
-            place = self._before[place]
-        if not self._source and self._departed_from and len(ids) - self._departed_at <= NEARBY:
+                best, self._pointer, self._match_length = score, place, common
+            place = self._previous_place[place]
+        if not self._pointer and self._departed_from and len(ids) - self._departed_at <= NEARBY:
             first, last = ids[-2:]
             near = self._departed_from
             # The edit may have replaced a little of what precedes the mismatch.
             for place in range(max(2, near - 4), min(near + NEARBY, self._departed_at)):
                 if ids[place - 1] == last and ids[place - 2] == first:
-                    self._source, self._common = place, 2
+                    self._pointer, self._match_length = place, 2
                     break
 
     def next(self, costs: Costs, most: int) -> list[int]:
@@ -181,12 +183,12 @@ class Drafts:
 
         No control id is among them: they are few, and each changes what is being written.
         """
-        if not self._source:
+        if not self._pointer:
             return []
-        accuracy = self._correct[self._kind] / self._seen[self._kind]
+        accuracy = self._hits[self._match_class] / self._trials[self._match_class]
         draft: list[int] = []
         for _ in range(costs.best_draft_length(accuracy, most)):
-            at = self._source + len(draft)
+            at = self._pointer + len(draft)
             token = self._ids[at] if at < len(self._ids) else draft[at - len(self._ids)]
             if token >= vocab.CONTROL.start:
                 break

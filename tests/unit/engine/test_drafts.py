@@ -55,7 +55,7 @@ def test_prompt_is_indexed_as_single_ids() -> None:
         single.extend(more)
         assert whole._ids == single._ids
         assert whole._table == single._table
-        assert whole._before == single._before
+        assert whole._previous_place == single._previous_place
 
 
 @pytest.mark.parametrize(
