@@ -4,6 +4,7 @@
     python benchmarks/bench_peers.py            all servers
     python benchmarks/bench_peers.py NAME…      this project's and these
     python benchmarks/bench_peers.py --quick    short answers, one round, the tiny model: a trial
+    python benchmarks/bench_peers.py --model "12 layers"    with one of the two models
     python benchmarks/bench_peers.py --page     writes the tables to docs/speed.md, too
 
 Each peer is the newest on PyPI, in an environment of its own below `build/peers`. These are kept,
@@ -104,7 +105,7 @@ class Size:
     turns: int
 
 
-WHOLE = {"tiny": Size(150, 8_000, 10), "12 layers": Size(100, 2_000, 4)}
+WHOLE = {"tiny": Size(150, 8_000, 10), "12 layers": Size(60, 1_500, 3)}
 QUICK = {"tiny": Size(8, 800, 2)}
 
 
@@ -221,13 +222,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Speed beside other servers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SERVERS)}")
     parser.add_argument("--quick", action="store_true", help="a trial")
+    parser.add_argument("--model", choices=WHOLE, help="only this model")
     parser.add_argument("--page", action="store_true", help="write docs/speed.md, too")
-    given = parser.parse_args()
-    if unknown := set(given.names) - set(SERVERS):
+    parsed = parser.parse_args()
+    if unknown := set(parsed.names) - set(SERVERS):
         parser.error(f"no server is called {', '.join(sorted(unknown))}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # stopped servers would stay for ever
-    sizes, rounds = (QUICK, 1) if given.quick else (WHOLE, 3)
-    places, problems = installed([OURS, *(given.names or SERVERS)])
+    sizes, rounds = (QUICK, 1) if parsed.quick else (WHOLE, 3)
+    if parsed.model:
+        sizes = {parsed.model: WHOLE[parsed.model]}
+    places, problems = installed([OURS, *(parsed.names or SERVERS)])
     words = {"date": datetime.now(UTC).date(), "processors": os.cpu_count(), "rounds": rounds}
     words |= {"short": SHORT, "together": TOGETHER, "repeats": REPEATS}
     parts = [INTRODUCTION.format(**words)]
@@ -240,7 +244,7 @@ def main() -> int:
         measured = measured and COLUMNS[0] in found.get(OURS, {})
     parts += [f"- {SERVERS[name].title}: {why}" for name, why in problems.items()]
     print("\n".join(parts))
-    if given.page:
+    if parsed.page:
         before = PAGE.read_text("utf-8").partition(TITLE)[0].rstrip()
         PAGE.write_text("\n".join([f"{before}\n\n{TITLE}\n", *parts, ""]), "utf-8")
         subprocess.run([sys.executable, "-m", "mdformat", PAGE], check=True)
