@@ -19,9 +19,9 @@ class NewerSchema(sqlite3.DatabaseError):
     """A later version of this package wrote the database."""
 
 
-def checked_version(file: sqlite3.Connection, version: int) -> int:
+def checked_version(connection: sqlite3.Connection, version: int) -> int:
     """The version of the tables. Raises ``NewerSchema`` if it is later than ``version``."""
-    (found,) = file.execute("PRAGMA user_version").fetchone()
+    (found,) = connection.execute("PRAGMA user_version").fetchone()
     if found > version:
         problem = (
             f"it was written by a newer vllm-mlx-harmony (schema version {found}; this one "
@@ -45,18 +45,18 @@ class Database:
         # SQLite gives its other files the mode of this one.
         os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         os.chmod(path, 0o600)
-        self.file, self.reader = (
+        self.connection, self.reader = (
             sqlite3.connect(path, check_same_thread=False, timeout=busy, isolation_level=None)
             for _ in range(2)
         )
         try:
-            found = checked_version(self.file, version)
+            found = checked_version(self.connection, version)
             for pragma in ("journal_mode=WAL", *pragmas):
-                self.file.execute(f"PRAGMA {pragma}")
+                self.connection.execute(f"PRAGMA {pragma}")
             if found < version:  # otherwise write nothing: the disk may be full, or in use
                 with self.writing():
                     for statement in (*schema.split(";"), f"PRAGMA user_version={version}"):
-                        self.file.execute(statement)
+                        self.connection.execute(statement)
             self.reader.execute("PRAGMA query_only=ON")
             now = path.stat()
         except BaseException:
@@ -68,7 +68,7 @@ class Database:
         with self._lock, self._reading:
             self._opened = (0, 0)
             self.reader.close()
-            self.file.close()
+            self.connection.close()
 
     def is_there(self) -> bool:
         """Whether it is open, and the path still leads to it."""
@@ -81,9 +81,9 @@ class Database:
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
         """A transaction; one thread of one process at a time."""
-        with self._lock, self.file:
-            self.file.execute("BEGIN IMMEDIATE")
-            yield self.file
+        with self._lock, self.connection:
+            self.connection.execute("BEGIN IMMEDIATE")
+            yield self.connection
 
     def read(self, query: str, *values: object) -> list[sqlite3.Row]:
         with self._reading:

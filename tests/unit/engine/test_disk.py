@@ -863,9 +863,9 @@ def test_turns_are_read_during_full_scan(
         reading.set()
         return int(may_end.wait(10))
 
-    for connection in (disk._index.file, disk._index.reader):
+    for connection in (disk._index.connection, disk._index.reader):
         connection.create_function("slow", 0, wait)
-    monkeypatch.setattr(index, f"_{query.upper()}", slow)
+    monkeypatch.setattr(index, f"_SELECT_{query.upper()}", slow)
     with ThreadPoolExecutor(2) as threads:
         contents = threads.submit(getattr(disk._index, query))
         assert reading.wait(5)

@@ -222,11 +222,11 @@ def test_file_survives_restart(tmp_path: Path) -> None:
 def test_read_only_file_can_be_read(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
     store.put(response("a"))
-    store._database.file.execute("PRAGMA query_only=ON")
+    store._database.connection.execute("PRAGMA query_only=ON")
     with pytest.raises(StoreError):
         store.put(response("b"))
     assert stored_keys(store, "a", "b") == ["a"]
-    store._database.file.execute("PRAGMA query_only=OFF")
+    store._database.connection.execute("PRAGMA query_only=OFF")
     store.put(response("b"))
     assert stored_keys(store, "a", "b") == ["a", "b"]
     store.close()
@@ -237,7 +237,7 @@ def test_get_does_not_rewrite_text(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db")
     for number in range(50):
         store.put(response(f"r{number}", size=50_000))
-    store._database.file.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._database.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store.put(response("a"))
     store.get("r0", TENANT)
     store.get("a", TENANT)
@@ -250,7 +250,7 @@ def test_evicted_response_leaves_nothing(tmp_path: Path) -> None:
     for key in ("a", "b", "b", "c", "d"):
         store.put(response(key))
     store.delete("d", TENANT)
-    assert store._database.file.execute("SELECT id FROM response_texts").fetchall() == [("c",)]
+    assert store._database.read("SELECT id FROM response_texts") == [("c",)]
     store.close()
 
 

@@ -68,7 +68,7 @@ PAUSE = 30.0
 RETRY = 0.05
 """Seconds after which a prompt checks again whether it may be read."""
 
-_FILES = "[0-9a-f]" * 32 + "-" + "[0-9a-f]" * 8 + ".safetensors"
+_FILE_PATTERN = "[0-9a-f]" * 32 + "-" + "[0-9a-f]" * 8 + ".safetensors"
 
 Failed = (OSError, sqlite3.Error)
 """What a disk that fails raises."""
@@ -445,7 +445,7 @@ class DiskCache:
         those of the last ten minutes."""
         known = self._index.files()
         since = time.time() - 600
-        for path in self._pieces.glob(_FILES):
+        for path in self._pieces.glob(_FILE_PATTERN):
             with suppress(OSError):  # another process may do the same
                 if path.name not in known and path.lstat().st_mtime < since:
                     path.unlink()
@@ -595,7 +595,7 @@ class DiskCache:
                 for path in self._home.glob(f"{NAME}*"):
                     path.unlink()
                 self._follow()
-            self._changed([path.name for path in self._pieces.glob(_FILES)])
+            self._changed([path.name for path in self._pieces.glob(_FILE_PATTERN)])
             self._works("emptying the cache")
 
     def counters(self) -> Counters:

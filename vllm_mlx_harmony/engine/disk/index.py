@@ -17,7 +17,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from pathlib import Path
 
@@ -49,7 +49,15 @@ DELETE FROM entries WHERE file IS NOT NULL;
 
 _NEXT = "SELECT COALESCE(MAX(used), 0) + 1 FROM entries"
 
-_ADD = "INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ADD_PIECE = """
+INSERT OR REPLACE INTO entries (key, parent, tokens, start, file, size, crc, used)
+VALUES (:key, :parent, :tokens, :start, :file, :size, :crc, :used)
+"""
+
+_ADD_TURN = """
+INSERT OR REPLACE INTO entries (key, tokens, start, size, crc, used, content)
+VALUES (:key, 0, 0, :size, 0, :used, :content)
+"""
 
 _COUNT = """
 INSERT INTO written VALUES (date('now', 'localtime'), ?)
@@ -74,9 +82,9 @@ WITH RECURSIVE below (key) AS (
 ) DELETE FROM entries WHERE key IN below RETURNING file
 """
 
-_FILES = "SELECT file FROM entries WHERE file IS NOT NULL"
+_SELECT_FILES = "SELECT file FROM entries WHERE file IS NOT NULL"
 
-_TURNS = "SELECT key FROM entries WHERE file IS NULL"
+_SELECT_TURNS = "SELECT key FROM entries WHERE file IS NULL"
 
 # Removes the least recently used rows beyond a number of bytes.
 _EVICT = """
@@ -86,7 +94,7 @@ DELETE FROM entries WHERE key IN (SELECT key FROM (
 ) WHERE nbytes > ?) RETURNING file
 """
 
-_CONTENTS = f"""
+_SELECT_CONTENTS = f"""
 SELECT COALESCE(SUM(size), 0), COUNT(file), COUNT(*) - COUNT(file), COALESCE(SUM(
     file IS NOT NULL AND NOT EXISTS (SELECT 1 FROM entries WHERE parent = one.key)
 ), 0), COALESCE(({_WRITTEN_TODAY}), 0) FROM entries AS one
@@ -108,6 +116,9 @@ class Row:
     @property
     def end(self) -> int:
         return self.start + self.tokens
+
+
+_COLUMNS = ", ".join(field.name for field in fields(Row))
 
 
 @dataclass(slots=True)
@@ -161,8 +172,7 @@ class Index(Database):
             for (tokens,) in self.read(lengths, parent, limit - start):
                 end = start + tokens
                 key = key_of(parent, ids[start * WIDTH : end * WIDTH])
-                columns = "key, parent, tokens, start, file, size, crc"
-                rows = self.read(f"SELECT {columns} FROM entries WHERE key = ?", key)
+                rows = self.read(f"SELECT {_COLUMNS} FROM entries WHERE key = ?", key)
                 left.extend((key, end, (*path, Row(*row))) for row in rows)
         return best
 
@@ -174,22 +184,23 @@ class Index(Database):
 
         ``None`` if it is known already, or the piece before it is not: the caller removes its file.
         """
-        with self.writing() as file:
+        with self.writing() as connection:
             if self.has(row.key) or (row.start and not self.has(row.parent)):
                 return None
-            (used,) = file.execute(_NEXT).fetchone()
-            file.execute(_ADD, (*astuple(row), used, None))
-            file.execute(_COUNT, (row.size,))
-            file.execute(_TOUCH, (used, row.key))
-            return _files(file.execute(_EVICT, (budget,)))
+            (used,) = connection.execute(_NEXT).fetchone()
+            connection.execute(_ADD_PIECE, {**asdict(row), "used": used})
+            connection.execute(_COUNT, (row.size,))
+            connection.execute(_TOUCH, (used, row.key))
+            return _files_of(connection.execute(_EVICT, (budget,)))
 
     def put(self, key: bytes, content: bytes, budget: int) -> list[str]:
         """Adds a turn; returns the files to remove to stay within ``budget`` bytes."""
-        with self.writing() as file:
-            (used,) = file.execute(_NEXT).fetchone()
-            file.execute(_ADD, (key, None, 0, 0, None, len(content), 0, used, content))
-            file.execute(_COUNT, (len(content),))
-            return _files(file.execute(_EVICT, (budget,)))
+        with self.writing() as connection:
+            (used,) = connection.execute(_NEXT).fetchone()
+            values = {"key": key, "size": len(content), "used": used, "content": content}
+            connection.execute(_ADD_TURN, values)
+            connection.execute(_COUNT, (len(content),))
+            return _files_of(connection.execute(_EVICT, (budget,)))
 
     def turn(self, key: bytes) -> bytes | None:
         for (content,) in self.read("SELECT content FROM entries WHERE key = ?", key):
@@ -197,33 +208,33 @@ class Index(Database):
         return None
 
     def turns(self) -> set[bytes]:
-        return {bytes(key) for (key,) in self._read_all(_TURNS)}
+        return {bytes(key) for (key,) in self._read_all(_SELECT_TURNS)}
 
     def files(self) -> set[str]:
-        return {name for (name,) in self._read_all(_FILES)}
+        return {file for (file,) in self._read_all(_SELECT_FILES)}
 
     def touch(self, keys: Iterable[bytes]) -> bool:
         """Marks turns, and pieces with all those before them, as used; whether all still exist."""
-        with self.writing() as file:
-            (used,) = file.execute(_NEXT).fetchone()
-            touched = [file.execute(_TOUCH, (used, key)).rowcount for key in keys]
+        with self.writing() as connection:
+            (used,) = connection.execute(_NEXT).fetchone()
+            touched = [connection.execute(_TOUCH, (used, key)).rowcount for key in keys]
         return all(touched)
 
-    def remove(self, key: bytes, name: str | None) -> list[str]:
-        """Removes a turn, or the piece in the file ``name`` with all that continue it.
+    def remove(self, key: bytes, file: str | None) -> list[str]:
+        """Removes a turn, or the piece in ``file`` with all that continue it.
 
         Returns the files of these pieces. A piece that has since been written to another file
         stays.
         """
-        with self.writing() as file:
-            return _files(file.execute(_REMOVE, (key, name)))
+        with self.writing() as connection:
+            return _files_of(connection.execute(_REMOVE, (key, file)))
 
     def clear(self) -> None:
         """Removes everything, from the log as well."""
-        with self.writing() as file:
-            file.execute("DELETE FROM entries")
+        with self.writing() as connection:
+            connection.execute("DELETE FROM entries")
         with self._lock:
-            self.file.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            self.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def written_today(self) -> int:
         """Bytes of all pieces and turns that were added since midnight, local time."""
@@ -231,14 +242,14 @@ class Index(Database):
         return nbytes or 0
 
     def contents(self) -> Contents:
-        (found,) = self._read_all(_CONTENTS)
+        (found,) = self._read_all(_SELECT_CONTENTS)
         return Contents(*found)
 
     def _read_all(self, query: str) -> list[sqlite3.Row]:
         """The result of a query that reads all rows: not on the connection for reading, which the
         event loop may wait for."""
         with self._lock:
-            return self.file.execute(query).fetchall()
+            return self.connection.execute(query).fetchall()
 
 
 def contents_of(directory: Path) -> Contents | None:
@@ -252,12 +263,12 @@ def contents_of(directory: Path) -> Contents | None:
         return None
     # Without a log, no process has the database open, and reading it would create one.
     how = "mode=ro" if path.with_name(f"{NAME}-wal").exists() else "immutable=1"
-    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as file:
-        if checked_version(file, VERSION) < VERSION:
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as connection:
+        if checked_version(connection, VERSION) < VERSION:
             return Contents()
-        return Contents(*file.execute(_CONTENTS).fetchone())
+        return Contents(*connection.execute(_SELECT_CONTENTS).fetchone())
 
 
-def _files(removed: Iterable[tuple[str | None]]) -> list[str]:
+def _files_of(removed: Iterable[tuple[str | None]]) -> list[str]:
     """The files of rows that were removed; turns have none."""
-    return [name for (name,) in removed if name is not None]
+    return [file for (file,) in removed if file is not None]

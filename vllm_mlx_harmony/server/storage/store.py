@@ -210,13 +210,13 @@ class FileStore:
         if len(text) > self._max_bytes:
             return False
         key = (stored.tenant, stored.id)
-        with self._writing() as file:
+        with self._writing() as connection:
             # REPLACE deletes the old row, and the cascade deletes its text.
-            file.execute(
+            connection.execute(
                 f"INSERT OR REPLACE INTO responses VALUES (?, ?, {_NEXT}, ?)", (*key, len(text))
             )
-            file.execute("INSERT INTO response_texts VALUES (?, ?, ?)", (*key, text))
-            file.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
+            connection.execute("INSERT INTO response_texts VALUES (?, ?, ?)", (*key, text))
+            connection.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
         return True
 
     def get(self, key: str, tenant: str) -> StoredResponse | None:
@@ -240,21 +240,21 @@ class FileStore:
                 raise
         with self._lock, self._store_errors():
             # Some builds of SQLite overwrite deleted content with zeros, which takes more pages.
-            file = self._database.file
-            (secure,) = file.execute("PRAGMA secure_delete").fetchone()
+            connection = self._database.connection
+            (secure,) = connection.execute("PRAGMA secure_delete").fetchone()
             self._reserve.unlink()
             try:
-                file.execute("PRAGMA wal_checkpoint(PASSIVE)")
-                file.execute("PRAGMA secure_delete=OFF")
+                connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                connection.execute("PRAGMA secure_delete=OFF")
                 return self._delete(key, tenant)
             finally:
-                file.execute(f"PRAGMA secure_delete={secure}")
+                connection.execute(f"PRAGMA secure_delete={secure}")
                 self._hold_reserve()
 
     def _delete(self, key: str, tenant: str) -> bool:
-        with self._writing() as file:
+        with self._writing() as connection:
             deletion = "DELETE FROM responses WHERE tenant = ? AND id = ?"
-            return file.execute(deletion, (tenant, key)).rowcount > 0
+            return connection.execute(deletion, (tenant, key)).rowcount > 0
 
     def close(self) -> None:
         """Closes the file. The next call opens it again."""
@@ -265,12 +265,12 @@ class FileStore:
         """A transaction of one thread at a time. It first records the uses since the last one."""
         with self._lock, self._store_errors():
             self._reopen_if_replaced()
-            with self._database.writing() as file:
+            with self._database.writing() as connection:
                 used, self._used = self._used, {}
                 for key in list(used):  # a reader may still be adding to it
                     update = f"UPDATE responses SET used = {_NEXT} WHERE tenant = ? AND id = ?"
-                    file.execute(update, key)
-                yield file
+                    connection.execute(update, key)
+                yield connection
 
     @contextmanager
     def _store_errors(self) -> Iterator[None]:
