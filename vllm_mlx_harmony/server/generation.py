@@ -169,44 +169,51 @@ async def _turn(job: Job, tracker: Tracker, observers: Sequence[Observer]) -> De
     iterator cancels the tool, or frees the engine. Raises what the engine raises: ``HostError``
     and ``OutputError``.
     """
-    context, tools, progress = job.context, job.tools, _TurnState()
+    context, tools, state = job.context, job.tools, _TurnState()
     settings, constraint = job.settings, job.constraint
-    length = job.lease.engine.context_length
-    ended: EndReason = "stop"
-    # Server calls in the history without a result: approved since, or the one the turn paused at.
-    approved = () if tools is None else context.unanswered
-    history = list(approved)
-    if history:
-        progress.started = True
+    context_length = job.lease.engine.context_length
+    end_reason: EndReason = "stop"
+    # Calls without a result. At first, those of the history: the caller has approved them since, or
+    # the turn paused at one.
+    pending = [] if tools is None else [*context.unanswered]
+    if pending:
+        state.started = True
         yield context.start(await _reusable_tokens(job))
     while True:
-        if not history:
-            output = _output(job, tracker, settings, constraint, progress, observers=observers)
+        from_history = bool(pending)
+        if not from_history:
+            output = _output(job, tracker, settings, constraint, state, observers=observers)
             with job.reasoning_end.of(constraint):
                 async with aclosing(output) as groups:
                     async for deltas in groups:
                         yield deltas
-        if tools is None or not (calls := _next_calls(context, tools, history)):
+            pending = [] if tools is None else _calls_to_run(context, tools)
+        if tools is None or not pending:
             break
         if tools.pauses:
-            ended = "pause"
+            end_reason = "pause"
             break
-        earlier = calls[0] in approved
-        results = _run_tools(context, tools, calls, length, observers, earlier=earlier)
+        # Each result within the history renders the whole prompt again, and a request may have
+        # thousands of calls. Those beyond the limit are answered together.
+        calls = pending if tools.exhausted else pending[:1]
+        results = _run_tools(
+            context, tools, calls, context_length, observers, from_history=from_history
+        )
         async with aclosing(results) as groups:
             async for deltas in groups:
                 yield deltas
-        if history:
+        pending = pending[len(calls) :]
+        if pending:
             continue
         prompt_tokens = len(context.render_for_completion())
         next_output = await tools.continued(
-            settings, constraint, prompt_tokens, length, progress.generated
+            settings, constraint, prompt_tokens, context_length, state.last_output_tokens
         )
         if next_output is None:
-            ended = "length"
+            end_reason = "length"
             break
         settings, constraint = next_output
-    yield await _finish(job, ended, progress)
+    yield await _finish(job, end_reason, state)
 
 
 async def prewritten(job: Job, observers: Sequence[Observer]) -> Deltas:
@@ -220,16 +227,8 @@ async def prewritten(job: Job, observers: Sequence[Observer]) -> Deltas:
     yield await _finish(job, "stop", _TurnState())
 
 
-def _next_calls(context: Context, tools: TurnTools, history: list[ServerCall]) -> list[ServerCall]:
-    """The calls to answer next, from ``history`` or by the model; usually one.
-
-    Calls of the history that are beyond the limit are answered together: each result renders the
-    whole prompt again, and a request may have thousands of them.
-    """
-    if history:
-        due = history[:] if tools.exhausted else history[:1]
-        del history[: len(due)]
-        return due
+def _calls_to_run(context: Context, tools: TurnTools) -> list[ServerCall]:
+    """The call with which the output ended, if the server has to run it now."""
     call = context.server_call
     return [] if call is None or tools.keeps_calling or tools.needs_approval(call) else [call]
 
@@ -241,13 +240,13 @@ async def _run_tools(
     context_length: int | None,
     observers: Sequence[Observer],
     *,
-    earlier: bool,
+    from_history: bool,
 ) -> Deltas:
-    """Runs ``calls`` and appends their results. ``earlier``: the calls are in the history."""
+    """Runs ``calls`` and appends their results."""
     results: list[ServerResult] = []
     prompt_tokens = len(context.render_for_completion())
     for call in calls:
-        yield [ToolStarted(call if earlier else None)]
+        yield [ToolStarted(call if from_history else None)]
         for observer in observers:
             observer.tool(call)
         finished = await tools.run(call, prompt_tokens, context_length)
@@ -259,19 +258,19 @@ async def _run_tools(
         yield [*closed, finished]
 
 
-async def _finish(job: Job, ended: EndReason, progress: _TurnState) -> list[Delta]:
+async def _finish(job: Job, end_reason: EndReason, state: _TurnState) -> list[Delta]:
     """Stores the generated turn, and returns the last deltas."""
-    if ended == "stop" and progress.finish is not None:
-        ended = progress.finish
+    if end_reason == "stop" and state.last_finish is not None:
+        end_reason = state.last_finish
     last: list[Delta] = []
-    for delta in job.context.finish(ended, progress.cached_tokens):
+    for delta in job.context.finish(end_reason, state.cached_tokens):
         if isinstance(delta, Finished):
             usage = replace(
                 delta.usage,
-                accepted_prediction_tokens=progress.accepted,
-                rejected_prediction_tokens=progress.rejected,
+                accepted_prediction_tokens=state.accepted,
+                rejected_prediction_tokens=state.rejected,
             )
-            cut = progress.reasoning_ended_by
+            cut = state.reasoning_ended_by
             delta = replace(delta, usage=usage, reasoning_ended_by=cut)  # noqa: PLW2901
         last.append(delta)
     if job.replay is not None:
@@ -289,18 +288,17 @@ async def _finish(job: Job, ended: EndReason, progress: _TurnState) -> list[Delt
 
 @dataclass(slots=True)
 class _TurnState:
-    """The state of the turn. ``generated`` and ``finish`` are those of the last output.
-
-    ``cached_tokens`` is for the prompt of the first. ``started``: ``Started`` has been sent.
-    """
+    """The state of a turn, which its outputs share."""
 
     started: bool = False
-    outputs: int = 0
-    generated: int = 0
+    """Whether ``Started`` has been sent."""
+    output_count: int = 0
+    last_output_tokens: int = 0
+    last_finish: Finish | None = None
     cached_tokens: int = 0
+    """Of the prompt of the first output."""
     accepted: int = 0
     rejected: int = 0
-    finish: Finish | None = None
     reasoning_ended_by: ReasoningCut = ""
 
 
@@ -315,53 +313,53 @@ async def _output(
     tracker: Tracker,
     settings: GenerationSettings,
     constraint: Constraint | None,
-    progress: _TurnState,
+    state: _TurnState,
     *,
     observers: Sequence[Observer],
 ) -> Deltas:
     """The deltas of one output, which ends with the turn or with a call."""
     context, prompt = job.context, job.context.render_for_completion()
     engine = job.lease.engine
-    cached = None if progress.started else await _reusable_tokens(job)
-    progress.generated, progress.finish = 0, None
-    progress.outputs += 1
-    accepted, rejected = progress.accepted, progress.rejected
+    cached = None if state.started else await _reusable_tokens(job)
+    state.last_output_tokens, state.last_finish = 0, None
+    state.output_count += 1
+    accepted, rejected = state.accepted, state.rejected
     try:
-        generated = engine.generate(
-            GenerationRequest(prompt, settings, job.lease.tenant, constraint)
-        )
+        steps = engine.generate(GenerationRequest(prompt, settings, job.lease.tenant, constraint))
         for observer in observers:
             observer.prompt(prompt, constraint)
-        async with aclosing(watched(generated, observers) if observers else generated) as steps:
+        if observers:
+            steps = watched(steps, observers)
+        async with aclosing(steps):
             if engine.remote:
                 await anext(steps, None)  # an empty step: the request is accepted
-            if not progress.started:
-                progress.started = True
+            if not state.started:
+                state.started = True
                 yield context.start(cached)
             async for step in steps:
                 if step.progress is not None:
                     # Only before the first token: later reports would interrupt a stream that has
                     # begun.
-                    if progress.outputs == 1 and not progress.generated:
+                    if state.output_count == 1 and not state.last_output_tokens:
                         yield [step.progress]
                     continue
-                progress.finish = step.finish
-                progress.generated += len(step.ids)
-                progress.accepted = accepted + step.accepted
-                progress.rejected = rejected + step.rejected
-                cached_tokens = step.cached_tokens if progress.outputs == 1 else 0
-                progress.cached_tokens = max(progress.cached_tokens, cached_tokens)
+                state.last_finish = step.finish
+                state.last_output_tokens += len(step.ids)
+                state.accepted = accepted + step.accepted
+                state.rejected = rejected + step.rejected
+                cached_tokens = step.cached_tokens if state.output_count == 1 else 0
+                state.cached_tokens = max(state.cached_tokens, cached_tokens)
                 tracker.observe_ttft()
                 check(constraint)
                 yield _appended(job, step)
                 # A remote engine reports the cached tokens after the last id of a turn, and its
                 # connection can be reused only after that. It does not know stop strings.
                 more_to_read = engine.remote and vocab.TURN_ENDS.intersection(step.ids)
-                if progress.finish is not None or (context.done and not more_to_read):
+                if state.last_finish is not None or (context.done and not more_to_read):
                     break
     finally:
         if constraint is not None and constraint.reasoning_ended_by:
-            progress.reasoning_ended_by = constraint.reasoning_ended_by
+            state.reasoning_ended_by = constraint.reasoning_ended_by
             report_reasoning_ended(constraint, job.id_seed, tracker)
 
 
