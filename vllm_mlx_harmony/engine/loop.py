@@ -524,7 +524,7 @@ class EngineLoop:
             self._store(request, layers, row)
         seconds = time.perf_counter() - started
         for request, chunk in zip(requests, chunks, strict=True):
-            self.scheduler.computed(request.number, len(chunk), seconds * len(chunk) / computed)
+            self.scheduler.chunk_done(request.number, len(chunk), seconds * len(chunk) / computed)
         if requests[0].computed_ids == len(requests[0].prompt) - 1:
             self._join(requests, layers)
         else:
@@ -619,7 +619,7 @@ class EngineLoop:
                         self._forget(request)
         self.totals = replace(self.totals, steps=self.totals.steps + 1)
         self._computed += IDS_PER_STEP
-        self.scheduler.stepped(time.perf_counter() - started)
+        self.scheduler.step_done(time.perf_counter() - started)
 
 
 def _failure_of(error: Exception) -> HarmonyFailure:

@@ -1,7 +1,7 @@
 """What the engine does next: a chunk of a prompt, or a step of all answers. No mlx, no clock.
 
-Its owner reports what happened and how long it took (``computed``, ``stepped``), and asks ``next``
-what to do. The same calls always give the same decisions, so that rows and a simulation
+Its owner reports what happened and how long it took (``chunk_done``, ``step_done``), and asks
+``next`` what to do. The same calls always give the same decisions, so that rows and a simulation
 (tests/unit/engine/test_scheduler.py) show how long a request waits.
 
 **The conflict.** A model computes a prompt fastest in large chunks, and while it computes one, no
@@ -130,17 +130,17 @@ class BatchLimits:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The prompt of ``request`` gets its caches, with what is cached of it."""
+    """The prompt of the request ``number`` gets its caches, with what is cached of it."""
 
-    request: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The next ``ids`` of the prompt of ``request``; with ``others``, all that is left of each, the
-    longest of which has so many ids."""
+    """The next ``ids`` of the prompt of the request ``number``; with ``others``, all that is left
+    of each, the longest of which has so many ids."""
 
-    request: int
+    number: int
     ids: int
     others: tuple[int, ...] = ()
 
@@ -156,12 +156,13 @@ Decision: TypeAlias = "Begin | Chunk | ScheduledStep | None"
 @dataclass(slots=True)
 class _Prompt:
     """``rest``: ids left to compute, behind ``before`` ones, of which ``cached`` were not computed.
-    ``pace``: seconds per id. ``chunk``: ids of its last chunk."""
+    ``pace``: seconds per id. ``chunk``: ids of its last chunk. ``arrived``: a time, as in ``next``.
+    """
 
-    request: int
+    number: int
     tenant: str
     rest: int
-    since: float
+    arrived: float
     begun: bool = False
     cached: int = 0
     before: int = 0
@@ -171,48 +172,50 @@ class _Prompt:
 
 @dataclass(slots=True)
 class _Tenant:
-    """``turn``: when it was served last. ``oldest_owed``: seconds owed to its oldest prompt."""
+    """``last_served``: the number of its last chunk, counted over all tenants. ``oldest_owed``:
+    seconds owed to its oldest prompt."""
 
-    turn: int = 0
+    last_served: int = 0
     oldest_owed: float = 0.0
 
 
 class Scheduler:
-    """Decides by the speed of the model so far, the requests that wait and the turns of tenants."""
+    """Decides by the speed of the model so far, the requests that wait, and when each tenant was
+    served. A request has a number."""
 
     def __init__(self, limits: BatchLimits) -> None:
         self.limits = limits
         self._prompts: dict[int, _Prompt] = {}
         self._answers: set[int] = set()
         self._tenants: dict[str, _Tenant] = {}
-        self._turn = 0
+        self._served = 0  # chunks so far
         self._answers_owed = 0.0  # seconds; if negative, credit for prompts
         self._pace = 0.0  # seconds per id: the last chunk's, averaged with all before
         self._first_steps = 0  # steps to the first id of the newest answer
-        self._lengths = _Lengths(limits.chunk)
+        self._chunk_lengths = _ChunkLengths(limits.chunk)
 
     # --- What happens
 
-    def add(self, request: int, ids: int, tenant: str, now: float) -> None:
+    def add(self, number: int, ids: int, tenant: str, arrived: float) -> None:
         """A prompt with ``ids`` ids to compute has arrived."""
         self._tenants.setdefault(tenant, _Tenant())
-        self._prompts[request] = _Prompt(request, tenant, ids, now)
+        self._prompts[number] = _Prompt(number, tenant, ids, arrived)
 
-    def begin(self, request: int, rest: int, cached: int = 0, seconds: float = 0.0) -> None:
+    def begin(self, number: int, rest: int, cached: int = 0, seconds: float = 0.0) -> None:
         """The prompt has its own caches from now on, with ``cached`` of its ids, which took
         ``seconds``; ``rest`` ids are left to compute."""
-        prompt = self._prompts[request]
+        prompt = self._prompts[number]
         prompt.begun, prompt.rest, prompt.cached = True, rest, cached
         prompt.before = cached
         self._charge(prompt, seconds)
 
-    def computed(self, request: int, ids: int, seconds: float) -> None:
-        prompt = self._prompts[request]
+    def chunk_done(self, number: int, ids: int, seconds: float) -> None:
+        prompt = self._prompts[number]
         if not self._answers:
-            self._lengths.measured(prompt.before, ids, seconds)
+            self._chunk_lengths.measured(prompt.before, ids, seconds)
         self._charge(prompt, seconds)
-        self._turn += 1
-        self._tenants[prompt.tenant].turn = self._turn
+        self._served += 1
+        self._tenants[prompt.tenant].last_served = self._served
         prompt.rest -= ids
         prompt.before += ids
         prompt.chunk = ids
@@ -232,22 +235,22 @@ class Scheduler:
         if self._answers:
             self._answers_owed += seconds * DECODE_SHARE / (1 - DECODE_SHARE)
 
-    def start_answer(self, request: int) -> None:
+    def start_answer(self, number: int) -> None:
         """The prompt is computed: from now on, each step gives the request an id, or more."""
-        del self._prompts[request]
-        self._answers.add(request)
+        del self._prompts[number]
+        self._answers.add(number)
         self._first_steps = FIRST_STEPS
         self._forget_tenants()
 
-    def stepped(self, seconds: float) -> None:
+    def step_done(self, seconds: float) -> None:
         self._first_steps = max(0, self._first_steps - 1)
         credit = seconds if self._prompts else 0.0
         self._answers_owed = max(-credit, self._answers_owed - seconds)
 
-    def remove(self, request: int) -> None:
+    def remove(self, number: int) -> None:
         """The request has ended, or its client has gone."""
-        prompt = self._prompts.pop(request, None)
-        self._answers.discard(request)
+        prompt = self._prompts.pop(number, None)
+        self._answers.discard(number)
         if not self._answers:
             self._answers_owed, self._first_steps = 0.0, 0
         if prompt is not None:
@@ -255,25 +258,25 @@ class Scheduler:
 
     # --- What to do
 
-    def next(self, now: float, make_room: Callable[[int], bool] = lambda request: True) -> Decision:
+    def next(self, now: float, make_room: Callable[[int], bool] = lambda number: True) -> Decision:
         """What to do now; ``None``: nothing. ``make_room`` is called for a prompt that could begin,
         and says whether there is memory for it; it may call ``remove``."""
         if self._answers and (self._answers_owed > 0 or self._first_steps):
             return ScheduledStep()
         limits = self.limits
         begun = sum(prompt.begun for prompt in self._prompts.values())
-        free = min(limits.sequences, limits.answers) - begun - len(self._answers)
+        free_rows = min(limits.sequences, limits.answers) - begun - len(self._answers)
         waiting = (prompt for prompt in self._prompts.values() if not prompt.begun)
-        oldest = min(waiting, key=lambda prompt: prompt.since, default=None)
-        may_begin = free > 0 and begun < limits.prompts
-        if may_begin and oldest is not None and now - oldest.since > STARVATION_SECONDS:
-            free = free if make_room(oldest.request) else 0
+        oldest = min(waiting, key=lambda prompt: prompt.arrived, default=None)
+        may_begin = free_rows > 0 and begun < limits.prompts
+        if may_begin and oldest is not None and now - oldest.arrived > STARVATION_SECONDS:
+            free_rows = free_rows if make_room(oldest.number) else 0
         for prompt in self._ranked():
             reserved = limits.prompts > 1 and prompt.rest > limits.chunk
             if prompt.begun:
-                return self._together(prompt, free > 0 and may_begin, make_room)
-            if free > 0 and begun < limits.prompts - reserved and make_room(prompt.request):
-                return Begin(prompt.request)
+                return self._together(prompt, free_rows > 0 and may_begin, make_room)
+            if free_rows > 0 and begun < limits.prompts - reserved and make_room(prompt.number):
+                return Begin(prompt.number)
         return ScheduledStep() if self._answers else None
 
     def _together(
@@ -281,27 +284,27 @@ class Scheduler:
     ) -> Begin | Chunk:
         """The next chunk of a prompt that has begun, with others if that is all of a short one.
         Those of them that have not begun do so before."""
-        length, group = self._length(first), [first]
-        if length == first.rest:
-            most = self._most(first)
+        ids, group = self._next_chunk(first), [first]
+        if ids == first.rest:
+            most = self._max_pass(first)
             for other in self._ranked():
                 if other is first or not _may_be_together([*group, other], most):
                     continue
                 if other.begun:
                     group.append(other)
-                elif may_begin and make_room(other.request):
-                    return Begin(other.request)
-            length = max(prompt.rest for prompt in group)
-        return Chunk(first.request, length, tuple(prompt.request for prompt in group[1:]))
+                elif may_begin and make_room(other.number):
+                    return Begin(other.number)
+            ids = max(prompt.rest for prompt in group)
+        return Chunk(first.number, ids, tuple(prompt.number for prompt in group[1:]))
 
     def order(self) -> list[int]:
-        """Keys of prompts in the order in which they would be served."""
-        return [prompt.request for prompt in self._ranked()]
+        """Numbers of prompts in the order in which they would be served."""
+        return [prompt.number for prompt in self._ranked()]
 
-    def seconds(self, request: int) -> float | None:
+    def seconds(self, number: int) -> float | None:
         """How long the rest of a prompt takes beside the answers that run, by the speed so far, if
         any."""
-        prompt = self._prompts.get(request)
+        prompt = self._prompts.get(number)
         if prompt is None or not prompt.rest:
             return 0.0
         pace = prompt.pace or self._pace
@@ -309,21 +312,22 @@ class Scheduler:
         return prompt.rest * pace / (1 - share) if pace else None
 
     def _forget_tenants(self) -> None:
-        """Drops tenants without prompts whose last turn precedes that of every waiting tenant; a
+        """Drops tenants without prompts that were served before every waiting tenant; a
         fresh entry would rank the same."""
         waiting = {prompt.tenant for prompt in self._prompts.values()}
-        first = min((self._tenants[tenant].turn for tenant in waiting), default=self._turn + 1)
+        served = (self._tenants[tenant].last_served for tenant in waiting)
+        first = min(served, default=self._served + 1)
         self._tenants = {
             name: tenant
             for name, tenant in self._tenants.items()
-            if name in waiting or tenant.turn >= first
+            if name in waiting or tenant.last_served >= first
         }
 
     def _oldest(self) -> dict[str, _Prompt]:
         """Each tenant's oldest prompt."""
         oldest: dict[str, _Prompt] = {}
         for prompt in sorted(
-            self._prompts.values(), key=lambda prompt: (prompt.since, prompt.request)
+            self._prompts.values(), key=lambda prompt: (prompt.arrived, prompt.number)
         ):
             oldest.setdefault(prompt.tenant, prompt)
         return oldest
@@ -334,30 +338,31 @@ class Scheduler:
         def rank(prompt: _Prompt) -> tuple[int, bool, int, int]:
             tenant = self._tenants[prompt.tenant]
             by_age = tenant.oldest_owed > 0 and prompt is oldest[prompt.tenant]
-            return tenant.turn, not by_age, prompt.rest, prompt.request
+            return tenant.last_served, not by_age, prompt.rest, prompt.number
 
         return sorted(self._prompts.values(), key=rank)
 
-    def _length(self, prompt: _Prompt) -> int:
-        most = self._most(prompt)
+    def _next_chunk(self, prompt: _Prompt) -> int:
+        """Ids of the next chunk of a prompt that has begun."""
+        most = self._max_pass(prompt)
         if not self._answers:
-            return self._lengths.best(prompt.before, prompt.rest, most)
+            return self._chunk_lengths.best(prompt.before, prompt.rest, most)
         if most >= prompt.rest:
             return prompt.rest
         return max(min(CHUNK_MULTIPLE, most), most - most % CHUNK_MULTIPLE)
 
-    def _most(self, prompt: _Prompt) -> int:
+    def _max_pass(self, prompt: _Prompt) -> int:
         """Ids that the next pass may have, of all of its prompts."""
         limits = self.limits
         if not self._answers:
-            return min(limits.chunk, self._longest(prompt))
+            return min(limits.chunk, self._max_by_time(prompt))
         pace = prompt.pace or self._pace
         length = int(limits.pause * PAUSE_MARGIN / pace) if pace else FIRST_CHUNK
         length = min(length, max(FIRST_CHUNK, int(GROWTH * prompt.chunk)))
         most = min(limits.chunk, limits.chunk_beside or limits.chunk)
         return min(most, max(CHUNK_MULTIPLE, length))
 
-    def _longest(self, prompt: _Prompt) -> int:
+    def _max_by_time(self, prompt: _Prompt) -> int:
         """Ids that take no more than ``MAX_CHUNK_SECONDS`` seconds."""
         if not prompt.pace:
             return FIRST_CHUNK if prompt.cached > LONG_PREFIX else self.limits.chunk
@@ -365,7 +370,7 @@ class Scheduler:
         return max(FIRST_CHUNK, length - length % CHUNK_MULTIPLE)
 
 
-class _Lengths:
+class _ChunkLengths:
     """What an id takes in chunks of several lengths: those at the beginning of prompts, where the
     ids before them cost little."""
 

@@ -36,25 +36,25 @@ CUT = int(BatchLimits().pause * PAUSE_MARGIN / PACE) // CHUNK_MULTIPLE * CHUNK_M
 
 
 def begin_prompt(
-    scheduler: Scheduler, request: int, ids: int, tenant: str = "", now: float = 0.0
+    scheduler: Scheduler, number: int, ids: int, tenant: str = "", now: float = 0.0
 ) -> None:
-    scheduler.add(request, ids, tenant, now)
-    scheduler.begin(request, ids)
+    scheduler.add(number, ids, tenant, now)
+    scheduler.begin(number, ids)
 
 
-def add_answer(scheduler: Scheduler, request: int = 0, ids: int = 512) -> None:
+def add_answer(scheduler: Scheduler, number: int = 0, ids: int = 512) -> None:
     """Adds a request whose prompt was computed at ``PACE``."""
-    begin_prompt(scheduler, request, ids)
-    scheduler.computed(request, ids, ids * PACE)
-    start_answer(scheduler, request)
+    begin_prompt(scheduler, number, ids)
+    scheduler.chunk_done(number, ids, ids * PACE)
+    start_answer(scheduler, number)
 
 
-def start_answer(scheduler: Scheduler, request: int, seconds: float = 0.0) -> None:
+def start_answer(scheduler: Scheduler, number: int, seconds: float = 0.0) -> None:
     """Starts an answer, up to its first id; its steps take ``seconds`` together."""
-    scheduler.start_answer(request)
+    scheduler.start_answer(number)
     for _ in range(FIRST_STEPS):
         assert scheduler.next(0.0) == ScheduledStep()
-        scheduler.stepped(seconds / FIRST_STEPS)
+        scheduler.step_done(seconds / FIRST_STEPS)
 
 
 def nothing(scheduler: Scheduler) -> None:
@@ -68,14 +68,14 @@ def alone(scheduler: Scheduler) -> None:
 
 def and_the_shortest_is_measured(scheduler: Scheduler) -> None:
     alone(scheduler)
-    scheduler.computed(1, 256, 0.3)
+    scheduler.chunk_done(1, 256, 0.3)
 
 
 def and_all_are_measured(scheduler: Scheduler) -> None:
     and_the_shortest_is_measured(scheduler)
-    scheduler.computed(1, 512, 0.54)
-    scheduler.computed(1, 1024, 1.04)
-    scheduler.computed(1, 2048, 2.0)
+    scheduler.chunk_done(1, 512, 0.54)
+    scheduler.chunk_done(1, 1024, 1.04)
+    scheduler.chunk_done(1, 2048, 2.0)
 
 
 def the_next_one_measures_again(scheduler: Scheduler) -> None:
@@ -96,12 +96,12 @@ def of_little_more_than_the_best_length(scheduler: Scheduler) -> None:
 
 def deep_in_its_context(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 1, 100_000)
-    scheduler.computed(1, 2048, 2048 * 5e-3)
+    scheduler.chunk_done(1, 2048, 2048 * 5e-3)
 
 
 def too_slow_for_anything(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 1, 100_000)
-    scheduler.computed(1, 2048, 200.0)
+    scheduler.chunk_done(1, 2048, 200.0)
 
 
 def behind_a_long_cached_prefix(scheduler: Scheduler) -> None:
@@ -114,7 +114,7 @@ def behind_a_long_cached_prefix(scheduler: Scheduler) -> None:
 
 def and_its_first_chunk_is_computed(scheduler: Scheduler) -> None:
     behind_a_long_cached_prefix(scheduler)
-    scheduler.computed(1, 256, 0.5)
+    scheduler.chunk_done(1, 256, 0.5)
 
 
 def behind_a_short_cached_prefix(scheduler: Scheduler) -> None:
@@ -124,7 +124,7 @@ def behind_a_short_cached_prefix(scheduler: Scheduler) -> None:
 
 def nearly_done(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 1, 2050)
-    scheduler.computed(1, 2048, 2.0)
+    scheduler.chunk_done(1, 2048, 2.0)
 
 
 def an_answer(scheduler: Scheduler) -> None:
@@ -138,49 +138,49 @@ def beside_an_answer(scheduler: Scheduler) -> None:
 
 def beside_an_answer_and_behind_a_chunk(scheduler: Scheduler) -> None:
     beside_an_answer(scheduler)
-    scheduler.computed(1, 192, 0.192)
+    scheduler.chunk_done(1, 192, 0.192)
 
 
 def an_answer_has_just_begun(scheduler: Scheduler) -> None:
     """It gets its first id before anything else is computed."""
     begin_prompt(scheduler, 0, 60)
     begin_prompt(scheduler, 1, 5000)
-    scheduler.computed(0, 60, 0.06)
+    scheduler.chunk_done(0, 60, 0.06)
     scheduler.start_answer(0)
 
 
 def and_has_made_a_step(scheduler: Scheduler) -> None:
     an_answer_has_just_begun(scheduler)
-    scheduler.stepped(0.02)
+    scheduler.step_done(0.02)
 
 
 def and_has_its_first_id(scheduler: Scheduler) -> None:
     and_has_made_a_step(scheduler)
-    scheduler.stepped(0.02)
+    scheduler.step_done(0.02)
 
 
 def the_debt_is_paid(scheduler: Scheduler) -> None:
     beside_an_answer_and_behind_a_chunk(scheduler)
     owed = 0.192 * DECODE_SHARE / (1 - DECODE_SHARE)
-    scheduler.stepped(owed - 0.015)
+    scheduler.step_done(owed - 0.015)
     assert scheduler.next(0) == ScheduledStep()
-    scheduler.stepped(0.015)
+    scheduler.step_done(0.015)
 
 
 def a_step_took_longer_than_was_owed(scheduler: Scheduler) -> None:
     """Two chunks of 50 ms earned it 47 ms, and its step took 200."""
     beside_an_answer(scheduler)
     for _ in range(2):
-        scheduler.computed(1, 50, 0.05)
-    scheduler.stepped(0.2)
-    scheduler.computed(1, 50, 0.05)
+        scheduler.chunk_done(1, 50, 0.05)
+    scheduler.step_done(0.2)
+    scheduler.chunk_done(1, 50, 0.05)
 
 
 def steps_of_an_answer_alone_are_no_credit(scheduler: Scheduler) -> None:
     an_answer(scheduler)
-    scheduler.stepped(5.0)
+    scheduler.step_done(5.0)
     begin_prompt(scheduler, 1, 5000)
-    scheduler.computed(1, 50, 0.05)
+    scheduler.chunk_done(1, 50, 0.05)
 
 
 def the_answer_has_ended(scheduler: Scheduler) -> None:
@@ -190,14 +190,14 @@ def the_answer_has_ended(scheduler: Scheduler) -> None:
 
 def of_unknown_speed(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 0, 8)
-    scheduler.computed(0, 8, 0.5)  # too short to measure
+    scheduler.chunk_done(0, 8, 0.5)  # too short to measure
     start_answer(scheduler, 0, 1.0)
     begin_prompt(scheduler, 1, 5000)
 
 
 def slow(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 0, 512)
-    scheduler.computed(0, 512, 51.2)
+    scheduler.chunk_done(0, 512, 51.2)
     start_answer(scheduler, 0, 100.0)
     begin_prompt(scheduler, 1, 5000)
 
@@ -205,7 +205,7 @@ def slow(scheduler: Scheduler) -> None:
 def a_prompt_of_its_own_speed(scheduler: Scheduler) -> None:
     """Deep in its context, it is slower than the short prompt before it."""
     begin_prompt(scheduler, 1, 9000)
-    scheduler.computed(1, 2048, 8.192)
+    scheduler.chunk_done(1, 2048, 8.192)
     add_answer(scheduler)
 
 
@@ -213,8 +213,8 @@ def fast_at_its_beginning(scheduler: Scheduler) -> None:
     """Five times the ids would take fourteen times as long."""
     add_answer(scheduler)
     begin_prompt(scheduler, 1, 36_000)
-    scheduler.computed(1, 224, 0.041)
-    scheduler.stepped(1.0)
+    scheduler.chunk_done(1, 224, 0.041)
+    scheduler.step_done(1.0)
 
 
 def both_came_together(scheduler: Scheduler) -> None:
@@ -224,57 +224,57 @@ def both_came_together(scheduler: Scheduler) -> None:
 
 def the_long_one_has_begun(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 1, 36_000)
-    scheduler.computed(1, 16_384, 16.4)
+    scheduler.chunk_done(1, 16_384, 16.4)
     scheduler.add(2, 60, "", 16.3)
 
 
 def short_ones_have_had_their_part(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 1, 9000)
-    for request in (2, 3):
-        scheduler.add(request, 60, "", 1.0)
+    for number in (2, 3):
+        scheduler.add(number, 60, "", 1.0)
     scheduler.begin(2, 60)
-    scheduler.computed(2, 60, 0.06)
+    scheduler.chunk_done(2, 60, 0.06)
     scheduler.remove(2)
 
 
 def and_the_oldest_has_had_its_part(scheduler: Scheduler) -> None:
     short_ones_have_had_their_part(scheduler)
-    scheduler.computed(1, 2048, 2.0)
+    scheduler.chunk_done(1, 2048, 2.0)
 
 
 def tenants(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 1, 9000, "a")
     begin_prompt(scheduler, 2, 9000, "b")
-    scheduler.computed(1, 2048, 2.0)
+    scheduler.chunk_done(1, 2048, 2.0)
 
 
 def a_tenant_that_came_back(scheduler: Scheduler) -> None:
     """It had the last turn, although its request has ended since."""
     begin_prompt(scheduler, 1, 9000, "a")
-    scheduler.computed(1, 2048, 2.0)
+    scheduler.chunk_done(1, 2048, 2.0)
     begin_prompt(scheduler, 2, 60, "b", 2.0)
-    scheduler.computed(2, 60, 0.06)
+    scheduler.chunk_done(2, 60, 0.06)
     start_answer(scheduler, 2, 1.0)
     scheduler.add(3, 60, "b", 2.1)
 
 
 def all_prompts_have_begun(scheduler: Scheduler) -> None:
-    for request in range(2):
-        begin_prompt(scheduler, request, 9000)
+    for number in range(2):
+        begin_prompt(scheduler, number, 9000)
     scheduler.add(5, 60, "", 0.0)
 
 
 def all_rows_are_taken(scheduler: Scheduler) -> None:
-    for request in range(4):
-        add_answer(scheduler, request)
-    scheduler.stepped(10.0)
+    for number in range(4):
+        add_answer(scheduler, number)
+    scheduler.step_done(10.0)
     scheduler.add(5, 60, "", 0.0)
 
 
 def a_long_one_has_begun(scheduler: Scheduler) -> None:
     """The second slot is for prompts of one chunk."""
     begin_prompt(scheduler, 0, 9000)
-    scheduler.computed(0, 2048, 2.0)
+    scheduler.chunk_done(0, 2048, 2.0)
     scheduler.add(1, 9000, "b", 0.0)
 
 
@@ -306,9 +306,9 @@ def both_so_short_that_padding_costs_nothing(scheduler: Scheduler) -> None:
 
 
 def behind_prefixes_of_very_different_lengths(scheduler: Scheduler) -> None:
-    for request, cached in ((1, 0), (2, 2500)):
-        scheduler.add(request, 60, "", 0.0)
-        scheduler.begin(request, 60, cached)
+    for number, cached in ((1, 0), (2, 2500)):
+        scheduler.add(number, 60, "", 0.0)
+        scheduler.begin(number, 60, cached)
 
 
 def together_longer_than_a_pause(scheduler: Scheduler) -> None:
@@ -320,7 +320,7 @@ def together_longer_than_a_pause(scheduler: Scheduler) -> None:
 def the_end_of_a_long_one_and_a_short_one(scheduler: Scheduler) -> None:
     begin_prompt(scheduler, 1, 2 * 2048 + 50)
     for _ in range(2):
-        scheduler.computed(1, 2048, 2.0)
+        scheduler.chunk_done(1, 2048, 2.0)
     begin_prompt(scheduler, 2, 60)
 
 
@@ -411,10 +411,10 @@ def test_prompt_without_memory_is_overtaken_for_a_while() -> None:
     scheduler.add(1, 50_000, "", 0.0)
     scheduler.add(2, 60, "", 1.0)
 
-    def fits(request: int) -> bool:
-        return request != 1
+    def fits(number: int) -> bool:
+        return number != 1
 
-    scheduler.computed(0, 100, 0.1)
+    scheduler.chunk_done(0, 100, 0.1)
     start_answer(scheduler, 0, 1.0)
     assert scheduler.next(2.0, fits) == Begin(2)
     assert scheduler.next(STARVATION_SECONDS + 1, fits) == ScheduledStep(), (
@@ -431,19 +431,19 @@ def test_prompt_without_slot_takes_no_memory() -> None:
     begin_prompt(scheduler, 0, 5_000)
     scheduler.add(1, 5_000, "", 0.0)
 
-    def make_room(request: int) -> bool:
-        raise AssertionError(request)
+    def make_room(number: int) -> bool:
+        raise AssertionError(number)
 
     assert scheduler.next(STARVATION_SECONDS + 1, make_room) == Chunk(0, 256)
 
 
 def test_idle_tenants_are_forgotten() -> None:
     scheduler = Scheduler(BatchLimits())
-    for request in range(10_000):
-        begin_prompt(scheduler, request, 60, tenant=str(request))
-        scheduler.computed(request, 60, 0.06)
-        scheduler.start_answer(request)
-        scheduler.remove(request)
+    for number in range(10_000):
+        begin_prompt(scheduler, number, 60, tenant=str(number))
+        scheduler.chunk_done(number, 60, 0.06)
+        scheduler.start_answer(number)
+        scheduler.remove(number)
     assert len(scheduler._tenants) < 3
 
 
@@ -527,13 +527,13 @@ def simulate(  # noqa: C901 - one loop, as the engine has it
                 for member, rest in zip(group, rests, strict=True):
                     computed[member] += rest
                     arrived[member].chunks.append((rest, seconds))
-                    scheduler.computed(member, rest, seconds * rest / sum(rests))
+                    scheduler.chunk_done(member, rest, seconds * rest / sum(rests))
                     if computed[member] == arrived[member].prompt:
                         scheduler.start_answer(member)
                         remaining[member], last[member] = arrived[member].answer, now
             case ScheduledStep():
                 now += machine.per_step
-                scheduler.stepped(machine.per_step)
+                scheduler.step_done(machine.per_step)
                 for number in list(remaining):
                     request = arrived[number]
                     request.first = request.first or now
