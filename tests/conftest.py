@@ -28,6 +28,12 @@ ssl.create_default_context = functools.cache(ssl.create_default_context)
 
 
 @pytest.fixture
+def no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines generate their scripts, also where a grammar would not let them."""
+    monkeypatch.setenv("VLLM_MLX_HARMONY_GRAMMAR", "off")
+
+
+@pytest.fixture
 def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars are checked however busy the machine is, which is no reason to weaken one."""
     from vllm_mlx_harmony.server import grammar_checks

@@ -22,11 +22,12 @@ from test_conversations import test_a_tool_loop_in_a_conversation  # noqa: F401
 from test_front_end import (  # noqa: F401
     KEY,
     SCRIPTS,
-    _no_grammars,
     test_a_tool_loop,
     test_refusals_have_the_shape_of_their_api,
     test_the_same_events_over_a_websocket,
 )
+
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 URGENT = "It is urgent."
 

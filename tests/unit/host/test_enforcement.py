@@ -679,19 +679,14 @@ def constraint_of(run: Run, kind: str, seed: int = 0, **more: Any) -> Constraint
     return constraint
 
 
-@pytest.fixture
-def off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
-
-
-@pytest.mark.usefixtures("off")
+@pytest.mark.usefixtures("no_grammars")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["plain", "auto", "none", "schema"])
 def test_off_makes_no_constraint(run: Run, kind: str, seed: int) -> None:
     assert constraint_of(run, kind, seed) is None
 
 
-@pytest.mark.usefixtures("off")
+@pytest.mark.usefixtures("no_grammars")
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("kind", ["required", "named", "custom"])
 def test_off_refuses_requests_that_need_a_grammar(run: Run, kind: str, seed: int) -> None:
@@ -700,7 +695,7 @@ def test_off_refuses_requests_that_need_a_grammar(run: Run, kind: str, seed: int
     assert raised.value.param == "tool_choice"
 
 
-@pytest.mark.usefixtures("off")
+@pytest.mark.usefixtures("no_grammars")
 def test_off_refuses_strict_tools(run: Run) -> None:
     with pytest.raises(RequestError, match="strict arguments of tool 'weather'"):
         constraint_of(run, "auto", tools=nested(functions(strict=True)))

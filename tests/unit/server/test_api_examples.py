@@ -21,7 +21,6 @@ pytest.importorskip("starlette")
 from scripted_host import KEY, MODEL, DecidingEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
-from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "api.md").read_text("utf-8")
@@ -83,9 +82,9 @@ def comparable(value: Any, name: str = "") -> Any:
 _TIME = re.compile(r"_duration$|^created|_at$")
 
 
+@pytest.mark.usefixtures("no_grammars")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: next(example.requests)[1])
-def test_example_prints_what_page_shows(example: Example, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+def test_example_prints_what_page_shows(example: Example) -> None:
     app = application(HostWithContextLength(DecidingEngine(SCRIPTS, 3, likely=LIKELY)))
     with TestClient(app, base_url="http://localhost") as client:
         client.headers["Authorization"] = f"Bearer {KEY}"

@@ -28,6 +28,8 @@ from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
 
+pytestmark = pytest.mark.usefixtures("no_grammars")
+
 T = TypeVar("T")
 
 CALL = '<|channel|>commentary to=functions.f<|constrain|>json<|message|>{"a":1}<|call|>'
@@ -127,11 +129,6 @@ def request(n: int = 4, **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": "Hello!"}]
     body = {"model": MODEL, "messages": messages, "tools": tools, "n": n, "seed": FIRST_SEED}
     return {**body, **fields}
-
-
-@pytest.fixture(autouse=True)
-def _off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
 async def complete(engine: Seeded, **fields: Any) -> Any:

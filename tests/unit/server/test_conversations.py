@@ -21,10 +21,12 @@ from test_front_end import SCRIPTS as FRONT_END
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
-from vllm_mlx_harmony.server import enforcement, settings
+from vllm_mlx_harmony.server import settings
 from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.storage import conversations
+
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 SCRIPTS = {
     **FRONT_END,
@@ -40,7 +42,6 @@ SYSTEM = {"type": "message", "role": "developer", "content": "Be brief."}
 def _stored(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     if request.param == "file":
         monkeypatch.setenv(settings.variable("store"), str(tmp_path / "responses.db"))
 

@@ -22,7 +22,7 @@ pytest.importorskip("starlette")
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
-from vllm_mlx_harmony.server import enforcement
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 THOUGHT = "I should read it."
 ARGUMENTS = '{"path":"src/main.rs"}'
@@ -262,8 +262,7 @@ EDITORS = {
 
 
 @pytest.fixture(params=[1, 1000], ids=["id by id", "at once"])
-def host(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> SingleEngineHost:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
+def host(request: pytest.FixtureRequest) -> SingleEngineHost:
     return SingleEngineHost(ScriptedEngine(SCRIPTS, request.param))
 
 

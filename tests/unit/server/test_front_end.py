@@ -37,6 +37,8 @@ from vllm_mlx_harmony.server import app, enforcement
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.storage.store import StoredResponse
 
+pytestmark = pytest.mark.usefixtures("no_grammars")
+
 CALL = (
     "<|channel|>analysis<|message|>They ask for the weather.<|end|>"
     "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
@@ -51,11 +53,6 @@ SCRIPTS = {
 REPLY = "It is 18 °C: très doux ☀."
 USER = [{"role": "user", "content": "Hello!"}]
 CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-
-
-@pytest.fixture(autouse=True)
-def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
 @pytest.fixture(params=[1, 3, 1000])

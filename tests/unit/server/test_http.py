@@ -18,7 +18,6 @@ from starlette.testclient import TestClient
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
 from vllm_mlx_harmony.server import body as body_module
 from vllm_mlx_harmony.server import (
-    enforcement,
     serving,
     streams,
 )
@@ -28,14 +27,11 @@ from vllm_mlx_harmony.server.front_end import front_end_of, installed_in
 from vllm_mlx_harmony.server.host import Deadline, Lease
 from vllm_mlx_harmony.server.observer import ObservedRequest
 
+pytestmark = pytest.mark.usefixtures("no_grammars")
+
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
 MESSAGES: dict[str, Any] = {**CHAT, "max_tokens": 100}
-
-
-@pytest.fixture(autouse=True)
-def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
 def client(host: SingleEngineHost, **headers: str) -> TestClient:

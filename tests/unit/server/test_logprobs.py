@@ -20,8 +20,9 @@ from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost, ids
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.app import application
+
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 PREAMBLE, FINAL = "Let me see: 🧑🏽‍🚀.", "Good day, 世界."
 SCRIPT = (
@@ -46,11 +47,6 @@ def expected(text: str, most: int, no_bytes: Any = None) -> list[dict[str, Any]]
     likeliest = [vocab.RETURN, vocab.END, *range(18)][:most]
     top = [entry(token, -0.25 * at, no_bytes) for at, token in enumerate(likeliest, start=1)]
     return [{**entry(token, -token / 1000, no_bytes), "top_logprobs": top} for token in ids(text)]
-
-
-@pytest.fixture(autouse=True)
-def _off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
 @pytest.fixture

@@ -18,7 +18,9 @@ from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Steps
-from vllm_mlx_harmony.server import enforcement, settings
+from vllm_mlx_harmony.server import settings
+
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 SCRIPTS = {
     "Hello!": "<|channel|>analysis<|message|>They greet.<|end|><|start|>assistant"
@@ -37,7 +39,6 @@ class HostWithContextLength(SingleEngineHost):
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> HostWithContextLength:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     monkeypatch.setenv(settings.variable("model_names"), "gpt-oss:20b")
     return HostWithContextLength(ScriptedEngine(SCRIPTS, 3))
 

@@ -100,6 +100,7 @@ ROWS: dict[str, tuple[str, int | None, str | None]] = {
 }
 
 
+@pytest.mark.usefixtures("no_grammars")
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("ask", [by_chat, by_responses, by_messages])
 @pytest.mark.parametrize(("thoughts", "budget", "reason"), ROWS.values(), ids=ROWS)
@@ -113,7 +114,6 @@ def test_answer_log_and_metrics_say_why_reasoning_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "32")
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(thoughts)
     with caplog.at_level(logging.INFO, generation.logger.name):
         assert asyncio.run(ask(host, stream, budget)) == ("Well.", reason)
@@ -241,11 +241,11 @@ async def end_reasoning(
     return response, answer.text
 
 
+@pytest.mark.usefixtures("no_grammars")
 @pytest.mark.parametrize("path", BODIES)
 def test_control_request_ends_reasoning(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The id may be that of any API; the answer says that a request ended its reasoning."""
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
     verdict, text = asyncio.run(asyncio.wait_for(end_reasoning(host, path), 60))
     assert verdict == {"success": True}
@@ -254,9 +254,9 @@ def test_control_request_ends_reasoning(path: str, monkeypatch: pytest.MonkeyPat
     assert host.lent == 0
 
 
+@pytest.mark.usefixtures("no_grammars")
 def test_control_request_fails_if_reasoning_is_unlimited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "0")
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
     verdict, text = asyncio.run(asyncio.wait_for(end_reasoning(host, "/v1/chat/completions"), 60))
     assert verdict["success"] is False
@@ -264,12 +264,12 @@ def test_control_request_fails_if_reasoning_is_unlimited(monkeypatch: pytest.Mon
     assert "Well" in text and "reasoning_ended_by" not in text
 
 
+@pytest.mark.usefixtures("no_grammars")
 def test_control_request_with_other_key_finds_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     async def anybody(connection: Any) -> None:
         """Every key is valid."""
 
     monkeypatch.setenv("VLLM_MLX_HARMONY_REPETITIONS", "1000")
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     host = Counting(THOUGHTS)
     host.authenticate = anybody  # type: ignore[method-assign]
     request = end_reasoning(host, "/v1/chat/completions", key="other")

@@ -16,19 +16,15 @@ from starlette.testclient import TestClient
 
 from vllm_mlx_harmony.core.turn import Answer, User
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
-from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.answers import SHUTTING_DOWN, shutdown_error
 from vllm_mlx_harmony.server.front_end import installed_in
+
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 SCRIPTS = {"Hello!": "<|channel|>final<|message|>Good day.<|return|>"}
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 INPUT: dict[str, Any] = {"model": MODEL, "input": "Hello!"}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}]}
-
-
-@pytest.fixture(autouse=True)
-def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
 class Gated(ScriptedEngine):

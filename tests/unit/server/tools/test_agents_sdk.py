@@ -13,9 +13,9 @@ import agents
 from agents import memory
 from local_tool_servers import weather
 from scripted_host import MODEL
-from test_responses_loop import LAST, _no_grammars, client, run_async, serving, text_of
+from test_responses_loop import LAST, client, run_async, serving, text_of
 
-__all__ = ["_no_grammars"]
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 MCP_TOOL: dict[str, Any] = {"type": "mcp", "server_label": "weather"}
 

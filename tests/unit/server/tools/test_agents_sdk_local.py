@@ -11,9 +11,9 @@ pytest.importorskip("agents")
 
 import agents
 from scripted_host import MODEL, ScriptedEngine, SingleEngineHost
-from test_responses_loop import _no_grammars, client, run_async
+from test_responses_loop import client, run_async
 
-__all__ = ["_no_grammars"]
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 ran: list[object] = []
 

@@ -27,18 +27,14 @@ from test_responses_loop import (
     run_async,
 )
 
-from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
+pytestmark = pytest.mark.usefixtures("no_grammars")
+
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Where is it warm?"}]
 AGAIN = {"role": "user", "content": "Say hello."}
-
-
-@pytest.fixture(autouse=True)
-def _as_scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
 def serving(

@@ -29,7 +29,7 @@ from local_tool_servers import weather
 from official_clients import clients
 from scripted_host import KEY, MODEL, ScriptedEngine, SingleEngineHost
 from starlette.testclient import TestClient
-from test_responses_loop import CALLED, LAST, _no_grammars, client, create, outline, run_async
+from test_responses_loop import CALLED, LAST, client, create, outline, run_async
 from test_toolbox import serving as mcp_serving
 
 from vllm_mlx_harmony.cli.process import free_port
@@ -48,7 +48,7 @@ from vllm_mlx_harmony.server.tools.mcp_server import McpServer
 from vllm_mlx_harmony.server.tools.tool_server import ToolError
 from vllm_mlx_harmony.server.tools.toolbox import REQUEST_SERVERS, Toolbox
 
-__all__ = ["_no_grammars"]
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 SECRET = "s3cret-token"
 BODY_TEXT = "what it said"

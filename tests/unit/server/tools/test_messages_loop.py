@@ -12,14 +12,14 @@ pytest.importorskip("anthropic")
 
 import anthropic
 from scripted_host import SingleEngineHost, ids
-from test_chat_and_messages_loop import AGAIN, USER, _as_scripted, messages, serving
+from test_chat_and_messages_loop import AGAIN, USER, messages, serving
 from test_responses_loop import CALLED, FIRST, LAST, OPENING, RESULTS, SECOND, run_async
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.server import enforcement
 from vllm_mlx_harmony.server.settings import Use
 
-__all__ = ["_as_scripted"]
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 
 def assistant_message(message: Any) -> dict[str, Any]:

@@ -28,6 +28,8 @@ from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.tool_server import ToolResult
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
 
+pytestmark = pytest.mark.usefixtures("no_grammars")
+
 FIRST = (
     "<|channel|>analysis<|message|>Ask.<|end|><|start|>assistant<|channel|>commentary "
     'to=weather.now <|constrain|>json<|message|>{"city": "Rome"}<|call|>'
@@ -79,11 +81,6 @@ TOOLS: list[dict[str, Any]] = [
     {"type": "web_search"},
 ]
 MINE = {"type": "function", "name": "mine", "parameters": {"type": "object"}, "strict": False}
-
-
-@pytest.fixture(autouse=True)
-def _no_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
 
 
 def serving(

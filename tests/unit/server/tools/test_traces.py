@@ -26,11 +26,13 @@ from vllm_mlx_harmony import inspector
 from vllm_mlx_harmony.core.deltas import Progress
 from vllm_mlx_harmony.core.errors import OutputError
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Step, Steps
-from vllm_mlx_harmony.server import enforcement, traces
+from vllm_mlx_harmony.server import traces
 from vllm_mlx_harmony.server.app import application
 from vllm_mlx_harmony.server.settings import Use
 from vllm_mlx_harmony.server.tools.config import ToolsConfig
 from vllm_mlx_harmony.server.tools.toolbox import Toolbox
+
+pytestmark = pytest.mark.usefixtures("no_grammars")
 
 SECRET = "Where is it warm?"
 CALL = (
@@ -66,7 +68,6 @@ class Engine(ScriptedEngine):
 
 @pytest.fixture(name="spans")
 def _spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    monkeypatch.setenv(enforcement.GRAMMAR_VARIABLE, "off")
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", provider)
