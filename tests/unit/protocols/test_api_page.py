@@ -414,8 +414,12 @@ def table(heading: str) -> list[tuple[str, ...]]:
 
 
 def parameters(heading: str) -> dict[str, str]:
-    """The state of every parameter in a table. Fails for a parameter with two rows."""
-    rows = [(name.strip("`"), state) for name, state, _ in table(heading)]
+    """The state of every parameter in a table, whose rows may have several. Each is there once."""
+    rows = [
+        (name, state)
+        for cell, state, _ in table(heading)
+        for name in re.findall(r"`([^`]+)`", cell)
+    ]
     names = [name for name, _ in rows]
     assert sorted({name for name in names if names.count(name) > 1}) == []
     assert {state for _, state in rows} <= {*STATES}
