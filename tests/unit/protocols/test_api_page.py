@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from ciphers import Tagged
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.turn import Defaults, Namespace, Tool
@@ -44,15 +45,7 @@ ANY = ("x", 1, True, 0.5, {"a": "b"}, ["a"], None)
 """Values of a field whose type is not checked."""
 
 
-class NoSeal:
-    def encrypt(self, text: str) -> str:
-        return text
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return None
-
-
-SEAL = NoSeal()
+SEAL = Tagged()
 
 
 @dataclass(frozen=True)

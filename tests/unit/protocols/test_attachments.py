@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ciphers import Tagged
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.attachments import Attachments
@@ -27,24 +28,16 @@ PNG = "data:image/png;base64,AAAA"
 BASE64 = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
 
 
-class _Cipher:
-    def encrypt(self, text: str) -> str:
-        return text
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return None
-
-
 def by_chat(body: Any, defaults: Defaults) -> Turn:
     return chat.read({"model": "m", **body}, defaults).turn
 
 
 def by_responses(body: Any, defaults: Defaults) -> Turn:
-    return responses.read({"model": "m", **body}, defaults, _Cipher()).turn
+    return responses.read({"model": "m", **body}, defaults, Tagged()).turn
 
 
 def by_messages(body: Any, defaults: Defaults) -> Turn:
-    return messages.read({"model": "m", "max_tokens": 9, **body}, defaults, _Cipher()).turn
+    return messages.read({"model": "m", "max_tokens": 9, **body}, defaults, Tagged()).turn
 
 
 Read = Callable[[Any, Defaults], Turn]

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from ciphers import Tagged
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rows import ROWS, Row
@@ -39,16 +40,6 @@ from vllm_mlx_harmony.protocols import chat, messages, responses
 
 MIB = 2**20
 DEFAULTS = Defaults(date="2026-01-01")
-
-
-class Plain:
-    """A cipher that does not encrypt."""
-
-    def encrypt(self, text: str) -> str:
-        return f"encrypted:{text}"
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
 
 
 def text_of(ids: Sequence[int]) -> str:
@@ -146,7 +137,7 @@ class MessagesClient(Client):
     def request(self) -> Any:
         tool = {"name": "x", "input_schema": {"type": "object"}}
         body = {"model": "m", "max_tokens": 999, "messages": self.conversation, "tools": [tool]}
-        return messages.read(body, DEFAULTS, Plain())
+        return messages.read(body, DEFAULTS, Tagged())
 
     def receive(self, document: dict[str, Any]) -> None:
         content = document["content"]
@@ -167,7 +158,7 @@ class ResponsesClient(Client):
     def request(self) -> Any:
         tool = {"type": "function", "name": "x", "parameters": None, "strict": False}
         body = {"model": "m", "input": self.conversation, "tools": [tool], "store": False}
-        return responses.read(body, DEFAULTS, Plain())
+        return responses.read(body, DEFAULTS, Tagged())
 
     def receive(self, document: dict[str, Any]) -> None:
         items = [item for item in document["output"] if item["type"] != "reasoning"]

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from reverse_cipher import Reverse
+from ciphers import Reverse
 
 from vllm_mlx_harmony.core.deltas import (
     Closed,

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from anthropic_checker import Checker, checked
+from ciphers import Reverse
 from hypothesis import given
 from hypothesis import strategies as st
 from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
@@ -33,16 +34,6 @@ DISPLAYS: tuple[Display, ...] = ("shown", "encrypted", "hidden", "preambles")
 Chunks = Sequence[Sequence[int]]
 
 
-class Backwards:
-    """A cipher that changes the text, and whose output JSON need not escape."""
-
-    def encrypt(self, text: str) -> str:
-        return text[::-1].encode().hex()
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return bytes.fromhex(encrypted).decode()[::-1]
-
-
 def deltas_of(row: Row, chunks: Chunks) -> list[Delta]:
     names = Names.of(Turn((), tuple(map(Tool, row.tools))))
     parser = Parser(names, row.stop, one_call=row.one_call)
@@ -51,12 +42,12 @@ def deltas_of(row: Row, chunks: Chunks) -> list[Delta]:
 
 
 def stream_events(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
-    emitter = Emitter(INFO, Backwards(), stream=True, thinking=thinking)
+    emitter = Emitter(INFO, Reverse(), stream=True, thinking=thinking)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
 def collect(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
-    emitter = Emitter(INFO, Backwards(), stream=False, thinking=thinking)
+    emitter = Emitter(INFO, Reverse(), stream=False, thinking=thinking)
     for delta in deltas:
         emitter.feed(delta)
     return emitter.result()
@@ -116,7 +107,7 @@ def test_row_is_a_message(row: Row) -> None:
     assert (message["stop_reason"], message["stop_sequence"]) == (reason, row.stopped_by)
     for block in message["content"]:
         if block["type"] == "thinking":
-            assert Backwards().decrypt(block["signature"]) == block["thinking"]
+            assert Reverse().decrypt(block["signature"]) == block["thinking"]
 
 
 @pytest.mark.parametrize("thinking", DISPLAYS)

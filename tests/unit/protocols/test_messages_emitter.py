@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from anthropic_checker import checked, prompt_tokens
+from ciphers import Tagged
 
 from vllm_mlx_harmony.core.deltas import (
     Closed,
@@ -57,16 +58,6 @@ SIGNED = {
 }
 
 
-class Mark:
-    """A cipher that does not encrypt."""
-
-    def encrypt(self, text: str) -> str:
-        return f"encrypted:{text}"
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
-
-
 def turn(*messages: tuple[Kind, str, list[str]], end: Delta, complete: bool = True) -> list[Delta]:
     deltas: list[Delta] = [Started(80, 64)]
     for index, (kind, name, texts) in enumerate(messages):
@@ -92,12 +83,12 @@ def call(name: str, *texts: str) -> tuple[Kind, str, list[str]]:
 
 
 def stream_events(deltas: Iterable[Delta], thinking: Display = "shown") -> list[Event]:
-    emitter = Emitter(INFO, Mark(), stream=True, thinking=thinking)
+    emitter = Emitter(INFO, Tagged(), stream=True, thinking=thinking)
     return [event for delta in deltas for event in emitter.feed(delta)]
 
 
 def collect(deltas: Iterable[Delta], thinking: Display = "shown") -> dict[str, Any]:
-    emitter = Emitter(INFO, Mark(), stream=False, thinking=thinking)
+    emitter = Emitter(INFO, Tagged(), stream=False, thinking=thinking)
     assert [event for delta in deltas for event in emitter.feed(delta)] == []
     return emitter.result()
 
@@ -276,7 +267,7 @@ def test_stream_has_expected_events() -> None:
 
 
 def test_message_start_is_sent_before_generation() -> None:
-    (event,) = Emitter(INFO, Mark(), stream=True).feed(Started(80))
+    (event,) = Emitter(INFO, Tagged(), stream=True).feed(Started(80))
     assert event.name == "message_start"
     assert json.loads(event.data)["message"]["usage"] == {"input_tokens": 80, "output_tokens": 0}
 
@@ -315,7 +306,7 @@ def test_failure_without_stream_is_raised() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_result_before_end_or_of_stream(stream: bool) -> None:
-    emitter = Emitter(INFO, Mark(), stream=stream)
+    emitter = Emitter(INFO, Tagged(), stream=stream)
     for delta in turn(answer("Hel"), end=STOP)[: None if stream else -1]:
         emitter.feed(delta)
     with pytest.raises(OutputError):
@@ -346,7 +337,7 @@ def test_emitter_matches_request(
         "stream": stream,
         "thinking": asked,
     }
-    emitter = read(body, Defaults(), Mark()).emitter(INFO)
+    emitter = read(body, Defaults(), Tagged()).emitter(INFO)
     deltas = turn(reasoning("Hm"), preamble("Well."), answer("Hello"), end=STOP)
     events = [event for delta in deltas for event in emitter.feed(delta)]
     if stream:
@@ -356,7 +347,7 @@ def test_emitter_matches_request(
 
 
 def test_stream_keeps_no_text() -> None:
-    emitter = Emitter(INFO, Mark(), stream=True)
+    emitter = Emitter(INFO, Tagged(), stream=True)
     for delta in turn(reasoning("a"), call("f", "{}"), answer("c"), end=STOP):
         emitter.feed(delta)
         assert not emitter._parts
@@ -395,7 +386,7 @@ def test_errors_have_anthropic_shape(error: HarmonyFailure, kind: str, message: 
 def test_thread_is_refused_with_details() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "Hi"}]}
     with pytest.raises(RequestError) as caught:
-        read({**body, "thread": {"type": "create"}}, Defaults(), Mark())
+        read({**body, "thread": {"type": "create"}}, Defaults(), Tagged())
     error = error_body(caught.value)["error"]
     assert error["type"] == "invalid_request_error"
     assert error["details"] == {

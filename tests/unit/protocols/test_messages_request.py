@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ciphers import Tagged
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,19 +55,9 @@ SERVER = Defaults(
 )
 
 
-class Mark:
-    """A cipher that does not encrypt."""
-
-    def encrypt(self, text: str) -> str:
-        return f"encrypted:{text}"
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
-
-
 def read_request(**fields: Any) -> MessagesRequest:
     body = {"model": "m", "max_tokens": 99, "messages": HELLO, **fields}
-    return read(json.loads(json.dumps(body)), Defaults(), Mark())
+    return read(json.loads(json.dumps(body)), Defaults(), Tagged())
 
 
 def read_turn(**fields: Any) -> Turn:
@@ -75,7 +66,7 @@ def read_turn(**fields: Any) -> Turn:
 
 def error_of(body: object) -> RequestError:
     with pytest.raises(RequestError) as caught:
-        read(body, Defaults(), Mark())
+        read(body, Defaults(), Tagged())
     assert caught.value.status == 400
     return caught.value
 
@@ -964,15 +955,15 @@ def test_unavailable_tools_are_noted() -> None:
 def test_thinking_of_request_overrides_server() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": HELLO}
     quiet = Defaults(effort=Effort.LOW, thinking=False)
-    assert read(body, quiet, Mark()).turn.thinking is False
-    assert read({**body, "thinking": {"type": "adaptive"}}, quiet, Mark()).turn.thinking is True
+    assert read(body, quiet, Tagged()).turn.thinking is False
+    assert read({**body, "thinking": {"type": "adaptive"}}, quiet, Tagged()).turn.thinking is True
     patient = Defaults(none_effort=Effort.LOW)
-    assert read({**body, "thinking": {"type": "disabled"}}, patient, Mark()).turn.thinking is True
+    assert read({**body, "thinking": {"type": "disabled"}}, patient, Tagged()).turn.thinking is True
 
 
 def test_server_defaults_apply_to_absent_fields() -> None:
     body = {"model": "m", "max_tokens": 9, "messages": HELLO}
-    turn = read(body, SERVER, Mark()).turn
+    turn = read(body, SERVER, Tagged()).turn
     assert (turn.effort, turn.identity, turn.date) == (Effort.HIGH, "You are Ada.", "2025-08-05")
     assert turn.builtin_tools == ("python",)
 
@@ -985,8 +976,8 @@ def test_stream_and_model_are_read(sent: bool | None, expected: bool) -> None:
 
 def test_counting_needs_no_max_tokens_and_gives_same_prompt() -> None:
     body = {"model": "m", "messages": HELLO, "system": "Be brief.", "tools": [BARE]}
-    counted = read(body, SERVER, Mark(), counting=True).turn
-    turn = read({**body, "max_tokens": 9, "stream": True}, SERVER, Mark()).turn
+    counted = read(body, SERVER, Tagged(), counting=True).turn
+    turn = read({**body, "max_tokens": 9, "stream": True}, SERVER, Tagged()).turn
     assert render(counted).ids == render(turn).ids
     assert error_of(body).param == "max_tokens"
 
@@ -994,9 +985,9 @@ def test_counting_needs_no_max_tokens_and_gives_same_prompt() -> None:
 def test_count_accepts_compaction_but_no_thread() -> None:
     body = {"model": "m", "messages": HELLO}
     summarize = {**body, "compaction": {"type": "summarize"}}
-    assert read(summarize, SERVER, Mark(), counting=True).turn.messages == (User("Hello"),)
+    assert read(summarize, SERVER, Tagged(), counting=True).turn.messages == (User("Hello"),)
     with pytest.raises(RequestError, match="thread"):
-        read({**body, "thread": {"type": "create"}}, SERVER, Mark(), counting=True)
+        read({**body, "thread": {"type": "create"}}, SERVER, Tagged(), counting=True)
 
 
 def test_invalid_effort_is_named_with_thinking_disabled() -> None:
@@ -1195,7 +1186,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 
 def test_request_of_claude_code_is_read() -> None:
-    request = read(recorded("claude-code-turn2"), Defaults(), Mark())
+    request = read(recorded("claude-code-turn2"), Defaults(), Tagged())
     assert (request.model, request.stream, request.thinking, request.notes) == (
         "m",
         True,
@@ -1222,7 +1213,7 @@ def test_request_of_claude_code_is_read() -> None:
 
 
 def test_request_of_opencode_is_read() -> None:
-    request = read(recorded("opencode-messages-turn2"), Defaults(), Mark())
+    request = read(recorded("opencode-messages-turn2"), Defaults(), Tagged())
     assert (request.stream, len(request.turn.tools), request.turn.prefill) == (True, 10, None)
     assert [type(message) for message in request.turn.messages] == [
         Instructions, User, Reasoning, Preamble, Call, Result,
@@ -1244,7 +1235,7 @@ def test_tool_loop_continues_turn(dropped: str) -> None:
     first = recorded("claude-code-turn1")
     if dropped == "omitted by the server":
         first["thinking"]["display"] = "omitted"
-    request = read({**first, "stream": False}, Defaults(), Mark())
+    request = read({**first, "stream": False}, Defaults(), Tagged())
     context, emitter = StreamingHarmonyContext(request.turn, INFO), request.emitter(INFO)
     prompt = context.render_for_completion()
     output = vocab.encoding().encode(LOOP, allowed_special="all")
@@ -1259,14 +1250,14 @@ def test_tool_loop_continues_turn(dropped: str) -> None:
     result_message = user(result("marker-42", content[2]["id"], **CACHED))
     messages = [*first["messages"], assistant(*content), result_message]
     messages[0]["content"][1].pop("cache_control")  # Claude Code moves the breakpoint
-    second = read({**first, "messages": messages}, Defaults(), Mark())
+    second = read({**first, "messages": messages}, Defaults(), Tagged())
     tail = vocab.encoding().encode(RESULT_TEXT + "<|start|>assistant", allowed_special="all")
     assert render(second.turn).ids == (*prompt, *output, *tail)
 
 
 def test_preamble_shown_as_thinking_is_restored() -> None:
     body = {**recorded("claude-code-turn1"), "stream": False, "thinking": {"type": "between_tools"}}
-    request = read(body, Defaults(), Mark())
+    request = read(body, Defaults(), Tagged())
     context, emitter = StreamingHarmonyContext(request.turn, INFO), request.emitter(INFO)
     prompt = context.render_for_completion()
     raw = LOOP[LOOP.index("<|channel|>commentary") :]  # the output of a model that may not think
@@ -1277,7 +1268,7 @@ def test_preamble_shown_as_thinking_is_restored() -> None:
     assert [block["type"] for block in content] == ["thinking", "tool_use"]
     result_message = user(result("marker-42", content[1]["id"]))
     messages = [*body["messages"], assistant(*content), result_message]
-    second = read({**body, "messages": messages}, Defaults(), Mark())
+    second = read({**body, "messages": messages}, Defaults(), Tagged())
     tail = vocab.encoding().encode(RESULT_TEXT + "<|start|>assistant", allowed_special="all")
     assert render(second.turn).ids == (*prompt, *output, *tail)
 
@@ -1354,7 +1345,7 @@ NEARLY = st.fixed_dictionaries({**ONE, "messages": st.lists(ANY_MESSAGE, min_siz
 @given(JSON | BODY | NEARLY)
 def test_any_json_is_request_or_request_error(body: object) -> None:
     with suppress(RequestError):
-        request = read(body, Defaults(), Mark())
+        request = read(body, Defaults(), Tagged())
         json.dumps(asdict(request.turn), ensure_ascii=False).encode()
 
 
@@ -1376,5 +1367,5 @@ GOOD_MESSAGE = st.one_of(
 @given(st.lists(GOOD_MESSAGE, max_size=4))
 def test_any_valid_body_is_an_encodable_turn(messages: list[dict[str, Any]]) -> None:
     body = {"model": "m", "max_tokens": 9, "messages": [*messages, *HELLO]}
-    document = asdict(read(body, Defaults(), Mark()).turn)
+    document = asdict(read(body, Defaults(), Tagged()).turn)
     json.dumps(document, ensure_ascii=False).encode()  # no lone surrogate is left

@@ -8,6 +8,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from anthropic_checker import checked
+from ciphers import Tagged
 from rows import ids as ids_of
 
 from vllm_mlx_harmony.core.context import StreamingHarmonyContext
@@ -45,17 +46,9 @@ REFUSAL = (
 )
 
 
-class Mark:
-    def encrypt(self, text: str) -> str:
-        return f"encrypted:{text}"
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted.removeprefix("encrypted:") if encrypted.startswith("encrypted:") else None
-
-
 def read_request(*tools: Any, **fields: Any) -> MessagesRequest:
     body = {"model": "m", "max_tokens": 99, "messages": HELLO, "tools": [*tools], **fields}
-    return read(json.loads(json.dumps(body)), Defaults(date="2025-08-05"), Mark())
+    return read(json.loads(json.dumps(body)), Defaults(date="2025-08-05"), Tagged())
 
 
 def types_of(union: Any) -> Iterator[str]:
@@ -346,9 +339,9 @@ def test_similar_server_tool_replaces_unavailable_tool() -> None:
     browser = Namespace("browser", (page,), label="browser")
     defaults = Defaults(namespaces=(browser,), tools_for_all=True)
     body = {"model": "m", "max_tokens": 9, "messages": HELLO, "tools": [SEARCH]}
-    request = read(body, defaults, Mark())
+    request = read(body, defaults, Tagged())
     assert (request.unavailable.tools, request.turn.answer) == ((), "")
-    request = read({**body, "tools": [{"type": "code_execution_20250825"}]}, defaults, Mark())
+    request = read({**body, "tools": [{"type": "code_execution_20250825"}]}, defaults, Tagged())
     assert (request.unavailable.tools, request.turn.answer) == (("code_execution",), "")
 
 

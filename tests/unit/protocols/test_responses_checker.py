@@ -8,6 +8,7 @@ from copy import deepcopy
 from typing import Any
 
 import pytest
+from ciphers import Unusable
 from event_checker import check, check_documents, from_wire
 
 from vllm_mlx_harmony.core.deltas import Closed, Finished, Kind, Opened, Started, Text, Usage
@@ -18,17 +19,9 @@ from vllm_mlx_harmony.protocols.responses import read
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
 
 
-class NoSeal:
-    def encrypt(self, text: str) -> str:
-        raise NotImplementedError
-
-    def decrypt(self, encrypted: str) -> str | None:
-        raise NotImplementedError
-
-
 def stream(*, summary: str | None = None) -> list[Event]:
     body = {"model": "m", "input": "Hi", "stream": True, "reasoning": {"summary": summary}}
-    emitter = read(body, Defaults(), NoSeal()).emitter(INFO)
+    emitter = read(body, Defaults(), Unusable()).emitter(INFO)
     turn = (
         Started(1), Opened(0, Kind.REASONING), Text("a"), Text("b"), Closed(),
         Opened(1, Kind.PREAMBLE), Text("c"), Closed(),

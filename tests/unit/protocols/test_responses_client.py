@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, get_args
 
 import pytest
+from ciphers import Tagged
 from event_checker import check
 from rows import ROWS, Row
 
@@ -49,17 +50,9 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
-class Plain:
-    def encrypt(self, text: str) -> str:
-        return text
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted
-
-
 def read_request(stream: bool, **fields: Any) -> ResponsesRequest:
     body = {"model": "m", "input": "Hi", "stream": stream, **fields}
-    return read(body, Defaults(), Plain())
+    return read(body, Defaults(), Tagged())
 
 
 def stream_events(deltas: Iterable[Delta], **fields: Any) -> list[Event]:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
+from ciphers import Reverse
 from event_checker import check, check_documents, from_wire
 from hypothesis import given
 from hypothesis import strategies as st
-from reverse_cipher import Reverse
 from rows import ANSWER, CALL, PREAMBLE, REASONING, ROWS, Row
 
 from vllm_mlx_harmony.core import vocab

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
 import pytest
+from ciphers import Tagged
 from event_checker import check
 from hypothesis import given
 from hypothesis import strategies as st
@@ -43,17 +44,9 @@ DEFAULTS = Defaults(date="2025-08-05")
 FINAL = "<|channel|>final<|message|>Hi.<|return|>"
 
 
-class Plain:
-    def encrypt(self, text: str) -> str:
-        return text
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return encrypted
-
-
 def read_request(*tools: Any, defaults: Defaults = DEFAULTS, **fields: Any) -> ResponsesRequest:
     body = {"model": "m", "input": "Hello", "tools": [*tools], **fields}
-    return read(json.loads(json.dumps(body)), defaults, Plain())
+    return read(json.loads(json.dumps(body)), defaults, Tagged())
 
 
 def generate(
@@ -299,7 +292,7 @@ def test_stored_conversation_continues() -> None:
     key = response["output"][0]["call_id"]
     result = {"type": "shell_call_output", "call_id": key, "output": [{"stdout": "a"}]}
     body = {"model": "m", "input": [result], "tools": [{"type": "shell"}]}
-    again = read(body, DEFAULTS, Plain(), request.conversation(context.messages))
+    again = read(body, DEFAULTS, Tagged(), request.conversation(context.messages))
     assert again.turn.messages[-1] == Result(key, "a", "input[0]")
     assert list(render(again.turn).ids)[: len(first)] == first
 
@@ -633,7 +626,7 @@ def test_conversation_continues_after_refusal() -> None:
     assert request.turn.messages[0] == notice(["web_search"])
     stored = (User("Hello"), Answer(first.turn.answer))
     body = {"model": "m", "input": "And?", "tools": [search]}
-    assert read(body, DEFAULTS, Plain(), stored).turn.answer == ""
+    assert read(body, DEFAULTS, Tagged(), stored).turn.answer == ""
 
 
 def test_compaction_is_not_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ciphers import Tagged
 from event_checker import check
 from rows import ids as ids_of
 
@@ -21,18 +22,6 @@ from vllm_mlx_harmony.protocols.responses import ResponsesRequest, read
 DATA = Path(__file__).parents[2] / "support" / "recorded"
 SERVER = Defaults(date="2025-08-05")
 INFO = ResponseInfo("0123456789abcdef0123456789abcdef", 1_754_352_000, "gpt-oss-20b")
-
-
-class Reverse:
-    def encrypt(self, text: str) -> str:
-        return "encrypted:" + text[::-1]
-
-    def decrypt(self, encrypted: str) -> str | None:
-        return (
-            encrypted.removeprefix("encrypted:")[::-1]
-            if encrypted.startswith("encrypted:")
-            else None
-        )
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -101,15 +90,13 @@ def test_second_prompt_continues_first(
     name: str, call: str, expected: dict[str, Any], sent_back: Any
 ) -> None:
     body = recorded(name)
-    first, response, _ = generate(
-        read(body, SERVER, Reverse()), f"{THOUGHT}{START}{PREAMBLE}{call}"
-    )
+    first, response, _ = generate(read(body, SERVER, Tagged()), f"{THOUGHT}{START}{PREAMBLE}{call}")
     output = response["output"]
     assert [item["type"] for item in output] == ["reasoning", "message", expected["type"]]
     assert expected.items() <= output[-1].items()
 
     sent = [*body["input"], *map(sent_back, output), result_of(output[-1])]
-    again = read({**body, "input": sent}, SERVER, Reverse())
+    again = read({**body, "input": sent}, SERVER, Tagged())
     second = list(render(again.turn).ids)
     assert again.notes == ()
     assert second[: len(first)] == first
@@ -134,7 +121,7 @@ QUERY = '{"query":"calendar"}'
 def test_found_tool_is_called_and_prefix_is_kept(stored: bool) -> None:
     """Search, call, answer: each prompt begins with the one before it, as far as A6 allows."""
     body = recorded("codex-custom-turn1")
-    request = read(body, SERVER, Reverse())
+    request = read(body, SERVER, Tagged())
     first, response, context = generate(request, THOUGHT + call_output("tool_search", QUERY))
     search = response["output"][-1]
     assert (search["type"], search["execution"]) == ("tool_search_call", "client")
@@ -143,7 +130,7 @@ def test_found_tool_is_called_and_prefix_is_kept(stored: bool) -> None:
 
     history = request.conversation(context.messages) if stored else ()
     sent = [output] if stored else [*body["input"], *response["output"], output]
-    request = read({**body, "input": sent}, SERVER, Reverse(), history)
+    request = read({**body, "input": sent}, SERVER, Tagged(), history)
     second, response, context = generate(
         request, THOUGHT + call_output("mcp__calendar__create", "{}")
     )
@@ -158,14 +145,14 @@ def test_found_tool_is_called_and_prefix_is_kept(stored: bool) -> None:
     history = request.conversation(context.messages) if stored else ()
     more = [result_of(call)]
     sent = more if stored else [*sent, *response["output"], *more]
-    third = list(render(read({**body, "input": sent}, SERVER, Reverse(), history).turn).ids)
+    third = list(render(read({**body, "input": sent}, SERVER, Tagged(), history).turn).ids)
     assert third[: len(second)] == second
 
 
 def test_later_tools_and_effort_keep_prefix() -> None:
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}], "stream": True,
             "reasoning": {"effort": "low"}}  # fmt: skip
-    first = generate(read(body, SERVER, Reverse()), "<|channel|>final<|message|>Hello.<|return|>")
+    first = generate(read(body, SERVER, Tagged()), "<|channel|>final<|message|>Hello.<|return|>")
     more = [
         *first[1]["output"],
         {"type": "configuration_update", "reasoning": {"effort": "high"},
@@ -173,7 +160,7 @@ def test_later_tools_and_effort_keep_prefix() -> None:
         {"type": "additional_tools", "role": "developer", "tools": [CALENDAR]},
         {"role": "user", "content": "More"},
     ]  # fmt: skip
-    again = read({**body, "input": [*body["input"], *more]}, SERVER, Reverse())
+    again = read({**body, "input": [*body["input"], *more]}, SERVER, Tagged())
     second = list(render(again.turn).ids)
     assert second[: len(first[0]) - 1] == first[0][:-1]  # <|return|> is <|end|> in a history
     text = vocab.encoding().decode_utf8(second[len(first[0]) :])
@@ -198,7 +185,7 @@ SPELLINGS = {
 @pytest.mark.parametrize(("name", "call"), SPELLINGS.values(), ids=SPELLINGS)
 def test_turn_is_continued_for_any_spelling_of_call(name: str, call: str, stored: bool) -> None:
     body, view = recorded(name), Replay(2**20).view("")
-    request = read(body, SERVER, Reverse())
+    request = read(body, SERVER, Tagged())
     first, response, context = generate(request, THOUGHT + call)
     for output in context.outputs:
         view.remember(replace(output, messages=tuple(map(request.echoed, output.messages))))
@@ -207,7 +194,7 @@ def test_turn_is_continued_for_any_spelling_of_call(name: str, call: str, stored
     new = [result_of(shown[-1])]
     history = request.conversation(context.messages) if stored else ()
     sent = new if stored else [*body["input"], *shown, *new]
-    again = read({**body, "input": sent}, SERVER, Reverse(), history)
+    again = read({**body, "input": sent}, SERVER, Tagged(), history)
     second = list(render(again.turn, view).ids)
     assert second[: len(first)] == first
 
@@ -216,7 +203,7 @@ def test_stored_conversation_continues_from_its_messages() -> None:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be brief.",
             "tools": [{"type": "function", "name": "look"}]}  # fmt: skip
     # Arguments that no JSON writer would produce: the stored messages are continued.
-    request = read(body, SERVER, Reverse())
+    request = read(body, SERVER, Tagged())
     first, response, context = generate(
         request, THOUGHT + call_output("look", ' {"a" : "\\u00e9"} ')
     )
@@ -225,7 +212,7 @@ def test_stored_conversation_continues_from_its_messages() -> None:
     again = read(
         {**body, "input": [result_of(response["output"][-1])], "previous_response_id": "resp_1"},
         SERVER,
-        Reverse(),
+        Tagged(),
         history,
     )
     second = list(render(again.turn).ids)
@@ -237,10 +224,10 @@ def test_stored_conversation_continues_from_its_messages() -> None:
 
 def test_new_instructions_replace_old_ones() -> None:
     body = {"model": "m", "input": "Hi", "stream": True, "instructions": "Be brief."}
-    request = read(body, SERVER, Reverse())
+    request = read(body, SERVER, Tagged())
     _, _, context = generate(request, "<|channel|>final<|message|>Hello.<|return|>")
     history = request.conversation(context.messages)
-    again = read({**body, "input": "More", "instructions": "Be kind."}, SERVER, Reverse(), history)
+    again = read({**body, "input": "More", "instructions": "Be kind."}, SERVER, Tagged(), history)
     text = vocab.encoding().decode_utf8(list(render(again.turn).ids))
     assert "Be kind." in text
     assert "Be brief." not in text

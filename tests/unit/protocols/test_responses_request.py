@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ciphers import Tagged
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,18 +59,7 @@ SERVER = Defaults(
 )
 
 
-class Hex:
-    """A cipher that anybody can break."""
-
-    def encrypt(self, text: str) -> str:
-        return "encrypted:" + text.encode().hex()
-
-    def decrypt(self, encrypted: str) -> str | None:
-        prefix, _, text = encrypted.partition("encrypted:")
-        return None if prefix or not text else bytes.fromhex(text).decode()
-
-
-SEAL = Hex()
+SEAL = Tagged()
 
 
 def read_request(

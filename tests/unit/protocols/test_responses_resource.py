@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from ciphers import Reverse
 from event_checker import check
-from reverse_cipher import Reverse
 
 from vllm_mlx_harmony.core.deltas import Closed, Delta, Finished, Kind, Opened, Started, Text, Usage
 from vllm_mlx_harmony.core.errors import HostError, OutputError

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from ciphers import Unusable
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.core.names import Names
@@ -350,16 +351,8 @@ def test_tool_declared_twice_is_refused(declared: list[dict[str, Any]], param: s
     assert caught.value.param == param
 
 
-class NoSeal:
-    def encrypt(self, text: str) -> str:
-        raise NotImplementedError
-
-    def decrypt(self, encrypted: str) -> str | None:
-        raise NotImplementedError
-
-
 def test_calls_in_history_have_shown_name() -> None:
     call = {"type": "function_call", "call_id": "c", "name": "find", "namespace": "crm"}
     body = {"model": "m", "input": [{"role": "user", "content": "Hi"}, call], "tools": [*DECLARED]}
-    turn = read(body, Defaults(), NoSeal()).turn
+    turn = read(body, Defaults(), Unusable()).turn
     assert turn.messages[1].name == "crm__find"  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from reverse_cipher import Reverse
+from ciphers import Reverse
 
 from vllm_mlx_harmony.core.attachments import Attachments
 from vllm_mlx_harmony.core.deltas import (
