@@ -16,9 +16,9 @@ SHUTTING_DOWN = "shutting_down"
 
 
 class AnswerKey(NamedTuple):
-    """Identifies an answer: the id of a background response, or else the seed of its ids."""
+    """Identifies an answer that is being generated: all its ids contain ``seed``."""
 
-    id: str
+    seed: str
     tenant: str
 
 

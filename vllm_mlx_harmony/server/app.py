@@ -28,6 +28,7 @@ from vllm_mlx_harmony.server.responses import routes as responses
 from vllm_mlx_harmony.server.responses.websocket import serve_socket
 from vllm_mlx_harmony.server.settings import ServerSettings
 from vllm_mlx_harmony.server.storage.sharing import Sharing
+from vllm_mlx_harmony.server.storage.store import ResourceKey
 from vllm_mlx_harmony.tasks import in_thread
 
 
@@ -75,7 +76,8 @@ async def cancel_request(request: Request, request_id: str) -> Response:
     Requests for unknown ids are passed on to the host, whose shape the response has.
     """
     front_end, tenant = front_end_of(request), tenant_of(request)
-    background = front_end.responses.background(AnswerKey(request_id, tenant))
+    key = ResourceKey(request_id, tenant)
+    background = front_end.responses.background(key)
     cancelled = background is not None and not background.done
     if background is not None and cancelled:
         await background.cancel()
@@ -83,7 +85,7 @@ async def cancel_request(request: Request, request_id: str) -> Response:
         answer = AnswerKey(match["seed"], tenant)
         cancelled = (
             front_end.answers.cancel(answer)
-            or await front_end.responses.cancel_elsewhere(AnswerKey(request_id, tenant))
+            or await front_end.responses.cancel_elsewhere(key)
             or await front_end.sharing.cancel(answer)
         )
     if not cancelled:

@@ -37,7 +37,7 @@ from vllm_mlx_harmony.server.peers.store import SharedStore
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.settings import STORE_VARIABLE, ServerSettings
 from vllm_mlx_harmony.server.storage.responses import Responses
-from vllm_mlx_harmony.server.storage.store import StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, StoredResponse
 
 KEPT = StoredResponse(
     "resp_1",
@@ -68,11 +68,11 @@ def test_stored_response_is_found_by_the_other_server(server: RedisServer) -> No
     first, second = SharedStore(Connection(server.url)), SharedStore(Connection(server.url))
     stored = replace(KEPT, document={"text": "x" * 100_000})
     assert first.put(stored)
-    assert second.get("resp_1", "alice") == stored
-    assert second.get("resp_1", "bob") is None
-    assert not second.delete("resp_1", "bob")
-    assert second.delete("resp_1", "alice")
-    assert first.get("resp_1", "alice") is None
+    assert second.get(KEPT.key) == stored
+    assert second.get(ResourceKey("resp_1", "bob")) is None
+    assert not second.delete(ResourceKey("resp_1", "bob"))
+    assert second.delete(KEPT.key)
+    assert first.get(KEPT.key) is None
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_unreadable_entry_is_absent(server: RedisServer, entry: bytes) -> None:
     store = SharedStore(Connection(server.url))
     assert store.put(KEPT)
     server.client.set(shared.key_of("response", KEPT.tenant, KEPT.id), entry)
-    assert store.get(KEPT.id, KEPT.tenant) is None
-    assert store.put(KEPT) and store.get(KEPT.id, KEPT.tenant) == KEPT
+    assert store.get(KEPT.key) is None
+    assert store.put(KEPT) and store.get(KEPT.key) == KEPT
 
 
 def test_unreadable_events_and_commands_are_absent(server: RedisServer) -> None:
-    directory, name = Directory(Connection(server.url)), AnswerKey("resp_u", "alice")
+    directory, name = Directory(Connection(server.url)), ResourceKey("resp_u", "alice")
     directory.beat([], {name: {0: Event("{}", "a"), 1: Event("{}", "b")}})
     server.client.zadd(shared.key_of("log", "alice", "resp_u"), {b"nonsense": 2, b"3": 3})
     assert directory.events(name, 0) == [Event("{}", "a"), Event("{}", "b")]
@@ -105,7 +105,7 @@ def test_redis_keys_reveal_nothing_and_expire(private_server: RedisServer) -> No
     connection = Connection(private_server.url, 3600)
     SharedStore(connection).put(KEPT)
     Replay(2**20, SharedTurns(connection)).view("model\0alice").remember(OUTPUT)
-    directory, response = Directory(connection), AnswerKey("resp_1", "alice")
+    directory, response = Directory(connection), ResourceKey("resp_1", "alice")
     directory.beat([], {response: {0: DONE}})
 
     async def send_cancel() -> dict[str, int]:
@@ -199,12 +199,12 @@ def test_environment_key_takes_precedence(
 
 def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None:
     here, there = Directory(Connection(server.url)), Directory(Connection(server.url))
-    run, second = AnswerKey("resp_1", "alice"), AnswerKey("resp_2", "alice")
+    run, second = ResourceKey("resp_1", "alice"), ResourceKey("resp_2", "alice")
     seed = AnswerKey("0a1b", "alice")
     first = [Event('{"n":0}', "response.created"), Event('{"n":1}', "response.queued")]
     assert not there.runs(run)
     assert here.beat([seed], {run: dict(enumerate(first)), second: {}}) == {}
-    assert there.runs(run) and not there.runs(AnswerKey("resp_1", "bob"))
+    assert there.runs(run) and not there.runs(ResourceKey("resp_1", "bob"))
     assert there.events(run, 0) == first
 
     async def send_commands() -> list[bool]:
@@ -220,7 +220,7 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
         return await asyncio.gather(*sends)
 
     assert asyncio.run(send_commands()) == [True, True]
-    assert not asyncio.run(there.send(AnswerKey("resp_3", "alice"), Command.CANCEL, 0.1))
+    assert not asyncio.run(there.send(ResourceKey("resp_3", "alice"), Command.CANCEL, 0.1))
     assert there.events(run, 1) == [first[1], DONE]
     here.ended(run)
     assert not there.runs(run) and there.events(run, 2) == [DONE]
@@ -235,7 +235,7 @@ class GeneratedResponse:
     """A background response with its first events, and the last one if it is ``done``."""
 
     def __init__(self, key: str, *, finished: bool) -> None:
-        self.key, self.done, self.deleted = AnswerKey(key, "alice"), finished, False
+        self.key, self.done, self.deleted = ResourceKey(key, "alice"), finished, False
         self.events = [Event(f'{{"n":{n}}}', "response.created") for n in range(3)]
         self.events += [DONE] * finished
 
@@ -274,9 +274,9 @@ def test_events_are_stored_once_when_reply_is_lost(server: RedisServer, lost: st
 class CountingStore(SharedStore):
     reads = 0
 
-    def get(self, key: str, tenant: str) -> StoredResponse | None:
+    def get(self, key: ResourceKey) -> StoredResponse | None:
         self.reads += 1
-        return super().get(key, tenant)
+        return super().get(key)
 
 
 @pytest.mark.parametrize("seconds", [1, 0])
@@ -287,7 +287,7 @@ def test_follower_at_another_server_gets_heartbeats(
     While nothing is generated, the response is read for heartbeats only."""
     connection = Connection(server.url)
     directory, stored = Directory(connection), CountingStore(connection)
-    name = AnswerKey(KEPT.id, KEPT.tenant)
+    name = KEPT.key
     created = Event('{"sequence_number":0}', "response.created")
     monkeypatch.setattr(peers_answers, "EXPIRY_SECONDS", 3600)  # however slow the machine is
     sharing = RedisSharing(connection)
@@ -333,7 +333,7 @@ def test_follower_gets_the_end_without_the_last_events(
 ) -> None:
     connection = Connection(server.url)
     directory, stored = Directory(connection), SharedStore(connection)
-    name = AnswerKey(f"resp_{status}", KEPT.tenant)
+    name = ResourceKey(f"resp_{status}", KEPT.tenant)
     created = Event('{"sequence_number":0}', "response.created")
     sharing = RedisSharing(connection)
     sharing.store = stored
@@ -434,7 +434,7 @@ def test_lost_redis_delays_no_request_and_is_found_again(
     assert responses.put(KEPT)
     private_server.stop() if fault == "stopped" else private_server.freeze()
     with pytest.raises(StoreError) as raised:  # without a limit, this would wait for ever
-        responses.get("resp_1", "alice")
+        responses.get(KEPT.key)
     assert raised.value.status == 503 and raised.value.retry_after == 2
     clock.now += shared.PAUSE - 0.01
     commands: list[object] = []
@@ -452,12 +452,12 @@ def test_lost_redis_delays_no_request_and_is_found_again(
     def answers() -> bool:
         clock.now += shared.PAUSE
         with suppress(StoreError):
-            responses_found.append(responses.get("resp_1", "alice"))
+            responses_found.append(responses.get(KEPT.key))
         return bool(responses_found)
 
     until(answers, "Redis to be found again")
     assert responses_found == [None if fault == "stopped" else KEPT]
-    assert responses.put(KEPT) and responses.get("resp_1", "alice") == KEPT
+    assert responses.put(KEPT) and responses.get(KEPT.key) == KEPT
     assert Connection(private_server.url).encryption_key == connection.encryption_key
 
 
@@ -467,7 +467,7 @@ def test_full_redis_does_not_stop_answers(private_server: RedisServer) -> None:
     private_server.client.config_set("maxmemory", "1")
     with pytest.raises(StoreError, match="maxmemory"):
         responses.put(KEPT)
-    assert responses.get("resp_1", "alice") == KEPT  # nothing is paused
+    assert responses.get(KEPT.key) == KEPT  # nothing is paused
 
 
 @pytest.mark.parametrize(

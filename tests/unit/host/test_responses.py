@@ -57,7 +57,7 @@ from vllm_mlx_harmony.host import contract, mount
 from vllm_mlx_harmony.host.adapter import VllmMlx
 from vllm_mlx_harmony.protocols.events import DONE, Event
 from vllm_mlx_harmony.server import answer as answers
-from vllm_mlx_harmony.server.answers import AnswerKey, Answers
+from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.front_end import Caller, FrontEnd, install, installed_in
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Deadline, tenant_of
@@ -77,7 +77,7 @@ from vllm_mlx_harmony.server.storage.background import (
 )
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 from vllm_mlx_harmony.server.storage.single_server import SingleServer
-from vllm_mlx_harmony.server.storage.store import MemoryStore, StoredResponse
+from vllm_mlx_harmony.server.storage.store import MemoryStore, ResourceKey, StoredResponse
 from vllm_mlx_harmony.server.streams import TRANSPORT
 
 KEY = "0f1e2d3c4b5a69788796"
@@ -85,6 +85,7 @@ INFO = ResponseInfo(KEY, 1_754_352_000, "gpt-oss-20b")
 ID = f"resp_{KEY}"
 REQUEST = Request({"type": "http", "method": "GET", "headers": []})
 TENANT = tenant_of(REQUEST)
+RESOURCE = ResourceKey(ID, TENANT)
 NEVER = 3600.0
 """Seconds of a wait that a test must end itself."""
 DELTA_GROUPS: list[list[Delta]] = [
@@ -150,14 +151,14 @@ def start_answer(emitter: StoringEmitter, source: Any, **options: Any) -> answer
 def test_response_is_stored_before_its_last_event(store: MemoryStore) -> None:
     async def test() -> list[bool]:
         return [
-            store.get(ID, TENANT) is not None
+            store.get(RESOURCE) is not None
             async for _ in start_answer(storing_emitter(), stream_deltas())
         ]
 
     stored = asyncio.run(test())
     assert stored[-2:] == [True, True]  # the last event, and [DONE]
     assert not any(stored[:-2])
-    response = store.get(ID, TENANT)
+    response = store.get(RESOURCE)
     assert response is not None
     assert response.messages == (User("Hi"), Answer("Hello."))
     assert (response.document["status"], response.document["id"]) == ("completed", ID)
@@ -166,7 +167,7 @@ def test_response_is_stored_before_its_last_event(store: MemoryStore) -> None:
 
 def test_response_with_store_false_is_not_stored(store: MemoryStore) -> None:
     assert check(asyncio.run(events_of(storing_emitter(store=False))))["store"] is False
-    assert store.get(ID, TENANT) is None
+    assert store.get(RESOURCE) is None
 
 
 @pytest.mark.usefixtures("_active")
@@ -184,7 +185,7 @@ def test_response_deleted_while_streamed_is_not_stored(store: MemoryStore, group
                 yield group
 
         stream = start_answer(storing_emitter(), source())
-        assert not await CURRENT[0].responses.delete(AnswerKey(ID, "somebody else"))
+        assert not await CURRENT[0].responses.delete(ResourceKey(ID, "somebody else"))
         statuses = [
             (await asyncio.to_thread(send, method, f"/v1/responses/{ID}")).status_code
             for method in ("DELETE", "DELETE", "GET")
@@ -194,7 +195,7 @@ def test_response_deleted_while_streamed_is_not_stored(store: MemoryStore, group
         return [event async for event in stream]
 
     assert check(asyncio.run(test()))["status"] == "completed"
-    assert store.get(ID, TENANT) is None
+    assert store.get(RESOURCE) is None
     assert send("DELETE", f"/v1/responses/{ID}").status_code == 404
 
 
@@ -235,7 +236,7 @@ def test_failed_answer_is_stored(store: MemoryStore, error: Exception, message: 
     final = check(asyncio.run(events_of(storing_emitter(), DELTA_GROUPS[:2], error)))
     assert (final["status"], final["error"]["message"]) == ("failed", message)
     assert final["output"][0]["status"] == "incomplete"
-    response = store.get(ID, TENANT)
+    response = store.get(RESOURCE)
     assert response is not None
     assert response.document == final
 
@@ -269,7 +270,7 @@ def test_failed_answer_is_stored_if_its_id_was_sent(
     else:
         with pytest.raises(HarmonyFailure):
             asyncio.run(test())
-    assert (store.get(ID, TENANT) is not None) is expected
+    assert (store.get(RESOURCE) is not None) is expected
 
 
 def test_last_delta_is_written_once() -> None:
@@ -491,7 +492,7 @@ def test_running_response_is_cancelled(
         final = check(running.events)
         assert (final["status"], final["output"][0]["status"]) == ("cancelled", "incomplete")
         assert running.document == final
-        response = store.get(ID, TENANT)
+        response = store.get(RESOURCE)
         assert response is not None
         assert response.document == final
 
@@ -582,11 +583,11 @@ def test_response_completes_after_it_is_stored(
 
     async def test() -> None:
         running = await start_until_written(slow_store)
-        assert (running.document["status"], slow_store.get(ID, TENANT)) == ("in_progress", None)
+        assert (running.document["status"], slow_store.get(RESOURCE)) == ("in_progress", None)
         slow_store.may_write.set()
         while running.document["status"] == "in_progress":
             await asyncio.sleep(0)
-        response = slow_store.get(ID, TENANT)
+        response = slow_store.get(RESOURCE)
         assert response is not None
         assert response.document == running.document
 
@@ -602,14 +603,14 @@ def test_response_deleted_while_stored_stays_deleted(
     async def test() -> None:
         running = await start_until_written(slow_store)
         cancelling = asyncio.ensure_future(running.cancel() if cancelled else asyncio.sleep(0))
-        deleting = asyncio.ensure_future(CURRENT[0].responses.delete(AnswerKey(ID, TENANT)))
+        deleting = asyncio.ensure_future(CURRENT[0].responses.delete(RESOURCE))
         for _ in range(20):
             await asyncio.sleep(0)
         slow_store.may_write.set()
         assert await deleting
         await cancelling
         assert check(await collect_events(running))["status"] == "completed"
-        assert slow_store.get(ID, TENANT) is None
+        assert slow_store.get(RESOURCE) is None
 
     run_async(test)
 
@@ -648,7 +649,7 @@ def test_completed_response_cannot_be_cancelled(generate_with: Callable[[Any], N
 
 
 def is_remembered(background: BackgroundResponses, number: int) -> bool:
-    return background.get(AnswerKey(f"resp_{number:020x}", TENANT)) is not None
+    return background.get(ResourceKey(f"resp_{number:020x}", TENANT)) is not None
 
 
 def test_oldest_responses_are_forgotten_beyond_max_events(
@@ -664,8 +665,8 @@ def test_oldest_responses_are_forgotten_beyond_max_events(
             await collect_events(await start_in(background, job(emitter)))
         remembered = [is_remembered(background, number) for number in range(4)]
         assert remembered == [False, False, True, True]
-        assert await background.forget(AnswerKey(f"resp_{3:020x}", TENANT)) is True
-        assert await background.forget(AnswerKey(f"resp_{3:020x}", TENANT)) is False
+        assert await background.forget(ResourceKey(f"resp_{3:020x}", TENANT)) is True
+        assert await background.forget(ResourceKey(f"resp_{3:020x}", TENANT)) is False
 
     run_async(test)
 

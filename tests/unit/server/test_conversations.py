@@ -22,9 +22,9 @@ from test_front_end import SCRIPTS as FRONT_END
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.server import settings
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.front_end import installed_in
 from vllm_mlx_harmony.server.storage import conversations
+from vllm_mlx_harmony.server.storage.store import ResourceKey
 
 pytestmark = pytest.mark.usefixtures("no_grammars")
 
@@ -242,7 +242,7 @@ def test_failed_response_is_not_added(host: SingleEngineHost) -> None:
 def test_append_does_not_recreate_deleted_conversation(host: SingleEngineHost) -> None:
     """As when it is deleted during a response, which ends all the same."""
     stored = installed_in(host.app).responses.conversations
-    key = AnswerKey("conv_1", "tenant")
+    key = ResourceKey("conv_1", "tenant")
     stored.append(key, [{"id": "msg_1", "type": "message"}])
     with pytest.raises(RequestError) as missing:
         stored.find(key)

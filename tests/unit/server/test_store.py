@@ -41,6 +41,7 @@ from vllm_mlx_harmony.server.storage import store as stores
 from vllm_mlx_harmony.server.storage.store import (
     FileStore,
     MemoryStore,
+    ResourceKey,
     Store,
     StoredResponse,
 )
@@ -64,6 +65,10 @@ def response(key: str, size: int = 0) -> StoredResponse:
     )
 
 
+def key_of(response_id: str, tenant: str = TENANT) -> ResourceKey:
+    return ResourceKey(response_id, tenant)
+
+
 @pytest.fixture(params=["memory", "file"])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     opened: list[FileStore] = []
@@ -82,8 +87,8 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]
 def test_response_comes_back_unchanged(open_store: Open) -> None:
     store = open_store()
     store.put(response("a"))
-    assert store.get("a", TENANT) == response("a")
-    assert store.get("b", TENANT) is None
+    assert store.get(key_of("a")) == response("a")
+    assert store.get(key_of("b")) is None
 
 
 def test_long_response_comes_back(open_store: Open) -> None:
@@ -98,7 +103,7 @@ def test_long_response_comes_back(open_store: Open) -> None:
     ]
     long = replace(response("a"), input_items=items, document={"id": "a", "text": text})
     store.put(long)
-    assert store.get("a", TENANT) == long
+    assert store.get(key_of("a")) == long
 
 
 def test_declarations_come_back(open_store: Open) -> None:
@@ -117,7 +122,7 @@ def test_declarations_come_back(open_store: Open) -> None:
     )
     store = open_store()
     store.put(StoredResponse("a", {}, [], messages, TENANT))
-    stored = store.get("a", TENANT)
+    stored = store.get(key_of("a"))
     assert stored is not None
     assert stored.messages == messages
     assert stored.messages[1].tools[0].origin == ("find", "crm")  # type: ignore[union-attr]
@@ -133,36 +138,36 @@ def test_what_another_version_wrote_is_absent(
     with monkeypatch.context() as patch:
         patch.setattr(StoredResponse, "text", lambda _: f'["a", {{}}, [], [{text}], ""]')
         store.put(response("a"))
-    assert store.get("a", TENANT) is None
+    assert store.get(key_of("a")) is None
     assert "cannot be read" in caplog.text
     store.put(response("a"))
-    assert store.get("a", TENANT) == response("a")
+    assert store.get(key_of("a")) == response("a")
 
 
 def test_second_put_replaces_response(open_store: Open) -> None:
     store = open_store()
     store.put(response("a"))
     store.put(response("a", size=3))
-    assert store.get("a", TENANT) == response("a", size=3)
+    assert store.get(key_of("a")) == response("a", size=3)
 
 
 def test_deleted_response_is_gone(open_store: Open) -> None:
     store = open_store()
     store.put(response("a"))
-    assert store.delete("a", TENANT)
-    assert not store.delete("a", TENANT)
-    assert store.get("a", TENANT) is None
+    assert store.delete(key_of("a"))
+    assert not store.delete(key_of("a"))
+    assert store.get(key_of("a")) is None
 
 
 def stored_keys(store: Store, *keys: str) -> list[str]:
-    return [key for key in keys if store.get(key, TENANT) is not None]
+    return [key for key in keys if store.get(key_of(key)) is not None]
 
 
 def test_least_recently_used_is_evicted_first(open_store: Open) -> None:
     store = open_store(max_count=2)
     store.put(response("a"))
     store.put(response("b"))
-    store.get("a", TENANT)
+    store.get(key_of("a"))
     store.put(response("c"))
     assert stored_keys(store, "a", "b", "c") == ["a", "c"]
 
@@ -189,14 +194,14 @@ def test_deeply_nested_response_comes_back(open_store: Open) -> None:
     deep = replace(response("a"), document={"id": "a", "metadata": nested})
     store = open_store()
     store.put(deep)
-    assert store.get("a", TENANT) == deep
+    assert store.get(key_of("a")) == deep
 
 
 def test_memory_limit_is_in_bytes() -> None:
     store = MemoryStore(max_bytes=10_000)
     for key, text in {"a": "😀" * 700, "b": "x" * 7000}.items():
         store.put(replace(response(key), document={"id": key, "text": text}))
-    held = sum(sys.getsizeof(store._texts.get((TENANT, key)) or "") for key in "ab")
+    held = sum(sys.getsizeof(store._texts.get(key_of(key)) or "") for key in "ab")
     assert 7000 < held <= 10_000
 
 
@@ -205,8 +210,8 @@ def test_emptied_memory_store_has_size_zero() -> None:
     store.put(response("a", size=9))
     store.put(response("a"))
     store.put(response("b"))
-    assert store.delete("a", TENANT)
-    assert store.delete("b", TENANT)
+    assert store.delete(key_of("a"))
+    assert store.delete(key_of("b"))
     assert store._texts.size == 0
 
 
@@ -215,7 +220,7 @@ def test_file_survives_restart(tmp_path: Path) -> None:
     before.put(response("a"))
     before.close()
     after = FileStore(tmp_path / "kept.db")
-    assert after.get("a", TENANT) == response("a")
+    assert after.get(key_of("a")) == response("a")
     after.close()
 
 
@@ -239,8 +244,8 @@ def test_get_does_not_rewrite_text(tmp_path: Path) -> None:
         store.put(response(f"r{number}", size=50_000))
     store._database.connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     store.put(response("a"))
-    store.get("r0", TENANT)
-    store.get("a", TENANT)
+    store.get(key_of("r0"))
+    store.get(key_of("a"))
     assert (tmp_path / "kept.db-wal").stat().st_size < 100_000
     store.close()
 
@@ -249,7 +254,7 @@ def test_evicted_response_leaves_nothing(tmp_path: Path) -> None:
     store = FileStore(tmp_path / "kept.db", max_count=2)
     for key in ("a", "b", "b", "c", "d"):
         store.put(response(key))
-    store.delete("d", TENANT)
+    store.delete(key_of("d"))
     assert store._database.read("SELECT id FROM response_texts") == [("c",)]
     store.close()
 
@@ -257,10 +262,10 @@ def test_evicted_response_leaves_nothing(tmp_path: Path) -> None:
 def test_other_tenants_get_nothing(open_store: Open) -> None:
     store = open_store()
     store.put(response("a"))
-    assert store.get("a", "another") is None
-    assert not store.delete("a", "another")
+    assert store.get(key_of("a", "another")) is None
+    assert not store.delete(key_of("a", "another"))
     store.put(replace(response("a", size=3), tenant="another"))
-    assert store.get("a", TENANT) == response("a")
+    assert store.get(key_of("a")) == response("a")
 
 
 # --- What can happen to a file.
@@ -331,7 +336,7 @@ def test_reads_do_not_write(tmp_path: Path) -> None:
     log = tmp_path / "kept.db-wal"
     before = log.stat()
     for _ in range(20):
-        assert store.get("a", TENANT) is not None
+        assert store.get(key_of("a")) is not None
     after = log.stat()
     assert (after.st_size, after.st_mtime_ns) == (before.st_size, before.st_mtime_ns)
     store.put(response("c"))  # a read counts as use all the same
@@ -368,7 +373,7 @@ def test_readers_do_not_wait_for_writer(tmp_path: Path) -> None:
     store.put(response("a"))
     other = sqlite3.connect(tmp_path / "kept.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
-    assert store.get("a", TENANT) == response("a")
+    assert store.get(key_of("a")) == response("a")
     other.execute("ROLLBACK")
     other.close()
     store.close()
@@ -398,7 +403,7 @@ def test_removed_directory_is_a_store_error(tmp_path: Path) -> None:
     store.put(response("a"))
     shutil.rmtree(tmp_path / "dir")
     (tmp_path / "dir").write_text("")
-    for call in (lambda: store.put(response("b")), lambda: store.get("a", TENANT)):
+    for call in (lambda: store.put(response("b")), lambda: store.get(key_of("a"))):
         with pytest.raises(StoreError) as failed:
             call()
         assert failed.value.status == 503
@@ -412,7 +417,7 @@ def test_temporarily_missing_file_is_opened_again(tmp_path: Path) -> None:
     path.parent.rename(away)
     path.parent.write_text("")
     with pytest.raises(StoreError):
-        store.get("a", TENANT)
+        store.get(key_of("a"))
     path.parent.unlink()
     away.rename(path.parent)
     assert stored_keys(store, "a") == ["a"]
@@ -448,7 +453,7 @@ def test_full_disk_stores_nothing_but_still_deletes(
     store = FileStore(path)
     with pytest.raises(StoreError, match="full"):
         store.put(response("c"))
-    assert store.delete("a", TENANT)
+    assert store.delete(key_of("a"))
     assert stored_keys(store, "a", "b", "c") == ["b"]
     assert FullDisk.reserve.stat().st_size > 0
     store.close()
@@ -493,10 +498,10 @@ def test_file_survives_kill_during_write(tmp_path: Path) -> None:
     writer.wait()
     last = int((rest or [lines[-1]])[-1])
     store = FileStore(path)
-    assert all(store.get(f"r{number}", TENANT) is not None for number in range(last + 1))
-    assert store.get(f"r{last + 2}", TENANT) is None
+    assert all(store.get(key_of(f"r{number}")) is not None for number in range(last + 1))
+    assert store.get(key_of(f"r{last + 2}")) is None
     store.put(response("a"))
-    assert store.get("a", TENANT) == response("a")
+    assert store.get(key_of("a")) == response("a")
     store.close()
 
 

@@ -26,6 +26,7 @@ from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.peers.connection import Connection, PeersError, key_of
 from vllm_mlx_harmony.server.storage.background import BackgroundResponse
 from vllm_mlx_harmony.server.storage.sharing import REPORT_SECONDS
+from vllm_mlx_harmony.server.storage.store import ResourceKey
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -55,14 +56,14 @@ class Directory:
         self._call = connection.call
 
     def beat(
-        self, running: Sequence[AnswerKey], background: Mapping[AnswerKey, Mapping[int, Event]]
-    ) -> dict[AnswerKey, Command]:
+        self, running: Sequence[AnswerKey], background: Mapping[ResourceKey, Mapping[int, Event]]
+    ) -> dict[AnswerKey | ResourceKey, Command]:
         """The commands for ``running`` answers and ``background`` responses.
 
         Renews the entries of the latter, and adds their new events, by their numbers: if Redis
         received them but its reply was lost, the next heartbeat sends them again.
         """
-        keys = [*running, *background]
+        keys: list[AnswerKey | ResourceKey] = [*running, *background]
         if not keys:
             return {}
 
@@ -82,11 +83,11 @@ class Directory:
         known = {command.value.encode(): command for command in Command}
         return {key: known[command] for key, command in found if command in known}
 
-    def ended(self, key: AnswerKey) -> None:
+    def ended(self, key: AnswerKey | ResourceKey) -> None:
         """Removes the entry of an answer, and the command for it, but not its events."""
         self._call(lambda redis: redis.delete(_redis_key("run", key), _redis_key("command", key)))
 
-    def forget(self, key: AnswerKey) -> None:
+    def forget(self, key: ResourceKey) -> None:
         """Removes everything about an answer."""
         self._call(
             lambda redis: redis.delete(
@@ -94,17 +95,17 @@ class Directory:
             )
         )
 
-    def runs(self, key: AnswerKey) -> bool:
+    def runs(self, key: ResourceKey) -> bool:
         """Whether any server generates the background response."""
         return bool(self._call(lambda redis: redis.exists(_redis_key("run", key))))
 
-    def has(self, key: AnswerKey) -> bool:
+    def has(self, key: ResourceKey) -> bool:
         """Whether any server generates the background response, or its events are stored."""
         return bool(
             self._call(lambda redis: redis.exists(_redis_key("run", key), _redis_key("log", key)))
         )
 
-    def events(self, key: AnswerKey, start: int) -> list[Event]:
+    def events(self, key: ResourceKey, start: int) -> list[Event]:
         """The stored events of the background response from number ``start`` on, up to one that
         cannot be read."""
         found = self._call(lambda redis: redis.zrangebyscore(_redis_key("log", key), start, "+inf"))
@@ -113,7 +114,7 @@ class Directory:
             events.extend(Event(*loads(event)[1:]) for event in found)
         return events
 
-    async def send(self, key: AnswerKey, command: Command, seconds: float) -> bool:
+    async def send(self, key: AnswerKey | ResourceKey, command: Command, seconds: float) -> bool:
         """Whether a server has carried out ``command`` within so many ``seconds``."""
         name = _redis_key("command", key)
         lifetime = 2 * int(seconds + 1)
@@ -131,8 +132,9 @@ class Directory:
         return not await call(lambda redis: redis.delete(name))
 
 
-def _redis_key(kind: str, key: AnswerKey) -> str:
-    return key_of(kind, key.tenant, key.id)
+def _redis_key(kind: str, key: AnswerKey | ResourceKey) -> str:
+    name, tenant = key
+    return key_of(kind, tenant, name)
 
 
 class Heartbeat:
@@ -141,7 +143,7 @@ class Heartbeat:
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._sent: dict[BackgroundResponse, int] = {}  # the number of events in Redis
-        self._executing: dict[AnswerKey, asyncio.Future[None]] = {}
+        self._executing: dict[AnswerKey | ResourceKey, asyncio.Future[None]] = {}
         self._task: asyncio.Future[None] | None = None
         self._idle = 0  # heartbeats without an answer, since the last one began
 
@@ -167,7 +169,7 @@ class Heartbeat:
             await asyncio.sleep(REPORT_SECONDS)
 
     async def _beat(self, answers: Answers, running: Sequence[AnswerKey]) -> None:
-        background = {answer.key: answer for answer in self._sent}
+        background = {response.key: response for response in self._sent}
         new = {
             key: dict(enumerate(answer.events[(sent := self._sent[answer]) :], sent))
             for key, answer in background.items()
@@ -175,7 +177,7 @@ class Heartbeat:
         commands = await asyncio.to_thread(self._directory.beat, running, new)
         for key, command in commands.items():
             if key not in self._executing:
-                work = self._execute(answers, key, background.get(key), command)
+                work = self._execute(key, command, answers, background)
                 self._executing[key] = asyncio.ensure_future(work)
         for key, answer in background.items():
             self._sent[answer] += len(new[key])
@@ -187,20 +189,20 @@ class Heartbeat:
 
     async def _execute(
         self,
-        answers: Answers,
-        key: AnswerKey,
-        background: BackgroundResponse | None,
+        key: AnswerKey | ResourceKey,
         command: Command,
+        answers: Answers,
+        background: Mapping[ResourceKey, BackgroundResponse],
     ) -> None:
         """Carries out ``command``. For a background response the next heartbeat removes it."""
         try:
-            if background is None:
+            if isinstance(key, AnswerKey):
                 answers.cancel(key)
                 await asyncio.to_thread(self._directory.ended, key)
             elif command is Command.CANCEL:
-                await background.cancel()
+                await background[key].cancel()
             else:
-                await background.delete()
+                await background[key].delete()
         except PeersError:
             pass  # the command expires
         finally:

@@ -22,7 +22,7 @@ from vllm_mlx_harmony.server.peers.connection import Connection, PeersError
 from vllm_mlx_harmony.server.peers.store import SharedStore
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.storage.background import BackgroundResponse
-from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, Store, StoredResponse
 from vllm_mlx_harmony.tasks import in_thread
 
 
@@ -49,34 +49,34 @@ class RedisSharing:
             await in_thread(self.store.put, running)
             await asyncio.to_thread(self._directory.beat, [], {stored.key: {}})
 
-    async def withdraw(self, key: AnswerKey) -> None:
+    async def withdraw(self, key: ResourceKey) -> None:
         with suppress(StoreError):
-            await asyncio.to_thread(self.store.delete, *key)
+            await asyncio.to_thread(self.store.delete, key)
             await asyncio.to_thread(self._directory.forget, key)
 
-    def runs(self, key: AnswerKey) -> bool:
+    def runs(self, key: ResourceKey) -> bool:
         try:
             return self._directory.runs(key)
         except PeersError:  # the response must not be reported as lost
             return True
 
-    def has_events(self, key: AnswerKey) -> bool:
+    def has_events(self, key: ResourceKey) -> bool:
         return self._directory.has(key)
 
-    def events(self, key: AnswerKey, start: int) -> list[Event]:
+    def events(self, key: ResourceKey, start: int) -> list[Event]:
         return self._directory.events(key, start)
 
-    async def was_deleted(self, key: AnswerKey) -> bool:
+    async def was_deleted(self, key: ResourceKey) -> bool:
         with suppress(StoreError):
-            return await in_thread(self.store.get, *key) is None
+            return await in_thread(self.store.get, key) is None
         return False
 
-    async def cancel_response(self, key: AnswerKey) -> None:
+    async def cancel_response(self, key: ResourceKey) -> None:
         await self._directory.send(key, Command.CANCEL, EXPIRY_SECONDS)
 
-    async def delete_response(self, key: AnswerKey) -> bool:
+    async def delete_response(self, key: ResourceKey) -> bool:
         if await asyncio.to_thread(self.runs, key):
             await self._directory.send(key, Command.DELETE, EXPIRY_SECONDS)
-        deleted = await asyncio.to_thread(self.store.delete, *key)
+        deleted = await asyncio.to_thread(self.store.delete, key)
         await asyncio.to_thread(self._directory.forget, key)
         return deleted

@@ -6,7 +6,7 @@ import logging
 import zlib
 
 from vllm_mlx_harmony.server.peers.connection import Connection, key_of
-from vllm_mlx_harmony.server.storage.store import MAX_BYTES, StoredResponse
+from vllm_mlx_harmony.server.storage.store import MAX_BYTES, ResourceKey, StoredResponse
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -21,12 +21,12 @@ class SharedStore:
         text = zlib.compress(stored.text().encode(), 1)
         if len(text) > self._max_bytes:
             return False
-        name = key_of("response", stored.tenant, stored.id)
+        name = _redis_key(stored.key)
         self._connection.call(lambda redis: redis.set(name, text, ex=self._connection.seconds))
         return True
 
-    def get(self, key: str, tenant: str) -> StoredResponse | None:
-        name = key_of("response", tenant, key)
+    def get(self, key: ResourceKey) -> StoredResponse | None:
+        name = _redis_key(key)
         text = self._connection.call(lambda redis: redis.get(name))
         if text is None:
             return None
@@ -37,6 +37,10 @@ class SharedStore:
             return None
         return StoredResponse.of_text(written)
 
-    def delete(self, key: str, tenant: str) -> bool:
-        name = key_of("response", tenant, key)
+    def delete(self, key: ResourceKey) -> bool:
+        name = _redis_key(key)
         return bool(self._connection.call(lambda redis: redis.delete(name)))
+
+
+def _redis_key(key: ResourceKey) -> str:
+    return key_of("response", key.tenant, key.id)

@@ -17,14 +17,13 @@ from vllm_mlx_harmony.core.turn import Defaults
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.responses import conversations, resource
 from vllm_mlx_harmony.protocols.responses.schema import Item
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.body import read_document
 from vllm_mlx_harmony.server.encryption import ServerCipher
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, json_in_thread
 from vllm_mlx_harmony.server.front_end import Caller, front_end_of
 from vllm_mlx_harmony.server.host import tenant_of
 from vllm_mlx_harmony.server.storage.conversations import Conversations
-from vllm_mlx_harmony.server.storage.store import StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, StoredResponse
 
 
 def _read_all(
@@ -56,7 +55,7 @@ async def create_conversation(request: Request) -> Response:
         if items:
             _read_all((), items, defaults, caller.cipher)
         listed = conversations.conversation_items(items, set(), seed)
-        key = AnswerKey(f"conv_{seed}", caller.tenant)
+        key = ResourceKey(f"conv_{seed}", caller.tenant)
         document = conversations.conversation(key.id, int(time.time()), parsed.metadata or {})
         _conversations(caller).create(key, document, listed)
         return document
@@ -154,15 +153,15 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
     )
 
 
-def _place(items: Sequence[Mapping[str, Any]], key: str, item_id: str) -> int:
+def _place(items: Sequence[Mapping[str, Any]], conversation_id: str, item_id: str) -> int:
     for at, item in enumerate(items):
         if item.get("id") == item_id:
             return at
-    raise conversations.item_not_found(key, item_id)
+    raise conversations.item_not_found(conversation_id, item_id)
 
 
-def _key(request: Request, conversation_id: str) -> AnswerKey:
-    return AnswerKey(conversation_id, tenant_of(request))
+def _key(request: Request, conversation_id: str) -> ResourceKey:
+    return ResourceKey(conversation_id, tenant_of(request))
 
 
 def _conversations(caller: Caller) -> Conversations:

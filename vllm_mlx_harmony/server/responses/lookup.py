@@ -13,12 +13,11 @@ from vllm_mlx_harmony.core.turn import Defaults, Message
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server import serving
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.front_end import Caller
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.serving import Api, Received
 from vllm_mlx_harmony.server.storage.persistence import SEED_BYTES, StoringEmitter
-from vllm_mlx_harmony.server.storage.store import StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, StoredResponse
 
 logger = logging.getLogger("vllm_mlx_harmony")
 
@@ -37,46 +36,45 @@ class References:
     local: Mapping[str, StoredResponse] = field(default_factory=dict)
     _known: dict[str, StoredResponse | None] = field(default_factory=dict)
 
-    def stored(self, key: str) -> StoredResponse | None:
-        """The response with the id ``key``, if it is stored."""
-        if key in self.local:
-            return self.local[key]
-        if key not in self._known:
-            self._known[key] = self.caller.responses.stored(self._key(key))
-        return self._known[key]
+    def stored(self, response_id: str) -> StoredResponse | None:
+        """The response, if it is stored."""
+        if response_id in self.local:
+            return self.local[response_id]
+        if response_id not in self._known:
+            self._known[response_id] = self.caller.responses.stored(self._key(response_id))
+        return self._known[response_id]
 
-    def previous(self, key: str) -> StoredResponse:
+    def previous(self, response_id: str) -> StoredResponse:
         """The response that a request continues.
 
         Raises ``RequestError``: 404 if it is unknown, 400 if it is still being generated.
         """
-        all_responses = self.caller.responses
-        if all_responses.is_running(self._key(key)):
-            raise resource.not_ready(key)
-        stored = self.stored(key)
+        all_responses, key = self.caller.responses, self._key(response_id)
+        if all_responses.is_running(key):
+            raise resource.not_ready(response_id)
+        stored = self.stored(response_id)
         if stored is None:
-            raise resource.not_found(key, param="previous_response_id")
-        running = resource.is_running(stored.document)
-        if running and all_responses.runs_elsewhere(self._key(key)):
-            raise resource.not_ready(key)
+            raise resource.not_found(response_id, param="previous_response_id")
+        if resource.is_running(stored.document) and all_responses.runs_elsewhere(key):
+            raise resource.not_ready(response_id)
         return stored
 
-    def conversation(self, key: str) -> Sequence[Mapping[str, Any]]:
+    def conversation(self, conversation_id: str) -> Sequence[Mapping[str, Any]]:
         """The items of the conversation of a request. Raises ``RequestError`` 404."""
         all_conversations = self.caller.responses.conversations
-        return all_conversations.find(self._key(key), param="conversation").input_items
+        return all_conversations.find(self._key(conversation_id), param="conversation").input_items
 
-    def _key(self, key: str) -> AnswerKey:
-        return AnswerKey(key, self.caller.tenant)
-
-    def item(self, key: str) -> Mapping[str, Any] | None:
-        """The item with the id ``key``, from the output or the input of any response."""
-        match = _ITEM.fullmatch(key)
+    def item(self, item_id: str) -> Mapping[str, Any] | None:
+        """The item, from the output or the input of any response."""
+        match = _ITEM.fullmatch(item_id)
         stored = self.stored(f"resp_{match[1]}") if match else None
         if stored is None:
             return None
         items = chain(stored.document["output"], stored.input_items)
-        return next((item for item in items if item.get("id") == key), None)
+        return next((item for item in items if item.get("id") == item_id), None)
+
+    def _key(self, resource_id: str) -> ResourceKey:
+        return ResourceKey(resource_id, self.caller.tenant)
 
 
 RESPONSES = Api(
@@ -112,13 +110,13 @@ def read(body: object, defaults: Defaults, references: References) -> ResponsesR
     """
     history: tuple[Message, ...] = ()
     listed: frozenset[str] = frozenset()  # tool servers whose tools the conversation lists
-    if (key := responses.previous_response_id(body)) is not None:
-        previous = references.previous(key)
+    if (response_id := responses.previous_response_id(body)) is not None:
+        previous = references.previous(response_id)
         history, tools = previous.messages, previous.document.get("tools") or []
         listed = frozenset(str(tool.get("server_label")) for tool in tools if tool["type"] == "mcp")
     earlier: Sequence[Mapping[str, Any]] = ()
-    if (key := responses.conversation_id(body)) is not None:
-        earlier = references.conversation(key)
+    if (conversation_id := responses.conversation_id(body)) is not None:
+        earlier = references.conversation(conversation_id)
     cipher = references.caller.cipher
     parsed = responses.read(
         body, defaults, cipher, history, references.item, listed=listed, earlier=earlier

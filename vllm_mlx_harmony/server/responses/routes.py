@@ -14,7 +14,6 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.endpoint import Endpoint, OpenAIEndpoint, json_in_thread
 from vllm_mlx_harmony.server.front_end import front_end_of
 from vllm_mlx_harmony.server.host import tenant_of
@@ -28,6 +27,7 @@ from vllm_mlx_harmony.server.serving import (
     serve,
 )
 from vllm_mlx_harmony.server.storage.persistence import new_id_seed
+from vllm_mlx_harmony.server.storage.store import ResourceKey
 from vllm_mlx_harmony.server.streams import EventStream
 
 
@@ -94,8 +94,8 @@ async def count_input_tokens(request: Request) -> Response:
 # --- Existing responses
 
 
-def _key(request: Request, response_id: str) -> AnswerKey:
-    return AnswerKey(response_id, tenant_of(request))
+def _key(request: Request, response_id: str) -> ResourceKey:
+    return ResourceKey(response_id, tenant_of(request))
 
 
 async def retrieve_response(request: Request, response_id: str) -> Response:

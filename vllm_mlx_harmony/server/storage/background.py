@@ -16,11 +16,10 @@ from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.protocols.events import DONE, Event, encode_in_chunks
 from vllm_mlx_harmony.protocols.responses import resource
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.endpoint import RETRY_SECONDS
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
-from vllm_mlx_harmony.server.storage.store import parse_written
+from vllm_mlx_harmony.server.storage.store import ResourceKey, parse_written
 from vllm_mlx_harmony.tasks import in_thread
 
 MAX_EVENTS = 200_000
@@ -137,7 +136,7 @@ class BackgroundResponses:
 
     def __init__(self, max_events: int = MAX_EVENTS, max_bytes: int = MAX_BYTES) -> None:
         self._max_events, self._max_bytes = max_events, max_bytes
-        self._all: OrderedDict[AnswerKey, BackgroundResponse] = OrderedDict()
+        self._all: OrderedDict[ResourceKey, BackgroundResponse] = OrderedDict()
 
     async def start(
         self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
@@ -166,12 +165,12 @@ class BackgroundResponses:
         self._all[running.key] = running
         return running
 
-    def get(self, key: AnswerKey) -> BackgroundResponse | None:
+    def get(self, key: ResourceKey) -> BackgroundResponse | None:
         """The response, if it is in memory."""
         running = self._all.get(key)
         return None if running is None or running.deleted else running
 
-    async def forget(self, key: AnswerKey) -> bool:
+    async def forget(self, key: ResourceKey) -> bool:
         """Cancels and drops the response; returns whether it was in memory."""
         running = self.get(key)
         if running is None:

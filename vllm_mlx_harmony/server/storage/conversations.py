@@ -18,8 +18,7 @@ from weakref import WeakValueDictionary
 
 from vllm_mlx_harmony.core.errors import RequestError
 from vllm_mlx_harmony.protocols.responses import conversations
-from vllm_mlx_harmony.server.answers import AnswerKey
-from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, Store, StoredResponse
 
 MAX_ITEMS = 20_000
 """Items of a conversation: a request reads all of them."""
@@ -31,15 +30,15 @@ class Conversations:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._lock = threading.Lock()
-        self._locks: WeakValueDictionary[AnswerKey, threading.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[ResourceKey, threading.Lock] = WeakValueDictionary()
 
     def create(
-        self, key: AnswerKey, document: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
+        self, key: ResourceKey, document: Mapping[str, Any], items: Sequence[Mapping[str, Any]]
     ) -> None:
         """Stores a new conversation. Raises ``RequestError`` if it is too large."""
-        self._put(StoredResponse(key.id, document, items, (), _tenant(key)))
+        self._put(StoredResponse(key.id, document, items, (), _stored_key(key).tenant))
 
-    def find(self, key: AnswerKey, *, param: str | None = None) -> StoredResponse:
+    def find(self, key: ResourceKey, *, param: str | None = None) -> StoredResponse:
         """The conversation. Raises ``RequestError`` 404."""
         found = self._get(key)
         if found is None:
@@ -47,7 +46,7 @@ class Conversations:
         return found
 
     def change(
-        self, key: AnswerKey, change: Callable[[StoredResponse], StoredResponse]
+        self, key: ResourceKey, change: Callable[[StoredResponse], StoredResponse]
     ) -> StoredResponse:
         """Replaces the conversation with the result of ``change``, and returns it.
 
@@ -58,7 +57,7 @@ class Conversations:
             self._put(changed)
         return changed
 
-    def append(self, key: AnswerKey, items: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, key: ResourceKey, items: Sequence[Mapping[str, Any]]) -> None:
         """Adds what a response has added to its conversation, unless it was deleted meanwhile.
 
         Raises ``RequestError`` if it becomes too large.
@@ -68,21 +67,21 @@ class Conversations:
             if found is not None:
                 self._put(replace(found, input_items=[*found.input_items, *items]))
 
-    def delete(self, key: AnswerKey) -> bool:
+    def delete(self, key: ResourceKey) -> bool:
         """Deletes the conversation; returns whether it existed."""
         with self._changing(key):
-            return self._store.delete(key.id, _tenant(key))
+            return self._store.delete(_stored_key(key))
 
     @contextmanager
-    def _changing(self, key: AnswerKey) -> Iterator[None]:
+    def _changing(self, key: ResourceKey) -> Iterator[None]:
         """Nobody else changes the conversation while it is read, changed and written."""
         with self._lock:
             lock = self._locks.setdefault(key, threading.Lock())
         with lock:
             yield
 
-    def _get(self, key: AnswerKey) -> StoredResponse | None:
-        return self._store.get(key.id, _tenant(key))
+    def _get(self, key: ResourceKey) -> StoredResponse | None:
+        return self._store.get(_stored_key(key))
 
     def _put(self, conversation: StoredResponse) -> None:
         count = len(conversation.input_items)
@@ -91,6 +90,7 @@ class Conversations:
             raise RequestError(problem, status=413, code="request_too_large")
 
 
-def _tenant(key: AnswerKey) -> str:
-    """The tenant under which conversations are stored, so that their ids are no responses'."""
-    return f"{key.tenant}/conversations"
+def _stored_key(key: ResourceKey) -> ResourceKey:
+    """The key in the store: conversations have tenants of their own, so that their ids are no
+    responses'."""
+    return ResourceKey(key.id, f"{key.tenant}/conversations")

@@ -18,10 +18,9 @@ from vllm_mlx_harmony.protocols import responses
 from vllm_mlx_harmony.protocols.citations import link
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.storage.conversations import Conversations
-from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, Store, StoredResponse
 from vllm_mlx_harmony.tasks import in_thread
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -59,8 +58,8 @@ class StoringEmitter:
         self.forgotten = False
 
     @property
-    def key(self) -> AnswerKey:
-        return AnswerKey(responses.response_id(self._info), self._tenant)
+    def key(self) -> ResourceKey:
+        return ResourceKey(responses.response_id(self._info), self._tenant)
 
     def create(self) -> list[Event]:
         """The events that announce a queued response."""
@@ -136,7 +135,7 @@ class StoringEmitter:
         conversation, document = self.request.conversation_id, self._emitter.document()
         if conversation is not None and document["status"] in ("completed", "incomplete"):
             items = [*self.input_items(), *document["output"]]
-            self._conversations.append(AnswerKey(conversation, self._tenant), items)
+            self._conversations.append(ResourceKey(conversation, self._tenant), items)
 
     def _put(self) -> None:
         if not self._responses.put(self.stored()):

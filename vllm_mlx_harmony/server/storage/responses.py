@@ -14,7 +14,6 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import Answer
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.storage.background import (
@@ -25,7 +24,7 @@ from vllm_mlx_harmony.server.storage.background import (
 from vllm_mlx_harmony.server.storage.conversations import Conversations
 from vllm_mlx_harmony.server.storage.persistence import StoringEmitter
 from vllm_mlx_harmony.server.storage.sharing import REPORT_SECONDS, Sharing
-from vllm_mlx_harmony.server.storage.store import StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, StoredResponse
 from vllm_mlx_harmony.tasks import in_thread
 
 
@@ -36,7 +35,7 @@ class Responses:
         self._sharing = sharing
         self.conversations = Conversations(sharing.store)
         self._background = BackgroundResponses()
-        self._emitters: WeakValueDictionary[AnswerKey, StoringEmitter] = WeakValueDictionary()
+        self._emitters: WeakValueDictionary[ResourceKey, StoringEmitter] = WeakValueDictionary()
         """Those of running responses, and of some that have ended."""
 
     # --- While a response is generated
@@ -74,26 +73,26 @@ class Responses:
 
     # --- For a new request
 
-    def stored(self, key: AnswerKey) -> StoredResponse | None:
+    def stored(self, key: ResourceKey) -> StoredResponse | None:
         """The response, if it is stored. Blocks."""
-        return self._sharing.store.get(*key)
+        return self._sharing.store.get(key)
 
-    def is_running(self, key: AnswerKey) -> bool:
+    def is_running(self, key: ResourceKey) -> bool:
         """Whether this server generates the background response."""
         running = self._background.get(key)
         return running is not None and not running.done
 
-    def runs_elsewhere(self, key: AnswerKey) -> bool:
+    def runs_elsewhere(self, key: ResourceKey) -> bool:
         """Whether another server generates the background response. Blocks."""
         return self._sharing.runs(key)
 
-    def background(self, key: AnswerKey) -> BackgroundResponse | None:
+    def background(self, key: ResourceKey) -> BackgroundResponse | None:
         """The background response, if this server has it in memory."""
         return self._background.get(key)
 
     # --- For any server
 
-    async def find(self, key: AnswerKey) -> BackgroundResponse | StoredResponse:
+    async def find(self, key: ResourceKey) -> BackgroundResponse | StoredResponse:
         """The response, which this server has in memory, or which is stored.
 
         Raises ``RequestError`` 404.
@@ -105,7 +104,7 @@ class Responses:
             raise resource.not_found(key.id)
         return running
 
-    async def _find_stored(self, key: AnswerKey) -> StoredResponse:
+    async def _find_stored(self, key: ResourceKey) -> StoredResponse:
         """The stored response; as failed if the server that generated it has died."""
         # It may have just ended, or the report of its server may be late.
         for pause in (0, 2 * REPORT_SECONDS):
@@ -115,13 +114,13 @@ class Responses:
                 return stored
         return replace(stored, document=resource.lost(stored.document))
 
-    async def _read(self, key: AnswerKey) -> StoredResponse:
+    async def _read(self, key: ResourceKey) -> StoredResponse:
         stored = await in_thread(self.stored, key)
         if stored is None:
             raise resource.not_found(key.id)
         return stored
 
-    async def _runs(self, key: AnswerKey) -> bool:
+    async def _runs(self, key: ResourceKey) -> bool:
         return await asyncio.to_thread(self._sharing.runs, key)
 
     async def follow(
@@ -147,7 +146,7 @@ class Responses:
         )
 
     async def _events(
-        self, key: AnswerKey, start: int, pings_after: float
+        self, key: ResourceKey, start: int, pings_after: float
     ) -> AsyncGenerator[Event, None]:
         silent_since = time.monotonic()
         try:
@@ -178,7 +177,7 @@ class Responses:
             yield resource.error_event(failure, start)
         yield DONE
 
-    async def _ping(self, key: AnswerKey, number: int) -> Event:
+    async def _ping(self, key: ResourceKey, number: int) -> Event:
         """Says that a response on another server is running; a comment if it cannot be read now."""
         with suppress(HarmonyFailure):
             return resource.running_event((await self._read(key)).document, number)
@@ -196,7 +195,7 @@ class Responses:
         await self._sharing.cancel_response(found.key)
         return await self._find_stored(found.key)
 
-    async def cancel_elsewhere(self, key: AnswerKey) -> bool:
+    async def cancel_elsewhere(self, key: ResourceKey) -> bool:
         """Cancels the background response if another server generates it; returns whether one
         does. As an answer, it would fail."""
         if not await self._runs(key):
@@ -204,7 +203,7 @@ class Responses:
         await self._sharing.cancel_response(key)
         return True
 
-    async def delete(self, key: AnswerKey) -> bool:
+    async def delete(self, key: ResourceKey) -> bool:
         """Ends and deletes the response on all servers; returns whether it existed."""
         emitter = self._emitters.get(key)
         forgotten = emitter is not None and await emitter.forget()

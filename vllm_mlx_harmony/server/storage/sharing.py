@@ -15,7 +15,7 @@ from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.storage.background import BackgroundResponse
-from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, Store, StoredResponse
 
 REPORT_SECONDS = 0.5
 """Seconds between two reports of a server about its running answers."""
@@ -51,23 +51,23 @@ class Sharing(Protocol):
     async def announce(self, write: Callable[[], StoredResponse]) -> None:
         """Lets other servers find a response that is about to begin, as ``write`` makes it."""
 
-    async def withdraw(self, key: AnswerKey) -> None:
+    async def withdraw(self, key: ResourceKey) -> None:
         """Removes an announced response that does not begin after all."""
 
-    def runs(self, key: AnswerKey) -> bool:
+    def runs(self, key: ResourceKey) -> bool:
         """Whether another server generates the response, or may do so as far as is known."""
 
-    def has_events(self, key: AnswerKey) -> bool:
+    def has_events(self, key: ResourceKey) -> bool:
         """Whether another server generates the response, or its events are still known."""
 
-    def events(self, key: AnswerKey, start: int) -> list[Event]:
+    def events(self, key: ResourceKey, start: int) -> list[Event]:
         """The known events of the response from number ``start`` on."""
 
-    async def was_deleted(self, key: AnswerKey) -> bool:
+    async def was_deleted(self, key: ResourceKey) -> bool:
         """Whether the response, which this server has in memory, was deleted on another one."""
 
-    async def cancel_response(self, key: AnswerKey) -> None:
+    async def cancel_response(self, key: ResourceKey) -> None:
         """Cancels the response on the server that generates it."""
 
-    async def delete_response(self, key: AnswerKey) -> bool:
+    async def delete_response(self, key: ResourceKey) -> bool:
         """Deletes the response on all servers; returns whether it was stored."""

@@ -9,7 +9,7 @@ from vllm_mlx_harmony.core.replay import Archive
 from vllm_mlx_harmony.protocols.events import Event
 from vllm_mlx_harmony.server.answers import AnswerKey, Answers
 from vllm_mlx_harmony.server.storage.background import BackgroundResponse
-from vllm_mlx_harmony.server.storage.store import Store, StoredResponse
+from vllm_mlx_harmony.server.storage.store import ResourceKey, Store, StoredResponse
 
 
 class SingleServer:
@@ -30,23 +30,23 @@ class SingleServer:
     async def announce(self, write: Callable[[], StoredResponse]) -> None:
         pass
 
-    async def withdraw(self, key: AnswerKey) -> None:
+    async def withdraw(self, key: ResourceKey) -> None:
         pass
 
-    def runs(self, key: AnswerKey) -> bool:
+    def runs(self, key: ResourceKey) -> bool:
         return False
 
-    def has_events(self, key: AnswerKey) -> bool:
+    def has_events(self, key: ResourceKey) -> bool:
         return False
 
-    def events(self, key: AnswerKey, start: int) -> list[Event]:
+    def events(self, key: ResourceKey, start: int) -> list[Event]:
         return []
 
-    async def was_deleted(self, key: AnswerKey) -> bool:
+    async def was_deleted(self, key: ResourceKey) -> bool:
         return False
 
-    async def cancel_response(self, key: AnswerKey) -> None:
+    async def cancel_response(self, key: ResourceKey) -> None:
         pass
 
-    async def delete_response(self, key: AnswerKey) -> bool:
-        return await asyncio.to_thread(self.store.delete, *key)
+    async def delete_response(self, key: ResourceKey) -> bool:
+        return await asyncio.to_thread(self.store.delete, key)

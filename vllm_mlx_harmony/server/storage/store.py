@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
 from json import loads
 from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import Any, NamedTuple, Protocol, get_args
 
 from pydantic import TypeAdapter
 from pydantic_core import from_json
@@ -36,7 +36,6 @@ from vllm_mlx_harmony.core.lru import ByteLRU
 from vllm_mlx_harmony.core.turn import Message
 from vllm_mlx_harmony.database import Database
 from vllm_mlx_harmony.protocols.events import encode, encode_in_chunks
-from vllm_mlx_harmony.server.answers import AnswerKey
 from vllm_mlx_harmony.server.settings import STORE_VARIABLE
 
 logger = logging.getLogger("vllm_mlx_harmony")
@@ -44,6 +43,13 @@ logger = logging.getLogger("vllm_mlx_harmony")
 MAX_COUNT = 1000
 MAX_BYTES = 256 * 1024 * 1024
 """Maximum bytes of all responses in a store."""
+
+
+class ResourceKey(NamedTuple):
+    """Identifies a response or a conversation, which later requests of ``tenant`` can name."""
+
+    id: str
+    tenant: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +66,8 @@ class StoredResponse:
     tenant: str = ""
 
     @property
-    def key(self) -> AnswerKey:
-        return AnswerKey(self.id, self.tenant)
+    def key(self) -> ResourceKey:
+        return ResourceKey(self.id, self.tenant)
 
     def text(self) -> str:
         """The response as JSON."""
@@ -79,7 +85,7 @@ class StoredResponse:
     def of_text(cls, text: str) -> StoredResponse | None:
         """The inverse of ``text``; ``None``, with a warning, for what another version wrote."""
         try:
-            key, document, input_items, written, tenant = parse_written(text)
+            response_id, document, input_items, written, tenant = parse_written(text)
             messages: list[Message] = []
             for name, *values in written:
                 kind = _MESSAGES[name]
@@ -91,7 +97,7 @@ class StoredResponse:
         except (ValueError, TypeError, KeyError) as error:
             logger.warning("a stored response cannot be read: %s", type(error).__name__)
             return None
-        return cls(key, document, input_items, tuple(messages), tenant)
+        return cls(response_id, document, input_items, tuple(messages), tenant)
 
 
 def parse_written(text: str) -> Any:
@@ -117,11 +123,11 @@ class Store(Protocol):
         Returns false, and stores nothing, if the response is larger than the store.
         """
 
-    def get(self, key: str, tenant: str) -> StoredResponse | None:
-        """The response of ``tenant`` with the id ``key``, if it is stored. Counts as a use."""
+    def get(self, key: ResourceKey) -> StoredResponse | None:
+        """The response, if it is stored. Counts as a use."""
 
-    def delete(self, key: str, tenant: str) -> bool:
-        """Deletes the response; returns whether ``tenant`` had it."""
+    def delete(self, key: ResourceKey) -> bool:
+        """Deletes the response; returns whether it was stored."""
 
 
 class MemoryStore:
@@ -129,22 +135,22 @@ class MemoryStore:
 
     def __init__(self, max_count: int = MAX_COUNT, max_bytes: int = MAX_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._texts: ByteLRU[tuple[str, str], str] = ByteLRU(max_bytes, max_count)
+        self._texts: ByteLRU[ResourceKey, str] = ByteLRU(max_bytes, max_count)
 
     def put(self, stored: StoredResponse) -> bool:
-        text, key = stored.text(), (stored.tenant, stored.id)
+        text = stored.text()
         size = sys.getsizeof(text)  # a character takes up to four bytes
         if size > self._max_bytes:
             return False
-        self._texts.put(key, text, size)
+        self._texts.put(stored.key, text, size)
         return True
 
-    def get(self, key: str, tenant: str) -> StoredResponse | None:
-        text = self._texts.get((tenant, key))
+    def get(self, key: ResourceKey) -> StoredResponse | None:
+        text = self._texts.get(key)
         return None if text is None else StoredResponse.of_text(text)
 
-    def delete(self, key: str, tenant: str) -> bool:
-        return self._texts.discard((tenant, key))
+    def delete(self, key: ResourceKey) -> bool:
+        return self._texts.discard(key)
 
 
 # What every use reads and changes is not in the table of the texts, so that the cost of a use does
@@ -194,7 +200,7 @@ class FileStore:
         self._path, self._reserve = path, path.with_name(f"{path.name}.reserve")
         self._max_count, self._max_bytes = max_count, max_bytes
         self._lock = threading.RLock()  # for writing, and for opening the file
-        self._used: dict[tuple[str, str], None] = {}
+        self._used: dict[ResourceKey, None] = {}
         self._paused_until = 0.0
         try:
             self._database = self._opened()
@@ -209,7 +215,7 @@ class FileStore:
         text = stored.text()
         if len(text) > self._max_bytes:
             return False
-        key = (stored.tenant, stored.id)
+        key = stored.tenant, stored.id
         with self._writing() as connection:
             # REPLACE deletes the old row, and the cascade deletes its text.
             connection.execute(
@@ -219,20 +225,20 @@ class FileStore:
             connection.execute(_DROP_OLDEST, (self._max_count, self._max_bytes))
         return True
 
-    def get(self, key: str, tenant: str) -> StoredResponse | None:
+    def get(self, key: ResourceKey) -> StoredResponse | None:
         with self._store_errors():
             self._reopen_if_replaced()
             query = "SELECT text FROM response_texts WHERE tenant = ? AND id = ?"
-            rows = self._database.read(query, tenant, key)
+            rows = self._database.read(query, key.tenant, key.id)
         if not rows:
             return None
-        self._used.pop((tenant, key), None)  # move to the end
-        self._used[tenant, key] = None
+        self._used.pop(key, None)  # move to the end
+        self._used[key] = None
         return StoredResponse.of_text(rows[0][0])
 
-    def delete(self, key: str, tenant: str) -> bool:
+    def delete(self, key: ResourceKey) -> bool:
         try:
-            return self._delete(key, tenant)
+            return self._delete(key)
         except StoreError as error:
             cause = error.__cause__
             full = isinstance(cause, sqlite3.Error) and _code_of(cause) == sqlite3.SQLITE_FULL
@@ -246,15 +252,15 @@ class FileStore:
             try:
                 connection.execute("PRAGMA wal_checkpoint(PASSIVE)")
                 connection.execute("PRAGMA secure_delete=OFF")
-                return self._delete(key, tenant)
+                return self._delete(key)
             finally:
                 connection.execute(f"PRAGMA secure_delete={secure}")
                 self._hold_reserve()
 
-    def _delete(self, key: str, tenant: str) -> bool:
+    def _delete(self, key: ResourceKey) -> bool:
         with self._writing() as connection:
             deletion = "DELETE FROM responses WHERE tenant = ? AND id = ?"
-            return connection.execute(deletion, (tenant, key)).rowcount > 0
+            return connection.execute(deletion, (key.tenant, key.id)).rowcount > 0
 
     def close(self) -> None:
         """Closes the file. The next call opens it again."""
@@ -269,7 +275,7 @@ class FileStore:
                 used, self._used = self._used, {}
                 for key in list(used):  # a reader may still be adding to it
                     update = f"UPDATE responses SET used = {_NEXT} WHERE tenant = ? AND id = ?"
-                    connection.execute(update, key)
+                    connection.execute(update, (key.tenant, key.id))
                 yield connection
 
     @contextmanager
