@@ -122,6 +122,7 @@ def test_every_id_arrives_up_to_the_end_token(engine: Any, run: Run, name: str) 
     assert generated[-1].finish == "stop"
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("interval", INTERVALS)
 def test_any_stream_interval_gives_the_same_ids(directory: Path, run: Run, interval: int) -> None:
     async def test() -> None:
@@ -246,6 +247,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.nightly(sample=2)
 @pytest.mark.parametrize(("changed", "answer"), SETTINGS)
 def test_settings_reach_the_model(
     engine: Any, run: Run, changed: dict[str, Any], answer: tuple[int, ...]
@@ -297,6 +299,7 @@ LONG = "".join(f" {n}" for n in range(4_000))
 """A prompt that takes several steps to compute, so that other requests join it."""
 
 
+@pytest.mark.nightly(sample=3)
 @pytest.mark.parametrize("temperature", [0.0, 3.0])
 @pytest.mark.parametrize("theirs", ["Once", LONG])
 def test_host_requests_and_ours_are_independent(

@@ -172,6 +172,7 @@ def test_running_model_follows_new_scripts(encode: Encode, tmp_path: Path, place
     assert run(model, ids) == encode("<|channel|>final<|message|>New.<|return|>")
 
 
+@pytest.mark.nightly
 def test_tiny_is_real_gpt_oss(tmp_path: Path) -> None:
     from mlx_lm.models import gpt_oss
 
