@@ -58,7 +58,7 @@ class FrontEnd:
         self.enforcement = Enforcement.of(self.settings)
         self.observer_factories = [*observer_factories]
         self.answers = Answers()
-        self.responses = Responses(sharing)
+        self.responses = Responses(sharing, self.answers)
         self._key: bytes | None = None
         self._reading_key = threading.Lock()
 

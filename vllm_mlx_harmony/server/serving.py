@@ -140,7 +140,7 @@ class Received:
         """
         front_end = self.front_end
         observers: tuple[Observer, ...] = ()
-        front_end.sharing.begin(front_end.answers)
+        front_end.sharing.answer_begins(front_end.answers)
         if front_end.observer_factories:
             request = self.request
             observed = ObservedRequest(

@@ -292,7 +292,7 @@ def test_follower_at_another_server_gets_heartbeats(
     monkeypatch.setattr(peers_answers, "EXPIRY_SECONDS", 3600)  # however slow the machine is
     sharing = RedisSharing(connection)
     sharing.store = stored
-    responses = Responses(sharing)
+    responses = Responses(sharing, Answers())
     stored.put(replace(KEPT, document={**KEPT.document, "status": "in_progress"}))
 
     async def follow_response() -> list[Event]:
@@ -337,7 +337,7 @@ def test_follower_gets_the_end_without_the_last_events(
     created = Event('{"sequence_number":0}', "response.created")
     sharing = RedisSharing(connection)
     sharing.store = stored
-    responses = Responses(sharing)
+    responses = Responses(sharing, Answers())
     directory.beat([], {name: {0: created}})
     directory.ended(name)
     if status:

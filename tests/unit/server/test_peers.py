@@ -37,7 +37,7 @@ def test_answer_between_heartbeats_can_be_cancelled(
             nonlocal beats
             beats += 1
             if beats == 2 and when == "during a heartbeat":
-                heartbeat.begin(self)
+                heartbeat.answer_begins(self)
             return [] if beats < 3 else [ANSWER] if not cancelled else []
 
         def cancel(self, key: AnswerKey) -> bool:
@@ -52,11 +52,11 @@ def test_answer_between_heartbeats_can_be_cancelled(
 
         def run_in_executor(self, *arguments: Any) -> Any:  # type: ignore[override]
             if beats == 2 and when == "after a heartbeat":
-                heartbeat.begin(observed)
+                heartbeat.answer_begins(observed)
             return super().run_in_executor(*arguments)
 
     async def test() -> None:
-        heartbeat.begin(observed)
+        heartbeat.answer_begins(observed)
         assert heartbeat._task is not None
         await asyncio.wait_for(heartbeat._task, 60)
 

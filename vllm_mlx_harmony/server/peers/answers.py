@@ -147,10 +147,13 @@ class Heartbeat:
         self._task: asyncio.Future[None] | None = None
         self._idle = 0  # heartbeats without an answer, since the last one began
 
-    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
-        """One of ``answers`` begins, maybe that of a ``background`` response."""
-        if background is not None:
-            self._sent[background] = 0
+    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
+        """``response`` begins, and its answer is one of ``answers``."""
+        self._sent[response] = 0
+        self.answer_begins(answers)
+
+    def answer_begins(self, answers: Answers) -> None:
+        """One of ``answers`` begins."""
         self._idle = 0  # the task may be about to end
         if self._task is None or self._task.done():
             self._task = asyncio.ensure_future(self._run(answers))

@@ -36,14 +36,14 @@ class RedisSharing:
         self._directory = Directory(connection)
         self._heartbeat = Heartbeat(self._directory)
 
-    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
-        self._heartbeat.begin(answers, background)
+    def answer_begins(self, answers: Answers) -> None:
+        self._heartbeat.answer_begins(answers)
 
     async def cancel(self, key: AnswerKey) -> bool:
         return await self._directory.send(key, Command.CANCEL, CONFIRMATION_SECONDS)
 
-    async def announce(self, write: Callable[[], StoredResponse]) -> None:
-        stored = await in_thread(write)
+    async def announce(self, make: Callable[[], StoredResponse]) -> None:
+        stored = await in_thread(make)
         running = replace(stored, document={**stored.document, "status": "in_progress"})
         with suppress(StoreError):  # then only this server can find it until it ends
             await in_thread(self.store.put, running)
@@ -53,6 +53,9 @@ class RedisSharing:
         with suppress(StoreError):
             await asyncio.to_thread(self.store.delete, key)
             await asyncio.to_thread(self._directory.forget, key)
+
+    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
+        self._heartbeat.background_begins(answers, response)
 
     def runs(self, key: ResourceKey) -> bool:
         try:

@@ -72,12 +72,10 @@ async def _create(received: Received) -> Response:
     job, emitter = await lookup.prepare(received)
     if not emitter.request.background:
         return await respond(received, job)
-    front_end = received.front_end
-    running = await front_end.responses.start(job, emitter, received.answer)
-    front_end.sharing.begin(front_end.answers, running)
+    response = await received.front_end.responses.start(job, emitter, received.answer)
     if job.stream:
-        return EventStream(received.request, running.follow())
-    document = running.document
+        return EventStream(received.request, response.follow())
+    document = response.document
     return await json_in_thread(lambda: document)
 
 

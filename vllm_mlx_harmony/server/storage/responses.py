@@ -14,6 +14,7 @@ from vllm_mlx_harmony.core.turn import ResponseInfo
 from vllm_mlx_harmony.protocols.events import DONE, HEARTBEAT, Event
 from vllm_mlx_harmony.protocols.responses import ResponsesRequest, resource
 from vllm_mlx_harmony.server.answer import Answer
+from vllm_mlx_harmony.server.answers import Answers
 from vllm_mlx_harmony.server.generation import Job
 from vllm_mlx_harmony.server.host import Context
 from vllm_mlx_harmony.server.storage.background import (
@@ -31,8 +32,8 @@ from vllm_mlx_harmony.tasks import in_thread
 class Responses:
     """Methods may raise ``StoreError``."""
 
-    def __init__(self, sharing: Sharing) -> None:
-        self._sharing = sharing
+    def __init__(self, sharing: Sharing, answers: Answers) -> None:
+        self._sharing, self._answers = sharing, answers
         self.conversations = Conversations(sharing.store)
         self._background = BackgroundResponses()
         self._emitters: WeakValueDictionary[ResourceKey, StoringEmitter] = WeakValueDictionary()
@@ -60,16 +61,18 @@ class Responses:
     async def start(
         self, job: Job, emitter: StoringEmitter, begin: Callable[..., Answer]
     ) -> BackgroundResponse:
-        """Starts a background response, whose answer ``begin`` makes.
+        """Starts a background response, whose answer ``begin`` makes, and tells other servers.
 
         Raises ``HostError`` 503 if the running responses take all the memory that they may.
         """
         try:
             await self._sharing.announce(emitter.stored)
-            return await self._background.start(job, emitter, begin)
+            response = await self._background.start(job, emitter, begin)
         except BaseException:
             await self._sharing.withdraw(emitter.key)
             raise
+        self._sharing.background_begins(self._answers, response)
+        return response
 
     # --- For a new request
 

@@ -22,8 +22,8 @@ REPORT_SECONDS = 0.5
 
 
 class Sharing(Protocol):
-    """Methods that are not coroutines block, except for ``begin``. All but ``begin`` and ``runs``
-    may raise ``StoreError``."""
+    """Methods that are not coroutines block, except for ``answer_begins`` and
+    ``background_begins``. All but these and ``runs`` may raise ``StoreError``."""
 
     @property
     def store(self) -> Store:
@@ -39,20 +39,23 @@ class Sharing(Protocol):
 
     # --- Answers
 
-    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
-        """One of ``answers`` begins, maybe that of a ``background`` response. From now on, other
-        servers can cancel it."""
+    def answer_begins(self, answers: Answers) -> None:
+        """One of ``answers`` begins. From now on, other servers can cancel it."""
 
     async def cancel(self, key: AnswerKey) -> bool:
         """Cancels an answer on another server; returns whether one had it."""
 
     # --- Background responses
 
-    async def announce(self, write: Callable[[], StoredResponse]) -> None:
-        """Lets other servers find a response that is about to begin, as ``write`` makes it."""
+    async def announce(self, make: Callable[[], StoredResponse]) -> None:
+        """Lets other servers find a response that is about to begin, as ``make`` returns it."""
 
     async def withdraw(self, key: ResourceKey) -> None:
         """Removes an announced response that does not begin after all."""
+
+    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
+        """``response`` begins, and its answer is one of ``answers``. From now on, other servers can
+        follow, cancel and delete it."""
 
     def runs(self, key: ResourceKey) -> bool:
         """Whether another server generates the response, or may do so as far as is known."""

@@ -21,16 +21,19 @@ class SingleServer:
     def __init__(self, store: Store) -> None:
         self.store = store
 
-    def begin(self, answers: Answers, background: BackgroundResponse | None = None) -> None:
+    def answer_begins(self, answers: Answers) -> None:
         pass
 
     async def cancel(self, key: AnswerKey) -> bool:
         return False
 
-    async def announce(self, write: Callable[[], StoredResponse]) -> None:
+    async def announce(self, make: Callable[[], StoredResponse]) -> None:
         pass
 
     async def withdraw(self, key: ResourceKey) -> None:
+        pass
+
+    def background_begins(self, answers: Answers, response: BackgroundResponse) -> None:
         pass
 
     def runs(self, key: ResourceKey) -> bool:
