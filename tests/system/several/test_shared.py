@@ -36,6 +36,7 @@ from vllm_mlx_harmony.server.peers.sharing import RedisSharing
 from vllm_mlx_harmony.server.peers.store import SharedStore
 from vllm_mlx_harmony.server.peers.turns import SharedTurns
 from vllm_mlx_harmony.server.settings import STORE_VARIABLE, ServerSettings
+from vllm_mlx_harmony.server.storage.background import BackgroundResponse
 from vllm_mlx_harmony.server.storage.responses import Responses
 from vllm_mlx_harmony.server.storage.store import ResourceKey, StoredResponse
 
@@ -233,6 +234,8 @@ def test_commands_and_events_reach_the_other_server(server: RedisServer) -> None
 
 class GeneratedResponse:
     """A background response with its first events, and the last one if it is ``done``."""
+
+    numbered_events = BackgroundResponse.numbered_events
 
     def __init__(self, key: str, *, finished: bool) -> None:
         self.key, self.done, self.deleted = ResourceKey(key, "alice"), finished, False

@@ -165,7 +165,7 @@ class Heartbeat:
             try:
                 await self._beat(answers, running)
             except PeersError:  # the last events of an ended response can then be read only here
-                for ended in [answer for answer in self._sent if answer.done]:
+                for ended in [response for response in self._sent if response.done]:
                     del self._sent[ended]
             except Exception:
                 logger.exception("the heartbeat to the other servers failed")
@@ -174,21 +174,21 @@ class Heartbeat:
     async def _beat(self, answers: Answers, running: Sequence[AnswerKey]) -> None:
         background = {response.key: response for response in self._sent}
         new = {
-            key: dict(enumerate(answer.events[(sent := self._sent[answer]) :], sent))
-            for key, answer in background.items()
+            response.key: response.numbered_events(sent) for response, sent in self._sent.items()
         }
         commands = await asyncio.to_thread(self._directory.beat, running, new)
         for key, command in commands.items():
             if key not in self._executing:
                 work = self._execute(key, command, answers, background)
                 self._executing[key] = asyncio.ensure_future(work)
-        for key, answer in background.items():
-            self._sent[answer] += len(new[key])
-        for key, answer in background.items():
-            if answer.deleted or (answer.done and self._sent[answer] == len(answer.events)):
-                end = self._directory.forget if answer.deleted else self._directory.ended
-                await asyncio.to_thread(end, key)
-                del self._sent[answer]
+        for key, response in background.items():
+            self._sent[response] += len(new[key])
+            if response.deleted:
+                await asyncio.to_thread(self._directory.forget, key)
+                del self._sent[response]
+            elif response.done and self._sent[response] == len(response.events):
+                await asyncio.to_thread(self._directory.ended, key)
+                del self._sent[response]
 
     async def _execute(
         self,

@@ -82,6 +82,10 @@ class BackgroundResponse:
         items: list[dict[str, Any]] = parse_written(self._input)
         return items
 
+    def numbered_events(self, start: int) -> dict[int, Event]:
+        """The events from number ``start`` on, by their numbers."""
+        return dict(enumerate(self.events[start:], start))
+
     async def follow(self, start: int = 0) -> AsyncGenerator[Event, None]:
         """Yields the events from number ``start`` to the last as they arrive, and in a silence that
         the response is running."""
