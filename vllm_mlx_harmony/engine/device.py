@@ -53,12 +53,14 @@ class MemoryLimits:
     pool: int
 
     @classmethod
-    def of(cls, recommended: int, weights: int, cache: int, utilization: float) -> MemoryLimits:
+    def of(
+        cls, recommended: int, weight_bytes: int, cache: int, utilization: float
+    ) -> MemoryLimits:
         """``cache`` is the size of the prefix cache by the settings, ``utilization`` the part of
         ``recommended`` that may be used."""
         usable = int(recommended * utilization)
-        cache = max(0, min(cache, usable - weights))
-        wired = min(weights + cache + MARGIN, recommended)
+        cache = max(0, min(cache, usable - weight_bytes))
+        wired = min(weight_bytes + cache + MARGIN, recommended)
         return cls(recommended, usable, cache, wired, max(POOL, (recommended - usable) // 2))
 
 
@@ -67,7 +69,7 @@ class Metal:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._weights = 0
+        self._weight_bytes = 0
         self._cache = 0
         self._utilization = 1.0
         self._configured: int | None = None
@@ -76,9 +78,9 @@ class Metal:
         self._wired = False
         self._computed = 0.0
 
-    def weights(self) -> int:
+    def weight_bytes(self) -> int:
         """Bytes of the weights of all models of this process."""
-        return self._weights
+        return self._weight_bytes
 
     def add_weights(
         self, nbytes: int, cache: int = 0, utilization: float = 1.0, wired: int | None = None
@@ -90,12 +92,12 @@ class Metal:
         all are the last model's.
         """
         with self._lock:
-            self._weights += nbytes
+            self._weight_bytes += nbytes
             if nbytes > 0:
                 self._cache, self._utilization, self._configured = cache, utilization, wired
             if not has_metal():
                 return
-            if self._weights:
+            if self._weight_bytes:
                 self._limit()
             elif self._limits is not None:
                 mx.synchronize()
@@ -103,7 +105,7 @@ class Metal:
                 self._limits, self._wired = None, False
 
     def _limit(self) -> None:
-        limits = MemoryLimits.of(memory(), self._weights, self._cache, self._utilization)
+        limits = MemoryLimits.of(memory(), self._weight_bytes, self._cache, self._utilization)
         wired = limits.wired if self._configured is None else self._configured
         wired = min(wired, limits.recommended)
         before = _set_limits(wired, limits.recommended, limits.pool)
@@ -243,7 +245,7 @@ def exhausted(error: BaseException) -> bool:
 
 
 _metal = Metal()
-weights, add_weights = _metal.weights, _metal.add_weights
+weight_bytes, add_weights = _metal.weight_bytes, _metal.add_weights
 computing, release = _metal.computing, _metal.release
 
 turns = Turns()

@@ -38,9 +38,9 @@ def load(
 ) -> tuple[Module, PrefixCache]:
     """The model and its prefix cache, for ``MlxEngine.load``: call it on the engine's thread."""
     loading = partial(load_model, directory, trust_remote_code=trust_remote_code)
-    weights = None
+    weights_digest = None
     if resources.disk is None:
         module = loading()
     else:
-        module, weights = identity.load_and_identify(source, loading)
-    return module, PrefixCache(module, resources.tree(), resources.disk, weights)
+        module, weights_digest = identity.load_and_identify(source, loading)
+    return module, PrefixCache(module, resources.tree(), resources.disk, weights_digest)

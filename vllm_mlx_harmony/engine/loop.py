@@ -121,7 +121,7 @@ class EngineLoop:
         self.module = Module()
         self.cache = PrefixCache(self.module)
         self.budget = Budget(0, Layout(), 0)
-        self.weights = 0
+        self.weight_bytes = 0
         self.costs = None if options.speculate == "off" else UNKNOWN
         self.totals = Totals()
         self.scheduler = Scheduler(options.limits)
@@ -154,7 +154,7 @@ class EngineLoop:
             stopped=self._stopped,
             cache=self.cache,
             budget=self.budget,
-            weights=self.weights,
+            weight_bytes=self.weight_bytes,
             costs=self.costs,
             totals=self.totals,
             requests=tuple(self._request_statuses()),
@@ -163,7 +163,7 @@ class EngineLoop:
     def _request_statuses(self) -> list[RequestStatus]:
         """Those that generate first, then the others in the order in which they will be served."""
         now, scheduler = time.perf_counter(), self.scheduler
-        places = {key: place for place, key in enumerate(scheduler.order(), start=1)}
+        places = {number: place for place, number in enumerate(scheduler.order(), start=1)}
 
         def place_of(request: Request) -> int:
             if request.phase is Phase.GENERATING:
@@ -203,12 +203,12 @@ class EngineLoop:
         """Loads and measures the model."""
         with device.loading:
             module, self.cache = load()
-            self.weights = tree_reduce(
+            self.weight_bytes = tree_reduce(
                 lambda nbytes, array: nbytes + getattr(array, "nbytes", 0), module, 0
             )
             self.module, self.loaded = module, True
             device.add_weights(
-                self.weights,
+                self.weight_bytes,
                 self.cache.status().budget,
                 self.options.utilization,
                 self.options.wired,
@@ -230,9 +230,10 @@ class EngineLoop:
         work = int(work_per_id * self.options.limits.chunk)
         self.budget = Budget(limit, Layout.of(layers), work)
         self._shapes = pieces.shapes(layers)
-        if self.budget.longest(device.weights()) < 1:
+        loaded = device.weight_bytes()
+        if self.budget.longest(loaded) < 1:
             raise HostError(
-                f"the weights take {device.weights():,} of the {limit:,} bytes that may be used, "
+                f"the weights take {loaded:,} of the {limit:,} bytes that may be used, "
                 "which leaves no memory for a prompt: use a smaller model, or increase "
                 "--gpu-memory-utilization",
                 code="out_of_memory",
@@ -240,12 +241,12 @@ class EngineLoop:
         if self.options.speculate == "auto":
             where = f"mlx {mx.__version__}, {mx.device_info().get('device_name')}"
             # Version 1 measured steps of one id too short, version 2 only short contexts.
-            key = f"{self.model}: {self.weights} bytes, {where}, version 3"
-            deep = self.budget.longest(device.weights()) > 2 * costs.DEPTH
+            key = f"{self.model}: {self.weight_bytes} bytes, {where}, version 3"
+            deep = self.budget.longest(loaded) > 2 * costs.DEPTH
             measure = partial(costs.measure_at_depths, module, layers, deep)
             self.costs = costs.load_or_measure(self.options.costs, key, measure)
 
-    def free(self) -> None:
+    def unload(self) -> None:
         """Ends all requests and unloads in one call; a request arriving between two calls would
         never end."""
         self.abandon()
@@ -253,8 +254,8 @@ class EngineLoop:
         self.cache.close()
         self.module, self.loaded = Module(), False
         self.cache, self._shapes = PrefixCache(self.module), []
-        device.add_weights(-self.weights)
-        self.weights = 0
+        device.add_weights(-self.weight_bytes)
+        self.weight_bytes = 0
         mx.clear_cache()
         device.turns.rest(self)
         self.publish()
@@ -263,8 +264,8 @@ class EngineLoop:
         """Ends all requests with 503. ``error`` is what the thread died of."""
         if error is not None:
             self._stopped = f"the engine stopped unexpectedly: {type(error).__name__}"
-        for key in list(self.requests):
-            request = self.requests.pop(key)
+        for number in list(self.requests):
+            request = self.requests.pop(number)
             self._enter(request, Phase.ENDED)
             request.layers = request.match = None
             self._put(request, HostError(self._stopped))
@@ -328,7 +329,7 @@ class EngineLoop:
         self.batches = [batch for batch in self.batches if batch.rows]
 
     def _put(self, request: Request, item: Item) -> None:
-        self._out[request.loop].append((request, item))
+        self._out[request.event_loop].append((request, item))
 
     def _deliver(self) -> None:
         """Gives requests what has arrived for them, with one call of each event loop. Those that
@@ -338,9 +339,9 @@ class EngineLoop:
         if not self._out:
             return
         out, self._out = self._out, defaultdict(list)
-        for loop, items in out.items():
+        for event_loop, items in out.items():
             try:
-                loop.call_soon_threadsafe(hand_over, items)
+                event_loop.call_soon_threadsafe(hand_over, items)
             except RuntimeError:  # the loop is closed
                 for request, _ in items:  # later: a step may be using its row now
                     with suppress(Stopped):
@@ -442,15 +443,15 @@ class EngineLoop:
         """Tells prompts that wait their places, from time to time."""
         if time.perf_counter() - self._reported >= REPORT_SECONDS:
             self._reported = time.perf_counter()
-            for place, key in enumerate(self.scheduler.order(), start=1):
-                self._put(self.requests[key], self.requests[key].report(place))
+            for place, number in enumerate(self.scheduler.order(), start=1):
+                self._put(self.requests[number], self.requests[number].report(place))
 
-    def _make_room(self, key: int) -> bool:
+    def _make_room(self, number: int) -> bool:
         """Whether there is memory for the request to its end, or can be made.
 
         Evicts cached pieces if that suffices, and fails the request after `ADMISSION_TIMEOUT`.
         """
-        budget, request = self.budget, self.requests[key]
+        budget, request = self.budget, self.requests[number]
         if request.max_length >= self._too_long:
             request.other_bytes = -1  # others run: their memory will be freed
             return False
@@ -556,12 +557,12 @@ class EngineLoop:
         size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
         running, own = self._running()
         ends = [request.max_length for request in running]
-        missing = size - self.budget.free(device.used() - own, ends)
+        missing = size - self.budget.remaining(device.used() - own, ends)
         if missing > 0 and self.cache.make_room(missing):
             mx.clear_cache()
             # What it continues may have been evicted, too.
             size = self.budget.layout.piece(len(ids) - self.cache.stored(ids, request.tenant))
-            missing = size - self.budget.free(device.used() - own, ends)
+            missing = size - self.budget.remaining(device.used() - own, ends)
         if missing <= 0:
             self.cache.store(ids, layers, request.tenant, row)
 

@@ -11,8 +11,8 @@ So nothing is computed that would not fit:
     + the work of a chunk                                 measured when a model is loaded
     ≤ limit                                               device × ``--gpu-memory-utilization``
 
-What is stored in the prefix cache is a copy. It is made only of what is left of the limit (`free`),
-after other cached prompts were evicted for it.
+What is stored in the prefix cache is a copy. It is made only of what is left of the limit
+(`Budget.remaining`), after other cached prompts were evicted for it.
 
 A request's end is its prompt and its ``max_tokens``. The requests of other models count with what
 they hold now. What was read ahead from the disk is in plain memory and is not counted.
@@ -120,15 +120,15 @@ class Budget:
             whole = int(whole / (1 - MAX_PADDING)) + FREE_PADDING * self.layout.per_id
         return whole + self.work
 
-    def free(self, other_bytes: int, ends: Iterable[int]) -> int:
+    def remaining(self, other_bytes: int, ends: Iterable[int]) -> int:
         """Bytes that all of them leave of the limit, beside ``other_bytes``; negative if they
         exceed it."""
         return self.limit - other_bytes - self.needed(ends)
 
     def missing(self, other_bytes: int, ends: Iterable[int]) -> int:
         """Bytes by which all of them exceed the limit, beside ``other_bytes``; 0 if they fit."""
-        return max(0, -self.free(other_bytes, ends))
+        return max(0, -self.remaining(other_bytes, ends))
 
-    def longest(self, weights: int) -> int:
-        """Ids of the longest request that fits when it is alone, beside ``weights``."""
-        return self.layout.longest(self.limit - weights - self.work)
+    def longest(self, weight_bytes: int) -> int:
+        """Ids of the longest request that fits when it is alone, beside the weights."""
+        return self.layout.longest(self.limit - weight_bytes - self.work)

@@ -69,8 +69,8 @@ class MlxEngine:
         return self.loop.published.budget
 
     @property
-    def weights(self) -> int:
-        return self.loop.published.weights
+    def weight_bytes(self) -> int:
+        return self.loop.published.weight_bytes
 
     @property
     def totals(self) -> Totals:
@@ -98,7 +98,7 @@ class MlxEngine:
         known = length_of(self.model)
         if not self.loaded:
             return known
-        longest = self.budget.longest(device.weights())
+        longest = self.budget.longest(device.weight_bytes())
         return longest if known is None else min(known, longest)
 
     def load(self, load: Load) -> None:
@@ -111,11 +111,11 @@ class MlxEngine:
     def close(self) -> None:
         """Ends all requests, frees everything, ends the thread."""
         with suppress(Stopped):
-            self._thread.call(self.loop.free)
+            self._thread.call(self.loop.unload)
             self._thread.call(device.end_streams)
         self._thread.close()
         if self.loaded:  # the thread died and could not free it
-            self.loop.free()
+            self.loop.unload()
 
     def status(self) -> list[RequestStatus]:
         """All requests: those that generate first, then the others in the order in which they will

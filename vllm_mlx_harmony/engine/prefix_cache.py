@@ -122,11 +122,12 @@ class Status(Counters):
 
 
 class PrefixCache:
-    """What ``model`` computed, in ``tree`` and, if its ``weights`` are known, on ``disk``.
+    """What ``model`` computed, in ``tree`` and, if its ``weights_digest`` is known, on ``disk``.
 
-    ``weights`` is `identity.of_weights` of the files that the model was loaded from. ``tree`` and
-    ``disk`` belong to the caller, who may share them between models; without a tree, nothing is
-    stored. ``restore`` and ``store`` run on the thread that owns the model, everything else on any.
+    ``weights_digest`` is `identity.of_weights` of the files that the model was loaded from.
+    ``tree`` and ``disk`` belong to the caller, who may share them between models; without a tree,
+    nothing is stored. ``restore`` and ``store`` run on the thread that owns the model, everything
+    else on any.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class PrefixCache:
         model: Module,
         tree: PrefixTree[Piece] | None = None,
         disk: DiskCache | None = None,
-        weights: bytes | None = None,
+        weights_digest: bytes | None = None,
     ) -> None:
         self._model = model
         self._tree = PrefixTree(0) if tree is None else tree
@@ -144,10 +145,10 @@ class PrefixCache:
         self.enabled = windows is not None
         """Whether there is any room, and all of the model's layers can be cut."""
         self._disk: DiskCache | None = None
-        if disk is not None and weights is not None and windows is not None:
+        if disk is not None and weights_digest is not None and windows is not None:
             self._disk = disk
             layout = identity.of_layout(model.__class__.__name__, windows)
-            self._root = partial(identity.root, weights, layout)
+            self._root = partial(identity.root, weights_digest, layout)
         self._reused = Reused()
 
     def lookup(self, ids: Iterable[int], tenant: str) -> Match:

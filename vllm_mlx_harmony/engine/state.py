@@ -26,7 +26,7 @@ def document(models: Models) -> dict[str, Any]:
         memory = {
             "limit": engine.budget.limit,
             "used": device.used(),
-            "weights": engine.weights,
+            "weights": engine.weight_bytes,
             "longest_request": engine.context_length,
         }
         steps = {
@@ -70,7 +70,7 @@ def sections(models: Models) -> list[tuple[str, Sequence[Row]]]:
         requests = engine.status()
         waiting = sum(request.place > 0 for request in requests)
         rows: list[Row] = [
-            ("weights", engine.weights, "bytes"),
+            ("weights", engine.weight_bytes, "bytes"),
             ("in use", device.used(), "bytes"),
             ("limit", engine.budget.limit, "bytes"),
             ("longest request", engine.context_length, "tokens"),

@@ -54,7 +54,7 @@ class EngineStatus:
     stopped: str
     cache: PrefixCache
     budget: Budget
-    weights: int
+    weight_bytes: int
     costs: Costs | None
     totals: Totals
     requests: tuple[RequestStatus, ...]

@@ -8,7 +8,7 @@ from vllm_mlx_harmony.sizes import size
 
 
 def memory(engine: MlxEngine) -> str:
-    return f"{size(engine.weights)} of {size(engine.budget.limit)} used"
+    return f"{size(engine.weight_bytes)} of {size(engine.budget.limit)} used"
 
 
 def context(engine: MlxEngine | None, window: int | None) -> str:

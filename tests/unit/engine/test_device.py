@@ -74,7 +74,7 @@ def test_memory_limits_fit_macs(gib: int, part: float, model: str, ids: int) -> 
 
 
 def test_cache_is_clamped_to_usable_memory() -> None:
-    limits = MemoryLimits.of(100, weights=95, cache=50, utilization=1.0)
+    limits = MemoryLimits.of(100, weight_bytes=95, cache=50, utilization=1.0)
     assert limits == MemoryLimits(100, usable=100, cache=5, wired=100, pool=POOL)
 
 
@@ -131,7 +131,7 @@ def test_limits_follow_weights(metal: Device, changes: tuple[int, ...]) -> None:
     for at, change in enumerate(changes):
         models.add_weights(change * GB, 2 * GB, 0.9)
         weights = sum(changes[: at + 1]) * GB
-        assert models.weights() == weights
+        assert models.weight_bytes() == weights
         limits = MemoryLimits.of(RECOMMENDED, weights, 2 * GB, 0.9)
         expected = (limits.wired, RECOMMENDED, limits.pool)
         assert metal.limits == (expected if weights else BEFORE)

@@ -210,11 +210,11 @@ def test_pieces_are_written_once(open_disk: Open, pieces: list[Piece]) -> None:
 # --- Owners
 
 
-@pytest.mark.parametrize("field", ["weights", "layout", "tenant"])
+@pytest.mark.parametrize("field", ["weights_digest", "layout", "tenant"])
 def test_pieces_of_another_root_are_not_found(
     disk: DiskCache, pieces: list[Piece], field: str
 ) -> None:
-    fields = {"weights": b"w", "layout": b"l", "tenant": "alice"}
+    fields = {"weights_digest": b"w", "layout": b"l", "tenant": "alice"}
     write(disk, pieces, identity.root(**fields))
     assert fetch(disk, root=identity.root(**fields)) == ALL
     other = {**fields, field: type(fields[field])(fields[field] * 2)}

@@ -756,7 +756,7 @@ def test_context_length_is_bounded_by_memory(tiny: Path) -> None:
     try:
         assert engine.context_length == 131_072
         budget = engine.budget
-        room = device.weights() + budget.work + budget.layout.nbytes(5000)
+        room = device.weight_bytes() + budget.work + budget.layout.nbytes(5000)
         limit(engine, room)
         assert engine.context_length is not None and 4600 < engine.context_length <= 5120
     finally:
@@ -776,13 +776,14 @@ def test_model_without_room_for_prompts_is_not_loaded(
 
 @pytest.mark.parametrize("weights", [1, 3, 10**9])
 def test_loaded_models_shorten_context_of_others(tiny: Path, weights: int) -> None:
-    before = device.weights()
+    before = device.weight_bytes()
     first = open_engine(tiny)
     second = open_engine(tiny)
     try:
-        assert first.weights == second.weights == (device.weights() - before) // 2 > 10**6
+        loaded = device.weight_bytes() - before
+        assert first.weight_bytes == second.weight_bytes == loaded // 2 > 10**6
         budget = first.budget
-        room = device.weights() + budget.work + budget.layout.nbytes(5120) + weights
+        room = device.weight_bytes() + budget.work + budget.layout.nbytes(5120) + weights
         limit(first, room)
         alone = first.context_length
         device.add_weights(weights)
@@ -792,7 +793,7 @@ def test_loaded_models_shorten_context_of_others(tiny: Path, weights: int) -> No
     finally:
         first.close()
         second.close()
-    assert device.weights() == before and first.weights == 0
+    assert device.weight_bytes() == before and first.weight_bytes == 0
 
 
 @pytest.mark.nightly
@@ -963,7 +964,7 @@ def test_eviction_waits_for_pending_writes(
         write(*args)
 
     monkeypatch.setattr(DiskCache, "_write", write_slowly)
-    new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
+    new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights_digest=b"w" * 16)
 
     async def test() -> None:
         engine = open_engine(tiny, cache=new_cache)
@@ -1123,7 +1124,7 @@ def test_answer_on_closed_event_loop_does_not_stop_others(
         for request, token in step(batch, model):
             if request.prompt == prompt and request.generated + len(delayed) == 8:
                 delayed.append((request, token))
-                request.loop = closed_loop
+                request.event_loop = closed_loop
             else:
                 pairs += (
                     [*delayed, (request, token)] if request.prompt == prompt else [(request, token)]
@@ -1415,7 +1416,7 @@ def test_slow_disk_does_not_block_prompt(
 
     monkeypatch.setattr(DiskCache, "_write", write_slowly)
     monkeypatch.setattr("vllm_mlx_harmony.engine.loop.WRITE_TIMEOUT", 0.2)
-    new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights=b"w" * 16)
+    new_cache = partial(PrefixCache, tree=PrefixTree(1 << 30), disk=disk, weights_digest=b"w" * 16)
     engine = open_engine(tiny, cache=new_cache, speculate="off")
     try:
         for seed in range(4):

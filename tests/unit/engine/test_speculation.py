@@ -153,8 +153,10 @@ def row(
 ) -> Batch:
     forcing: Any = Forcing(forbidden, *guesses)
     mask = LogitsMask(forcing, origins=settings.origins) if held else None
-    loop: Any = None
-    request = Request(1, tuple(prompt), settings, "", Sampler(settings, prompt, mask), loop=loop)
+    event_loop: Any = None
+    request = Request(
+        1, tuple(prompt), settings, "", Sampler(settings, prompt, mask), event_loop=event_loop
+    )
     layers = MODEL.make_cache()
     if len(prompt) > 1:
         MODEL(mx.array([prompt[:-1]]), cache=layers)

@@ -89,26 +89,26 @@ def load_and_identify(model: str, load: Callable[[], T]) -> tuple[T, bytes | Non
     """
     before = of_weights(model)
     loaded = load()
-    weights = of_weights(model)
+    digest = of_weights(model)
     # In the Hugging Face cache, files of a repository do not change: others are added.
-    if weights != before and Path(model).is_dir():
+    if digest != before and Path(model).is_dir():
         logger.warning(
             "prefix cache: disk cache disabled: files in %s changed during loading", model
         )
         return loaded, None
-    if weights is None:
+    if digest is None:
         logger.warning(
             "prefix cache: disk cache disabled: some weights in %s cannot be read", model
         )
-    return loaded, weights
+    return loaded, digest
 
 
-def of_layout(model: str, windows: Windows) -> bytes:
-    """A digest of how pieces of a model, by the name of its class, are laid out."""
+def of_layout(class_name: str, windows: Windows) -> bytes:
+    """A digest of how pieces of models of this class are laid out."""
     version = metadata.version("mlx-lm").split(".")[:2]
-    return key_of(repr((VERSION, version, model, windows)).encode())
+    return key_of(repr((VERSION, version, class_name, windows)).encode())
 
 
-def root(weights: bytes, layout: bytes, tenant: str) -> bytes:
+def root(weights_digest: bytes, layout: bytes, tenant: str) -> bytes:
     """The key that the sequences of a tenant begin with."""
-    return key_of(weights, layout, tenant.encode())
+    return key_of(weights_digest, layout, tenant.encode())
