@@ -50,15 +50,15 @@ from vllm_mlx_harmony.core.grammar import compile_grammar, grammar_of
 from vllm_mlx_harmony.core.names import Names
 from vllm_mlx_harmony.core.render import expected_headers
 from vllm_mlx_harmony.core.turn import VOCAB_SIZE, Tool, Turn, User
-from vllm_mlx_harmony.engine import costs as step_costs
-from vllm_mlx_harmony.engine import device
+from vllm_mlx_harmony.engine import device, measure_costs
 from vllm_mlx_harmony.engine.batch import EXPECTED_RIGHT, MAX_CHOICES_TO_WAIT_FOR
-from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
+from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.sampler import accepted
+from vllm_mlx_harmony.engine.step_costs import ASSUMED, Costs
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings
 
 RELEASES = {
@@ -285,7 +285,7 @@ def forced_steps(mask: LogitsMask, answer: Sequence[int]) -> int:
             forced = mask.follow(most)
             at += len(forced)
             draft = mask.expected(most - len(forced))
-            draft = draft[: UNKNOWN.best_draft_length(EXPECTED_RIGHT, len(draft))]
+            draft = draft[: ASSUMED.best_draft_length(EXPECTED_RIGHT, len(draft))]
             draft = draft[: len(mask.after(draft)) - 1]
             right = accepted(draft, answer[at : at + len(draft)])
             mask.advance(*draft[:right])
@@ -360,7 +360,8 @@ def seconds(pairs: Sequence[tuple[str, str, str]], count: int, most: int) -> Ite
     engines = [opened(lambda: Replayed(wide()), mode) for mode in ("off", "auto")]
     try:
         module: Any = engines[1].loop.module
-        measure = partial(step_costs.measure_step_costs, module, make_prompt_cache(module), clock)
+        layers = make_prompt_cache(module)
+        measure = partial(measure_costs.measure_step_costs, module, layers, clock)
         engines[1].loop.costs = found = engines[1]._thread.call(measure).result()
         shares = [f"{seconds / found.seconds[0]:.2f}" for seconds in found.seconds]
         print(f"steps of {found.ids} ids cost {', '.join(shares)} of one")

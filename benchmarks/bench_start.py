@@ -29,7 +29,7 @@ from statistics import median
 import psutil
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.engine.costs import RUNS
+from vllm_mlx_harmony.engine.measure_costs import RUNS
 
 MLX_LM, LIGHT, HOST, PLUGIN = "mlx_lm.server", "light server", "vllm-mlx", "… with the plugin"
 

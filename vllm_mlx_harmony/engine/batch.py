@@ -37,13 +37,12 @@ from collections.abc import Collection, Sequence
 import mlx.core as mx
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.engine.costs import WIDTHS, Model
-from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, evaluate, trim
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Model, evaluate, trim
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead, log_probabilities
+from vllm_mlx_harmony.engine.step_costs import WIDTHS, Costs
 from vllm_mlx_harmony.engine_api.engine import Origin
 
 EXPECTED_RIGHT = 0.95

@@ -23,11 +23,11 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from vllm_mlx_harmony.core import vocab
+from vllm_mlx_harmony.engine.step_costs import Costs
 
 GRAM = 3
 """Length of the text that is looked up, in ids."""
@@ -53,37 +53,6 @@ PRIOR_IDS = 8.0
 
 _FACTORS = (0x9E37_79B1, 0x85EB_CA6B, 0xC2B2_AE35)
 _BITS = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """A step of ``ids[i]`` ids takes ``seconds[i]``; both ascend, and ``ids[0]`` is 1."""
-
-    ids: tuple[int, ...] = (1,)
-    seconds: tuple[float, ...] = (1.0,)
-
-    def best_draft_length(self, accuracy: float, most: int) -> int:
-        """Ids of the draft with the most expected ids per second; 0 if that is none."""
-        best, rate = 0, 1 / self.seconds[0]
-        for width, seconds in zip(self.ids[1:], self.seconds[1:], strict=True):
-            if width - 1 > most:
-                break
-            # All of the draft up to the first wrong id, and the id that is drawn there.
-            expected = (1 - accuracy**width) / (1 - accuracy) if accuracy < 1 else width
-            if expected / seconds > rate:
-                best, rate = width - 1, expected / seconds
-        return best
-
-    def max_known_ids(self, most: int) -> int:
-        """How many known ids, at most ``most``, may follow the first one in the same step: more
-        would take longer than steps of their own."""
-        pairs = zip(self.ids, self.seconds, strict=True)
-        widest = max(ids for ids, seconds in pairs if seconds <= ids * self.seconds[0])
-        return min(most, widest - 1)
-
-
-UNKNOWN = Costs((1, 2, 3, 4, 8, 16), (1.0,) * 6)
-"""Of a device that is not measured: known and expected ids are always computed together."""
 
 
 class Drafts:

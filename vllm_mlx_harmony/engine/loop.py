@@ -35,9 +35,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HarmonyFailure, HostError, OutputError
-from vllm_mlx_harmony.engine import costs, device, pieces
+from vllm_mlx_harmony.engine import device, measure_costs, pieces
 from vllm_mlx_harmony.engine.batch import Batch, computed_together
-from vllm_mlx_harmony.engine.drafts import UNKNOWN, Drafts
+from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.memory import Budget, Layout
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, drop_outside_windows, evaluate
 from vllm_mlx_harmony.engine.prefix_cache import STORE_EVERY, PrefixCache, boundaries
@@ -50,6 +50,7 @@ from vllm_mlx_harmony.engine.scheduler import (
     Scheduler,
 )
 from vllm_mlx_harmony.engine.status import EngineStatus, RequestStatus, Totals, Waiting
+from vllm_mlx_harmony.engine.step_costs import ASSUMED
 from vllm_mlx_harmony.engine.thread import POLL_SECONDS, EngineThread, Stopped
 from vllm_mlx_harmony.engine_api.engine import Finish, Speculate
 
@@ -93,16 +94,16 @@ Load: TypeAlias = "Callable[[], tuple[Module, PrefixCache]]"
 class Options:
     """How an engine runs. ``utilization``: part of the device's memory that it may use.
 
-    ``interval``: ids of an answer in one ``Step``. ``costs``: the file that remembers what steps of
-    several ids cost. ``queue``: requests that may wait to begin. ``memory`` and ``wired`` as in
-    ``device``, in bytes.
+    ``interval``: ids of an answer in one ``Step``. ``costs_file`` remembers what steps of several
+    ids cost. ``queue``: requests that may wait to begin. ``memory`` and ``wired`` as in ``device``,
+    in bytes.
     """
 
     limits: BatchLimits = field(default_factory=BatchLimits)
     utilization: float = 0.9
     interval: int = 1
     speculate: Speculate = "auto"
-    costs: Path | None = None
+    costs_file: Path | None = None
     queue: int = MAX_WAITING
     memory: int | None = None
     wired: int | None = None
@@ -122,7 +123,7 @@ class EngineLoop:
         self.cache = PrefixCache(self.module)
         self.budget = Budget(0, Layout(), 0)
         self.weight_bytes = 0
-        self.costs = None if options.speculate == "off" else UNKNOWN
+        self.costs = None if options.speculate == "off" else ASSUMED
         self.totals = Totals()
         self.scheduler = Scheduler(options.limits)
         self.requests: dict[int, Request] = {}
@@ -242,9 +243,9 @@ class EngineLoop:
             where = f"mlx {mx.__version__}, {mx.device_info().get('device_name')}"
             # Version 1 measured steps of one id too short, version 2 only short contexts.
             key = f"{self.model}: {self.weight_bytes} bytes, {where}, version 3"
-            deep = self.budget.longest(loaded) > 2 * costs.DEPTH
-            measure = partial(costs.measure_at_depths, module, layers, deep)
-            self.costs = costs.load_or_measure(self.options.costs, key, measure)
+            deep = self.budget.longest(loaded) > 2 * measure_costs.DEPTH
+            measure = partial(measure_costs.measure_at_depths, module, layers, deep)
+            self.costs = measure_costs.load_or_measure(self.options.costs_file, key, measure)
 
     def unload(self) -> None:
         """Ends all requests and unloads in one call; a request arriving between two calls would

@@ -19,7 +19,6 @@ from itertools import count
 
 from vllm_mlx_harmony.core.errors import HostError
 from vllm_mlx_harmony.engine import device
-from vllm_mlx_harmony.engine.drafts import UNKNOWN
 from vllm_mlx_harmony.engine.loop import EngineLoop, Load, Options
 from vllm_mlx_harmony.engine.masks import LogitsMask
 from vllm_mlx_harmony.engine.memory import Budget
@@ -27,6 +26,7 @@ from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
 from vllm_mlx_harmony.engine.status import RequestStatus, Totals
+from vllm_mlx_harmony.engine.step_costs import ASSUMED
 from vllm_mlx_harmony.engine.thread import Stopped
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, Steps
 from vllm_mlx_harmony.model_files import length_of
@@ -81,7 +81,7 @@ class MlxEngine:
         """Measured duration of a step of *n* ids, relative to a step of one; empty if not
         measured."""
         costs = self.loop.published.costs
-        if costs in (None, UNKNOWN):
+        if costs in (None, ASSUMED):
             return {}
         first, *_ = costs.seconds
         pairs = zip(costs.ids, costs.seconds, strict=True)

@@ -29,6 +29,9 @@ Layer: TypeAlias = "KVCache | RotatingKVCache | BatchKVCache | BatchRotatingKVCa
 Layers: TypeAlias = "list[Layer]"
 """A cache for each layer of a model."""
 
+Model: TypeAlias = "Callable[..., mx.array]"
+"""A model as it is called: ids (rows, ids) and ``cache``, its `Layers`, to logits."""
+
 AT_ONCE = 1 << 28
 """Bytes of weights that are read between two steps of the progress bar."""
 

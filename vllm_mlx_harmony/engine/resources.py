@@ -26,7 +26,7 @@ from vllm_mlx_harmony.engine_api.engine import Speculate
 logger = logging.getLogger("vllm_mlx_harmony")
 
 COSTS = "step-costs.json"
-"""The file that `Options.costs` names: in the directory of the disk cache, or the user's cache."""
+"""The name of `Options.costs_file`: in the directory of the disk cache, or the user's cache."""
 
 WRITTEN_WITHIN = 5.0
 """Seconds in which the disk cache writes what is pending when the process ends."""
@@ -64,7 +64,7 @@ def configure(
     tree.cache_clear()
     disk = opened(directory, gigabytes, per_day) if directory and budget() > 0 else None
     remembering = vocab.cache_dir() if disk is None else disk.directory
-    options = replace(options, costs=remembering / COSTS)
+    options = replace(options, costs_file=remembering / COSTS)
 
 
 def configured_options(settings: EngineSettings) -> Options:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
-from vllm_mlx_harmony.engine.drafts import Costs
 from vllm_mlx_harmony.engine.memory import Budget
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.request import Phase
+from vllm_mlx_harmony.engine.step_costs import Costs
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import pytest
 from server_process import FLAG, HARMONY
 
 from vllm_mlx_harmony import standin
-from vllm_mlx_harmony.engine.costs import RUNS
+from vllm_mlx_harmony.engine.measure_costs import RUNS
 from vllm_mlx_harmony.standin import Script
 
 if TYPE_CHECKING:

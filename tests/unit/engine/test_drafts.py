@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("mlx_lm")  # the rest of the directory needs it
 
 from vllm_mlx_harmony.core import vocab
-from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
+from vllm_mlx_harmony.engine.drafts import Drafts
+from vllm_mlx_harmony.engine.step_costs import ASSUMED, Costs
 
 FREE = Costs((1, 2, 4, 8, 16), (1.0,) * 5)
 WORDS = list(range(100, 160))
@@ -80,8 +81,8 @@ def test_draft_is_as_long_as_pays(
     ("costs", "most", "expected"),
     [
         (Costs(), 15, 0),
-        (UNKNOWN, 15, 15),
-        (UNKNOWN, 3, 3),
+        (ASSUMED, 15, 15),
+        (ASSUMED, 3, 3),
         (FREE, 15, 15),
         (Costs((1, 2, 4, 8, 16), (1.0, 2.0, 4.0, 8.0, 16.0)), 15, 15),
         (Costs((1, 2, 4, 8, 16), (1.0, 1.9, 4.1, 8.2, 16.3)), 15, 1),

@@ -26,18 +26,19 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.errors import HostError
-from vllm_mlx_harmony.engine import costs as step_costs
+from vllm_mlx_harmony.engine import measure_costs
 from vllm_mlx_harmony.engine import sampler as sampling
 from vllm_mlx_harmony.engine.batch import Batch
-from vllm_mlx_harmony.engine.costs import WIDTHS, load_or_measure, measure_step_costs
 from vllm_mlx_harmony.engine.disk.cache import DiskCache
-from vllm_mlx_harmony.engine.drafts import UNKNOWN, Costs, Drafts
+from vllm_mlx_harmony.engine.drafts import Drafts
 from vllm_mlx_harmony.engine.masks import LogitsMask
+from vllm_mlx_harmony.engine.measure_costs import load_or_measure, measure_step_costs
 from vllm_mlx_harmony.engine.mlx_engine import MlxEngine, Options
 from vllm_mlx_harmony.engine.prefix_cache import PrefixCache
 from vllm_mlx_harmony.engine.prefix_tree import PrefixTree
 from vllm_mlx_harmony.engine.request import Request
 from vllm_mlx_harmony.engine.sampler import Sampler
+from vllm_mlx_harmony.engine.step_costs import ASSUMED, WIDTHS, Costs
 from vllm_mlx_harmony.engine_api.engine import GenerationRequest, GenerationSettings, Origin
 
 SIZE = 64
@@ -203,7 +204,7 @@ def test_drafts_do_not_change_answers(changed: dict[str, Any], held: bool) -> No
         cycle = [16, 17, 18, 19, 20, 21, 22, 23, luck.randrange(SIZE)]
         prompt = [vocab.MESSAGE, *(cycle * 40)][:length]
         expected, _ = ids_of(row(prompt, settings, None, held=held), settings)
-        for costs in (CHEAP, UNKNOWN, SLOW):
+        for costs in (CHEAP, ASSUMED, SLOW):
             batch = row(prompt, settings, costs, held=held)
             output, took = ids_of(batch, settings)
             assert output == expected, (length, costs)
@@ -224,7 +225,7 @@ def test_expected_headers_do_not_change_answers(changed: dict[str, Any]) -> None
         settings = GenerationSettings(**{"max_tokens": 60, "top_p": 1.0, "seed": length, **changed})
         prompt = [vocab.MESSAGE, *(list(range(16, 24)) * 40)][:length]
         expected, _ = ids_of(row(prompt, settings, None, held=True), settings)
-        for costs in (CHEAP, UNKNOWN, SLOW):
+        for costs in (CHEAP, ASSUMED, SLOW):
             batch = row(prompt, settings, costs, held=True, guesses=guesses)
             (request,) = batch.rows
             request.drafts = None
@@ -248,7 +249,7 @@ def test_origin_of_each_id_is_reported(changed: dict[str, Any], held: bool) -> N
         settings = GenerationSettings(**{"max_tokens": 80, "top_p": 1.0, "seed": seed, **changed})
         with_origins = replace(settings, origins=True)
         prompt = [vocab.MESSAGE, *range(16, 24)] * 6
-        for costs in (None, CHEAP, UNKNOWN):
+        for costs in (None, CHEAP, ASSUMED):
             expected, _ = ids_of(row(prompt, settings, costs, held=held, forbidden=(18,)), settings)
             batch = row(prompt, with_origins, costs, held=held, forbidden=(18,))
             output, _ = ids_of(batch, with_origins)
@@ -530,7 +531,7 @@ def test_step_of_one_id_is_measured_to_completion(monkeypatch: pytest.MonkeyPatc
         eval=wait,
         async_eval=lambda array: computing.append(id(array)),
     )
-    monkeypatch.setattr(step_costs, "mx", device)
+    monkeypatch.setattr(measure_costs, "mx", device)
     layers = MODEL.make_cache()
     MODEL(mx.array([[1, 2, 3]]), cache=layers)
     costs = measure_step_costs(model, layers, lambda: now)
@@ -550,7 +551,7 @@ def test_draft_must_pay_at_both_depths(
     shallow: tuple[float, ...], deep: tuple[float, ...], expected: tuple[float, ...]
 ) -> None:
     first, second = (Costs(WIDTHS[: len(seconds)], seconds) for seconds in (shallow, deep))
-    worse = step_costs.worse(first, second)
+    worse = measure_costs.worse(first, second)
     assert worse == Costs(WIDTHS[: len(expected)], pytest.approx(expected))
 
 
@@ -561,7 +562,7 @@ def test_steps_are_measured_at_both_depths() -> None:
         """More than four ids at once are slow where they attend to many."""
         nonlocal now
         offset, width = cache[-1].offset, inputs.shape[1]
-        offsets.add(offset // step_costs.DEPTH)
+        offsets.add(offset // measure_costs.DEPTH)
         now += 0.001 + (width > 4) * offset * 1e-6
         return MODEL(inputs, cache)
 
@@ -569,7 +570,7 @@ def test_steps_are_measured_at_both_depths() -> None:
     for deep in (False, True):
         layers = MODEL.make_cache()
         MODEL(mx.array([[1, 2, 3]]), cache=layers)
-        costs[deep] = step_costs.measure_at_depths(model, layers, deep, lambda: now)
+        costs[deep] = measure_costs.measure_at_depths(model, layers, deep, lambda: now)
     assert offsets == {0, 1}
     assert costs[False].best_draft_length(0.98, 15) == 15
     assert costs[True].best_draft_length(0.98, 15) == 3, "four ids at once are as fast as one"
@@ -577,7 +578,7 @@ def test_steps_are_measured_at_both_depths() -> None:
 
 def test_measured_costs_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to three measurements, of which the fastest steps count."""
-    monkeypatch.setattr(step_costs, "_measured", {})
+    monkeypatch.setattr(measure_costs, "_measured", {})
     path, measured = tmp_path / "new" / "costs.json", list[tuple[float, ...]]()
     measurements = [(1.0, 9.0), (3.0, 3.5, 4.0), (1.5, 1.6, 1.7)]
 
@@ -602,6 +603,6 @@ def test_measured_costs_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert json.loads(path.read_text())["a"] == good
     assert load_or_measure(path / "a file, no directory", "a", measure).seconds == (1.0, 1.6, 1.7)
     assert len(measured) == 4
-    monkeypatch.setattr(step_costs, "_measured", {})
+    monkeypatch.setattr(measure_costs, "_measured", {})
     assert load_or_measure(path, "a", measure).seconds == (1.0, 1.6, 1.7), "another process"
     assert len(measured) == 4

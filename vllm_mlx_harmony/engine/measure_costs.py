@@ -1,8 +1,8 @@
-"""What a step of several ids costs on this machine, with this model: measured when it is loaded.
+"""Measures what steps of several ids cost on this machine, when a model is loaded.
 
 Weights that are read for one id are not read again for the next, but each id may use other experts,
-and a device without fast matrix multiplication gains nothing. So nothing is assumed: whether a
-draft pays (`drafts.Costs.best_draft_length`) depends on these measurements alone.
+and a device without fast matrix multiplication gains nothing. So whether a draft pays
+(`Costs.best_draft_length`) depends on these measurements alone.
 """
 
 from __future__ import annotations
@@ -20,21 +20,16 @@ from mlx_lm.models.cache import KVCache
 
 from vllm_mlx_harmony.core import vocab
 from vllm_mlx_harmony.core.files import write_atomically
-from vllm_mlx_harmony.engine.drafts import Costs
-from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, trim
+from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Model, trim
 from vllm_mlx_harmony.engine.sampler import Sampler, draw, draw_ahead
+from vllm_mlx_harmony.engine.step_costs import WIDTHS, Costs
 from vllm_mlx_harmony.engine_api.engine import GenerationSettings
 
 logger = logging.getLogger(__name__)
 
-WIDTHS = (1, 2, 3, 4, 8, 16)
-"""Ids of an answer in one step. On Metal, mlx computes the attention of up to four with a kernel of
-its own: gpt-oss has eight heads of queries for each one of keys, and ids times these may be 32 at
-most (``has_fused_kernel`` in ``mlx/backend/metal/scaled_dot_product_attention.cpp``)."""
-
 DEPTH = 8192
-"""Ids behind which steps are measured a second time: attention without that kernel costs the more
-the more ids there are."""
+"""Ids behind which steps are measured a second time: where Metal has no kernel for so many ids in
+one step (`WIDTHS`), attention costs the more the more ids there are before them."""
 
 RUNS = 3
 """A model is measured once each time that it is loaded, until there are so many measurements; the
@@ -50,8 +45,6 @@ skipped."""
 
 WITHOUT_GAIN = 2
 """Consecutive widths without a gain over single-id steps, after which measuring stops."""
-
-Model: TypeAlias = "Callable[..., mx.array]"
 
 Runs: TypeAlias = "tuple[tuple[float, ...], ...]"
 """Measurements: seconds of the steps of ``WIDTHS``, as far as they were measured."""
