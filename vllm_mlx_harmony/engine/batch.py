@@ -41,7 +41,7 @@ from vllm_mlx_harmony.engine.masks import Masking
 from vllm_mlx_harmony.engine.memory import may_be_padded
 from vllm_mlx_harmony.engine.mlx_lm_compat import Layers, Model, evaluate, trim
 from vllm_mlx_harmony.engine.request import Request
-from vllm_mlx_harmony.engine.sampler import accepted, draw, draw_ahead, log_probabilities
+from vllm_mlx_harmony.engine.sampler import State, accepted, draw, draw_ahead, log_probabilities
 from vllm_mlx_harmony.engine.step_costs import WIDTHS, Costs
 from vllm_mlx_harmony.engine_api.engine import Origin
 
@@ -54,7 +54,9 @@ MAX_CHOICES_TO_WAIT_FOR = 32
 
 class Batch:
     """Rows that are computed together. ``pending`` (rows,) has the ids of the next step; ``known``
-    is the one of a single row, if Python knows it without waiting.
+    is the one of a single row, if Python knows it: the last of its prompt, a forced one, the one
+    that was drawn after a draft, or ``pending`` after it was read. It is ``None`` when rows have
+    joined, and after a step without a draft.
 
     ``complete``: every answer has all its ids, and the caches lack the last id of each.
     """
@@ -89,27 +91,11 @@ class Batch:
         step computes the last id of its prompt and returns none."""
         if all(request.stepped and not request.remaining_ids for request in self.rows):
             found = self._read_last()
-        elif self.costs is not None and len(self.rows) == 1 and self._knows_next(self.costs):
+        elif self.costs is not None and len(self.rows) == 1 and self._read_next(self.costs):
             (request,) = self.rows
             found = [(request, token) for token in self._step_ahead(model, self.costs)]
         else:
-            last = self.pending
-            logits = model(last[:, None], cache=self.layers)[:, -1, :]
-            self.pending = draw([request.sampler for request in self.rows], last, logits)
-            masks = [request.sampler.processor for request in self.rows]
-            mx.async_eval(self.pending, [mask.likeliest for mask in masks if mask is not None])
-            rows = zip(self.rows, last.tolist(), strict=True)
-            found = [(request, token) for request, token in rows if request.stepped]
-            _record(found)
-            asked = [at for at, row in enumerate(self.rows) if row.top_logprobs is not None]
-            if asked:  # of the ids of the next step
-                chosen, most = mx.array(asked), max(self.rows[at].top_logprobs or 0 for at in asked)
-                scores = log_probabilities(logits[chosen], self.pending[chosen], most)
-                for row, at in enumerate(asked):
-                    self.rows[at].scores = [score[row] for score in scores]
-                # The slices themselves: computed when they are read, they would wait for the next
-                # step, and with them all rows.
-                mx.async_eval([self.rows[at].scores for at in asked])
+            found = self._step_rows(model)
         for request in self.rows:
             request.stepped = True
         return found
@@ -128,29 +114,62 @@ class Batch:
         _record(found)
         return found
 
-    def _knows_next(self, costs: Costs) -> bool:
-        """Whether the next id of a single row is known, or worth waiting for.
+    def _step_rows(self, model: Model) -> list[tuple[Request, int]]:
+        """One id of each row is computed, and the next one is drawn."""
+        last = self.pending
+        logits = model(last[:, None], cache=self.layers)[:, -1, :]
+        self.pending = draw([request.sampler for request in self.rows], last, logits)
+        masks = [request.sampler.processor for request in self.rows]
+        mx.async_eval(self.pending, [mask.likeliest for mask in masks if mask is not None])
+        rows = zip(self.rows, last.tolist(), strict=True)
+        found = [(request, token) for request, token in rows if request.stepped]
+        _record(found)
+        self._score(logits)
+        return found
+
+    def _score(self, logits: mx.array) -> None:
+        """Computes log probabilities of the ids of the next step for rows that request them."""
+        with_logprobs = [at for at, row in enumerate(self.rows) if row.top_logprobs is not None]
+        if not with_logprobs:
+            return
+        most = max(self.rows[at].top_logprobs or 0 for at in with_logprobs)
+        chosen = mx.array(with_logprobs)
+        scores = log_probabilities(logits[chosen], self.pending[chosen], most)
+        for row, at in enumerate(with_logprobs):
+            self.rows[at].scores = [score[row] for score in scores]
+        # The slices themselves: computed when they are read, they would wait for the next step, and
+        # with them all rows.
+        mx.async_eval([self.rows[at].scores for at in with_logprobs])
+
+    def _read_next(self, costs: Costs) -> bool:
+        """Sets ``known`` to the next id of a single row if it can be had without waiting, or if
+        waiting is likely to pay; returns whether it is known.
 
         Never if its log probabilities are requested: those are computed one by one.
         """
         (request,) = self.rows
         if request.top_logprobs is not None:
             return False
-        mask, drafts = request.sampler.processor, request.drafts
+        mask = request.sampler.processor
         if not request.stepped:
             self.known = request.ids[-1]
         elif self.known is None and mask is not None:
             self.known = mask.forced()
-        if self.known is None and (
-            (
-                mask is not None
-                and costs.max_known_ids(1)
-                and (mask.choices <= MAX_CHOICES_TO_WAIT_FOR or mask.expected(1))
-            )
-            or (drafts is not None and drafts.next(costs, request.remaining_ids))
-        ):
+        if self.known is None and self._may_have_followers(costs):
             self.known = int(self.pending.item())
         return self.known is not None
+
+    def _may_have_followers(self, costs: Costs) -> bool:
+        """Whether ids that are forced, expected or copied are likely to follow the next one."""
+        (request,) = self.rows
+        mask, drafts = request.sampler.processor, request.drafts
+        if (
+            mask is not None
+            and costs.max_known_ids(1)
+            and (mask.choices <= MAX_CHOICES_TO_WAIT_FOR or mask.expected(1))
+        ):
+            return True
+        return drafts is not None and bool(drafts.next(costs, request.remaining_ids))
 
     def _guess(self, costs: Costs, most: int) -> tuple[list[int], bool]:
         """The ids to try next, no more than ``most``, and whether they are copied: otherwise they
@@ -179,8 +198,9 @@ class Batch:
             origins = mask.origin
             run += mask.follow(costs.max_known_ids(most))
         origins += Origin.FORCED * (len(run) - 1)
-        found = run if request.stepped else run[1:]
-        request.origins += origins if request.stepped else origins[1:]
+        first = 0 if request.stepped else 1  # the last id of the prompt is none of the answer
+        found = run[first:]
+        request.origins += origins[first:]
         if drafts is not None:
             drafts.extend(found)
         draft, is_copy = self._guess(costs, most + 1 - len(run))
@@ -195,11 +215,20 @@ class Batch:
         if not draft:
             self.pending, self.known = drawn, None
             return found
+        return found + self._accept(draft, drawn, states, is_copy=is_copy)
+
+    def _accept(
+        self, draft: Sequence[int], drawn: mx.array, states: Sequence[State], *, is_copy: bool
+    ) -> list[int]:
+        """The ids of ``draft`` that agree with those that were ``drawn``. The caches and the
+        sampler forget the others, and the next id is known."""
+        (request,) = self.rows
+        mask, drafts = request.sampler.processor, request.drafts
         tokens = drawn.tolist()
         right = accepted(draft, tokens)
         if right < len(draft):
             trim(self.layers, len(draft) - right)
-            sampler.state = states[right]
+            request.sampler.state = states[right]
         if mask is not None:
             mask.advance(*draft[:right])
         if drafts is not None:
@@ -209,12 +238,12 @@ class Batch:
             request.accepted += right
             request.rejected += len(draft) - right
         self.pending, self.known = drawn[right : right + 1], tokens[right]
-        return found + draft[:right]
+        return list(draft[:right])
 
-    def remove(self, gone: Collection[Request]) -> None:
+    def remove(self, removed: Collection[Request]) -> None:
         """Removes rows; the others continue."""
         rows, self.rows = self.rows, []
-        stay = [at for at, request in enumerate(rows) if request not in gone]
+        stay = [at for at, request in enumerate(rows) if request not in removed]
         if stay:
             chosen = mx.array(stay)
             self.pending = self.pending[chosen]
